@@ -34,7 +34,7 @@ import jaxshard as js
 ROOT = Path(__file__).parent.parent
 
 
-def count_bytes(every: list[int], fragments: int, model: str = "gpt-1m") -> list[dict[str, Any]]:
+def count_bytes(every: list[int], model: str = "gpt-1m") -> list[dict[str, Any]]:
     """Compile a step for each strategy and count what it moves over the axis of the replicas."""
     js.simulate_devices(8)
     mesh = js.make_mesh(replica=2, data=4)
@@ -44,10 +44,10 @@ def count_bytes(every: list[int], fragments: int, model: str = "gpt-1m") -> list
         ("fsdp", js.hsdp("replica", "data"), js.fsdp("data")),
     ):
         rows.append({"inside": name, "strategy": "every step", "every": 1, **_count(model, plain, mesh, 1)})
-        for steps, parts in [*((steps, 1) for steps in every), (max(every), fragments)]:
-            strategy = js.compose(inside, js.local("replica", every=steps, fragments=parts))
+        for steps in every:
+            strategy = js.compose(inside, js.local("replica", every=steps))
             found = _count(model, strategy, mesh, steps)
-            rows.append({"inside": name, "strategy": f"local, {parts} parts", "every": steps, **found})
+            rows.append({"inside": name, "strategy": "local", "every": steps, **found})
     return rows
 
 
@@ -120,7 +120,6 @@ def compare_losses(args: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--every", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--fragments", type=int, default=4)
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--only", nargs="+", choices=[*RUNS][1:], default=[], help="these trainings, beside ddp")
     parser.add_argument("--seeds", type=int, default=3)
@@ -133,7 +132,7 @@ def main() -> None:
         for row in rows:
             print(f"{row['run']:38} mean {row['mean']:.4f}  {row['over_ddp']:+.2%} over ddp")
     else:
-        rows = count_bytes(args.every, args.fragments)
+        rows = count_bytes(args.every)
         print(
             f"{'inside':6} {'strategy':16} {'every':>5} {'each step':>12} {'meeting':>12} {'average':>12} {'most':>12}"
         )

@@ -55,12 +55,11 @@ def optimizer(recipe: Any, steps: int, eight: bool) -> optax.GradientTransformat
     return js.optim.adam8bit(rate, b2=recipe.b2, weight_decay=recipe.weight_decay)
 
 
-def state_bytes(sizes: tuple[str, ...] = ("gpt-1m", "gpt2", "llama2-7b", "resnet50")) -> dict[str, float]:
+def state_bytes(sizes: tuple[str, ...] = ("gpt-1m", "gpt2", "llama2-7b")) -> dict[str, float]:
     """Return the bytes of 8-bit Adam's state per parameter of large arrays, by ready-made size."""
     found = {}
     for name in sizes:
         params = jax.eval_shape(js.models.make(name).init, jax.random.key(0))
-        params = params.params if isinstance(params, js.Model) else params
         large = [x for x in jax.tree.leaves(params) if x.size > 4096]
         state = jax.eval_shape(js.optim.scale_by_adam8bit().init, large)
         arrays = [x for x in jax.tree.leaves(state) if x.shape]

@@ -1,6 +1,6 @@
 """The cases of `plan.py`: training steps as data, drawn from a grid, and the step of a case.
 
-The grid has every strategy, engine and remat policy, five chips, jaxshard's models and five as users write them.
+The grid has every strategy, engine and remat policy, five chips, jaxshard's models and seven as users write them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ class Case(NamedTuple):
     """A training step.
 
     Attributes:
-      model: a name of `js.models.SIZES`, or "user/size" of `user_models.py`.
+      model: a name of `js.models.SIZES`, "user/size" of `user_models.py`, or vit-l16 or resnet50 of `image_models.py`.
       topology: as `js.plan.topology_mesh` takes it, or "h100:8".
       axes: of the mesh: data (data0 and data1 too), replica, expert, context, tensor, pipe.
       strategy: of the data; the other axes add theirs.
@@ -157,9 +157,14 @@ def _numbers_of(case: Case) -> tuple[bool, int, int, int, float]:
 
         s = SIZES[case.model.partition("/")[2]]
         return True, s.vocab, s.heads, s.depth, 12 * s.depth * s.width**2 + 2 * s.vocab * s.width
-    shape = js.models.SIZES[case.model].shape | case.change
     if case.model == "resnet50":
         return False, 1000, 1, 1, 25e6
+    if case.model == "vit-l16":
+        from image_models import LARGE
+
+        shape = LARGE | case.change
+    else:
+        shape = js.models.SIZES[case.model].shape | case.change
     width, hidden = shape["width"], shape.get("hidden", 4 * shape["width"])
     mlp = (3 if "hidden" in shape else 2) * width * hidden * shape.get("experts", 1)
     parameters = shape["depth"] * (3 * width**2 + mlp) + 2 * width * shape.get("vocab", 1000)
@@ -179,6 +184,7 @@ class Parts(NamedTuple):
 
 def make_parts(case: Case) -> Parts:
     """Build layout, loss, optimizer, engine and abstract batch of a case; nothing is allocated."""
+    import image_models
     import jax
     import jax.numpy as jnp
     import optax
@@ -194,9 +200,14 @@ def make_parts(case: Case) -> Parts:
         user, _, size = case.model.partition("/")
         model = USERS[user](SIZES[size]._replace(seq=case.seq))
         units = model.units if "units" in case.engine else ()
+    elif case.seq:
+        model = js.models.make(case.model, **case.change | {"seq": case.seq})
     else:
-        change = dict(case.change) | ({"seq": case.seq} if case.seq else {})
-        model = js.models.make(case.model, **change)
+        model = (
+            image_models.resnet50()
+            if case.model == "resnet50"
+            else image_models.vit(**image_models.LARGE | case.change)
+        )
     mesh = js.plan.planned_mesh(case.topology, **case.axes)
     tx = optax.adamw(3e-4, b2=0.95, weight_decay=0.1)
     layout = js.layout(strategy_of(case), mesh, model.init, tx)
@@ -216,11 +227,7 @@ def make_parts(case: Case) -> Parts:
         tokens = jax.ShapeDtypeStruct((rows, case.seq), jnp.int32)
         batch = {"tokens": tokens, "targets": tokens}
     else:
-        side = js.models.SIZES[case.model].shape["image"]
-        batch = {
-            "images": jax.ShapeDtypeStruct((rows, side, side, 3), jnp.uint8),
-            "labels": jax.ShapeDtypeStruct((rows,), jnp.int32),
-        }
+        batch = image_models.batch_of(rows)
     return Parts(layout, model.loss, tx, engine, batch)
 
 

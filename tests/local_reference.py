@@ -11,7 +11,6 @@ import numpy as np
 import optax
 
 import jaxshard as js
-from jaxshard.core.fragments import Cut, cut_fragments, of_fragment, put_fragment
 
 WIDTH, FEATURES, ROWS = 16, 8, 16
 
@@ -62,10 +61,9 @@ def simulate(
     *,
     replicas: int,
     every: int,
-    turns: Sequence[int] = (0,),
     warmup: int = 0,
 ) -> tuple[Any, list[Any], list[float]]:
-    """Train replicas one after the other, and synchronise fragment k after the steps that are turns[k] modulo `every`.
+    """Train replicas one after the other, and synchronise them after every `every`-th step.
 
     In the first `warmup` steps one replica takes all rows, as on one device, and the others and the shared parameters
     become what it has.
@@ -74,9 +72,7 @@ def simulate(
       (the shared parameters, each replica's own, the losses averaged over replicas).
     """
     shared = MODEL.init(jax.random.key(0))
-    fragments = cut_fragments(shared, len(turns))
-    states = [outer.init(of_fragment(part, Cut.take, shared)) for part in fragments]
-    own, inner, losses = [shared] * replicas, [tx.init(shared)] * replicas, []
+    own, inner, losses, outer_state = [shared] * replicas, [tx.init(shared)] * replicas, [], outer.init(shared)
     gradient = jax.jit(jax.value_and_grad(lambda p, rows: _value(MODEL.loss(p, rows, jax.random.key(0)))))
     for step, batch in enumerate(given):
         values = []
@@ -94,14 +90,11 @@ def simulate(
             own[r] = optax.apply_updates(own[r], updates)
             values.append(float(value))
         losses.append(sum(values) / replicas)
-        for at, part in enumerate(fragments):
-            if (step + 1) % every == turns[at]:
-                old = of_fragment(part, Cut.take, shared)
-                mean = of_fragment(part, Cut.take, jax.tree.map(lambda *x: sum(x) / replicas, *own))
-                updates, states[at] = outer.update(jax.tree.map(jnp.subtract, old, mean), states[at], old)
-                new = optax.apply_updates(old, updates)
-                shared = put_fragment(part, new, shared)
-                own = [put_fragment(part, new, one) for one in own]
+        if (step + 1) % every == 0:
+            mean = jax.tree.map(lambda *x: sum(x) / replicas, *own)
+            updates, outer_state = outer.update(jax.tree.map(jnp.subtract, shared, mean), outer_state, shared)
+            shared = optax.apply_updates(shared, updates)
+            own = [shared] * replicas
     return shared, own, losses
 
 

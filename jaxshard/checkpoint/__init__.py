@@ -12,8 +12,8 @@ A step is complete once its manifest is there. The way of a save, file by file:
 
 and of a restore: folder.py finds the step, reader.py compares it with the layout and with its checksums, store.py reads
 each device's part, and leaves.py brings it from model order to where the layout stores it. checkpointer.py saves in the
-background of a training loop, with a lock on the folder (lock.py). With a key, signature.py tells whether somebody has
-changed a step on purpose. memory/ keeps a run in memory that outlives its processes, without any of this.
+background of a training loop, with a lock on the folder (lock.py). memory/ keeps a run in memory that outlives its
+processes, without any of this.
 
 Imports `core/`, `distributed/`, `engines/` and `training/`.
 """

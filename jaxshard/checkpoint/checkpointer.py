@@ -17,7 +17,6 @@ from jaxshard.checkpoint.folder import absolute_root, complete_steps, delete_ste
 from jaxshard.checkpoint.lock import hold, release
 from jaxshard.checkpoint.os_errors import os_error
 from jaxshard.checkpoint.reader import describe, restore
-from jaxshard.checkpoint.signature import check_key
 from jaxshard.checkpoint.writer import begin_save
 from jaxshard.core.compat import call_before_exit
 from jaxshard.core.counts import check_count
@@ -54,14 +53,13 @@ class Checkpointer:
       keep: keep this many of the newest steps and delete older ones; None keeps all. Steps whose folders are symbolic
         links are not counted and never deleted; a warning names those that are there.
       data: called at each save for the position of the data, as `js.save` takes it.
-      key: the secret of a keyed digest, as `js.save` takes it; `restore` needs the same.
       best: a metric of the evaluation, such as "loss". The run that had the best one is also kept, in dir/best:
         `js.restore("run/best", layout)`. The position saved there is {"evaluation": ..., "position": ...}.
       best_mode: "min" if a lower number is better, "max" if a higher one is.
       init_from: for a model of `js.lora`, what `restore` starts from, as `js.restore` takes it.
 
     Raises:
-      ValueError: `every` or `keep` is less than 1, `key` too short, or `best_mode` something else.
+      ValueError: `every` or `keep` is less than 1, or `best_mode` something else.
       BlockingIOError: another process trains into this folder; the message names it.
       OSError: the folder can't be written (no permission, a read-only disk), with the errno of the cause.
 
@@ -82,19 +80,16 @@ class Checkpointer:
         every: int,
         keep: int | None = None,
         data: Callable[[], Any] | None = None,
-        key: bytes | None = None,
         best: str | None = None,
         best_mode: Literal["min", "max"] = "min",
         init_from: PyTree = None,
     ):
         check_layout("js.Checkpointer(dir, layout, every=...)", layout)
         check_count("Checkpointer", every=every, keep=keep)
-        check_key(key)
         if best_mode not in ("min", "max"):
             raise ValueError(f'Checkpointer: best_mode must be "min" or "max", got {best_mode!r}')
         self._root, self._layout, self._every, self._keep, self._data = absolute_root(dir), layout, every, keep, data
-        self._init_from = init_from
-        self._key, self._is_first = key, jax.process_index() == 0
+        self._init_from, self._is_first = init_from, jax.process_index() == 0
         links = [path.name for path in step_folders(self._root).values() if path.is_symlink()]
         if links and keep is not None and jax.process_index() == 0:
             warnings.warn(
@@ -107,7 +102,7 @@ class Checkpointer:
         self._saved: int | None = None
         self._is_locked = call_in_first_process(self._lock, "js.Checkpointer")
         self.best = best
-        self._best = None if best is None else _Best(self._root / "best", layout, best, best_mode, data, key)
+        self._best = None if best is None else _Best(self._root / "best", layout, best, best_mode, data)
         call_before_exit(self._wait_at_exit)
 
     def __call__(self, step: int, run: TrainState) -> None:
@@ -139,7 +134,7 @@ class Checkpointer:
         step = int(run.step)
         if step == self._saved:
             return
-        finish = begin_save(self._root, run, self._layout, self._data() if self._data else None, self._key)
+        finish = begin_save(self._root, run, self._layout, self._data() if self._data else None)
         self._pending = self._worker.submit(self._finish_save, finish, step)
 
     def restore(self) -> tuple[TrainState, Any]:
@@ -158,10 +153,10 @@ class Checkpointer:
         if (peers := all_peers()) is not None:
             peers.meet("js.Checkpointer.restore")  # before any of them is deleted
         for step in newest_first:
-            run = restore(self._root, self._layout, step=step, key=self._key, init_from=self._init_from)
+            run = restore(self._root, self._layout, step=step, init_from=self._init_from)
             if is_finite(run.params):
                 self._saved = step
-                return run, describe(self._root, step=step, key=self._key).data
+                return run, describe(self._root, step=step).data
             folder = self._root / str(step)
             if jax.process_index() == 0 and not folder.is_symlink():
                 delete_step(folder)
@@ -232,13 +227,13 @@ class _Best:
     What an earlier process saved there counts, unless its step is still to come: then this training began again.
     """
 
-    def __init__(self, root: Path, layout: Layout, metric: str, mode: str, data: Callable[[], Any] | None, key: Any):
+    def __init__(self, root: Path, layout: Layout, metric: str, mode: str, data: Callable[[], Any] | None):
         self._metric, self._sign, self._data = metric, 1 if mode == "min" else -1, data
         self._step, self._evaluation = -1, dict[str, float | None]()
         if steps := complete_steps(root):
             self._step = max(steps)
-            self._evaluation = dict(describe(root, step=self._step, key=key).data["evaluation"])
-        self.saver = Checkpointer(root, layout, every=1, keep=1, data=self._describe, key=key)
+            self._evaluation = dict(describe(root, step=self._step).data["evaluation"])
+        self.saver = Checkpointer(root, layout, every=1, keep=1, data=self._describe)
 
     def evaluated(self, step: int, run: TrainState, evaluation: Mapping[str, float]) -> None:
         if self._metric not in evaluation:

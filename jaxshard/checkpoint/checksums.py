@@ -14,10 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from jaxshard.checkpoint.manifest import MANIFEST, Manifest, SavedArray, Segment, read_manifest
-from jaxshard.checkpoint.signature import check_signature, new_digest
 from jaxshard.checkpoint.store import ARRAYS, Extent, find_arrays
 
 _BLOCK = 1 << 22
@@ -38,20 +37,19 @@ class Damaged(ValueError):
     """
 
 
-def checksum_file(file: Path, extents: Sequence[Extent], digest: Any = None) -> tuple[Segment, ...]:
+def checksum_file(file: Path, extents: Sequence[Extent]) -> tuple[Segment, ...]:
     """Compute the checksums of a file, and make it outlast a power cut.
 
     Args:
       file: the file, completely written.
       extents: where arrays lie in it.
-      digest: an object of hashlib that is updated with all of it, or None.
 
     Returns:
       Segments that cover the whole file, one for each extent and for each gap.
     """
     with file.open("rb") as opened:
         cover = list(_cover_file(os.fstat(opened.fileno()).st_size, extents))
-        found = _checksum_parts(opened, [length for length, _ in cover], digest)
+        found = _checksum_parts(opened, [length for length, _ in cover])
         os.fsync(opened.fileno())
     return tuple(Segment(length, crc, array) for (length, array), (_, crc) in zip(cover, found, strict=True))
 
@@ -62,17 +60,10 @@ def list_files(folder: Path) -> list[str]:
     return sorted(name for name in (path.relative_to(folder).as_posix() for path in found) if name != MANIFEST)
 
 
-def find_damage(folder: Path, key: bytes | None = None) -> list[str]:
-    """Return everything that is wrong with a step, a line each that begins with the file's name. Reads every file.
-
-    Raises:
-      WrongKey: the step was saved with another key than this one, or none; nothing tells whether it is damaged.
-    """
+def find_damage(folder: Path) -> list[str]:
+    """Return everything that is wrong with a step, a line each that begins with the file's name. Reads every file."""
     manifest, problems = try_manifest(folder)
-    if manifest is None:
-        return problems
-    check_signature(folder, manifest, key)
-    return compare_step(folder, manifest)
+    return problems if manifest is None else compare_step(folder, manifest)
 
 
 def try_manifest(folder: Path) -> tuple[Manifest | None, list[str]]:
@@ -185,18 +176,16 @@ def _is_plain(file: Path) -> bool:
 
 def _compare_file(folder: Path, manifest: Manifest, name: str) -> list[str]:
     segments, file = manifest.files[name], folder / name
-    digest = new_digest(manifest.sha256 is not None)
     try:
         with file.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
-            found = _checksum_parts(opened, [one.size for one in segments], digest)
+            found = _checksum_parts(opened, [one.size for one in segments])
     except OSError as error:
         return [f"{file}: can't be read: {error.strerror}; {_describe_arrays(manifest, name, segments)}"]
     expected = sum(segment.size for segment in segments)
     changed = [one for one, part in zip(segments, found, strict=True) if part != (one.size, one.crc32)]
     if size == expected and not changed:
-        same = manifest.sha256 is None or manifest.sha256.get(name) == digest.hexdigest()
-        return [] if same else [f"{file}: its SHA-256 is another one: it was changed, and its checksums too"]
+        return []
     wrong = "its bytes are not those that were saved" if size == expected else f"{size} bytes, {expected} were saved"
     return [f"{file}: {wrong}; {_describe_arrays(manifest, name, changed)}"]
 
@@ -228,44 +217,25 @@ def _cover_file(size: int, extents: Sequence[Extent]) -> Iterator[tuple[int, int
         yield size - at, None
 
 
-def _checksum_parts(opened: BinaryIO, sizes: Sequence[int], digest: Any) -> list[tuple[int, int]]:
+def _checksum_parts(opened: BinaryIO, sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Compute the checksums of the parts of a file that follow one another, several at once.
 
     Args:
       opened: the file.
       sizes: the bytes of each part, from the file's start on.
-      digest: an object of hashlib that is updated with the whole file meanwhile, or None.
 
     Returns:
       Of each part how many of its bytes there are, and their CRC-32.
     """
     starts = accumulate(sizes, initial=0)
-    # zlib, hashlib and reads let go of Python's lock, so that threads use all cores.
+    # zlib and reads let go of Python's lock, so that threads use all cores.
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
-        whole = None if digest is None else threads.submit(_update_digest, opened, sum(sizes), digest)
-        found = list(threads.map(partial(_checksum_part, opened), starts, sizes))
-        if whole is not None:
-            whole.result()
-    return found
+        return list(threads.map(partial(_checksum_part, opened), starts, sizes))
 
 
 def _checksum_part(opened: BinaryIO, start: int, size: int) -> tuple[int, int]:
-    """Read `size` bytes of a file from `start` on: (how many of them there are, their CRC-32)."""
+    """Read `size` bytes of a file from `start` on: (how many of them there are, their CRC-32). Moves no position."""
     crc = done = 0
-    for block in _read_blocks(opened, start, size):
+    while done < size and (block := os.pread(opened.fileno(), min(_BLOCK, size - done), start + done)):
         crc, done = zlib.crc32(block, crc), done + len(block)
     return done, crc
-
-
-def _update_digest(opened: BinaryIO, size: int, digest: Any) -> None:
-    """Update a digest with the first bytes of a file: as many as were saved, however large it may have become."""
-    for block in _read_blocks(opened, 0, size):
-        digest.update(block)
-
-
-def _read_blocks(opened: BinaryIO, start: int, size: int) -> Iterator[bytes]:
-    """Yield the bytes of a file from `start` on, `size` of them, or fewer where it ends. Moves no position."""
-    end = start + size
-    while start < end and (block := os.pread(opened.fileno(), min(_BLOCK, end - start), start)):
-        start += len(block)
-        yield block

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from jaxshard.checkpoint.checksums import find_damage
 from jaxshard.checkpoint.manifest import MANIFEST
-from jaxshard.checkpoint.signature import WrongKey, check_key
 from jaxshard.core.local_path import local_path
 
 
@@ -47,21 +46,19 @@ def check_root(root: Path) -> None:
         raise ValueError(f"{root} is the folder of one step; give {root.parent} and step={root.name}")
 
 
-def latest_step(dir: str | os.PathLike[str], *, intact: bool = False, key: bytes | None = None) -> int | None:
+def latest_step(dir: str | os.PathLike[str], *, intact: bool = False) -> int | None:
     """Return the number of the newest complete step in a folder of checkpoints.
 
     Args:
       dir: the folder that `js.save` or `js.Checkpointer` writes into.
       intact: also compare every byte of the step with its checksum, and fall back to the newest step where all are
         right. Reads the whole step.
-      key: with `intact`, the key that the steps were saved with; steps with another one are passed over.
 
     Returns:
       The number of the step; None where there is no such step, or no folder yet.
 
     Raises:
-      ValueError: `dir` is the folder of one step; with `intact`, all steps were saved with another key, or steps were
-        saved with a key and none is given.
+      ValueError: `dir` is the folder of one step.
       NotADirectoryError: `dir` is a file.
 
     Example:
@@ -70,21 +67,10 @@ def latest_step(dir: str | os.PathLike[str], *, intact: bool = False, key: bytes
         else:
             run = js.restore("run", layout)
     """
-    check_key(key)
     root = absolute_root(dir)
     check_root(root)
-    wrong: WrongKey | None = None
-    for step, path in reversed(complete_steps(root).items()):
-        try:
-            if not intact or not find_damage(path, key):
-                return step
-        except WrongKey as error:
-            if key is None:
-                raise
-            wrong = wrong or error
-    if wrong is not None:
-        raise wrong
-    return None
+    newest_first = reversed(complete_steps(root).items())
+    return next((step for step, path in newest_first if not intact or not find_damage(path)), None)
 
 
 def step_folder(root: Path, step: int | None) -> Path:

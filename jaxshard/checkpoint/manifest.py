@@ -7,9 +7,8 @@ A file of two lines. The first is a JSON object, the second the CRC-32 of the fi
     crc32 7d3c9a01
 
 (here the JSON is wrapped). Each file is covered by segments [bytes, CRC-32, index in "arrays" or null]. The step of
-a run with a base has one more field, "base"; one that was saved with a key has "sha256" of every file and "hmac" of the
-manifest (signature.py). The object's fields may change with its "format"; that there are two lines, and what the second
-holds, does not.
+a run with a base has one more field, "base". The object's fields may change with its "format"; that there are two
+lines, and what the second holds, does not.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from typing import Any, NamedTuple
 from jaxshard.checkpoint.strict_json import decode_object, read_plain_file
 
 FORMAT = 1
-_OPTIONAL = ("base", "sha256", "hmac")
-"""Fields that are there if the run has a base, or the step was saved with a key."""
+_KEYED = {"sha256", "hmac"}
+"""Fields that earlier versions wrote for a step that was saved with a key. They are not read; the checksums are."""
 MANIFEST = "manifest.json"
 """The manifest's file name in the folder of a step."""
 
@@ -59,8 +58,6 @@ class Manifest(NamedTuple):
       data: the position of the data, as the caller gave it.
       made: versions, mesh, layout and time of the save, for people.
       base: a checksum of each array that is not saved, but given again, by its path; see `training/base.py`.
-      sha256: the SHA-256 of each file in hexadecimal digits, if the step was saved with a key.
-      hmac: the HMAC-SHA256 of the manifest without this field, if the step was saved with a key.
     """
 
     step: int
@@ -69,8 +66,6 @@ class Manifest(NamedTuple):
     data: Any
     made: dict[str, Any]
     base: dict[str, str] | None = None
-    sha256: dict[str, str] | None = None
-    hmac: str | None = None
 
     @property
     def size(self) -> int:
@@ -80,7 +75,7 @@ class Manifest(NamedTuple):
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Encode a manifest as the content of its file."""
-    fields = {name: value for name, value in manifest._asdict().items() if name not in _OPTIONAL or value is not None}
+    fields = {name: value for name, value in manifest._asdict().items() if name != "base" or value is not None}
     fields |= {"arrays": [array._asdict() for array in manifest.arrays]}
     line = json.dumps({"format": FORMAT} | fields, allow_nan=False).encode() + b"\n"
     return line + _checksum_line(line)
@@ -163,7 +158,7 @@ def _checksum_line(line: bytes) -> bytes:
 
 def _parse(fields: dict[str, Any]) -> Manifest:
     wanted = {"format", *Manifest._fields}
-    _check(wanted.difference(_OPTIONAL) <= set(fields) <= wanted, "fields", sorted(fields))
+    _check(wanted - {"base"} <= fields.keys() - _KEYED <= wanted, "fields", sorted(fields))
     _check(_is_count(fields["step"]), "step", fields["step"])
     for name, kind in (("arrays", list), ("files", dict), ("made", dict)):
         _check(isinstance(fields[name], kind), name, fields[name])
@@ -174,12 +169,9 @@ def _parse(fields: dict[str, Any]) -> Manifest:
         _check(_is_inside(name), "file name", name)
         _check(isinstance(segments, list), "segments", segments)
         files[name] = tuple(_parse_segment(value, len(arrays)) for value in segments)
-    more = {name: fields[name] for name in _OPTIONAL if name in fields}
-    base, sums, whole = more.get("base", {}), more.get("sha256", {}), more.get("hmac", "")
+    base = fields.get("base", {})
     _check(isinstance(base, dict) and all(isinstance(value, str) for value in base.values()), "base", base)
-    _check(isinstance(sums, dict) and sums.keys() <= files.keys(), "sha256", sums)
-    _check(isinstance(whole, str) and all(isinstance(value, str) for value in sums.values()), "hmac", whole)
-    return Manifest(fields["step"], arrays, files, fields["data"], fields["made"], **more)
+    return Manifest(fields["step"], arrays, files, fields["data"], fields["made"], fields.get("base"))
 
 
 def _parse_array(value: Any) -> SavedArray:

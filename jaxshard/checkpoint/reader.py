@@ -14,7 +14,6 @@ from jaxshard.checkpoint.folder import absolute_root, step_folder
 from jaxshard.checkpoint.leaves import Entry, entries, list_differences
 from jaxshard.checkpoint.manifest import Manifest, SavedArray, encode_manifest, read_manifest
 from jaxshard.checkpoint.residuals import RESIDUALS, place_residuals, saved_residuals
-from jaxshard.checkpoint.signature import check_key, check_signature
 from jaxshard.core.layout import Layout, check_layout, put_back
 from jaxshard.core.low_rank import has_low_rank
 from jaxshard.core.settings import with_own_settings
@@ -37,7 +36,6 @@ def restore(
     *,
     step: int | None = None,
     verify: bool = True,
-    key: bytes | None = None,
     init_from: PyTree = None,
 ) -> TrainState:
     """Restore a run from a folder of checkpoints, as `layout` stores it. Every process calls this.
@@ -55,7 +53,6 @@ def restore(
       step: the number of the step; the newest complete one by default.
       verify: first compare every byte of the step with its checksum, a share of the files in each process. Without
         it, only the names and sizes of the files and the shapes and dtypes in them are compared.
-      key: the secret that the step was saved with; see `js.save`.
       init_from: for a model of `js.lora`, whose checkpoints do not hold what is frozen: the parameters that `js.init`
         was given as `init_from=`, or a run of this layout, from which what is frozen is taken as it is.
 
@@ -65,8 +62,7 @@ def restore(
     Raises:
       ValueError: the tree, a shape or a dtype differs from the layout (every such array is named, nothing is cast); the
         step is incomplete or has a newer format; `init_from` is missing, or not what the run was trained on (every
-        array with another checksum is named); it was saved with another key, or with none where one is given; a key
-        without `verify`, which would leave the files unread.
+        array with another checksum is named).
       js.Damaged: a file is damaged, missing or was added; it is named with the arrays in it. A ValueError.
       FileNotFoundError: there is no such folder or step.
       js.distributed.Disagreement: one of several processes has other versions, flags, mesh or layout, or finds another
@@ -78,22 +74,17 @@ def restore(
         run = js.restore("run", other)      # a layout other than that which saved it
     """
     check_layout("js.restore(dir, layout)", layout)
-    check_key(key)
-    if key is not None and not verify:
-        raise ValueError("a key finds nothing where verify=False leaves the files unread; leave one of them out")
     base = _find_base(init_from, layout)
-    return read_run(absolute_root(dir), layout, step, verify=verify, key=key, base=base)
+    return read_run(absolute_root(dir), layout, step, verify=verify, base=base)
 
 
-def read_run(
-    root: Path, layout: Layout, step: int | None, *, verify: bool, key: bytes | None, base: PyTree = None
-) -> TrainState:
-    """Restore a run, as `restore`; with a key and without `verify`, only the manifest is compared with the key.
+def read_run(root: Path, layout: Layout, step: int | None, *, verify: bool, base: PyTree = None) -> TrainState:
+    """Restore a run, as `restore`.
 
     `base` are the stored parameters of which those of `layout.base` are taken, if the layout has any.
     """
     owning, layout = layout, layout.without_owners
-    folder, manifest = _find_step(root, layout, step, key)
+    folder, manifest = _find_step(root, layout, step)
     wanted, structure = entries(layout)
     without = layout.shapes.opt_state is None
     left = ("opt_state/", RESIDUALS) if without else ()  # of no use without an optimizer
@@ -124,29 +115,21 @@ def read_run(
     return give_to_owners(run, owning)
 
 
-def describe(dir: str | os.PathLike[str], *, step: int | None = None, key: bytes | None = None) -> Manifest:
+def describe(dir: str | os.PathLike[str], *, step: int | None = None) -> Manifest:
     """Read what a step holds without its arrays: their names, the data's position, the mesh and versions that made it.
 
     Args:
       dir: the folder of checkpoints.
       step: the number of the step; the newest complete one by default.
-      key: the secret that the step was saved with; see `js.save`.
 
     Returns:
       The step's manifest.
 
     Raises:
-      ValueError: the step is incomplete, its manifest damaged, or it was saved with another key.
+      ValueError: the step is incomplete, or its manifest damaged.
       FileNotFoundError: there is no such folder or step.
     """
-    return _read_signed(step_folder(absolute_root(dir), step), key)
-
-
-def _read_signed(folder: Path, key: bytes | None) -> Manifest:
-    """Read the manifest of a step that was saved with this key, or without one for None."""
-    manifest = read_manifest(folder)
-    check_signature(folder, manifest, key)
-    return manifest
+    return read_manifest(step_folder(absolute_root(dir), step))
 
 
 def check_intact(folder: Path, manifest: Manifest, *, verify: bool) -> None:
@@ -174,12 +157,12 @@ def check_intact(folder: Path, manifest: Manifest, *, verify: bool) -> None:
     )
 
 
-def _find_step(root: Path, layout: Layout, step: int | None, key: bytes | None) -> tuple[Path, Manifest]:
+def _find_step(root: Path, layout: Layout, step: int | None) -> tuple[Path, Manifest]:
     """Find the step to restore; raise in all processes unless it is the same in each."""
     failure = None
     try:
         folder = step_folder(root, step)
-        manifest = _read_signed(folder, key)
+        manifest = read_manifest(folder)
         found = f"step {manifest.step} ({digest(encode_manifest(manifest))})"
     except (ValueError, OSError) as error:
         failure, found = error, f"none: {type(error).__name__}: {error}"
@@ -227,5 +210,6 @@ def _check_same_arrays(folder: Path, saved: Sequence[SavedArray], wanted: Sequen
         list_differences(found, {entry.path: str(entry.saved) for entry in wanted}, " in the checkpoint"),
         ValueError,
         f"{folder}: the checkpoint is not one of this layout's model and optimizer, and nothing is cast or left out; "
-        "make the layout from the init_fn and tx that it was saved with",
+        "make the layout from the init_fn and tx that it was saved with, or without an optimizer, "
+        "js.layout(strategy, mesh, init_fn), to read all but its state",
     )

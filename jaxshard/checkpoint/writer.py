@@ -37,7 +37,6 @@ from jaxshard.checkpoint.manifest import MANIFEST, Manifest, decode_manifest, wr
 from jaxshard.checkpoint.os_errors import first_cause, os_error
 from jaxshard.checkpoint.reader import read_run
 from jaxshard.checkpoint.residuals import residual_entries
-from jaxshard.checkpoint.signature import agree_on_key, check_key, new_digest, sign
 from jaxshard.checkpoint.snapshot import snapshot
 from jaxshard.core.keys import words_of
 from jaxshard.core.layout import Layout, check_layout
@@ -57,9 +56,7 @@ _locks: dict[Path, threading.Lock] = {}
 _save_numbers = itertools.count()  # every process begins the same saves in the same order
 
 
-def save(
-    dir: str | os.PathLike[str], run: TrainState, layout: Layout, *, data: Any = None, key: bytes | None = None
-) -> Path:
+def save(dir: str | os.PathLike[str], run: TrainState, layout: Layout, *, data: Any = None) -> Path:
     """Save a run into the folder dir/<step>. Every process calls this.
 
     Arrays are saved in model order without padding, so that any other layout restores them. A step that is there but
@@ -71,17 +68,13 @@ def save(
       layout: how it is stored.
       data: the position of the data, for sources whose position is not the step. Any value that comes back from JSON as
         it was; `jaxshard.checkpoint.reader.describe` returns it.
-      key: a secret of at least 16 bytes, the same in all processes, such as `secrets.token_bytes(32)`. Checksums find
-        accidents; with a key, changes on purpose are found too: the manifest gets the SHA-256 of every file and its own
-        HMAC-SHA256, and the step can only be restored with the same key.
 
     Returns:
       The folder of the step, complete and on disk.
 
     Raises:
-      TypeError: `run` is no TrainState, or `key` no bytes.
-      ValueError: the run is not one of this layout; the folder holds this step of another run, or saved with another
-        key; a key that is too short, or not the same in all processes.
+      TypeError: `run` is no TrainState.
+      ValueError: the run is not one of this layout; the folder holds this step of another run.
       OSError: the step could not be written (a full disk, no permission), with the errno of the cause, and so as a
         PermissionError where that was one. Nothing of it is left; other steps stay.
       BlockingIOError: the `js.Checkpointer` of another process, which is named, saves into this folder.
@@ -94,11 +87,11 @@ def save(
         raise TypeError("dir is a run; write js.save(dir, run, layout), in this order")
     check_is_run(run)
     check_layout("js.save(dir, run, layout)", layout)
-    return begin_save(absolute_root(dir), run, layout, data, key)()
+    return begin_save(absolute_root(dir), run, layout, data)()
 
 
 @with_own_settings
-def begin_save(root: Path, run: TrainState, layout: Layout, data: Any, key: bytes | None = None) -> Callable[[], Path]:
+def begin_save(root: Path, run: TrainState, layout: Layout, data: Any) -> Callable[[], Path]:
     """Start a save: all of it that needs the devices or other processes.
 
     Waits while the same step is still being saved.
@@ -108,7 +101,6 @@ def begin_save(root: Path, run: TrainState, layout: Layout, data: Any, key: byte
       run: the run; it may be donated as soon as this returns.
       layout: how it is stored.
       data: the position of the data, as JSON.
-      key: the secret of the digest, as `save`.
 
     Returns:
       The function that writes the step and returns its folder. It issues no collective of devices, and may be called in
@@ -118,7 +110,6 @@ def begin_save(root: Path, run: TrainState, layout: Layout, data: Any, key: byte
       ValueError, OSError: as `save`.
     """
     check_is_run(run)
-    check_key(key)
     check_run(layout, run)
     run, layout = split_owned(run, layout), layout.without_owners
     wanted = [*entries(layout)[0], *residual_entries(layout, run.residuals)]
@@ -126,11 +117,10 @@ def begin_save(root: Path, run: TrainState, layout: Layout, data: Any, key: byte
     check_data(data)
     step = int(run.step)
     folder = root / str(step)
-    agree_on_key(key)
     with ExitStack() as stack:
         stack.enter_context(_locks.setdefault(folder, threading.Lock()))
-        if call_in_first_process(lambda: _is_saved_or_prepare(folder, key), "js.save"):
-            if not _holds_same_run(root, run, layout, key):
+        if call_in_first_process(lambda: _is_saved_or_prepare(folder), "js.save"):
+            if not _holds_same_run(root, run, layout):
                 problem = f"step {step} of another run is there; save into another folder, or delete it"
                 raise ValueError(f"{folder}: {problem}")
             return lambda: folder
@@ -144,7 +134,7 @@ def begin_save(root: Path, run: TrainState, layout: Layout, data: Any, key: byte
             store.save_arrays(folder, blocks, name)
             saved = tuple(entry.saved for entry in wanted)
             manifest = Manifest(step, saved, {}, data, _describe_origin(layout), base or None)
-            _commit(folder, manifest, jax.process_index(), jax.process_count(), key)
+            _commit(folder, manifest, jax.process_index(), jax.process_count())
         return folder
 
     return finish
@@ -194,14 +184,14 @@ def _delete_on_failure(folder: Path) -> Iterator[None]:
         raise
 
 
-def _is_saved_or_prepare(folder: Path, key: bytes | None) -> bool:
+def _is_saved_or_prepare(folder: Path) -> bool:
     """Return True if a step is there and intact; else make an empty folder for it.
 
-    Deletes a damaged step, and what an interrupted save left there, but no step that was saved with another key.
+    Deletes a damaged step, and what an interrupted save left there.
     """
     check_free(folder.parent)
     try:
-        if (folder / MANIFEST).exists() and not find_damage(folder, key):
+        if (folder / MANIFEST).exists() and not find_damage(folder):
             return True
         if folder.exists():
             delete_step(folder)
@@ -211,10 +201,10 @@ def _is_saved_or_prepare(folder: Path, key: bytes | None) -> bool:
     return False
 
 
-def _holds_same_run(root: Path, run: TrainState, layout: Layout, key: bytes | None) -> bool:
+def _holds_same_run(root: Path, run: TrainState, layout: Layout) -> bool:
     """Return True if the step on disk is this very run, bit for bit, in the shards of all processes."""
     try:
-        there = read_run(root, layout, int(run.step), verify=False, key=key, base=run.params)
+        there = read_run(root, layout, int(run.step), verify=False, base=run.params)
     except ValueError:
         return False
     if bool(jax.tree.leaves(there.residuals)) != bool(jax.tree.leaves(run.residuals)):
@@ -227,7 +217,7 @@ def _shard_bytes(x: jax.Array) -> list[bytes]:
     return [np.asarray(shard.data).tobytes() for shard in words_of(x).addressable_shards]
 
 
-def _commit(folder: Path, manifest: Manifest, process: int, processes: int, key: bytes | None = None) -> None:
+def _commit(folder: Path, manifest: Manifest, process: int, processes: int) -> None:
     """Compute the checksums of this process's share of the files; the first process then writes the manifest.
 
     The others hand theirs over as manifests of their own, manifest.json.<process>, through the folder that all see. No
@@ -237,22 +227,16 @@ def _commit(folder: Path, manifest: Manifest, process: int, processes: int, key:
     places = store.find_extents(folder, names)
     shares = {f"{MANIFEST}.{other}" for other in range(1, processes)}
     written = [name for name in list_files(folder) if name not in shares and not name.endswith(".draft")]
-    digests = {name: new_digest(key is not None) for name in written[process::processes]}
-    files = {name: checksum_file(folder / name, places.get(name, ()), digests[name]) for name in digests}
-    sums = None if key is None else {name: digest.hexdigest() for name, digest in digests.items()}
+    files = {name: checksum_file(folder / name, places.get(name, ())) for name in written[process::processes]}
     if process:
-        write_manifest(folder / f"{MANIFEST}.{process}", manifest._replace(files=files, sha256=sums))
+        write_manifest(folder / f"{MANIFEST}.{process}", manifest._replace(files=files))
         _wait_for(folder / MANIFEST, folder)
         return
     for other in sorted(shares):
         _wait_for(folder / other, folder)
-        share = decode_manifest((folder / other).read_bytes())
-        files |= share.files
-        if sums is not None:
-            sums |= share.sha256 or {}
+        files |= decode_manifest((folder / other).read_bytes()).files
         (folder / other).unlink()
-    manifest = manifest._replace(files=dict(sorted(files.items())), sha256=sums)
-    write_manifest(folder / MANIFEST, manifest if key is None else sign(manifest, key))
+    write_manifest(folder / MANIFEST, manifest._replace(files=dict(sorted(files.items()))))
 
 
 def _wait_for(file: Path, folder: Path) -> None:

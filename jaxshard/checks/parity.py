@@ -34,10 +34,9 @@ from jaxshard.core.local import local_of
 from jaxshard.core.loss import Loss, Mean, as_loss
 from jaxshard.core.mesh import axis_size, mesh_str
 from jaxshard.core.model_state import next_state
-from jaxshard.core.pictures import page
 from jaxshard.core.settings import no_mesh, own_settings
 from jaxshard.core.strategy import Strategy
-from jaxshard.core.text_table import Table
+from jaxshard.core.text_table import Table, page
 from jaxshard.core.transform import check_transform
 from jaxshard.core.tree import abstract
 from jaxshard.core.types import InitFn, LossFn, PyTree
@@ -105,15 +104,8 @@ class Parity:
         return "\n".join([self.headline, *self.table(), *self.remarks])
 
     def _repr_html_(self) -> str:
-        """Show the same in a notebook; rows that differ are marked."""
-        leaves = self._leaves()
-        differing = {row[0]: page.BAD for row in leaves.rows if row[-1].startswith(DIFFERS)}
-        return page.page(
-            page.verdict(self.ok, self.headline),
-            page.paragraph(self._loss_line()),
-            page.table(leaves, marks=differing),
-            page.listing(self.remarks),
-        )
+        """Show the same in a notebook."""
+        return page(self.headline, self._loss_line(), self._leaves(), *self.remarks)
 
     @property
     def headline(self) -> str:

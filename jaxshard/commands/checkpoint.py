@@ -9,8 +9,7 @@ from rich.console import Console
 
 from jaxshard.checkpoint.checksums import compare_file_names, compare_step, try_manifest
 from jaxshard.checkpoint.folder import absolute_root, step_folder, step_folders
-from jaxshard.checkpoint.manifest import MANIFEST, Manifest
-from jaxshard.checkpoint.signature import check_signature, read_key
+from jaxshard.checkpoint.manifest import MANIFEST
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.flags import Checkpoint
 from jaxshard.commands.result import write_json
@@ -26,11 +25,11 @@ def run(flags: Checkpoint) -> int:
     """
     console, deep = start(flags), flags.action == "verify"
     with usage_errors():
-        key, folders = read_key(flags.key_file), _folders(absolute_root(flags.dir), flags.step)
+        folders = _folders(absolute_root(flags.dir), flags.step)
     if flags.action == "show":
         newest = max((number for number in folders if (folders[number] / MANIFEST).exists()), default=max(folders))
         folders = {newest: folders[newest]}
-    steps = [_describe_step(one, key, deep=deep) for one in folders.values()]
+    steps = [_describe_step(one, deep=deep) for one in folders.values()]
     for row in steps:
         for line in (_step_line(row, deep=deep), *(f"  {problem}" for problem in row["problems"])):
             console.print(printable(line))
@@ -49,25 +48,15 @@ def _folders(root: Path, step: int | None) -> dict[int, Path]:
     return folders if step is None else {step: folders[step]}
 
 
-def _describe_step(folder: Path, key: bytes | None = None, *, deep: bool) -> dict[str, Any]:
+def _describe_step(folder: Path, *, deep: bool) -> dict[str, Any]:
     """Describe a step by its manifest and the names of its files; `deep` compares every byte and every array too."""
     manifest, problems = try_manifest(folder)
     if manifest is None:
         return {"step": int(folder.name), "problems": problems}
     problems = compare_step(folder, manifest) if deep else compare_file_names(folder, manifest)
-    if deep or key is not None:  # who only looks needs no key
-        problems = _wrong_key(folder, manifest, key) + problems
     counts = {"arrays": len(manifest.arrays), "files": len(manifest.files) + 1, "bytes": manifest.size}
     made = {name: manifest.made.get(name) for name in ("time", "mesh", "processes", "jaxshard", "jax")}
     return {"step": manifest.step, "problems": problems} | counts | made
-
-
-def _wrong_key(folder: Path, manifest: Manifest, key: bytes | None) -> list[str]:
-    try:
-        check_signature(folder, manifest, key)
-    except ValueError as error:
-        return [str(error)]
-    return []
 
 
 def _step_line(row: dict[str, Any], *, deep: bool) -> str:

@@ -72,7 +72,6 @@ class Sharding(Flags):
       sync_every: let each group of an axis replica train by itself, and average parameters every N steps (DiLoCo)
       sync_warmup: average gradients over the groups in the first N steps, such as those of the warm-up
       outer: optimizer of --sync-every: average (the default), or rate=0.7,momentum=0.9 for Nesterov momentum
-      fragments: synchronise parameters in so many parts, one after the other
       engine: explicit (the default) issues the collectives, auto leaves them to the compiler; or pipelined
       schedule: of a pipeline: interleaved, zero_bubble, one_f_one_b, gpipe, or a table's .csv file
       chunks: stages per device of a pipeline; by default 2 for a ready-made size with enough blocks, else 1
@@ -88,7 +87,6 @@ class Sharding(Flags):
     sync_every: Count = None
     sync_warmup: Count = None
     outer: Text = None
-    fragments: Count = None
     engine: Literal["explicit", "auto", "pipelined"] | None = None
     schedule: Text = None
     chunks: Count = None
@@ -208,7 +206,6 @@ class Saving(Flags):
       resume: go on from the newest step in --checkpoint, if there is one
       checkpoint_every: steps between saves; by default 10
       keep: so many of the newest saves stay; by default all
-      key_file: a file with the secret that signs what is saved; by default JAXSHARD_CHECKPOINT_KEY
       fall_back: with --resume, go on from the newest step that is intact where newer ones are damaged
       memory_every: steps between copies into memory, from which jaxshard launch --max-restarts goes on
     """
@@ -217,7 +214,6 @@ class Saving(Flags):
     resume: bool = False
     checkpoint_every: Count = None
     keep: Count = None
-    key_file: File = None
     fall_back: bool = False
     memory_every: Count = None
 
@@ -459,13 +455,11 @@ class Checkpoint(Result):
       action: list the steps in a folder, show what one holds, or verify every byte of all of them
       dir: the folder that js.save or jaxshard train --checkpoint wrote.
       step: this step alone; show takes the newest one by default.
-      key_file: a file with the secret that the steps were saved with; by default JAXSHARD_CHECKPOINT_KEY
     """
 
     action: Annotated[Literal["list", "show", "verify"], Kind("ACTION", is_positional=True)]
     dir: Annotated[Path, Kind("DIR", local_path, is_positional=True)]
     step: Step = None
-    key_file: File = None
 
 
 @dataclass(frozen=True, kw_only=True)

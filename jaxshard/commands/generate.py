@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from rich.text import Text
 
 from jaxshard.checkpoint.reader import describe, restore
-from jaxshard.checkpoint.signature import read_key
 from jaxshard.commands.devices import choose_devices
 from jaxshard.commands.doctor import versions
 from jaxshard.commands.errors import usage_errors
@@ -111,13 +110,13 @@ class _Source(NamedTuple):
         """The numbers of a run of `jaxshard train` that its model was built with."""
         if self.checkpoint is None:
             return {}
-        data = describe(self.checkpoint, key=read_key(None)).data
+        data = describe(self.checkpoint).data
         return {"seq": data["seq"]} if isinstance(data, dict) and isinstance(data.get("seq"), int) else {}
 
     def params(self, network: Decoder, layout: Layout, seed: int) -> PyTree:
         """Read the weights onto a layout; of a ready-made size without a checkpoint they are random."""
         if self.checkpoint is not None:
-            return restore(self.checkpoint, layout, key=read_key(None)).params
+            return restore(self.checkpoint, layout).params
         if self.folder is not None:
             return load_weights(self.folder, layout)
         return init(network.init, None, layout, seed).params

@@ -85,9 +85,8 @@ class Parallel(NamedTuple):
             engine += f", {what} travel as {sent.name}" if isinstance(sent, Scaled) else ""
         shown = {"devices": self.devices, "mesh": mesh_str(self.mesh), "strategy": self.strategy_name, "engine": engine}
         if replicas := local_of(self.strategy):
-            parts = f", in {replicas.fragments} parts" if replicas.fragments > 1 else ""
             alike = f"; alike in the first {replicas.warmup}" if replicas.warmup else ""
-            shown["replicas"] = f"synchronised every {replicas.every} steps{parts}{alike}"
+            shown["replicas"] = f"synchronised every {replicas.every} steps{alike}"
         if form := context_of(self.strategy):
             shown["context"] = f"{form.how} over {' x '.join(form.axis)}"
         if "schedule" in about:
@@ -101,7 +100,7 @@ class Parallel(NamedTuple):
         if form := context_of(self.strategy):
             about["context"] = form.how
         if replicas := local_of(self.strategy):
-            about |= {"sync_every": replicas.every, "fragments": replicas.fragments, "sync_warmup": replicas.warmup}
+            about |= {"sync_every": replicas.every, "sync_warmup": replicas.warmup}
         return about | self.engine.describe()
 
 
@@ -223,7 +222,6 @@ def _data_strategy(flags: Sharding, name: str, shared: tuple[str, ...]) -> Strat
         "replica",
         every=flags.sync_every,
         outer=read_outer(flags.outer),
-        fragments=flags.fragments or 1,
         warmup=flags.sync_warmup or 0,
     )
     return compose(_STRATEGIES[name](axis), replicas)
@@ -265,7 +263,6 @@ def _check_synchronisation(flags: Sharding, name: str) -> None:
         refuse(
             "is about how --sync-every synchronises; add --sync-every N",
             sync_warmup=flags.sync_warmup,
-            fragments=flags.fragments,
             outer=flags.outer,
         )
     elif name == "hsdp":

@@ -17,7 +17,6 @@ from jaxshard.checkpoint.checksums import Damaged
 from jaxshard.checkpoint.folder import absolute_root, complete_steps, latest_step, step_folders
 from jaxshard.checkpoint.memory.checkpointer import MemoryCheckpointer, memory_of_launch
 from jaxshard.checkpoint.reader import describe, restore
-from jaxshard.checkpoint.signature import read_key
 from jaxshard.commands.errors import refuse
 from jaxshard.commands.flags import Saving as SavingFlags
 from jaxshard.commands.outputs import check_folder
@@ -47,7 +46,6 @@ class Saving(NamedTuple):
       every: steps between saves.
       keep: how many of the newest steps stay, or None for all.
       resumed: the step to go on from, or None for a new run.
-      key: the secret that steps are saved with, or None.
       ignored: newer steps that the run does not go on from, with the reason; they will be replaced.
       memory_every: steps between copies into memory, or None for none.
     """
@@ -56,7 +54,6 @@ class Saving(NamedTuple):
     every: int = EVERY
     keep: int | None = None
     resumed: int | None = None
-    key: bytes | None = None
     ignored: Mapping[int, str] = MappingProxyType({})
     memory_every: int | None = None
 
@@ -82,7 +79,7 @@ class Saving(NamedTuple):
         if self.folder is None or self.resumed is None:
             return None
         try:
-            return restore(self.folder, layout, step=self.resumed, key=self.key, init_from=base)
+            return restore(self.folder, layout, step=self.resumed, init_from=base)
         except Damaged as error:
             raise Damaged(f"{error}; --fall-back goes on from the newest step that is intact") from error
 
@@ -93,7 +90,7 @@ class Saving(NamedTuple):
         """
         if self.folder is None:
             return nullcontext()
-        return Checkpointer(self.folder, layout, every=self.every, keep=self.keep, data=lambda: facts, key=self.key)
+        return Checkpointer(self.folder, layout, every=self.every, keep=self.keep, data=lambda: facts)
 
     def memory(self, layout: Layout, facts: dict[str, Any]) -> MemoryCheckpointer | None:
         """Make what keeps the run in memory; `facts` are kept beside it, for `recall`."""
@@ -134,7 +131,7 @@ class Saving(NamedTuple):
         """
         if self.folder is None or self.resumed is None:
             return []
-        saved = describe(self.folder, step=self.resumed, key=self.key).data
+        saved = describe(self.folder, step=self.resumed).data
         if not isinstance(saved, dict) or not saved.keys() >= _FIX_THE_BATCHES.keys():
             raise ValueError(
                 f"--resume: step {self.resumed} in {self.folder} was not saved by jaxshard train; js.restore reads it"
@@ -187,14 +184,14 @@ def make_saving(flags: SavingFlags, *, others: Sequence[Path | None] = ()) -> Sa
         return Saving(memory_every=flags.memory_every)
     if not flags.resume:
         refuse("chooses the step to go on from: add --resume", fall_back=flags.fall_back)
-    key, newest = read_key(flags.key_file), latest_step(folder)
+    newest = latest_step(folder)
     _check_folder(folder, others)
     if newest is not None and not flags.resume:
         raise ValueError(
             f"--checkpoint {folder}: a run is there, saved at step {newest}; add --resume to go on with it, or "
             "give another folder"
         )
-    begin = latest_step(folder, intact=True, key=key) if flags.fall_back else newest
+    begin = latest_step(folder, intact=True) if flags.fall_back else newest
     if begin is None and newest is not None:
         raise ValueError(
             f"--fall-back: no step in {folder} is intact, the newest is {newest}; jaxshard checkpoint verify {folder} "
@@ -203,7 +200,7 @@ def make_saving(flags: SavingFlags, *, others: Sequence[Path | None] = ()) -> Sa
     root, after = absolute_root(folder), -1 if begin is None else begin
     saved = complete_steps(root)
     ignored = {step: "damaged" if step in saved else "incomplete" for step in step_folders(root) if step > after}
-    return Saving(folder, flags.checkpoint_every or EVERY, flags.keep, begin, key, ignored, flags.memory_every)
+    return Saving(folder, flags.checkpoint_every or EVERY, flags.keep, begin, ignored, flags.memory_every)
 
 
 def _check_memory(every: int) -> None:

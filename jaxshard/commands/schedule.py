@@ -27,7 +27,7 @@ def run(flags: ScheduleFlags) -> None:
     stats = schedule.stats()
     console.print(schedule.chart(width=console.width if console.is_terminal else WIDTH))
     console.print()
-    facts(console, _facts(stats))
+    facts(console, stats.facts)
     write_json(flags.json, _result(schedule, stats))
     if flags.plot is not None:  # last: without matplotlib there is still the table
         with usage_errors(), naming(flags.plot):
@@ -50,15 +50,6 @@ def _load_or_make(flags: ScheduleFlags) -> Schedule:
     if flags.stages is None or flags.microbatches is None:
         raise ValueError(f"the schedule {name} needs --stages and --microbatches, such as --stages 4 --microbatches 16")
     return named(name, flags.stages, flags.microbatches, chunks=flags.chunks)
-
-
-def _facts(stats: Stats) -> dict[str, str]:
-    return {
-        "ticks": str(stats.ticks),
-        "bubble": f"{stats.bubble:.4f} in lockstep, {stats.bubble_async:.4f} asynchronously",
-        "stash": f"{' '.join(map(str, stats.peak_stash))} pairs of chunk and micro-batch at most, per device",
-        "head runs": f"{stats.head_runs}, each of at most {len(stats.peak_stash)} micro-batches",
-    }
 
 
 def _result(schedule: Schedule, stats: Stats) -> dict[str, Any]:

@@ -15,8 +15,6 @@ Bits are what counts: 0.0 and -0.0 differ, and so do two NaNs. A bool counts as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -40,26 +38,10 @@ def bit_sum(x: Shaped[Array, "*dims"]) -> UInt32[Array, ""]:
     Example:
         bit_sum(jnp.float32([0.0, 1.0])) != bit_sum(jnp.float32([-0.0, 1.0]))     # a sign is a bit
     """
-    words = words_of(x)
-    return bit_sum_of_shard(words, words.shape, [0] * words.ndim)
-
-
-def bit_sum_of_shard(
-    x: Shaped[Array, "*dims"], whole: Sequence[int], starts: Sequence[jax.Array | int]
-) -> UInt32[Array, ""]:
-    """Return what the elements of a shard add to the `bit_sum` of the array that it is cut from.
-
-    The sum over all shards, modulo 2**32, is that of the whole array.
-
-    Args:
-      x: the shard.
-      whole: the shape of the array.
-      starts: where the shard begins in each dimension.
-    """
-    parts = _parts(x)
+    parts = _parts(words_of(x))
     total = jnp.zeros((), jnp.uint32)
     for number, bits in enumerate(parts):
-        place = _places(bits.shape, whole, starts) * jnp.uint32(len(parts)) + jnp.uint32(number)
+        place = _places(bits.shape) * jnp.uint32(len(parts)) + jnp.uint32(number)
         total += jnp.sum(_mix(bits + place * jnp.uint32(_STEP)), dtype=jnp.uint32)
     return total
 
@@ -80,14 +62,13 @@ def _parts(x: jax.Array) -> list[jax.Array]:
     return [bits.astype(jnp.uint32)]
 
 
-def _places(shape: tuple[int, ...], whole: Sequence[int], starts: Sequence[jax.Array | int]) -> jax.Array:
-    """Return the number of each element in the whole array, in row-major order and modulo 2**32."""
+def _places(shape: tuple[int, ...]) -> jax.Array:
+    """Return the number of each element of an array, in row-major order and modulo 2**32."""
     # Not a reshape of arange: the last two dimensions lie in tiles on TPUs, and a reshape would copy the array.
     place, stride = jnp.zeros(shape, jnp.uint32), 1
     for dim in reversed(range(len(shape))):
-        index = lax.broadcasted_iota(jnp.uint32, shape, dim) + jnp.asarray(starts[dim], jnp.uint32)
-        place += index * jnp.uint32(stride % 2**32)
-        stride *= whole[dim]
+        place += lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride % 2**32)
+        stride *= shape[dim]
     return place
 
 

@@ -16,14 +16,10 @@ from jaxshard.core.kinds import kind_of
 from jaxshard.core.local import Local
 from jaxshard.core.mesh import axis_names, mesh_str
 from jaxshard.core.owners import Owners
-from jaxshard.core.pictures import page
-from jaxshard.core.pictures.boxes import GAP, Box, drawing, row
-from jaxshard.core.pictures.style import PALETTE, ROLES
-from jaxshard.core.pictures.tiles import arrange, parts_held
 from jaxshard.core.placed import Placed, bytes_by_role, split_share
 from jaxshard.core.placement import Placement, axes_of
 from jaxshard.core.strategy_parts import Context, Pipeline
-from jaxshard.core.text_table import Table, align_columns
+from jaxshard.core.text_table import Folded, Table, align_columns, page
 
 LINES, COLUMNS = 20, 100
 """The most that a summary takes on a screen."""
@@ -32,15 +28,7 @@ _ROWS_IN_NOTEBOOK = 1000
 """The most arrays that a notebook lists; `explain` lists them all."""
 
 _KINDS_IN_NOTEBOOK = 12
-"""The most kinds of arrays that a notebook draws."""
-
-_TILES = 64
-"""The most devices that are drawn one by one."""
-
-_COLOURS = {
-    "param": ROLES["parameters"], "grad": ROLES["gradients"], "opt": ROLES["optimizer state"],
-    "state": ROLES["model state"],
-}  # fmt: skip
+"""The most kinds of arrays that a notebook shows."""
 
 
 class Contents(NamedTuple):
@@ -134,10 +122,9 @@ def _describe_replicas(contents: Contents) -> list[str]:
     local = contents.local
     if local is None:
         return []
-    parts = f", in {local.fragments} parts in turn" if local.fragments > 1 else ""
     axes = " x ".join(local.axis)
     alike = f"; alike in the first {local.warmup}" if local.warmup else ""
-    often = f"synchronised every {local.every} steps{parts}{alike}"
+    often = f"synchronised every {local.every} steps{alike}"
     return [f"{local.replicas(contents.mesh)} replicas over {axes}: {often}"]
 
 
@@ -176,14 +163,6 @@ class _Member(NamedTuple):
     role: str
     path: str
     bytes: int
-    placement: Placement
-
-
-class _Row(NamedTuple):
-    """A row for arrays that lie alike: its cells, and where the first of them lies."""
-
-    cells: tuple[str, ...]
-    placement: Placement
 
 
 _KIND_HEAD, _KIND_SIDES = ("largest arrays", "role", "bytes/device", "size / axes"), "<<><"
@@ -195,7 +174,7 @@ def summarize(contents: Contents) -> str:
     owners = _fold(str(contents.owners).splitlines(), 4) if contents.owners else []
     lines = [*_fold(_describe_mesh(contents), 4), *owners, *_role_table(contents).lines]
     why = _fold(_describe_whole(groups), 4)
-    rows = [one.cells for one in _kind_rows(groups)]
+    rows = _kind_rows(groups)
     room = LINES - len(lines) - len(why) - 2  # the heading and the last line
     shown = rows if len(rows) <= room else rows[: room - 1]
     lines += Table(shown, _KIND_SIDES, _KIND_HEAD).lines
@@ -205,44 +184,22 @@ def summarize(contents: Contents) -> str:
 
 
 def to_html(contents: Contents) -> str:
-    """Write the same for a notebook: bytes by role as a bar, tiles of the largest arrays, all arrays folded away."""
-    groups, mesh = _group(contents), contents.mesh
-    sizes = bytes_by_role(contents.placed, mesh)
-    roles, kinds = _role_table(contents), _kind_rows(groups)
+    """Write the same for a notebook, with the table of all arrays folded away."""
+    groups = _group(contents)
+    kinds = _kind_rows(groups)
     shown = kinds[:_KINDS_IN_NOTEBOOK]
-    tiles = [_draw_tiles(mesh, one.placement) for one in shown] if mesh.size <= _TILES else ()
     left = len(kinds) - len(shown)
-    rest = f"... and {left} other kind{'s' * (left > 1)} of arrays"
     first, *rows = _all_rows(contents)
     listed = rows[:_ROWS_IN_NOTEBOOK]
-    more = (
-        "" if len(listed) == len(rows) else page.paragraph(f"... and {len(rows) - len(listed)} more: layout.explain()")
+    more = "" if len(listed) == len(rows) else f"... and {len(rows) - len(listed)} more: layout.explain()"
+    return page(
+        *_describe_mesh(contents),
+        _role_table(contents),
+        Table(shown, _KIND_SIDES, _KIND_HEAD),
+        f"... and {left} other kind{'s' * (left > 1)} of arrays" if left else "",
+        *_describe_whole(groups),
+        Folded(f"all {len(rows):,} arrays", [Table(listed, "<<<<<><", first), more]),
     )
-    return page.page(
-        *map(page.paragraph, _describe_mesh(contents)),
-        page.bar({role: (size, human_bytes(size)) for role, size in sizes.items()}, _COLOURS),
-        page.table(roles, marks=_COLOURS),
-        page.table(Table([one.cells for one in shown], _KIND_SIDES, _KIND_HEAD), last=tiles),
-        page.paragraph(rest) if left else "",
-        *map(page.paragraph, _describe_whole(groups)),
-        page.folded(f"all {len(rows):,} arrays", page.table(Table(listed, "<<<<<><", first)), more),
-    )
-
-
-def _draw_tiles(mesh: Mesh, placement: Placement) -> str:
-    """Draw the mesh: devices of one colour and number hold the same part of an array."""
-    parts = parts_held(mesh, placement)[arrange(mesh)]
-    down, across = parts.shape
-    wide, high = max(9, min(22, 176 // across)), max(9, min(16, 64 // down))
-    numbered = wide >= 16 and high >= 12
-    rows = []
-    for numbers in parts.tolist():
-        boxes = [
-            Box(x * wide, (x + 1) * wide - GAP, PALETTE[part % len(PALETTE)], str(part) if numbered else "")
-            for x, part in enumerate(numbers)
-        ]
-        rows.append(row(boxes, width=wide * across, height=high - GAP, font=10))
-    return drawing(*rows)
 
 
 def _group(contents: Contents) -> dict[_Kind, list[_Member]]:
@@ -254,7 +211,7 @@ def _group(contents: Contents) -> dict[_Kind, list[_Member]]:
         path = _param_of(leaf.path, leaf.shape, params) if role == "opt" else leaf.path
         size = placement.bytes_per_device(contents.mesh, leaf.dtype)
         key = _Kind(kind_of(path), _describe_place(placement), *_find_reason(placement))
-        groups.setdefault(key, []).append(_Member(role, path, size, placement))
+        groups.setdefault(key, []).append(_Member(role, path, size))
     return groups
 
 
@@ -294,18 +251,18 @@ def _role_table(contents: Contents) -> Table:
     return Table(rows, "<>>>", ("role", "arrays", "bytes/device", "split"))
 
 
-def _kind_rows(groups: dict[_Kind, list[_Member]]) -> list[_Row]:
+def _kind_rows(groups: dict[_Kind, list[_Member]]) -> list[tuple[str, ...]]:
     """Write a row for each kind of array, those with the most bytes first."""
     merged: dict[tuple[str, str], list[_Member]] = {}
     for group, members in groups.items():
         merged.setdefault((group.kind, group.place), []).extend(members)
-    rows: list[_Row] = []
+    rows: list[tuple[str, ...]] = []
     for (kind, place), members in sorted(merged.items(), key=lambda item: -_bytes(item[1])):
         paths = {one.path for one in members}
         times = f" x {len(paths)}" if len(paths) > 1 else ""
         name = _end_of(kind if times else members[0].path, 40 - len(times)) + times
         roles = " ".join(dict.fromkeys(one.role for one in members))
-        rows.append(_Row((name, roles, human_bytes(_bytes(members)), place), members[0].placement))
+        rows.append((name, roles, human_bytes(_bytes(members)), place))
     return rows
 
 

@@ -6,7 +6,7 @@ from which it has moved away since the last synchronisation, are a part of the o
     params                      [...]             the same on all replicas, as every layout stores them
     opt_state.params            [replicas, ...]   each replica's own
     opt_state.inner             [replicas, ...]   the state of the inner optimizer, likewise
-    opt_state.outer             [...]             that of the outer one, a state for each fragment
+    opt_state.outer             [...]             that of the outer one
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxshard.core.fragments import Cut, Fragment, cut_fragments, cut_leaves, of_fragment
 from jaxshard.core.mesh import axis_names, axis_size, check_axis
 from jaxshard.core.placement import Placement, View, axes_of, spec_entry
 from jaxshard.core.strategy_parts import Batch, Strategy, expert_of, parts_of, pipeline_of
@@ -36,12 +35,12 @@ class LocalState(NamedTuple):
     Attributes:
       params: each replica's own parameters, [replicas, ...].
       inner: the state of the optimizer that the run was made with, of each replica, [replicas, ...].
-      outer: the state of the outer optimizer for each fragment.
+      outer: the state of the outer optimizer, a tuple of one: checkpoints name its arrays outer/0/...
     """
 
     params: Any
     inner: Any
-    outer: tuple[Any, ...]
+    outer: tuple[Any]
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,6 @@ class Local:
     axis: tuple[str, ...]
     every: int
     outer: optax.GradientTransformation
-    fragments: int = 1
     warmup: int = 0
 
     def __call__(self, role: Role, leaf: Leaf, placement: Placement, mesh: Mesh) -> Placement:
@@ -59,19 +57,15 @@ class Local:
         return Batch(self.axis)(role, leaf, placement, mesh)
 
     def __repr__(self) -> str:
-        return f"Local(axis={self.axis}, every={self.every}, fragments={self.fragments}, warmup={self.warmup})"
+        return f"Local(axis={self.axis}, every={self.every}, warmup={self.warmup})"
 
     def replicas(self, mesh: Mesh) -> int:
         """Return the number of replicas."""
         return axis_size(mesh, self.axis)
 
-    def cut(self, params: PyTree) -> tuple[Fragment, ...]:
-        """Cut the trained parameters into the fragments that are synchronised one at a time."""
-        return cut_fragments(params, self.fragments)
-
     def due(self, step: jax.Array) -> jax.Array:
-        """Return what happens after a step, which `step` steps are before; see `due`."""
-        return due(step, self.every, self.fragments, self.warmup)
+        """Return what follows a step, `step` of which are before: 0 nothing, 1 a synchronisation, 2 in the warm-up."""
+        return jnp.where(step < self.warmup, 2, ((step + 1) % self.every == 0).astype(jnp.int32))
 
     def start(self, tx: Any, params: PyTree, mesh: Mesh) -> LocalState:
         """Make the optimizer's first state for trained parameters: all replicas begin with the same."""
@@ -80,8 +74,8 @@ class Local:
             x = jnp.asarray(x)
             return jnp.broadcast_to(x[None], (self.replicas(mesh), *x.shape))
 
-        outer = (self.outer.init(of_fragment(part, Cut.take, params)) for part in self.cut(params))
-        return LocalState(jax.tree.map(copy, params), jax.tree.map(copy, tx.init(params)), tuple(outer))
+        own, inner = jax.tree.map(copy, params), jax.tree.map(copy, tx.init(params))
+        return LocalState(own, inner, (self.outer.init(params),))
 
     def lift(self, placement: Placement, mesh: Mesh) -> Placement:
         """Return the placement of one array for each replica, [replicas, ...], from that of a replica's own."""
@@ -89,21 +83,6 @@ class Local:
         lifted = View((count, *view.logical), (count, *view.padded), (count, *view.stored), view.extra_dims)
         use, store = (PartitionSpec(axis, *spec) for spec in (placement.use, placement.store))
         return replace(placement, view=lifted, use=use, store=store)
-
-
-def turns_of(every: int, fragments: int) -> tuple[int, ...]:
-    """Return at which counts of steps, modulo `every`, each fragment is synchronised: evenly spread, the last at 0."""
-    return tuple((at + 1) * every // fragments % every for at in range(fragments))
-
-
-def due(step: jax.Array, every: int, fragments: int, warmup: int) -> jax.Array:
-    """Return 1 + the fragment that is synchronised after a step, 0 for none; `step` counts those before it.
-
-    After the first `warmup` steps, in which replicas stay alike, it is 1 + the number of fragments.
-    """
-    phase, turns = (step + 1) % every, turns_of(every, fragments)
-    index: jax.Array = sum((at + 1) * (phase == turn) for at, turn in enumerate(turns)) + jnp.zeros((), jnp.int32)
-    return jnp.where(step < warmup, fragments + 1, index)
 
 
 @functools.cache
@@ -117,7 +96,6 @@ def local(
     *,
     every: int,
     outer: optax.GradientTransformation | None = None,
-    fragments: int = 1,
     warmup: int = 0,
 ) -> Strategy:
     """Let the devices of an axis train by themselves, and synchronise their parameters every so many steps.
@@ -147,9 +125,6 @@ def local(
         thousands of steps with hundreds in between: over many meetings it goes 0.7 / (1 - 0.9) = 7 times as far,
         which in runs of hundreds of steps is too far. There optax.sgd(0.5, momentum=0.75, nesterov=True) after a
         `warmup` came closest to the loss of `js.ddp`: it goes twice as far, but not beyond the mean in one meeting.
-      fragments: the parameters are synchronised in so many parts of nearly equal bytes (by blocks of a `js.Stacked`
-        model and by arrays), one at a time, `every / fragments` steps apart: the most that moves in one step is
-        smaller, the bytes on average are the same. Each part has a state of `outer` of its own.
       warmup: the number of steps at the start of the run that are those of `js.ddp`: gradients are averaged over
         replicas too, weighed as rows are, before the inner optimizer sees them (its clip of a global norm included).
         All replicas and the shared parameters are the same after each, and `outer` is not used. Replicas that part
@@ -162,36 +137,25 @@ def local(
       the model has state besides parameters, or beside `js.pipeline` or `js.expert`.
 
     Raises:
-      ValueError: `every`, `fragments` or `warmup` is no whole number in range, or there are more fragments than steps.
+      ValueError: `every` or `warmup` is no whole number in range.
       TypeError: `outer` is no optax transform.
 
     References:
       Stich 2018, "Local SGD Converges Fast and Communicates Little"; Lin et al. 2018, "Don't Use Large
       Mini-Batches, Use Local SGD", for training that is local only after a first phase; Douillard et al. 2023,
-      "DiLoCo", algorithm 1; Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", section 2.2,
-      for fragments.
+      "DiLoCo", algorithm 1.
 
     Example:
         mesh = js.make_mesh(replica=2, data=4)
         strategy = js.compose(js.fsdp("data"), js.local("replica", every=32))
         layout = js.layout(strategy, mesh, init_fn, optax.adamw(3e-4))
     """
-    check_counts("local", every, fragments, warmup)
+    for name, value, least in (("every", every, 1), ("warmup", warmup, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"local: {name} must be a whole number from {least} on, got {value!r}")
     if outer is not None:
         check_transform(outer)
-    return Local(axis_names(axis), every, average() if outer is None else outer, fragments, warmup)
-
-
-def check_counts(who: str, every: Any, fragments: Any, warmup: Any) -> None:
-    """Raise ValueError unless the numbers of steps between synchronisations, fragments and the warm-up fit."""
-    for name, value, least in (("every", every, 1), ("fragments", fragments, 1), ("warmup", warmup, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{who}: {name} must be a whole number from {least} on, got {value!r}")
-    if fragments > every:
-        raise ValueError(
-            f"{who}: fragments={fragments} are synchronised one after the other within every={every} steps; use at "
-            f"most {every} fragments"
-        )
+    return Local(axis_names(axis), every, average() if outer is None else outer, warmup)
 
 
 def local_of(strategy: Strategy) -> Local | None:
@@ -222,12 +186,7 @@ def place_local(
     """
     count = local.replicas(mesh)
     inner_shapes, inner = place(tx, shapes, opt_params)
-    fragments = local.cut(shapes)
-    _check_cuts(fragments, shapes, opt_params)
-    outer = [
-        place(local.outer, of_fragment(part, Cut.shape, shapes), of_fragment(part, Cut.placement, opt_params))
-        for part in fragments
-    ]
+    outer_shapes, outer = place(local.outer, shapes, opt_params)
 
     def lifted(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((count, *x.shape), x.dtype)
@@ -236,8 +195,8 @@ def place_local(
         return local.lift(placement, mesh)
 
     return (
-        LocalState(jax.tree.map(lifted, shapes), jax.tree.map(lifted, inner_shapes), tuple(one for one, _ in outer)),
-        LocalState(jax.tree.map(lift, params), jax.tree.map(lift, inner), tuple(where for _, where in outer)),
+        LocalState(jax.tree.map(lifted, shapes), jax.tree.map(lifted, inner_shapes), (outer_shapes,)),
+        LocalState(jax.tree.map(lift, params), jax.tree.map(lift, inner), (outer,)),
     )
 
 
@@ -264,20 +223,4 @@ def check_local(strategy: Strategy, params: PyTree, placements: PyTree, state: P
         ValueError,
         f"local: each replica has all parameters, so that nothing else may split arrays over {local.axis[0]!r}; use "
         "another axis there",
-    )
-
-
-def _check_cuts(fragments: tuple[Fragment, ...], shapes: PyTree, placements: PyTree) -> None:
-    """Raise ValueError for blocks that are cut into fragments and split over devices as well."""
-    where = dict(jax.tree_util.tree_leaves_with_path(placements, is_leaf=lambda x: isinstance(x, Placement)))
-    raise_all(
-        {
-            f"{path_str(path)}: {where[path].store}": None
-            for part in fragments
-            for path, _, cut in cut_leaves(part, shapes)
-            if cut.stop is not None and where[path].store[0] is not None
-        },
-        ValueError,
-        "local: fragments cut these arrays by blocks, their first dimension, over which the strategy splits them at "
-        "rest; use fragments=1, or split another dimension",
     )

@@ -12,8 +12,6 @@ Sums of integers are exact in any order and go the native way.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,22 +21,6 @@ from jaxtyping import Array, Num
 
 from jaxshard.core.collectives import Sums, slice_shard
 from jaxshard.core.placement import axes_of, split_dims
-
-
-class Moves(NamedTuple):
-    """The collectives that move shares, as they are, to the devices that add them.
-
-    Attributes:
-      exchange: `exchange(parts [n, ...], axes) -> [n, ...]`: device i receives every device's part i.
-      gather: `gather(x, axes) -> [n, *x.shape]`: every device receives every device's array.
-    """
-
-    exchange: Callable[[jax.Array, tuple[str, ...]], jax.Array]
-    gather: Callable[[jax.Array, tuple[str, ...]], jax.Array]
-
-
-PLAIN = Moves(partial(lax.all_to_all, split_axis=0, concat_axis=0), lax.all_gather)
-"""The collectives alone. `checked_moves.CHECKED` compare what arrives with what was sent."""
 
 
 def pairwise_sum(parts: Num[Array, " n *dims"]) -> Num[Array, "*dims"]:
@@ -55,9 +37,7 @@ def pairwise_sum(parts: Num[Array, " n *dims"]) -> Num[Array, "*dims"]:
     return parts[0].astype(dtype)
 
 
-def scatter_sum(
-    x: jax.Array, spec: PartitionSpec, axes: Sequence[str], *, keep: Sequence[str] = (), moves: Moves = PLAIN
-) -> jax.Array:
+def scatter_sum(x: jax.Array, spec: PartitionSpec, axes: Sequence[str], *, keep: Sequence[str] = ()) -> jax.Array:
     """Do what `collectives.scatter_sum` does, in one order.
 
     An all-to-all stands for each reduce-scatter. It moves as many bytes, but its result is as large as its operand,
@@ -68,13 +48,13 @@ def scatter_sum(
         if axis in axes:
             count = lax.axis_size(axis)
             parts = x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
-            x = pairwise_sum(moves.exchange(jnp.moveaxis(parts, dim, 0), (axis,)))
+            x = pairwise_sum(_exchange(jnp.moveaxis(parts, dim, 0), (axis,)))
         else:
             x = slice_shard(x, dim, axis)
-    return all_sum(x, [axis for axis in axes if axis not in [name for _, name in split]], moves)
+    return all_sum(x, [axis for axis in axes if axis not in [name for _, name in split]])
 
 
-def all_sum(x: jax.Array, axes: Sequence[str], moves: Moves = PLAIN) -> jax.Array:
+def all_sum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """Do what `collectives.all_sum` does, in one order.
 
     An all-to-all and an all-gather of the array, flat and padded so that it divides: together as many bytes as an
@@ -86,10 +66,11 @@ def all_sum(x: jax.Array, axes: Sequence[str], moves: Moves = PLAIN) -> jax.Arra
         total: jax.Array = lax.psum(x, axes) if axes else x
         return total
     if x.size < count:
-        return pairwise_sum(moves.gather(x, axes))
+        return pairwise_sum(lax.all_gather(x, axes))
     flat = jnp.pad(x.reshape(-1), (0, -x.size % count))
-    mine = pairwise_sum(moves.exchange(flat.reshape(count, -1), axes))
-    return moves.gather(mine, axes).reshape(-1)[: x.size].reshape(x.shape)
+    mine = pairwise_sum(_exchange(flat.reshape(count, -1), axes))
+    whole: jax.Array = lax.all_gather(mine, axes)
+    return whole.reshape(-1)[: x.size].reshape(x.shape)
 
 
 def stack_totals(
@@ -118,10 +99,11 @@ def _sum_shards(numbers: jax.Array, axes: tuple[str, ...], split: tuple[str, ...
     return pairwise_sum(numbers[tuple(slice(None) if axis in split else 0 for axis in axes)].reshape(-1))
 
 
-def sums_by(moves: Moves) -> Sums:
-    """Make the sums in one order of what these collectives move."""
-    return Sums(partial(scatter_sum, moves=moves), partial(all_sum, moves=moves), stack_totals, in_order=True)
-
-
-ORDERED = sums_by(PLAIN)
+ORDERED = Sums(scatter_sum, all_sum, stack_totals, in_order=True)
 """Sums in one order, for `js.explicit(reduction="ordered")`."""
+
+
+def _exchange(parts: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Send part i of parts [n, ...] to device i, which receives every device's part i: [n, ...]."""
+    got: jax.Array = lax.all_to_all(parts, axes, split_axis=0, concat_axis=0)
+    return got

@@ -1,13 +1,14 @@
-"""Text tables, rows of cells as lines with aligned columns, and lists of words that are cut short."""
+"""Reports as text and as HTML for notebooks: tables with aligned columns, sections, and lists of words cut short."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from html import escape
 from typing import NamedTuple
 
 
 class Table(NamedTuple):
-    """Rows of cells, which `lines` writes as text and `core/pictures/page.py` as HTML.
+    """Rows of cells, which are written as text (`lines`) or as HTML (`html`).
 
     Attributes:
       rows: the cells.
@@ -24,6 +25,19 @@ class Table(NamedTuple):
         """The rows as text, with aligned columns."""
         return align_columns([*([self.head] if self.head else []), *self.rows], self.sides)
 
+    @property
+    def html(self) -> str:
+        """The rows as an HTML table, which takes its look from the page around it."""
+        head = f"<thead>{self._row(self.head, 'th')}</thead>" if self.head else ""
+        return f"<table>{head}<tbody>{''.join(self._row(cells, 'td') for cells in self.rows)}</tbody></table>"
+
+    def _row(self, cells: Sequence[str], tag: str) -> str:
+        sides = ["right" if side == ">" else "left" for side in self.sides or "<" * len(cells)]
+        written = [
+            f'<{tag} style="text-align:{side}">{escape(cell)}</{tag}>' for side, cell in zip(sides, cells, strict=True)
+        ]
+        return f"<tr>{''.join(written)}</tr>"
+
 
 class Section(NamedTuple):
     """A part of a report: a title, "" for none, and lines and tables below it."""
@@ -35,6 +49,30 @@ class Section(NamedTuple):
     def lines(self) -> list[str]:
         """The lines below the title as text."""
         return [line for part in self.parts for line in (part.lines if isinstance(part, Table) else [part])]
+
+
+class Folded(NamedTuple):
+    """A part of a page that is opened by a click on its summary."""
+
+    summary: str
+    parts: Sequence[str | Table]
+
+
+def page(*parts: str | Table | Section | Folded) -> str:
+    """Write a report as HTML for a notebook. Text of several lines keeps its spaces; empty text is left out."""
+    return f'<div style="overflow-x:auto">{"".join(map(_html, parts))}</div>'
+
+
+def _html(part: str | Table | Section | Folded) -> str:
+    if isinstance(part, str):
+        tag = 'pre style="white-space:pre-wrap"' if "\n" in part else "p"
+        return f"<{tag}>{escape(part)}</{tag.split()[0]}>" if part else ""
+    if isinstance(part, Table):
+        return part.html
+    inside = "".join(map(_html, part.parts))
+    if isinstance(part, Folded):
+        return f"<details><summary>{escape(part.summary)}</summary>{inside}</details>"
+    return (f"<p><b>{escape(part.title)}</b></p>" if part.title else "") + inside
 
 
 def align_columns(rows: Iterable[Sequence[str]], sides: str = "") -> list[str]:

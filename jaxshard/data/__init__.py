@@ -10,16 +10,11 @@ from jaxshard.data.corpus import HELD_OUT as HELD_OUT
 from jaxshard.data.corpus import Corpus as Corpus
 from jaxshard.data.corpus import load as load
 from jaxshard.data.corpus import stdlib as stdlib
-from jaxshard.data.digits import digits as digits
 from jaxshard.data.documents import Documents as Documents
 from jaxshard.data.documents import documents as documents
 from jaxshard.data.documents import tokenize as tokenize
 from jaxshard.data.examples import Examples as Examples
 from jaxshard.data.examples import examples as examples
-from jaxshard.data.images import Images as Images
-from jaxshard.data.images import eval_images as eval_images
-from jaxshard.data.images import images as images
-from jaxshard.data.images import load_images as load_images
 from jaxshard.data.mixture import Mixture as Mixture
 from jaxshard.data.mixture import mixture as mixture
 from jaxshard.data.order import permute as permute

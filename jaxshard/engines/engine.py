@@ -9,12 +9,12 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxshard.adapt.objective import Objective
 from jaxshard.adapt.remat import RematPolicy, policy_function
 from jaxshard.adapt.units import Units
-from jaxshard.core.collectives import NATIVE, Sums, gather
+from jaxshard.core.collectives import NATIVE, Sums
 from jaxshard.core.compat import KEEP_REPEATED_GATHERS
 from jaxshard.core.layout import Layout
 from jaxshard.core.loss import Max, Mean, Sum
@@ -31,8 +31,7 @@ from jaxshard.engines.just_in_time import Call, MakeMove, make_call
 
 Scatter = Literal["each", "end"]
 Precision = Literal["bf16", "bfloat16"]
-Reduction = Literal["native", "ordered", "checked"]
-Gathers = Literal["plain", "checked"]
+Reduction = Literal["native", "ordered"]
 
 
 class Outcome(NamedTuple):
@@ -169,10 +168,6 @@ class Engine:
     def sums(self, layout: Layout) -> Sums:
         """Return how shares of a loss, a gradient or a metric are added over devices."""
         return NATIVE
-
-    def gather(self, x: jax.Array, spec: PartitionSpec, keep: Sequence[str]) -> jax.Array:
-        """Gather the whole weight of which `x` is this device's shard; `keep` names axes that go on splitting it."""
-        return gather(x, spec, keep=keep)
 
     def residuals(self, layout: Layout) -> PyTree:
         """Return how the residuals of the gradients are placed that a run carries from step to step.

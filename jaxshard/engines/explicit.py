@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jaxshard.adapt.objective import Objective
 from jaxshard.adapt.remat import RematPolicy
-from jaxshard.core.checked_moves import CHECKED, checked_gather
-from jaxshard.core.collectives import NATIVE, Sums, all_max, gather, sum_scalar
+from jaxshard.core.collectives import NATIVE, Sums, all_max, sum_scalar
 from jaxshard.core.layout import Layout, put_back, select
 from jaxshard.core.loss import Loss, Max, Mean, Sum, sum_dtype
 from jaxshard.core.mesh import axis_size
@@ -30,7 +29,6 @@ from jaxshard.engines.compiler_options import Options
 from jaxshard.engines.context import split_batch
 from jaxshard.engines.counted_rows import make_mean_check
 from jaxshard.engines.engine import (
-    Gathers,
     Outcome,
     Precision,
     Reduction,
@@ -57,13 +55,10 @@ class Explicit(WholeModelEngine):
     """The engine of `js.explicit`, which issues exactly the collectives of the layout.
 
     Args:
-      reduction: sums over devices in whatever order the hardware likes ("native"), in one order ("ordered"), or that
-        with the bits of all shares compared with what was sent ("checked").
-      gathers: weights are taken as they arrive ("plain"), or their bits are compared with what was sent ("checked").
+      reduction: sums over devices in whatever order the hardware likes ("native"), or in one order ("ordered").
     """
 
     reduction: Reduction = "native"
-    gathers: Gathers = "plain"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,24 +73,15 @@ class Explicit(WholeModelEngine):
                     "reduce_dtype: with feedback each gradient is reduced once a step, from its whole sum; write "
                     "js.explicit(scatter='end', ...), or leave feedback out"
                 )
-        if self.reduction not in ("native", "ordered", "checked"):
-            raise ValueError(f"reduction must be 'native', 'ordered' or 'checked', got {self.reduction!r}")
-        if self.gathers not in ("plain", "checked"):
-            raise ValueError(f"gathers must be 'plain' or 'checked', got {self.gathers!r}")
-        if self.gathers == "checked" and self.gather_dtype is not None:
+        if self.reduction not in ("native", "ordered"):
             raise ValueError(
-                "gathers='checked' compares weights with what was stored, and gather_dtype rounds them on the way; "
-                "leave one of them out"
+                f"reduction must be 'native' or 'ordered', got {self.reduction!r}; js.parity compares a step with that "
+                "of one device"
             )
 
     def manual_axes(self, layout: Layout) -> frozenset[str]:
         """Return the mesh axes over which the loss runs once per device."""
         return manual_axes_of(layout)
-
-    def gather(self, x: jax.Array, spec: PartitionSpec, keep: Sequence[str]) -> jax.Array:
-        """Gather the whole weight of which `x` is this device's shard, compared with what was sent if asked for."""
-        fetch = checked_gather if self.gathers == "checked" else gather
-        return fetch(x, spec, keep=keep)
 
     def sums(self, layout: Layout) -> Sums:
         """Return how shares are added over devices.
@@ -118,12 +104,11 @@ class Explicit(WholeModelEngine):
                 "gathers keys and values, whose gradients the hardware sums as it likes; use reduction='native', or "
                 "js.context(..., how='ulysses')"
             )
-        return CHECKED if self.reduction == "checked" else ORDERED
+        return ORDERED
 
     def describe(self) -> dict[str, Any]:
         """Return the engine's name and its choices, as commands print them and write them into JSON."""
-        checks = {} if self.gathers == "plain" else {"gathers": self.gathers}
-        return super().describe() | {"reduction": self.reduction} | checks
+        return super().describe() | {"reduction": self.reduction}
 
     def residuals(self, layout: Layout) -> PyTree:
         """Return how the residuals of the gradients are placed: f32, each device its own of the size of its share."""
@@ -234,7 +219,6 @@ def explicit(
     remat: RematPolicy | None = None,
     units: Sequence[type] = (),
     reduction: Reduction = "native",
-    gathers: Gathers = "plain",
     options: Options | None = None,
 ) -> Explicit:
     """Make the engine that issues exactly the collectives of the layout.
@@ -284,13 +268,7 @@ def explicit(
         reduce-scatter is an all-to-all, and an all-reduce an all-to-all and an all-gather: as many bytes, but each
         result is as large as the whole gradient until it is added up. Not beside tensor axes; the optimizer must be
         elementwise but for sums over all parameters (a global norm). What the loss itself sums over devices by axis
-        name stays native. "checked" is that, and compares the bits of all shares that arrive with a checksum of what
-        the devices sent, one or two all-reduces of 4 bytes and two more passes over the share for each sum: where they
-        differ the gradient becomes NaN, and the step is a bad one that changes nothing (`bad_steps=` of `js.fit`).
-      gathers: "checked" compares the bits of every floating weight that arrives with a checksum of what the devices
-        sent, one all-reduce of 4 bytes and one more pass over the weight for each gather. Where they differ the weight
-        becomes NaN on that device, so that the step is a bad one and changes nothing (`bad_steps=` of `js.fit`). For
-        sums of gradients there is reduction="checked".
+        name stays native.
       options: of the compiler, by name: {"xla_...": True}. They win over those that the engine sets for the chips of
         the mesh, which `print(engine)` shows; None takes one of these away. A name that the compiler does not know is
         its own error.
@@ -315,7 +293,6 @@ def explicit(
         remat,
         units,
         reduction,
-        gathers,
         gather_dtype=gather_dtype,
         options=options or {},
     )

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxshard.core import scaled_collectives
+from jaxshard.core.collectives import gather
 from jaxshard.core.layout import Layout, select
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import Placement, View, axes_of, only_axes, spec_entry
@@ -32,7 +33,7 @@ def make_move(layout: Layout, engine: Engine) -> MakeMove:
             moved = not set(axes_of(param.store)) <= set(keep) and jnp.issubdtype(stored.dtype, jnp.floating)
             move: partial[jax.Array]
             if wire is None or not moved:
-                travels, move = cast_floats(stored, dtype), partial(engine.gather, spec=param.store, keep=keep)
+                travels, move = cast_floats(stored, dtype), partial(gather, spec=param.store, keep=keep)
             elif isinstance(wire, Scaled):
                 travels, move = stored, partial(scaled_collectives.gather, spec=param.store, wire=wire, keep=keep)
             else:

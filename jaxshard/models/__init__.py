@@ -1,4 +1,4 @@
-"""Ready-made models: decoder-only transformers and classifiers of images, with the sizes people ask for.
+"""Ready-made models: decoder-only transformers, with the sizes people ask for.
 
 Imports `core/`, `adapt/` and `layers/`.
 """
@@ -11,13 +11,10 @@ from jaxshard.models.llama import llama as llama
 from jaxshard.models.moe import moe as moe
 from jaxshard.models.readout import embed_tokens as embed_tokens
 from jaxshard.models.readout import logits_of_embedded as logits_of_embedded
-from jaxshard.models.recipe import MomentumRecipe as MomentumRecipe
 from jaxshard.models.recipe import Recipe as Recipe
 from jaxshard.models.recipe import Size as Size
-from jaxshard.models.resnet import resnet as resnet
 from jaxshard.models.rope import LinearScaling as LinearScaling
 from jaxshard.models.rope import RopeScaling as RopeScaling
 from jaxshard.models.rope import YarnScaling as YarnScaling
 from jaxshard.models.sizes import SIZES as SIZES
 from jaxshard.models.sizes import make as make
-from jaxshard.models.vit import vit as vit

@@ -14,14 +14,6 @@ from jaxshard.core.types import PyTree
 from jaxshard.models.decoder import Decoder
 
 
-def run_stacked(model: Any, params: PyTree, batch: PyTree) -> jax.Array:
-    """Run a model's embedding, blocks and `readout` on a batch without labels.
-
-    In a function that jaxshard runs each block's weights are gathered just in time, as in a loss.
-    """
-    return _run(model, params, batch, model.embed)
-
-
 def embed_tokens(model: Decoder, params: PyTree, tokens: Int[Array, "batch seq"]) -> PyTree:
     """Embed rows of tokens: what goes into the first block, [batch, seq, width].
 
@@ -53,14 +45,11 @@ def logits_of_embedded(model: Decoder, params: PyTree, x: PyTree) -> Float[Array
         x = js.models.embed_tokens(model, params, tokens)
         logits = js.models.logits_of_embedded(model, params, x)     # f32[batch, seq, vocab]
     """
-    return _run(model, params, x, lambda _, x, key: x).astype(jnp.float32)
 
+    def head(rest: PyTree, x: PyTree, batch: PyTree, key: jax.Array | None) -> Any:
+        return model.readout(rest, x)
 
-def _run(model: Any, params: PyTree, batch: PyTree, embed: Any) -> jax.Array:
-    inner = Stacked(
-        embed, model.block, lambda rest, x, _, key: model.readout(rest, x), model.num_blocks, model.init_parts
-    )
+    inner = Stacked(lambda _, x, key: x, model.block, head, model.num_blocks, model.init_parts)
     inner.remat = model.remat
-    output: Any = inner.compute_loss(params, batch, None)
-    logits: jax.Array = output
-    return logits
+    logits: Any = inner.compute_loss(params, x, None)
+    return jnp.asarray(logits, jnp.float32)

@@ -6,11 +6,9 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import jax
 import optax
 
 from jaxshard.adapt.remat import RematPolicy
-from jaxshard.adapt.stacked import Stacked
 from jaxshard.core.near_words import one_of
 
 
@@ -58,53 +56,6 @@ class Recipe(NamedTuple):
         return tx if self.clip is None else optax.chain(optax.clip_by_global_norm(self.clip), tx)
 
 
-class MomentumRecipe(NamedTuple):
-    """Training settings of a ready-made size that is trained by gradient descent with Nesterov momentum.
-
-    Attributes:
-      batch: rows per step over all devices.
-      steps: optimizer steps.
-      learning_rate: the highest learning rate of the schedule.
-      warmup: steps of linear warm-up.
-      momentum: decay of the sum of gradients.
-      weight_decay: of matrices and convolutions, not of biases and norms; it is part of the gradient.
-
-    Example:
-        recipe = js.models.SIZES["resnet-tiny"].recipe
-        tx = recipe.optimizer(steps=100)
-    """
-
-    batch: int
-    steps: int
-    learning_rate: float
-    warmup: int
-    momentum: float = 0.9
-    weight_decay: float = 1e-4
-
-    def optimizer(self, steps: int | None = None) -> optax.GradientTransformation:
-        """Momentum with a linear warm-up, and a rate that falls to a tenth after 30, 60 and 80 ninetieths of the steps.
-
-        Args:
-          steps: how many there are; by default the recipe's own number.
-
-        Returns:
-          An elementwise transformation, which can run on parameters however they are sharded.
-        """
-        steps = self.steps if steps is None else steps
-        warmup, peak = self.warmup, self.learning_rate
-        rate = optax.join_schedules(
-            [
-                optax.linear_schedule(peak / (warmup + 1), peak, warmup),
-                optax.piecewise_constant_schedule(
-                    peak, {max(steps * part // 90 - warmup, 1): 0.1 for part in (30, 60, 80)}
-                ),
-            ],
-            [warmup],
-        )
-        decay = optax.add_decayed_weights(self.weight_decay, lambda params: jax.tree.map(lambda x: x.ndim > 1, params))
-        return optax.chain(decay, optax.sgd(rate, self.momentum, nesterov=True))
-
-
 class Size(NamedTuple):
     """A ready-made model.
 
@@ -123,14 +74,9 @@ class Size(NamedTuple):
     """
 
     shape: dict[str, Any]
-    recipe: Recipe | MomentumRecipe
+    recipe: Recipe
     make: Callable[..., Any]
     remat: RematPolicy
-
-    @property
-    def takes_images(self) -> bool:
-        """True for a classifier of images, False for a decoder of tokens."""
-        return "image" in self.shape
 
     def model(self, **changes: Any) -> Any:
         """Build the model, with some arguments of `make` replaced: `SIZES["gpt2"].model(vocab=256)`.
@@ -140,8 +86,7 @@ class Size(NamedTuple):
         """
         self.check_changes(changes)
         model = self.make(**self.shape | changes)
-        if isinstance(model, Stacked):
-            model.remat = self.remat
+        model.remat = self.remat
         return model
 
     def check_changes(self, changes: Iterable[str]) -> None:

@@ -6,10 +6,8 @@ from jaxshard.models.gpt import SIZES as GPT_SIZES
 from jaxshard.models.llama import SIZES as LLAMA_SIZES
 from jaxshard.models.moe import SIZES as MOE_SIZES
 from jaxshard.models.recipe import Size
-from jaxshard.models.resnet import SIZES as RESNET_SIZES
-from jaxshard.models.vit import SIZES as VIT_SIZES
 
-SIZES: dict[str, Size] = GPT_SIZES | LLAMA_SIZES | MOE_SIZES | VIT_SIZES | RESNET_SIZES
+SIZES: dict[str, Size] = GPT_SIZES | LLAMA_SIZES | MOE_SIZES
 """Every ready-made size; `SIZES["gpt2"].recipe` says how it is trained.
 
 Example:
@@ -22,12 +20,11 @@ def make(name: str, /, **changes: Any) -> Any:
 
     Args:
       name: one of `js.models.SIZES`, such as "llama3-8b".
-      **changes: arguments of its function (`js.models.gpt`, `llama`, `moe`, `vit` or `resnet`) in the place of the
-        size's own.
+      **changes: arguments of its function (`js.models.gpt`, `llama` or `moe`) in the place of the size's own.
 
     Returns:
-      The model. It holds no arrays. All but ResNets are a `js.Stacked` that every engine can run, whose attribute
-      `remat`, what the forward pass keeps unless an engine is told, is the size's.
+      The model. It holds no arrays. It is a `js.Stacked` that every engine can run, whose attribute `remat`, what the
+      forward pass keeps unless an engine is told, is the size's.
 
     Raises:
       ValueError: no such size, a change that is no argument of its function (the message lists those that there are),

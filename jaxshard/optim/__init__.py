@@ -1,8 +1,7 @@
 """Optimizer transforms for sharded training; every one is an ordinary optax transform.
 
     in make_step                 adam8bit, averaged, master, per_block, stochastic_round, and any transform of optax
-    in a shard_map of your own   zero1, zero2, fsdp (`zero`, which splits arrays as `parts` says), tensor, clipping,
-                                 diloco
+    in a shard_map of your own   zero1, zero2, fsdp (`zero`, which splits arrays as `parts` says), tensor, clipping
 
 The proofs about a transform are in `proof/`. Imports `core/` only.
 """
@@ -12,8 +11,6 @@ from jaxshard.optim.averaging import averaged as averaged
 from jaxshard.optim.averaging import averaged_params as averaged_params
 from jaxshard.optim.clipping import clip_by_global_norm as clip_by_global_norm
 from jaxshard.optim.clipping import global_norm as global_norm
-from jaxshard.optim.diloco import DilocoState as DilocoState
-from jaxshard.optim.diloco import diloco as diloco
 from jaxshard.optim.eight_bit import Adam8bitState as Adam8bitState
 from jaxshard.optim.eight_bit import adam8bit as adam8bit
 from jaxshard.optim.eight_bit import scale_by_adam8bit as scale_by_adam8bit

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxshard.core.layout import human_bytes
-from jaxshard.core.pictures import page
-from jaxshard.core.pictures.style import ROLES as COLOURS
-from jaxshard.core.text_table import Section, Table
+from jaxshard.core.text_table import Section, Table, page
 from jaxshard.cost.hardware import Chip
 from jaxshard.plan.compiled.verdict import Verdict
 from jaxshard.plan.time.network import CollectiveCost
@@ -159,15 +157,8 @@ class Prediction:
         return "\n\n".join("\n".join(one.lines) for one in self._sections())
 
     def _repr_html_(self) -> str:
-        """Show the same in a notebook, memory by role as a bar too."""
-        by_role = {role: (size, human_bytes(size)) for role, size in self.peak.by_role.items()}
-        limit = None if self.usable_bytes is None else (self.usable_bytes, f"usable: {human_bytes(self.usable_bytes)}")
-        verdict, *sections = self._sections()
-        return page.page(
-            page.verdict(self.fits, str(verdict.parts[0])) if self.chip else page.paragraph(str(verdict.parts[0])),
-            page.bar(by_role, COLOURS, limit=limit),
-            page.sections([Section("", verdict.parts[1:]), *sections], marks=COLOURS),
-        )
+        """Show the same in a notebook."""
+        return page(*self._sections())
 
     def _sections(self) -> list[Section]:
         found = [Section("memory", self._memory())]

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from jaxshard.core.pictures.canvas import drawing, write_picture
 from jaxshard.core.pictures.style import GREY, OPERATIONS, SIZE, WIDTH, Look, ink_on, tint
-from jaxshard.schedules.page import NAMES
 from jaxshard.schedules.schedule import Schedule
 from jaxshard.schedules.stats import Costs, Span, asynchronous_spans, lockstep_spans
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
+
+NAMES = {"F": "forward", "B": "backward", "W": "weights' gradients"}
+"""The operations in words."""
 
 _SMALL = SIZE - 2
 """Points of the numbers in bars."""

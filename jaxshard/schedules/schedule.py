@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
+from jaxshard.core import text_table
 from jaxshard.core.local_path import local_path
 from jaxshard.schedules import file
 from jaxshard.schedules.chart import WIDTH, draw_chart
-from jaxshard.schedules.page import schedule_page
 from jaxshard.schedules.stats import Costs, Stats, compute_stats
 from jaxshard.schedules.table import Table
 
@@ -69,5 +69,5 @@ class Schedule(Table):
         return self.chart()
 
     def _repr_html_(self) -> str:
-        """Show it in a notebook: a bar for each operation, and the figures."""
-        return schedule_page(self)
+        """Show the chart and the figures in a notebook; `js.schedules.schedule_figure` draws it."""
+        return text_table.page(self.chart(), text_table.Table([*self.stats().facts.items()]))

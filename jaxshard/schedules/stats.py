@@ -78,6 +78,16 @@ class Stats:
     peak_stash: tuple[int, ...]
     head_runs: int
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """The figures in words, by name."""
+        return {
+            "ticks": str(self.ticks),
+            "bubble": f"{self.bubble:.4f} in lockstep, {self.bubble_async:.4f} asynchronously",
+            "stash": f"{' '.join(map(str, self.peak_stash))} pairs of chunk and micro-batch at most, per device",
+            "head runs": f"{self.head_runs}, each of at most {len(self.peak_stash)} micro-batches",
+        }
+
 
 class Span(NamedTuple):
     """An operation with the times at which it starts and ends."""

@@ -78,7 +78,7 @@ def attribution(
 
     Rows are split as the layout splits a batch, and padded where it does not divide them. Weights are used as the
     layout says: those that a tensor axis splits stay split, others are gathered, once; a `js.Stacked` model's, which
-    `model.logits` or `js.models.logits_of_embedded` run, one block at a time and again for every step. Collectives:
+    `js.models.logits_of_embedded` runs, one block at a time and again for every step. Collectives:
     these all-gathers, and what the compiler adds for split weights. Calls with the same functions, layout and shapes
     share a compiled program, so define the functions once.
 
@@ -106,7 +106,7 @@ def attribution(
       TypeError: `apply` or `embed` is no function.
 
     Example:
-        found = js.attribution(model.logits, run, images, layout, target=labels)
+        found = js.attribution(logits, run, images, layout, target=labels)
         found.values.sum(-1)        # f32[rows, height, width]: how much each pixel says for the label
 
     Source: Sundararajan et al. 2017, "Axiomatic Attribution for Deep Networks", section 3 and equation 1; completeness

@@ -14,8 +14,7 @@ import numpy as np
 from jaxshard.core.kinds import kind_of
 from jaxshard.core.layout import Layout, human_bytes
 from jaxshard.core.mesh import mesh_str
-from jaxshard.core.pictures import page
-from jaxshard.core.text_table import Table
+from jaxshard.core.text_table import Table, page
 from jaxshard.core.types import PyTree, Role
 from jaxshard.training.hyperparams import find_hyperparams
 from jaxshard.training.records import Record
@@ -57,7 +56,7 @@ class Description:
 
     def _repr_html_(self) -> str:
         """Show the same in a notebook."""
-        return page.page(page.table(self._table()))
+        return page(self._table())
 
     def _table(self) -> Table:
         on_device = ", ".join(f"{role} {human_bytes(count)}" for role, count in self.bytes_per_device.items())

@@ -11,7 +11,6 @@ The last two are in a conditional, whose branch the step's number alone decides,
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +20,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxshard.core.collectives import sum_scalar
-from jaxshard.core.fragments import Cut, Fragment, of_fragment, put_fragment
 from jaxshard.core.layout import Layout, put_back, select
 from jaxshard.core.local import Local, LocalState
 from jaxshard.core.placement import Placement, only_axes
@@ -47,9 +45,7 @@ class LocalStep:
         assert layout.local is not None
         one = layout.inside_replica()
         if engine.sums(layout).in_order:
-            raise ValueError(
-                "local: reduction='ordered' and 'checked' are not supported under js.local; use reduction='native'"
-            )
+            raise ValueError("local: reduction='ordered' is not supported under js.local; use reduction='native'")
         if jax.tree.leaves(engine.residuals(one)):
             raise ValueError(
                 "local: replicas that train by themselves keep no residuals of gradients; leave feedback out of "
@@ -126,15 +122,14 @@ def take_local_step(
     inner = hold_stored(layout, inner, layout.opt_state.inner)
     params, shared, outer = _synchronise(layout, local, run, params)
     after = TrainState(
-        run.step + 1, put_back(trained, shared, run.params), LocalState(params, inner, outer), (), run.key
+        run.step + 1, put_back(trained, shared, run.params), LocalState(params, inner, (outer,)), (), run.key
     )
     return after, results
 
 
 def _synchronise(layout: Layout, local: Local, run: TrainState, own: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-    """Return the replicas' own parameters, the shared ones and the outer states after a step."""
-    shared, outer = select(layout.trainable, run.params), run.opt_state.outer
-    parts = local.cut(select(layout.trainable, layout.shapes.params))
+    """Return the replicas' own parameters, the shared ones and the outer state after a step."""
+    shared, (outer,) = select(layout.trainable, run.params), run.opt_state.outer
 
     def nothing(own: PyTree, shared: PyTree, outer: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         return own, shared, outer
@@ -143,20 +138,15 @@ def _synchronise(layout: Layout, local: Local, run: TrainState, own: PyTree) -> 
         del shared
         return own, _of_any_replica(layout, own), outer
 
-    branches = [nothing, *(_make_sync(layout, local, at, part) for at, part in enumerate(parts))]
-    branches += [adopt] if local.warmup else []
-    index = local.due(run.step)
-    synchronised: tuple[PyTree, PyTree, PyTree] = lax.switch(index, branches, own, shared, outer)
+    branches = [nothing, _make_sync(layout, local), *([adopt] if local.warmup else [])]
+    synchronised: tuple[PyTree, PyTree, PyTree] = lax.switch(local.due(run.step), branches, own, shared, outer)
     return synchronised
 
 
-def _make_sync(layout: Layout, local: Local, at: int, part: Fragment) -> Callable[..., tuple[PyTree, PyTree, PyTree]]:
-    """Make the function that synchronises one fragment: of arrays as the layout stores them."""
-    trained = layout.trainable
-    rests = of_fragment(part, Cut.placement, select(trained, layout.params))
-    seen = of_fragment(part, Cut.placement, layout.opt_params)
-    places = layout.opt_state.outer[at]
-    shapes = of_fragment(part, Cut.shape, select(trained, layout.shapes.params))
+def _make_sync(layout: Layout, local: Local) -> Callable[..., tuple[PyTree, PyTree, PyTree]]:
+    """Make the function that synchronises the replicas' arrays, as the layout stores them."""
+    trained, seen, (places,) = layout.trainable, layout.opt_params, layout.opt_state.outer
+    rests, shapes = select(trained, layout.params), select(trained, layout.shapes.params)
     # As for the inner optimizer: on arrays as stored where it can't tell them from logical ones.
     proof = check_stored(local.outer, shapes, seen, places)
     stored = proof is None or bool(proof)
@@ -169,20 +159,15 @@ def _make_sync(layout: Layout, local: Local, at: int, part: Fragment) -> Callabl
             return jax.tree.map(lambda x, placement: placement.view.clear_padding(x), tree, placements)
         return store(placements, tree)
 
-    def sync(own: PyTree, shared: PyTree, outer: tuple[PyTree, ...]) -> tuple[PyTree, PyTree, PyTree]:
-        old = move_stored(layout, of_fragment(part, Cut.take, shared), rests, seen)
-        mine = of_fragment(part, partial(Cut.take, dim=1), own)
-        mean = _mean_over_replicas(layout, local, mine, rests, seen)
+    def sync(own: PyTree, shared: PyTree, outer: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        old = move_stored(layout, shared, rests, seen)
+        mean = _mean_over_replicas(layout, local, own, rests, seen)
         gradient = jax.tree.map(jnp.subtract, view(seen, old), view(seen, mean))
-        updates, state = local.outer.update(gradient, view(places, outer[at]), view(seen, old))
+        updates, state = local.outer.update(gradient, view(places, outer), view(seen, old))
         fresh = restore(seen, optax.apply_updates(view(seen, old), updates))
         new = move_stored(layout, hold_stored(layout, fresh, seen), seen, rests)
         copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (local.replicas(layout.mesh), *x.shape)), new)
-        return (
-            hold_stored(layout, put_fragment(part, copies, own, 1), layout.opt_state.params),
-            put_fragment(part, new, shared),
-            (*outer[:at], restore(places, state), *outer[at + 1 :]),
-        )
+        return hold_stored(layout, copies, layout.opt_state.params), new, restore(places, state)
 
     return sync
 

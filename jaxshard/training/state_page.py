@@ -9,14 +9,9 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxshard.core.layout_text import human_bytes
-from jaxshard.core.pictures import page
-from jaxshard.core.pictures.style import ROLES
-from jaxshard.core.text_table import Table
+from jaxshard.core.text_table import Folded, Section, Table, page
 from jaxshard.core.tree import bytes_of, path_str
 
-_COLOURS = {
-    "params": ROLES["parameters"], "opt_state": ROLES["optimizer state"], "state": ROLES["model state"],
-}  # fmt: skip
 _SHOWN = 1000
 """The most arrays that are listed."""
 
@@ -27,8 +22,8 @@ def state_page(run: Any) -> str:
     Args:
       run: the state. One that was donated to a step is shown too.
     """
-    parts, listed, bars = [], [], {}
-    for name in _COLOURS:
+    parts, listed = [], []
+    for name in ("params", "opt_state", "state"):
         arrays = [
             (path_str(path), x) for path, x in jax.tree_util.tree_leaves_with_path(getattr(run, name)) if is_array(x)
         ]
@@ -37,15 +32,13 @@ def state_page(run: Any) -> str:
             held = sum(bytes_held(x) for _, x in arrays)
             numbers = sum(math.prod(x.shape) for _, x in arrays)
             parts.append((name, f"{len(arrays):,}", f"{numbers:,}", human_bytes(whole), human_bytes(held)))
-            bars[name] = (held, human_bytes(held))
         listed += [(name, path, str(list(x.shape)), str(x.dtype), spec_of(x)) for path, x in arrays]
     shown = Table(listed[:_SHOWN], head=("", "array", "stored shape", "dtype", "spec"))
     more = f"... and {len(listed) - _SHOWN} more"
-    return page.page(
-        page.title(f"TrainState {step_of(run)}"),
-        page.bar(bars, _COLOURS),
-        page.table(Table(parts, "<>>>>", ("", "arrays", "numbers", "bytes", "bytes/device")), marks=_COLOURS),
-        page.folded(f"all {len(listed):,} arrays", page.table(shown), page.paragraph(more if listed[_SHOWN:] else "")),
+    sizes = Table(parts, "<>>>>", ("", "arrays", "numbers", "bytes", "bytes/device"))
+    return page(
+        Section(f"TrainState {step_of(run)}", [sizes]),
+        Folded(f"all {len(listed):,} arrays", [shown, more if listed[_SHOWN:] else ""]),
     )
 
 

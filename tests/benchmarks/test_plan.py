@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-MODULES = ("plan", "plan_cases", "plan_table", "compiler_dump", "user_models")
+MODULES = ("plan", "plan_cases", "plan_table", "compiler_dump", "user_models", "image_models")
 
 
 @pytest.fixture

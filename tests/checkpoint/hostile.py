@@ -24,7 +24,6 @@ from typing import Any
 
 from jaxshard.checkpoint.manifest import MANIFEST, _checksum_line
 
-KEY = b"k" * 32
 WRONG = [
     None,
     True,
@@ -134,7 +133,7 @@ def put_odd_file(draw: random.Random, file: Path, outside: Path) -> str:
     return kind
 
 
-def spoil_checkpoint(draw: random.Random, root: Path, outside: Path, *, signed: bool) -> str:
+def spoil_checkpoint(draw: random.Random, root: Path, outside: Path) -> str:
     """Do one harmful thing to step 20 of a folder; what it was."""
     step = root / "20"
     manifest = step / MANIFEST
@@ -166,13 +165,13 @@ def spoil_checkpoint(draw: random.Random, root: Path, outside: Path, *, signed: 
             file = draw.choice(files)
             file.write_bytes(flip(draw, file.read_bytes()))
         case "index" | "orbax":
-            # Damage below our checksums, which fit: Orbax and TensorStore read it. The arrays' own bytes are left alone
-            # unless there is a key: other numbers make another checkpoint, and no wrong one.
+            # Damage below our checksums, which fit: Orbax and TensorStore read it. The arrays' own bytes are left
+            # alone: other numbers make another checkpoint, and no wrong one.
             if kind == "index" and draw.randrange(4) == 0:
                 os.truncate(draw.choice(files[:-1]), 1 << 42)
                 reseal(step, sums=False)
                 return "huge"
-            own = [file for file in files if file != manifest and (signed or file.stat().st_size < 40_000)]
+            own = [file for file in files if file != manifest and file.stat().st_size < 40_000]
             file = step / "arrays/state/_METADATA" if kind == "orbax" else draw.choice(own)
             if kind == "orbax" and draw.randrange(2):
                 other = draw.choice([b"np.ndarray", b"scalar", b"string", b"os.system", b"\\u0000"])
@@ -198,8 +197,6 @@ def reseal(step: Path, *, sums: bool = True) -> None:
         raw = (step / name).read_bytes() if sums else b""
         size = (step / name).stat().st_size
         fields["files"][name] = [[size, zlib.crc32(raw), None]]
-        if "sha256" in fields:
-            fields["sha256"][name] = hashlib.sha256(raw).hexdigest()
     (step / MANIFEST).write_bytes(seal(json.dumps(fields).encode() + b"\n"))
 
 
@@ -272,11 +269,8 @@ def make_case(folder: Path, good: Path, number: int, seed: int) -> str:
         shutil.copy(good / "model.safetensors", folder / "model.safetensors")
         shutil.copy(good / "model.safetensors", outside / "model.safetensors")
         return "safetensors: " + spoil_safetensors(draw, folder / "model.safetensors", outside)
-    signed = number % 3 == 1
-    shutil.copytree(good / ("signed" if signed else "open"), folder / "run")
-    return f"checkpoint{' with a key' if signed else ''}: " + spoil_checkpoint(
-        draw, folder / "run", outside, signed=signed
-    )
+    shutil.copytree(good / "run", folder / "run")
+    return "checkpoint: " + spoil_checkpoint(draw, folder / "run", outside)
 
 
 def state_of(folder: Path) -> dict[str, str]:
@@ -336,17 +330,12 @@ def open_case(folder: Path) -> list[str]:
 
     before = state_of(folder)
     if (root := folder / "run").exists():
-        key = KEY if "sha256" in json.loads((root / "10" / MANIFEST).read_bytes().splitlines()[0]) else None
-        os.environ.pop("JAXSHARD_CHECKPOINT_KEY", None)
-        if key:
-            os.environ["JAXSHARD_CHECKPOINT_KEY"] = key.decode()
         read = lambda **more: lambda: js.restore(root, layout(), step=20, **more)  # noqa: E731
-        done = [attempt("restore", read(key=key), lambda run: assert_same(run, at(20)))]
-        if key is None:
-            done.append(attempt("restore unverified", read(verify=False), lambda _: None))
+        done = [attempt("restore", read(), lambda run: assert_same(run, at(20)))]
+        done.append(attempt("restore unverified", read(verify=False), lambda _: None))
         for name in ("list", "show", "verify"):
             done.append(attempt(name, partial(run_command, name, str(root)), lambda _: None))
-        newest = lambda: js.latest_step(root, intact=True, key=key)  # noqa: E731
+        newest = lambda: js.latest_step(root, intact=True)  # noqa: E731
         # What only `restore` finds: Orbax's own lists with checksums that fit, and lies about arrays without elements.
         possible = (20,) if done[0] == "same" else (10, 20)
         done.append(attempt("latest_step", newest, partial(_one_of, possible)))
@@ -360,7 +349,7 @@ def open_case(folder: Path) -> list[str]:
         done.append(f"WRONG touched: {changed}")
     if root.exists():
         safe = {name: state for name, state in before.items() if "/outside/" in name}
-        done.append(attempt("save", lambda: js.save(root, at(20), layout(), key=key), lambda _: None))
+        done.append(attempt("save", lambda: js.save(root, at(20), layout()), lambda _: None))
         if state_of(folder / "outside") != safe:
             done.append("WRONG save touched what lies outside")
     return done

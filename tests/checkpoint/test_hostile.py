@@ -21,8 +21,7 @@ LIMIT = 60.0
 def good(tmp_path_factory):
     folder = tmp_path_factory.mktemp("good")
     for step in (10, 20):
-        js.save(folder / "open", at(step), layout())
-        js.save(folder / "signed", at(step), layout(), key=hostile.KEY)
+        js.save(folder / "run", at(step), layout())
     js.save_safetensors(folder / "model.safetensors", at(0), layout())
     return folder
 

@@ -15,8 +15,9 @@ import pytest
 import jaxshard as js
 from jaxshard.checkpoint import manifest
 from jaxshard.checkpoint.checksums import find_damage, list_files
-from jaxshard.checkpoint.manifest import MANIFEST
+from jaxshard.checkpoint.manifest import MANIFEST, _checksum_line
 from jaxshard.commands.main import main
+from tests.checkpoint.runs import assert_same
 from tests.checkpoint.small import at, layout
 
 
@@ -165,6 +166,16 @@ def test_the_newest_intact_step(root):
     assert js.latest_step(root) == 10
     (root / "10" / MANIFEST).write_bytes(b"")
     assert js.latest_step(root) == 10 and js.latest_step(root, intact=True) is None
+
+
+def test_a_step_that_an_earlier_version_saved_with_a_key_is_read_by_its_checksums(root):
+    file = root / "20" / MANIFEST
+    fields = json.loads(file.read_bytes().splitlines()[0])
+    fields |= {"sha256": dict.fromkeys(fields["files"], "0" * 64), "hmac": "0" * 64}
+    line = json.dumps(fields).encode() + b"\n"
+    file.write_bytes(line + _checksum_line(line))
+    assert_same(js.restore(root, layout()), at(20))
+    assert js.latest_step(root, intact=True) == 20
 
 
 def test_the_command_verifies_every_step(root, capsys):

@@ -46,20 +46,6 @@ PROGRAM = """
             js.save(root, later._replace(key=run_key(later.key)), mine.layout)
         except (ValueError, OSError) as error:
             print("refused", error)
-    elif action == "key":
-        run, key, other = mine.run(), b"k" * 32, b"o" * 32
-        js.save(root, run, mine.layout, key=key)
-        js.restore(root, mine.layout, key=key)
-        later = run._replace(step=run.step + 1)
-        for mixed in (other, None):
-            mine_alone = key if index == "0" else mixed
-            for call in (lambda: js.save(root, later, mine.layout, key=mine_alone),
-                         lambda: js.restore(root, mine.layout, key=mine_alone),
-                         lambda: js.restore(root, mine.layout, key=mixed)):
-                try:
-                    call()
-                except ValueError as error:
-                    print("refused", " ".join(str(error).split()))
     elif action == "beside":
         import time
         from jaxshard.checkpoint import writer
@@ -120,18 +106,6 @@ def test_two_processes_save_and_one_restores(name, tmp_path):
     assert min(written) > sum(written) / 4, "both write, also what lies in both"
     back, expected = js.restore(tmp_path, made("zero1").layout), made("zero1").run()
     assert_same(back, expected._replace(step=expected.step + 1))
-
-
-@pytest.mark.slow
-def test_two_processes_save_with_a_key_and_are_refused_unless_both_have_it(tmp_path):
-    for output in in_processes(2, "key", tmp_path):
-        refused = [line for line in output.splitlines() if line.startswith("refused")]
-        assert len(refused) == 6 and all("the processes have different keys" in refused[i] for i in (0, 3)), output
-        assert all("none: WrongKey" in refused[i] for i in (1, 4)), output
-        assert "another key" in refused[2] and "none is given" in refused[5], output
-    assert js.latest_step(tmp_path, intact=True, key=b"k" * 32) == 3
-    assert [path.name for path in tmp_path.iterdir()] == ["3"]
-    js.restore(tmp_path, made("zero1").layout, key=b"k" * 32)
 
 
 @pytest.mark.slow

@@ -71,7 +71,6 @@ SHARDING = {
     "--chunks": NUMBERS,
     "--sync-every": NUMBERS,
     "--sync-warmup": [*NUMBERS, "2"],
-    "--fragments": [*NUMBERS, "2"],
     "--outer": ["", "average", "adam", "rate=x", "rate=0", "momentum=0.5", "rate=1,momentum=1"],
     "--context": [*CHOICES, "gather", "usp"],
     "--devices": ["0", "-1", "x", "", "99999999999", HUGE],
@@ -149,7 +148,6 @@ FLAGS = {
         "--checkpoint-every": NUMBERS,
         "--memory-every": [*NUMBERS, "1"],
         "--keep": NUMBERS,
-        "--key-file": ["/nonexistent", "", "."],
         "--sample": ["-1", "x", "", "nan", HUGE],
         "--json": FILES,
         "--log": FILES,
@@ -230,7 +228,7 @@ FLAGS = {
         "--plot": [*FILES, "a.xyz"],
         "--json": FILES,
     },
-    "checkpoint": {"--step": [*NUMBERS, "7"], "--key-file": ["/nonexistent", "", "."], "--json": FILES},
+    "checkpoint": {"--step": [*NUMBERS, "7"], "--json": FILES},
     "doctor": {"--json": FILES},
 }  # fmt: skip
 for command in ("train", "generate", "audit", "plan", "search", "parity"):

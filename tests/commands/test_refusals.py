@@ -37,7 +37,6 @@ REFUSED = {
     "train --export hf://owner/name": "hf://owner/name: files are",
     "train --json gs://bucket/x.json": "gs://bucket/x.json: files are",
     "train --log s3://bucket/x.jsonl": "s3://bucket/x.jsonl: files are",
-    "train --key-file https://host/key --checkpoint run": "https://host/key: files are",
     "train --data s3://bucket/x.txt": "s3://bucket/x.txt: files are",
     "train --data x.txt --tokenizer gs://b/tokenizer.json": "gs://b/tokenizer.json: files are",
     "train --tensorboard hf://x": "hf://x: files are .* or an address of gs://, s3://",

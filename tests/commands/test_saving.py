@@ -165,31 +165,6 @@ def test_wrong_flags(folder, flags, message):
         make_saving(SavingFlags(**given))
 
 
-def test_a_key_file_signs_what_is_saved_and_is_needed_to_go_on(tmp_path, monkeypatch):
-    folder, file, other = tmp_path / "run", tmp_path / "key", tmp_path / "other"
-    file.write_bytes(b"k" * 32 + b"\n")
-    other.write_bytes(b"o" * 32)
-    monkeypatch.delenv("JAXSHARD_CHECKPOINT_KEY", raising=False)
-    saves = make_saving(SavingFlags(checkpoint=folder, key_file=file))
-    with saves.checkpointer(layout(), {"batch": 8}) as checkpointer:
-        checkpointer.save(at(1))
-    assert int(js.restore(folder, layout(), key=b"k" * 32).step) == 1
-
-    def go_on(key_file, fall_back=False):
-        flags = SavingFlags(checkpoint=folder, resume=True, key_file=key_file, fall_back=fall_back)
-        return make_saving(flags).restore_run(layout())
-
-    assert int(go_on(file).step) == int(go_on(file, fall_back=True).step) == 1
-    for key_file, told in ((None, "none is given"), (other, "another key")):
-        for fall_back in (False, True):
-            with pytest.raises(ValueError, match=told):
-                go_on(key_file, fall_back)
-    monkeypatch.setenv("JAXSHARD_CHECKPOINT_KEY", "k" * 32)
-    assert int(go_on(None).step) == 1
-    with pytest.raises(ValueError, match=r"--key-file .*key needs a folder: add --checkpoint DIR"):
-        make_saving(SavingFlags(key_file=file))
-
-
 def test_a_run_in_memory_is_one_of_the_same_training_and_as_new_as_the_checkpoint(tmp_path, monkeypatch):
     monkeypatch.delenv("JAXSHARD_MEMORY", raising=False)
     with pytest.raises(ValueError, match="--memory-every 1: nothing starts these processes again"):

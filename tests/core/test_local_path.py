@@ -54,7 +54,6 @@ TAKES_A_PATH = {
     "hf.load": lambda path: js.hf.load(path, layout()),
     "hf.save": lambda path: js.hf.save(path, run(), layout()),
     "data.load": js.data.load,
-    "data.load_images": js.data.load_images,
     "data.tokenizer": js.data.tokenizer,
     "metrics.json_lines": js.metrics.json_lines,
     "metrics.wandb": lambda path: js.metrics.wandb("x", folder=path),

@@ -170,11 +170,6 @@ def _write_chats(file: Path) -> None:
     file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
 
 
-def _write_images(file: Path) -> None:
-    rng = np.random.default_rng(0)
-    np.savez(file, images=rng.integers(0, 256, (640, 32, 32, 3), np.uint8), labels=np.arange(640) % 10)
-
-
 def _write_program(file: Path) -> None:
     file.write_text(_PROGRAM)
 
@@ -213,7 +208,6 @@ FILES = {
     "generate DIR": _write_run,
     "PATH": _write_text,
     "chats.jsonl": _write_chats,
-    "cifar.npz": _write_images,
     "file.py:function": _write_program,
     "model.py:make": _write_program,
     "dump/module_0012.jit_train_step.cpu_after_optimizations.txt": _write_step,

@@ -76,11 +76,15 @@ specs = {"w": P(None, "tensor")}
 tx = js.optim.tensor(js.optim.zero2(optax.adamw(3e-4), "data"), "tensor", specs)
 """
 STACKED = "params = {'embed': jnp.ones((8, 4)), 'blocks': {'w': jnp.ones((3, 4, 4))}}\n"
-VIT = """
-model = js.models.vit(image=8, patch=4, classes=10, width=64, depth=2, heads=4)
-layout = js.layout(js.fsdp(), mesh, model.init, tx)
-run = js.init(model.init, tx, layout, 0)
+IMAGES = """
 images, labels = np.ones((8, 8, 8, 3), np.float32), np.arange(8)
+init_fn = lambda key: {"kernel": jax.random.normal(key, (8 * 8 * 3, 10))}
+layout = js.layout(js.fsdp(), mesh, init_fn, tx)
+run = js.init(init_fn, tx, layout, 0)
+
+
+def logits(params, images):
+    return images.reshape(len(images), -1) @ params["kernel"]
 """
 PIPELINE = """
 mesh = js.make_mesh(pipe=4, data=2)
@@ -119,7 +123,7 @@ SCENES = {
     "init_fn = lambda key: {'head': {'kernel': jnp.ones((4, 4))}}",
     "js.View": "x = np.ones((7, 64))",
     "js.attention": "q = jnp.ones((2, 16, 4, 8))\nk = v = jnp.ones((2, 16, 2, 8))",
-    "js.attribution": VIT,
+    "js.attribution": IMAGES,
     "js.constrain": "h = jnp.ones((8, 4, 4))",
     "js.cross_entropy": "logits, batch = jnp.ones((2, 4, 8)), {'labels': jnp.ones((2, 4), int)}",
     "js.averaged": AVERAGED,
@@ -155,7 +159,6 @@ class MLP(nnx.Module):
     "js.local_batches": "rows_of_this_host = iter([batch] * 4)",
     "js.latest_step": "js.save('run', run, layout)",
     "js.data.load": "Path('notes.txt').write_text('some words and more ' * 500)",
-    "js.data.load_images": "np.savez('photos.npz', images=np.zeros((64, 8, 8, 3), np.uint8), labels=np.arange(64) % 2)",
     "js.optim.fsdp": MANUAL,
     "js.optim.gather_params": MANUAL,
     "js.optim.shard_params": MANUAL,

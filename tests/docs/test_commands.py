@@ -27,7 +27,6 @@ PACKAGES |= {"chats.jsonl": "tokenizers", "hf:PATH": "tokenizers"}
 """What commands with these words need."""
 
 NEVER_RUN = {
-    "resnet50": "a million pictures, and accelerators to learn from them",
     "my-project --checkpoint": "an account of Weights & Biases",
     "--seq 1024 --batch 16 --steps 500": "an accelerator: half an hour of two CPU cores",
 }

@@ -34,8 +34,8 @@ def test_the_published_numbers_of_parameters(name, parameters):
 @pytest.mark.slow
 def test_every_size_makes_a_model_and_has_a_recipe():
     for name, size in js.models.SIZES.items():
-        assert (0.05e6 if size.takes_images else 0.9e6) < count(name) < 406e9
-        assert size.recipe.batch * size.shape.get("seq", 197) <= 2**25 and size.recipe.warmup < size.recipe.steps
+        assert 0.9e6 < count(name) < 406e9
+        assert size.recipe.batch * size.shape["seq"] <= 2**25 and size.recipe.warmup < size.recipe.steps
 
 
 @pytest.mark.slow
@@ -49,9 +49,7 @@ def test_changes_take_the_place_of_the_sizes_own_arguments():
 
 
 def test_names_and_arguments_that_there_are_not_are_refused_with_those_that_there_are():
-    with pytest.raises(
-        ValueError, match=r"no size 'llama4'; use one of gpt-1m, .*, llama3-405b, .*, deepseek-16b, .*, resnet101$"
-    ):
+    with pytest.raises(ValueError, match=r"no size 'llama4'; use one of gpt-1m, .*, llama3-405b, .*, deepseek-16b$"):
         js.models.make("llama4")
     with pytest.raises(
         ValueError, match=r"llama has no 'dept', 'hide'; did you mean depth\? Use one of vocab, .*, tied$"

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxshard.schedules import Costs, Schedule, gpipe, interleaved, one_f_one_b, zero_bubble
+from tests.notebook_page import check_shows_text
 from tests.schedules.tables import schedules
 
 # Plain 1F1B of two stages, one operation per device and tick.
@@ -83,3 +84,11 @@ def test_one_device_never_idles():
 def test_costs_that_are_none_are_refused(costs):
     with pytest.raises(ValueError, match="costs must be finite and above 0, W between 0 and B; got F="):
         Costs(*costs)
+
+
+def test_a_notebook_shows_the_chart_and_the_figures():
+    schedule = zero_bubble(2, 3, chunks=1)
+    page = check_shows_text(schedule)
+    assert page.text[0] == str(schedule)
+    assert page.tables == [[list(fact) for fact in schedule.stats().facts.items()]]
+    assert schedule.stats().facts["bubble"] == "0.1818 in lockstep, 0.1000 asynchronously"

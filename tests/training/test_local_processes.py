@@ -26,7 +26,7 @@ PROGRAM = """
 
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
     mesh = js.make_mesh(replica=2, data=2)
-    strategy = js.compose(js.fsdp("data", min_size=0), js.local("replica", every=2, fragments=2))
+    strategy = js.compose(js.fsdp("data", min_size=0), js.local("replica", every=2))
     layout = js.layout(strategy, mesh, MODEL.init, tx)
     run = js.init(MODEL.init, tx, layout, jax.random.key(0))
     step = js.make_step(MODEL.loss, tx, layout, engine=js.explicit())

@@ -22,9 +22,8 @@ from jaxshard.checks.collectives.promise import Promise, promise
 from jaxshard.checks.collectives.surprise import Surprise, entries, merged, wanted_axes
 from jaxshard.core.foreign_arrays import as_arrays
 from jaxshard.core.layout import human_bytes
-from jaxshard.core.pictures import page
 from jaxshard.core.settings import own_settings
-from jaxshard.core.text_table import Table, first_words
+from jaxshard.core.text_table import Folded, Table, first_words, page
 from jaxshard.core.types import PyTree
 from jaxshard.training.step import Step
 
@@ -131,11 +130,13 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         """Show the short form in a notebook, with the verdict above and the long form folded."""
-        verdict = page.verdict(self.ok, "no surprises" if self.ok else self.verdict)
-        table = page.table(self._table()) if self.rows() else page.paragraph(_NOTHING)
         short, everything = (self._write(*self._findings(all=all)) for all in (False, True))
-        details = page.folded("everything", page.preformatted(everything)) if everything else ""
-        return page.page(verdict, table, page.preformatted(short), details)
+        return page(
+            "no surprises" if self.ok else self.verdict,
+            self._table() if self.rows() else _NOTHING,
+            short,
+            Folded("everything", [everything]) if everything else "",
+        )
 
     def _write(self, *parts: str) -> str:
         return "\n\n".join(part for part in parts if part)

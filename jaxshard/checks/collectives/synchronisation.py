@@ -5,14 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxshard.checks.collectives.expected import Expected, gather_stages, over_several
-from jaxshard.core.fragments import cut_leaves
 from jaxshard.core.layout import Layout, put_back, select
 from jaxshard.core.local import Local
 from jaxshard.core.placement import split_dims
@@ -44,18 +42,16 @@ def synchronisations(layout: Layout, local: Local, inside: Iterable[Expected]) -
     for one in inside:
         if one.what.startswith("metric ") and one.shape is not None:
             yield from over_several(layout.mesh, [replace(one, axes=local.axis, least=0)])
-    leaves = partial(jax.tree_util.tree_leaves_with_path, is_leaf=lambda x: x is None)
-    seen, rests = (dict(leaves(placements)) for placements in (layout.opt_params, layout.params))
     yield from _reductions_in_warm_up(layout, local, trained)
-    for part in local.cut(trained):
-        for path, x, cut in cut_leaves(part, trained):
-            opt, own, name = cut.placement(seen[path]), cut.placement(rests[path]), path_str(path)
-            often, shape = f"every {local.every} steps", opt.shard_shape(layout.mesh)
-            mean = _over(local, shape, _wide(x.dtype), 1, f"mean of {name} over replicas, {often}")
-            back = Expected("all-gather", (), (), x.dtype, 1, 1, f"shared {name}, {often}")
-            keep = [axis for dim, axis in split_dims(opt.store) if (dim, axis) in split_dims(own.store)]
-            for one in (mean, *gather_stages(layout.mesh, opt, keep, back)):
-                yield from over_several(layout.mesh, [replace(one, every=local.every)])
+    often, leaves = f"every {local.every} steps", jax.tree_util.tree_leaves_with_path(trained)
+    seen, rests = jax.tree.leaves(layout.opt_params), jax.tree.leaves(select(layout.trainable, layout.params))
+    for (path, x), opt, own in zip(leaves, seen, rests, strict=True):
+        name = path_str(path)
+        mean = _over(local, opt.shard_shape(layout.mesh), _wide(x.dtype), 1, f"mean of {name} over replicas, {often}")
+        back = Expected("all-gather", (), (), x.dtype, 1, 1, f"shared {name}, {often}")
+        keep = [axis for dim, axis in split_dims(opt.store) if (dim, axis) in split_dims(own.store)]
+        for one in (mean, *gather_stages(layout.mesh, opt, keep, back)):
+            yield from over_several(layout.mesh, [replace(one, every=local.every)])
 
 
 def _reductions_in_warm_up(layout: Layout, local: Local, trained: PyTree) -> Iterator[Expected]:

@@ -22,8 +22,7 @@ from jaxshard.checks.programs.terms import TERMS, Verdict, judge
 from jaxshard.checks.programs.text import parse_program
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.mesh import mesh_str
-from jaxshard.core.pictures import page
-from jaxshard.core.text_table import Table
+from jaxshard.core.text_table import Table, page
 
 _SHOWN = 12
 """The number of entries of a list that are printed; JSON has them all."""
@@ -130,8 +129,7 @@ class ProgramAudit:
 
     def _repr_html_(self) -> str:
         """Show the same in a notebook."""
-        verdict = page.verdict(self.ok if self.strategy else None, self.headline)
-        return page.page(verdict, *map(page.table, self._tables()), page.preformatted("\n\n".join(self._lists(False))))
+        return page(self.headline, *self._tables(), "\n\n".join(self._lists(False)))
 
     def _by_role(self) -> dict[str, list[Argument]]:
         by_role = {role: [one for one in self.arguments if one.role == role] for role in ROLES}

@@ -17,10 +17,8 @@ from jaxshard.checks.collectives.instructions import Instruction, rematerialized
 from jaxshard.checks.collectives.promise import promise
 from jaxshard.checks.collectives.walk import add_counts
 from jaxshard.core.layout import human_bytes
-from jaxshard.core.pictures import page
-from jaxshard.core.pictures.style import ROLES as COLOURS
 from jaxshard.core.settings import own_settings
-from jaxshard.core.text_table import Section, Table
+from jaxshard.core.text_table import Section, Table, page
 from jaxshard.core.types import PyTree
 from jaxshard.cost.hardware import chip as chip_of
 from jaxshard.plan.compiled.cycles import estimated_cycles
@@ -252,18 +250,8 @@ class Verdict:
         )
 
     def _repr_html_(self) -> str:
-        """Show the same in a notebook, memory by role as a bar too."""
-        headline, *sections = self._sections()
-        where, outcome, *more = headline.lines
-        by_role = {role: (size, human_bytes(size)) for role, size in self.by_role.items()}
-        limit = None if self.usable_bytes is None else (self.usable_bytes, f"usable: {human_bytes(self.usable_bytes)}")
-        return page.page(
-            page.paragraph(where),
-            page.verdict(self.fits, outcome),
-            *map(page.paragraph, more),
-            page.bar(by_role, COLOURS, limit=limit),
-            page.sections(sections, marks=COLOURS),
-        )
+        """Show the same in a notebook."""
+        return page(*self._sections())
 
     def _sections(self) -> Iterator[Section]:
         yield Section("", self._headline())

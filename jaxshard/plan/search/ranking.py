@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxshard.core.layout import human_bytes
-from jaxshard.core.pictures import page
-from jaxshard.core.pictures.style import PALETTE
 from jaxshard.core.strategy import Strategy
-from jaxshard.core.text_table import Table
+from jaxshard.core.text_table import Table, page
 from jaxshard.engines.engine import Engine
-from jaxshard.plan.prediction import Prediction, human_seconds, seconds_range
+from jaxshard.plan.prediction import Prediction, seconds_range
 from jaxshard.plan.search.candidates import Candidate
 
 _SHOWN = 12
@@ -137,32 +135,16 @@ class Ranking:
         why = "".join(f"\n{one}" for one in self._left_out())
         if not self.plans:
             return f"{self._headline()}\n{_NOTHING}{why}"
-        sentences = [f"{number}. {plan.reason}" for number, plan in enumerate(self.plans[:_SHOWN], 1)]
-        return "\n".join([self._headline(), "", *self._table().lines, "", *sentences]) + why
+        return "\n".join([self._headline(), "", *self._table().lines, "", *self._sentences()]) + why
 
     def _repr_html_(self) -> str:
-        """Show the same in a notebook, with a bar of the parts of each plan's step."""
+        """Show the same in a notebook."""
         if not self.plans:
-            said = (page.paragraph(self._headline()), page.verdict(False, _NOTHING))
-            return page.page(*said, page.listing(self._left_out()))
-        shown = self.plans[:_SHOWN]
-        names = list(dict.fromkeys(name for plan in shown for name, size in plan.parts.items() if size > 0))
-        colours = dict(zip(names, PALETTE, strict=False))
-        longest = max(sum(plan.parts.values()) for plan in shown)
-        bars = [
-            page.bar(
-                {name: (size := plan.parts.get(name, 0.0), human_seconds(size)) for name in names}, colours,
-                whole=longest, width=180, height=12,
-            )
-            for plan in shown
-        ]  # fmt: skip
-        return page.page(
-            page.paragraph(self._headline()),
-            page.table(self._table(), last=bars),
-            page.legend({f"{name.replace('_', ' ')} (seconds)": colours[name] for name in names}),
-            page.listing([plan.reason for plan in shown], ordered=True),
-            page.listing(self._left_out()),
-        )
+            return page(self._headline(), _NOTHING, *self._left_out())
+        return page(self._headline(), self._table(), *self._sentences(), *self._left_out())
+
+    def _sentences(self) -> list[str]:
+        return [f"{number}. {plan.reason}" for number, plan in enumerate(self.plans[:_SHOWN], 1)]
 
     def _headline(self) -> str:
         tried = f"{self.listed} ways, {self.too_large} too large by arithmetic, {self.predicted} predicted"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from jaxshard.core.compat import process_count_and_id
 from jaxshard.core.local_path import local_path
 from jaxshard.training.metrics.address import check_answers
-from jaxshard.training.metrics.background import Background, End
 from jaxshard.training.metrics.configuration import describe
 from jaxshard.training.metrics.run_id import RunId
 from jaxshard.training.metrics.writer import flat
@@ -23,12 +23,12 @@ def wandb(
     folder: str | Path | None = None,
     run: str | None = None,
     name: str | None = None,
-) -> Background:
+) -> WandbWriter:
     """Make a callback that writes every number of a record into a run of Weights & Biases.
 
-    A thread sends the records, so no step waits. Of several processes the first one writes. If the service fails, a
-    warning says so, the training goes on, and the records are sent when it answers again. `WANDB_MODE=offline` and the
-    other variables of wandb hold. Numbers are drawn over "step", also those of steps that are taken again.
+    wandb's own process sends the records and tries again where the service does not answer, so no step waits. Of
+    several processes the first one writes. `WANDB_MODE=offline` and the other variables of wandb hold. Numbers are
+    drawn over "step", also those of steps that are taken again.
 
     Args:
       project: the name of the project.
@@ -45,6 +45,7 @@ def wandb(
     Raises:
       ImportError: wandb is not installed.
       ValueError: W&B refuses the project, the id or the login.
+      ConnectionError: nobody answers at the service's address.
 
     Example:
         log = js.metrics.wandb("gpt", config={"lr": 3e-4, "layout": layout}, folder="run")
@@ -55,25 +56,45 @@ def wandb(
         import wandb as library
     except ImportError as error:
         raise ImportError('js.metrics.wandb needs wandb: pip install "wandb>=0.19"') from error
-    return Background(_Runs(library, project, describe(config or {}), id, name))
+    return WandbWriter(library, project, describe(config or {}), id, name)
 
 
-class _Runs:
-    """Runs of W&B, by the public functions of its package."""
+class WandbWriter:
+    """The callback of `wandb`, by the public functions of its package, whose own process sends what is logged."""
 
     def __init__(self, library: Any, project: str, config: dict[str, Any], id: RunId, name: str | None) -> None:
-        self.name = f"W&B project {project}"
         self._library, self._project, self._config = library, project, config
-        self._id, self._title = id, name
-        self._run: Any = None
+        self._id, self._title, self._run = id, name, None
+        self._writes = process_count_and_id()[1] == 0
+        if self._writes:
+            self._run = self._open()
 
-    def open(self) -> None:
+    def __call__(self, record: Record) -> None:
+        """Log a record; returns at once. After `finish` it goes on in the same run."""
+        if self._writes:
+            self._run = self._run or self._open()
+            self._run.log(flat(record))
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """End the run, as failed where an error ended the training."""
+        if self._run is not None:
+            self._run.finish(exit_code=0 if error is None else 1)
+            self._run = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.finish(error)
+
+    def _open(self) -> Any:
+        """Begin a run, or go on in it, and record the configuration."""
         found = self._library.setup().settings
         if found.mode not in ("offline", "disabled", "dryrun"):
             check_answers(found.base_url)
         own = {} if "WANDB_CONSOLE" in os.environ else {"console": "off"}  # what is printed stays where it is
         try:
-            self._run = self._library.init(
+            run = self._library.init(
                 project=self._project,
                 id=self._id.find(),
                 resume="allow",
@@ -81,15 +102,10 @@ class _Runs:
                 settings=self._library.Settings(**own),
             )
         except (self._library.errors.UsageError, self._library.errors.AuthenticationError) as error:
-            raise ValueError(f"{self.name}: {str(error).rstrip('.')}; WANDB_MODE=offline needs no login") from error
-        self._id = self._id._replace(given=self._run.id)
-        self._id.keep(self._run.id)
-        self._run.define_metric("*", step_metric="step")  # steps come again where a run is resumed or rolled back
-        self._run.config.update(self._config, allow_val_change=True)
-
-    def send(self, records: list[Record]) -> None:
-        for record in records:
-            self._run.log(flat(record))
-
-    def close(self, end: End) -> None:
-        self._run.finish(exit_code=0 if end == "finished" else 1)
+            what = f"W&B project {self._project}: {str(error).rstrip('.')}"
+            raise ValueError(f"{what}; WANDB_MODE=offline needs no login") from error
+        self._id = self._id._replace(given=run.id)
+        self._id.keep(run.id)
+        run.define_metric("*", step_metric="step")  # steps come again where a run is resumed or rolled back
+        run.config.update(self._config, allow_val_change=True)
+        return run

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxshard.training import metrics
+from jaxshard.training.metrics import weights_and_biases
 from tests.training.metrics.records import RECORDS, record
 
 
@@ -94,14 +95,27 @@ def test_a_login_that_is_refused_is_an_error_at_the_start(package):
         metrics.wandb("project")
 
 
-def test_a_server_that_is_absent_is_a_warning(package):
+def test_a_server_that_is_absent_is_an_error_before_the_training(package):
     package.mode = "online"
-    with pytest.warns(RuntimeWarning, match="W&B project project: ConnectionError: nobody answers at 127.0.0.1:1"):
-        write = metrics.wandb("project")
-    package.mode = "offline"
+    with pytest.raises(ConnectionError, match=r"nobody answers at 127\.0\.0\.1:1"):
+        metrics.wandb("project")
+
+
+def test_a_later_record_goes_on_in_the_run_that_was_ended(package):
+    write = metrics.wandb("project")
+    for step in (1, 2):
+        write(record(step))
+        write.finish()
+    assert [call["id"] for call in package.calls] == [None, "drawn0"]
+    assert [run.rows[0]["step"] for run in package.runs] == [1, 2]
+
+
+def test_of_several_processes_the_first_writes(package, monkeypatch):
+    monkeypatch.setattr(weights_and_biases, "process_count_and_id", lambda: (2, 1))
+    write = metrics.wandb("project")
     write(record(1))
-    write.finish(None)
-    assert [row["step"] for row in package.runs[-1].rows] == [1]
+    write.finish()
+    assert not package.calls
 
 
 @pytest.mark.slow
