@@ -40,15 +40,15 @@ class Loads:
 
 
 def assert_refused(root, name, loads, run, capsys=None):
-    """By `restore`, which reads no array, and by the command; the step before is found and restored."""
+    """By `restore`, which reads no array; the step before is found, with `capsys` restored, and the command tells."""
     with pytest.raises(ValueError, match="20") as caught:
         js.restore(root, layout(), step=20)
     assert f"{root / '20' / name}: " in str(caught.value).replace(f"{MANIFEST} is missing", f"{MANIFEST}: missing")
     assert js.latest_step(root, intact=True) == 10 and loads.folders == []
-    assert_same(js.restore(root, layout(), step=js.latest_step(root, intact=True)), run)
-    assert loads.folders == ["10"]
-    loads.folders.clear()
     if capsys is not None:
+        assert_same(js.restore(root, layout(), step=10), run)
+        assert loads.folders == ["10"]
+        loads.folders.clear()
         assert main(["checkpoint", "verify", str(root)]) == 1
         shown = capsys.readouterr().out
         assert str(root / "20" / name) in shown and "step 10: intact" in shown
@@ -144,7 +144,7 @@ def check_edits(steps, tmp_path_factory, edits, loads, more):
 
 
 @given(edits=st.lists(EDITS, min_size=1, max_size=3), more=st.binary(min_size=1, max_size=20))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_any_edit_is_refused(steps, tmp_path_factory, edits, more):
     with pytest.MonkeyPatch.context() as patch:
         check_edits(steps, tmp_path_factory, edits, Loads(patch), more)

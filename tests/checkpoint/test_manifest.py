@@ -84,7 +84,7 @@ def check_place(place, value, away):
     assert json.loads(encode_manifest(made).splitlines()[0]) == fields  # nothing was changed or overlooked
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(place=st.sampled_from(PLACES), value=JSON, away=st.booleans())
 def test_anything_in_any_place_is_refused_or_is_what_it_says(place, value, away):
     check_place(place, value, away)
@@ -145,7 +145,7 @@ def test_numbers_that_are_none_are_told_by_every_command(number, place, tmp_path
         assert "3: damaged" in shown.out and "Traceback" not in shown.out + shown.err
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(made=st.dictionaries(st.sampled_from(["mesh", "time", "jax", "processes"]), JSON))
 def test_the_command_shows_whatever_was_noted(made, tmp_path_factory):
     folder = tmp_path_factory.mktemp("noted") / "3"

@@ -50,6 +50,13 @@ def worst(a: Any, b: Any) -> float:
     )
 
 
+@cache
+def begun() -> Any:
+    """A layout under fsdp, and a run that no step is given."""
+    layout, _ = made(FSDP, mesh_of(**MESH), CLIPPED, EXPLICIT, 4)
+    return layout, js.init(MODEL.init, CLIPPED, layout, 0)
+
+
 FSDP, EXPLICIT = js.fsdp("data", min_size=0), js.explicit()
 MESH = {"replica": 2, "data": 4}
 
@@ -323,8 +330,8 @@ def test_a_saved_run_goes_on_bit_for_bit_and_on_another_mesh_with_as_many_replic
 
 def test_a_checkpoint_whose_outer_state_was_in_several_parts_is_refused_by_name(tmp_path: Any) -> None:
     """As earlier versions wrote it, where replicas were synchronised in fragments."""
-    layout, _ = made(FSDP, mesh_of(**MESH), CLIPPED, EXPLICIT, 4)
-    step = js.save(tmp_path, js.init(MODEL.init, CLIPPED, layout, 0), layout)
+    layout, run = begun()
+    step = js.save(tmp_path, run, layout)
     saved = manifest.read_manifest(step)
     parts = [one for one in saved.arrays if one.path.startswith("opt_state/outer/0")]
     second = tuple(one._replace(path=one.path.replace("outer/0", "outer/1")) for one in parts)
@@ -365,10 +372,9 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
     refuse(
         "state besides its parameters", js.compose(js.ddp(), local), lambda key: js.Model(MODEL.init(key), jnp.ones(3))
     )
-    layout = js.layout(js.compose(js.ddp(), local), mesh, MODEL.init, CLIPPED)
+    layout, run = begun()
     with pytest.raises(ValueError, match=r"reduction='ordered' is not supported under js\.local"):
         js.make_step(MODEL.loss, CLIPPED, layout, engine=js.explicit(reduction="ordered"))
-    run = js.init(MODEL.init, CLIPPED, layout, 0)
     with pytest.raises(ValueError, match="holds what was made from the old parameters"):
         js.replace_params(run, MODEL.init(jax.random.key(1)), CLIPPED, layout, opt_state="keep")
 
@@ -379,12 +385,11 @@ def test_what_knows_no_replicas_says_so() -> None:
     (batch,) = batches(1)
     with pytest.raises(ValueError, match="parity: replicas that train by themselves"):
         js.parity(MODEL.init, MODEL.loss, CLIPPED, strategy, mesh, batch)
-    layout = js.layout(strategy, mesh, MODEL.init, CLIPPED)
+    layout, run = begun()
     with pytest.raises(ValueError, match="predict: replicas that train by themselves"):
         js.plan.predict(layout, MODEL.loss, batch, tx=CLIPPED)
     with pytest.raises(ValueError, match="value_and_grad: replicas that train by themselves"):
         js.value_and_grad(MODEL.loss, layout)
-    run = js.init(MODEL.init, CLIPPED, layout, 0)
     with pytest.raises(ValueError, match=r"averaged: .* evaluate the run itself"):
         js.averaged(run, layout)
     with pytest.raises(ValueError, match=r"js\.Rollback.* replicas of js\.local .* use bad_steps='skip'"):
