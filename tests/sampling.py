@@ -26,7 +26,6 @@ CollectReports = Generator[None, pytest.CollectReport, pytest.CollectReport]
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("samples")
     group.addoption("--sample", type=int, metavar="N", help="run only N of the selected tests")
-    group.addoption("--sample-seed", default="", metavar="TEXT", help="every text draws another sample")
     group.addoption("--shard", type=_parse_shard, metavar="I/N", help="run only part I of N of the selected tests")
 
 
@@ -59,7 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept &= shard(kept, *part)
     if (count := config.getoption("--sample")) is not None:
         eligible = [item.nodeid for item in items if item.nodeid in kept and _is_sampled(item)]
-        kept &= sample(eligible, count, config.getoption("--sample-seed"))
+        kept &= sample(eligible, count)
     if dropped := [item for item in items if item.nodeid not in kept]:
         items[:] = [item for item in items if item.nodeid in kept]
         config.hook.pytest_deselected(items=dropped)
@@ -75,9 +74,9 @@ def shard(nodeids: Iterable[str], index: int, count: int) -> set[str]:
     return {nodeid for nodeid in nodeids if int.from_bytes(_digest(nodeid)) % count == index - 1}
 
 
-def sample(nodeids: Iterable[str], count: int, seed: str = "") -> set[str]:
+def sample(nodeids: Iterable[str], count: int) -> set[str]:
     """Returns `count` of the node ids, by a hash: one case of every test function before a second case of any."""
-    drawn = sorted(nodeids, key=lambda nodeid: _digest(f"{seed}\n{nodeid}"))
+    drawn = sorted(nodeids, key=_digest)
     seen: Counter[str] = Counter()
     turns = []
     for order, nodeid in enumerate(drawn):

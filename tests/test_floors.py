@@ -103,7 +103,7 @@ def test_files_of_the_package_import_files_never_the_package_itself():
         shown(path)
         for path in FILES
         if path != PACKAGE / "__init__.py"
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if (isinstance(node, ast.ImportFrom) and node.module == "jaxshard")
         or (isinstance(node, ast.Import) and any(alias.name == "jaxshard" for alias in node.names))
     ]
@@ -157,7 +157,7 @@ def test_private_attributes_are_touched_by_their_own_object_alone():
         f"{shown(path)}:{node.lineno} {ast.unparse(node)}"
         for path in FILES
         if inside(path) not in COMPAT_FILES
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Attribute)
         and is_private(node.attr)
         and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
@@ -209,7 +209,7 @@ MANY_PARAMETERS = ("fit", "attention", "llama", "moe", "gemma")
 def test_functions_are_short_and_take_few_parameters():
     wrong = []
     for path in FILES:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef) and node.name not in MANY_PARAMETERS:
                 lines, parameters = code_lines(path, node), len(all_parameters(node))
                 if lines > MAX_FUNCTION_LINES or parameters > MAX_PARAMETERS:
@@ -223,6 +223,16 @@ def test_functions_are_short_and_take_few_parameters():
 @functools.cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(path)))
+
+
+@functools.cache
+def lines_of(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines()
 
 
 def inside(path: Path) -> str:
@@ -258,21 +268,29 @@ def imported_modules(path: Path) -> list[str]:
     return sorted(MODULES.intersection(all_imports(path)))
 
 
+@functools.cache
 def external_imports(path: Path) -> list[str]:
     """The modules, and names in modules, of other libraries that a file imports or reaches by dots from a module."""
     found = {module for module in all_imports(path) if not is_below(module, "jaxshard")}
-    aliases = dict(module_aliases(tree_of(path)))
-    for node in ast.walk(tree_of(path)):
+    aliases = dict(module_aliases(path))
+    for node in nodes_of(path):
         if isinstance(node, ast.Attribute):
-            root, *rest = ast.unparse(node).split(".")
-            if root in aliases and all(part.isidentifier() for part in rest):
+            root, *rest = parts_of(node)
+            if root in aliases:
                 found.add(".".join([aliases[root], *rest]))
     return sorted(found)
 
 
+def parts_of(node: ast.expr) -> list[str]:
+    """The names in `a.b.c`; of anything but names and dots an empty name first."""
+    if isinstance(node, ast.Attribute):
+        return [*parts_of(node.value), node.attr]
+    return [node.id if isinstance(node, ast.Name) else ""]
+
+
 def all_imports(path: Path) -> Iterator[str]:
     """Every module that a file imports; `from a import b` gives a.b where that is a module of ours, else both."""
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -281,9 +299,9 @@ def all_imports(path: Path) -> Iterator[str]:
             yield from names if names <= MODULES else {node.module, *names}
 
 
-def module_aliases(tree: ast.Module) -> Iterator[tuple[str, str]]:
+def module_aliases(path: Path) -> Iterator[tuple[str, str]]:
     """(name in the file, what it stands for) of everything imported from other libraries."""
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield (alias.asname, alias.name) if alias.asname else (alias.name.split(".")[0],) * 2
@@ -333,7 +351,7 @@ def code_lines(path: Path, node: ast.FunctionDef) -> int:
     for inner in ast.walk(node):
         if isinstance(inner, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(inner) is not None:
             numbers -= set(range(inner.body[0].lineno, (inner.body[0].end_lineno or 0) + 1))
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = lines_of(path)
     texts = (lines[number - 1].strip() for number in numbers)
     return sum(1 for text in texts if text and not text.startswith("#"))
 

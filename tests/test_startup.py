@@ -9,7 +9,9 @@ import pytest
 HEAVY = ["IPython", "flax.nnx", "matplotlib", "mlflow", "orbax", "tensorboardX", "tensorstore", "wandb"]
 """What only some programs use, and what takes long to import."""
 
-USED = "compose fsdp tensor make_mesh layout init make_step explicit auto batches linen fit Mean cross_entropy metrics"
+USED = (
+    "compose fsdp tensor make_mesh layout init make_step explicit auto batches linen fit Mean save Checkpointer metrics"
+)
 
 
 def imported(code: str) -> list[str]:

@@ -93,6 +93,11 @@ def nnx_toy() -> Toy:
 TOYS: dict[str, Callable[[], Toy]] = {"gpt": gpt_toy, "linen": linen_toy, "nnx": nnx_toy}
 
 
+def normal(seed: int, *shape: int) -> jax.Array:
+    """Random parameters without a program that draws them, which takes longest to compile of a small model's."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
 def mask(shape: tuple[int, ...]) -> np.ndarray:
     """Weights 0, 1 and 2: few zeros in the first rows, almost nothing else in the last ones, row 3 all zero."""
     rng = np.random.default_rng(1)
@@ -195,11 +200,29 @@ def sharded(
     steps: int = 5,
     **layout_options: Any,
 ) -> tuple[Trace, js.Layout]:
-    """The same run through `make_step`, and its layout; parameters are given, not drawn, which compiles less."""
+    """The same run through `make_step`, and its layout."""
+    step = recording_step(toy, strategy, mesh, engine, tx, **layout_options)
+    return trained(step, toy, steps), step.layout
+
+
+def recording_step(
+    toy: Toy,
+    strategy: js.Strategy,
+    mesh: jax.sharding.Mesh,
+    engine: Any,
+    tx: optax.GradientTransformation | None = None,
+    **layout_options: Any,
+) -> Any:
+    """A step of a toy that keeps its last gradient."""
     tx = recording(optax.sgd(toy.rate) if tx is None else tx)
     layout = js.layout(strategy, mesh, toy.init_fn, tx, **layout_options)
-    run = js.init(toy.init_fn, tx, layout, 0, init_from=start_of(toy.init_fn))
-    step = js.make_step(toy.loss_fn, tx, layout, engine=engine)
+    return js.make_step(toy.loss_fn, tx, layout, engine=engine)
+
+
+def trained(step: Any, toy: Toy, steps: int = 5) -> Trace:
+    """What so many calls of a `recording_step` leave; parameters are given, not drawn, which compiles less."""
+    layout = step.layout
+    run = js.init(toy.init_fn, step.tx, layout, 0, init_from=start_of(toy.init_fn))
     losses, gradients, seen = [], [], []
     for _ in range(steps):
         run, metrics = step(run, toy.batch)
@@ -207,7 +230,7 @@ def sharded(
         seen.append(jax.device_get(metrics))
         gradients.append(model_order(layout.opt_state["grads"], run.opt_state["grads"]))
     params, state = model_order(layout.params, run.params), model_order(layout.state, run.state)
-    return Trace(losses, gradients, params, state, tuple(seen)), layout
+    return Trace(losses, gradients, params, state, tuple(seen))
 
 
 def model_order(placements: PyTree, stored: PyTree) -> PyTree:

@@ -1,4 +1,4 @@
-"""Models as their authors wrote them, turned into the pair `init_fn`, `loss_fn` that the library trains.
+"""Adapt models to the pair `init_fn`, `loss_fn` that the library trains, without changes to their code.
 
-Flax Linen and NNX modules, and models made of identical blocks. Imports `core/` only: an adapter knows no engine.
+The models are Flax Linen and NNX modules, and models of identical blocks. Imports `core/` only, no engines.
 """

@@ -1,4 +1,4 @@
-"""A check of the arrays that a loss closes over: they must not live on other devices than the run."""
+"""Check that the arrays that a loss closes over are not placed on devices outside of the run's mesh."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from jaxshard.core.tree import path_str, raise_all
 
 
 def check_closure(loss_fn: Callable[..., Any], mesh: Mesh) -> None:
-    """Raise if variables around a loss hold arrays placed on other devices than the mesh.
+    """Raise if a loss closes over arrays that are placed on other devices than the mesh.
 
-    JAX would copy such an array into the program as a constant: whole on every device, and never trained. Arrays
-    without a placement of their own, NumPy's and those on one device of the mesh are constants by intent.
+    JAX would copy such an array into the program as a constant, replicated on every device and never trained. Allowed
+    as constants are uncommitted arrays, NumPy arrays, and arrays on a single device of the mesh.
 
     Raises:
       ValueError: names every such array, with its devices.
@@ -37,10 +37,10 @@ def check_closure(loss_fn: Callable[..., Any], mesh: Mesh) -> None:
             continue
         for path, x in leaves:
             if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and _elsewhere(x, wanted):
-                whole = f"{name}/{path_str(path)}" if path else name
+                leaf = f"{name}/{path_str(path)}" if path else name
                 found: set[Any] = x.sharding.device_set
                 devices = sorted(device.id for device in found)
-                problems.append(f"{whole}: {x.dtype}{list(x.shape)} on devices {devices}")
+                problems.append(f"{leaf}: {x.dtype}{list(x.shape)} on devices {devices}")
     raise_all(
         problems,
         ValueError,

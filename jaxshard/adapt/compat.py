@@ -1,20 +1,20 @@
-"""Everything undocumented that this package uses of Flax (0.12), with what depends on it.
+"""Wrap every undocumented part of Flax (0.12) that this package uses.
 
 tests/adapt/test_compat.py has a test for each entry. A new version of Flax that changes one of these breaks
 
 - `initialize_through` loudly if `flax.core.apply` or a module's `clone(parent=scope)` goes, and silently if the flag
-  "initializing" gets another name: modules would believe that they are applied, and `init` would count as a step (an
-  updated average of BatchNorm, an advanced cache).
-- `names_in_boxes` silently: if Flax's boxes are no `nn.Partitioned` any more, parameters have no names, and a strategy
-  by names (`js.tensor`) leaves them whole.
+  "initializing" is renamed: modules would behave as in `apply`, and `init` would count as a step (an updated average
+  of BatchNorm, an advanced cache).
+- `names_in_boxes` silently: if Flax's boxes are no longer `nn.Partitioned`, parameters have no names, and a strategy
+  by names (`js.tensor`) leaves them replicated.
 - `names_of_variable` silently, in the same way: the key of the metadata has been renamed once (Flax 0.12).
-- `without_box_placement` loudly: if a box places its array in another method than `unbox`, modules whose initializers
-  unbox what they made (DenseGeneral under `nn.with_partitioning`) raise under `js.explicit`.
-- `without_eager_placement` loudly: the names of dimensions would be looked up among the axes of a mesh.
-- `intercept_calls` loudly: either the class of an instance can't be changed any more, or the changed call does not
-  run, and then a unit "never ran".
+- `without_box_placement` loudly: if a box places its array in another method than `unbox`, modules that unbox in their
+  initializers (DenseGeneral under `nn.with_partitioning`) raise under `js.explicit`.
+- `without_eager_placement` loudly: Flax would look up the names of dimensions among the axes of a mesh.
+- `intercept_calls` loudly: either the class of an instance can no longer be changed, or the changed call does not run,
+  and the error says that a unit "never ran".
 
-The rest of what this package uses of Flax is in Flax's API reference.
+Everything else that this package uses of Flax is in Flax's API reference.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from flax import linen as nn
 
 from jaxshard.core.types import PyTree
 
-if TYPE_CHECKING:  # imported where it is used: it brings IPython, which models of Linen do not need
+if TYPE_CHECKING:  # imported lazily: nnx imports IPython, which Linen models do not need
     from flax import nnx
 
 Names = tuple[Any, ...]
@@ -42,21 +42,21 @@ Path = tuple[Any, ...]
 def initialize_through(
     module: nn.Module, call: Callable[[nn.Module], Any], variables: PyTree, key: jax.Array, leave_out: Iterable[str]
 ) -> tuple[Any, dict[str, Any]]:
-    """Run `call(module)` as `module.init` does, on the variables that an earlier call made.
+    """Run `call(module)` as `module.init` does, starting from the variables of an earlier call.
 
-    `Module.init` starts from no variables, so it can run one method once; a loss may call several.
+    `Module.init` starts without variables, so it can run only one method once; a loss may call several.
 
     Args:
       module: an unbound Linen module.
-      call: what to run on it; receives the module, bound.
-      variables: what earlier calls made, {} at first.
+      call: the function to run; it receives the bound module.
+      variables: the variables that earlier calls made, {} at first.
       key: the random key of all streams.
-      leave_out: collections that are not kept.
+      leave_out: collections to drop from the result.
 
     Returns:
-      What `call` returned, and all variables, those with metadata in their boxes.
+      (the output of `call`, all variables, in their metadata boxes if they have any)
     """
-    # "initializing" is what Module.is_initializing() reads. Flax calls the flags internal.
+    # Module.is_initializing() reads the flag "initializing". Flax calls the flags internal.
     flags = {"initializing": True}
     run = flax.core.apply(
         lambda scope: call(module.clone(parent=scope)), mutable=flax.core.DenyList([*leave_out]), flags=flags
@@ -75,10 +75,10 @@ def names_in_boxes(boxed: PyTree) -> dict[Path, Names]:
 
 @contextmanager
 def without_box_placement() -> Iterator[None]:
-    """Unbox Linen variables without placing them by the names in their boxes.
+    """Unbox Linen variables without a sharding constraint from the names in their boxes.
 
-    Where a mesh is in use, as inside of `shard_map`, `unbox` takes the names for axes of that mesh. DenseGeneral
-    unboxes in its initializer, which Flax runs in every call to compare shapes: three names on a matrix, which raises.
+    If a mesh is in use, as inside of `shard_map`, `unbox` takes the names for axes of that mesh. DenseGeneral unboxes
+    in its initializer, which Flax runs in every call to compare shapes. There a matrix has three names, which raises.
     """
     kinds: tuple[Any, ...] = (nn.Partitioned, nn.LogicallyPartitioned)
     before = [kind.unbox for kind in kinds]
@@ -94,7 +94,7 @@ def without_box_placement() -> Iterator[None]:
 def names_of_variable(variable: Any) -> Names:
     """Return the names in the sharding metadata of an NNX variable; () if it has none."""
     metadata = variable.get_metadata()
-    # Flax 0.12 calls it "out_sharding", before it was "sharding" and, in nnx.Param(..., sharding_names=), that.
+    # Flax 0.12 has "out_sharding"; before, it was "sharding" and, by nnx.Param(..., sharding_names=), "sharding_names".
     for key in ("out_sharding", "sharding", "sharding_names"):
         names = metadata.get(key)
         if names is not None:
@@ -103,7 +103,7 @@ def names_of_variable(variable: Any) -> Names:
 
 
 def without_eager_placement() -> AbstractContextManager[Any]:
-    """Return a context in which NNX places no variable by its metadata as soon as it is made."""
+    """Return a context in which NNX does not shard new variables by their metadata."""
     from flax import nnx
 
     context: AbstractContextManager[Any] = nnx.use_eager_sharding(False)
@@ -111,7 +111,7 @@ def without_eager_placement() -> AbstractContextManager[Any]:
 
 
 Around = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""`around(instance, call, args, kwargs)`: runs instead of `instance(*args, **kwargs)`, which is `call(...)`."""
+"""`around(instance, call, args, kwargs)` runs instead of `instance(*args, **kwargs)`, which is `call(...)`."""
 
 _AROUND = "_jaxshard_around"
 
@@ -119,16 +119,16 @@ _AROUND = "_jaxshard_around"
 def intercept_calls(
     module: nnx.Module, classes: tuple[type, ...], around: Callable[[Path, nnx.Module], Around]
 ) -> None:
-    """Put `around(path, instance)` around the calls of all instances of `classes` in a module, in place.
+    """Wrap the calls of all instances of `classes` in a module by `around(path, instance)`, in place.
 
-    NNX has no `intercept_methods` as Linen has. Python looks `__call__` up in the class, never in the instance, so each
-    instance gets a subclass of its class. It goes around the checks of `nnx.Module.__setattr__`, which would take
-    `around` for a part of the model.
+    NNX has nothing like Linen's `intercept_methods`. Python looks `__call__` up in the class, never in the instance, so
+    each instance gets a subclass of its class. `object.__setattr__` bypasses the checks of `nnx.Module.__setattr__`,
+    which would take `around` for a part of the model.
 
     Args:
-      module: is changed; pass a copy that the caller owns.
+      module: the module, which is changed; pass a copy.
       classes: subclasses of `nnx.Module`.
-      around: what it returns must be hashable, for it becomes a static attribute in the graph of the module.
+      around: returns a hashable wrapper, since it becomes a static attribute in the graph of the module.
     """
     from flax import nnx
 
@@ -139,7 +139,7 @@ def intercept_calls(
         object.__setattr__(node, _AROUND, around(path, node))
 
 
-@functools.cache  # NNX registers every class of modules for good, so there is one subclass for each class.
+@functools.cache  # NNX never unregisters a class of modules, so make only one subclass per class.
 def _intercepted(cls: Any) -> Any:
     """Return the subclass whose call runs through `around`."""
 

@@ -1,7 +1,8 @@
-"""Which dimensions of a kernel its layer sums over, as Flax's DenseGeneral and Einsum say themselves.
+"""Find the contracted dimensions of kernels, over which a layer sums, from Flax's DenseGeneral and Einsum.
 
-A kernel [512, 8, 64] may make 8 heads of a vector or be a convolution over 512 positions: shapes don't tell, layers
-do. `js.tensor` splits a kernel along what its layer makes, or along what it joins (`jaxshard.core.rules.kernel_names`).
+The shape does not say which dimensions are contracted: a kernel [512, 8, 64] may project a vector to 8 heads, or be a
+convolution over 512 positions. The layer does say. `js.tensor` splits a kernel along its output dimensions or along its
+contracted ones (`jaxshard.core.rules.kernel_names`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jaxshard.core.tree import CONTRACTED
 
 
 def contracted_in_calls(found: dict[Path, Names]) -> Callable[..., Any]:
-    """Make a Linen interceptor that notes the kernels of every DenseGeneral and Einsum that runs, by their paths."""
+    """Make a Linen interceptor that records the dimensions of the kernel of each DenseGeneral and Einsum, by path."""
 
     def intercept(next_fun: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         layer = context.module
@@ -32,8 +33,8 @@ def contracted_in_calls(found: dict[Path, Names]) -> Callable[..., Any]:
 
 
 def contracted_in_modules(modules: Iterable[tuple[Path, Any]]) -> dict[Path, Names]:
-    """Return the kernels of every LinearGeneral and Einsum among NNX modules, by their paths."""
-    from flax import nnx  # it brings IPython, which models of Linen do not need
+    """Return {path: contracted dimensions} of the kernels of every LinearGeneral and Einsum among NNX modules."""
+    from flax import nnx  # imported lazily: it imports IPython, which Linen models do not need
 
     found: dict[Path, Names] = {}
     for path, layer in modules:
@@ -54,7 +55,7 @@ def _count(dims: Any) -> int:
 
 
 def _names_in_equation(equation: str | None) -> Names:
-    """Mark the letters of the second operand that the result lacks; () for an equation with "..." in that operand."""
+    """Mark the contracted letters of an einsum's second operand; () if that operand contains "..."."""
     operands, _, result = (equation or "").replace(" ", "").partition("->")
     _, _, kernel = operands.partition(",")
     return () if "." in kernel else tuple(None if letter in result else CONTRACTED for letter in kernel)

@@ -1,15 +1,15 @@
-"""Products with low-rank weights in two steps, x @ (base + a b) as x @ base + (x @ a) @ b, in any traced function.
+"""Compute x @ (base + a b) as x @ base + (x @ a) @ b in any traced function.
 
-A function receives the weight of a `LowRank` as an ordinary array, made by the equation `WEIGHT`. Its program is then
-run with every product of that array taken apart:
+The user's function receives the weight of a `LowRank` as an ordinary array, computed by the primitive `WEIGHT`. Its
+jaxpr is then evaluated with every product of that array replaced:
 
     w = low_rank_weight base a b               y = dot_general x base;  t = dot_general x a;  u = dot_general t b
     y = dot_general x w                        y + gain * u
 
-So neither the weight nor its gradient, both as large as the base, is ever made: the gradients of `a` and `b` are sums
-over rows of small products, and these are all that devices add up. The weight may be cast, transposed, or go through a
-`jax.jit` or `jax.checkpoint` on its way to the product. Where anything else is done with it (a lookup of rows, a
-convolution, a loop over layers) the weight is made there, which is equally right.
+So neither the weight nor its gradient, both as large as the base, is ever computed. Only the gradients of `a` and `b`
+are reduced over devices. Between `WEIGHT` and the product the weight may be cast, transposed, or passed through a
+`jax.jit` or `jax.checkpoint`. Any other use (a lookup of rows, a convolution, a loop over layers) computes the weight
+there, with the same result.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ from jaxshard.core.types import PyTree
 
 
 def factor_products(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Return `fn(params, *args)` for params with `LowRank`s, which `fn` sees as the weights that they stand for.
-
-    Parameters without any are handed on as they are.
-    """
+    """Wrap `fn(params, *args)` so that it accepts params with `LowRank`s and sees each as an ordinary weight."""
 
     def run(params: PyTree, *args: PyTree) -> PyTree:
         if not has_low_rank(params):
@@ -44,7 +41,7 @@ def factor_products(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def run_factored(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    """Run a function in which `bind_weight` makes weights, with the products of these in two steps."""
+    """Run a function that calls `bind_weight`, with the products of these weights computed in two steps."""
     program = Program.trace(fn, *args)
     return program.results([_whole(x) for x in _run(program.closed, jax.tree.leaves(args))])
 
@@ -52,12 +49,12 @@ def run_factored(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Factored:
-    """A weight that is not made: a matrix, whose dimensions may be transposed, and the dtype that it has by now.
+    """A weight that has not been computed: base and factors, and the transpose and cast applied to the weight so far.
 
     Attributes:
-      matrix: one matrix, not stacked.
-      order: for each dimension of the weight the dimension of the matrix that it is.
-      dtype: of the weight.
+      matrix: base and factors of one matrix, not stacked.
+      order: for each dimension of the weight the corresponding dimension of the matrix.
+      dtype: the dtype of the weight.
     """
 
     matrix: LowRank
@@ -65,7 +62,7 @@ class _Factored:
     dtype: Any = field(metadata={"static": True})
 
     def may_become(self, dtype: Any) -> bool:
-        """Tell whether a cast rounds nothing away that later casts can't: none that widens follows one that narrows."""
+        """Return whether a cast can be postponed to the product; a cast to more bits after one to fewer bits can't."""
         if not jnp.issubdtype(dtype, jnp.floating):
             return False
         return self.dtype == self.matrix.dtype or jnp.finfo(dtype).bits <= jnp.finfo(self.dtype).bits
@@ -79,7 +76,7 @@ def _whole(x: Any) -> Any:
 
 
 def _run(program: Any, args: Sequence[Any]) -> list[Any]:
-    """Evaluate a program; arguments and results may be `_Factored`."""
+    """Evaluate a jaxpr whose arguments and results may be `_Factored`."""
     jaxpr, consts = open_jaxpr(program)
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
@@ -94,7 +91,7 @@ def _run(program: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def _results(eqn: Any, operands: list[Any]) -> list[Any]:
-    """Return the results of an equation, as a `_Factored` where it makes or moves one."""
+    """Evaluate an equation; keep its result `_Factored` if it makes, transposes or casts a weight."""
     name, params = eqn.primitive.name, eqn.params
     if eqn.primitive is WEIGHT:
         x = LowRank.tree_unflatten((params["gain"], params["cast"]), operands)
@@ -132,11 +129,11 @@ def _run_checkpoint(eqn: Any, operands: list[Any]) -> list[Any]:
 
 
 def _multiply(operands: list[Any], params: dict[str, Any]) -> Any:
-    """Return the product of an array and a weight in two steps, where all inputs or all outputs are summed over."""
+    """Multiply by a weight in two steps if the product contracts all its input or all its output dimensions."""
     side = next(i for i, x in enumerate(operands) if isinstance(x, _Factored))
     w, x, matrix = operands[side], _whole(operands[1 - side]), operands[side].matrix
     contracted, batched = params["dimension_numbers"]
-    # For each dimension of the matrix that is summed over the one of x, in the order of the matrix.
+    # {contracted dimension of the matrix: dimension of x}, in the order of the matrix.
     pairs = dict(sorted((w.order[dim], at) for dim, at in zip(contracted[side], contracted[1 - side], strict=True)))
     inputs = tuple(range(matrix.inputs))
     outputs = tuple(range(matrix.inputs, matrix.base.ndim))
@@ -154,14 +151,15 @@ def _multiply(operands: list[Any], params: dict[str, Any]) -> Any:
     forward, scale = tuple(pairs) == inputs, matrix.scale
     a, b = matrix.a, matrix.b
     first, second = (a, b) if forward else (jnp.moveaxis(b, 0, -1), jnp.moveaxis(a, -1, 0))
-    # An int8 base is cast, not multiplied by its scale, which goes to the smaller of the arrays beside it.
+    # Multiply the scale of an int8 base (one per output) into x or y, which are smaller than the base.
     scaled = x if forward or scale is None else x * lax.broadcast_in_dim(scale.astype(x.dtype), x.shape, dims)
     y = product(scaled, matrix.base, dims, tuple(pairs), dtype)
     if forward and scale is not None:
         y = y * scale.astype(y.dtype)
     small = product(x, first, dims, range(len(dims)), None) * matrix.gain
     y = y + product(small, second, (free,), (0,), dtype)
-    # Now [what is left of x, what is left of the matrix in its order].
+    # y is now [free dimensions of x, free dimensions of the matrix in its own order]; bring it to the order of w and of
+    # the operands.
     left = [dim for dim in range(matrix.base.ndim) if dim not in pairs]
     of_w = [free + left.index(dim) for dim in w.order if dim not in pairs]
     of_x = list(range(free))

@@ -1,4 +1,4 @@
-"""`js.linen`: a Flax Linen module and its loss as the pair `init_fn`, `loss_fn`."""
+"""`js.linen`: turn a Flax Linen module and its loss into the pair `init_fn`, `loss_fn`."""
 
 from __future__ import annotations
 
@@ -34,46 +34,46 @@ from jaxshard.core.tree import raise_all
 from jaxshard.core.types import PyTree
 
 _NEVER_STATE = "intermediates"
-"""The collection into which modules sow what only a person looks at."""
+"""The collection for values that modules sow for inspection only."""
 
 
 def linen(module: nn.Module, loss: Callable[..., Any], batch: PyTree, *, state: Declared | None = None) -> Linen:
     """Turn a Flax Linen module and its loss into the pair `init_fn, loss_fn`.
 
-    The module's mutable collections and random keys are handled behind the pair.
+    The pair handles the module's mutable collections and random keys.
 
-    State: all collections that `init` makes besides "params" (batch statistics, caches, carries) are the model's
-    state, written back after each step. Not among them are "intermediates" and collections that the loss asks for
-    (`out, sown = model(x, mutable=["losses"])`). A carry with a row for each row of the batch needs `js.auto()`, for
-    under `js.explicit()` a device sees its own rows only.
+    State: all collections that `init` makes except "params" (batch statistics, caches, carries) are the model's state,
+    written back after each step. Excluded are "intermediates" and collections that the loss asks for
+    (`out, sown = model(x, mutable=["losses"])`). A carry with a row for each row of the batch needs `js.auto()`, since
+    under `js.explicit()` a device sees only its own rows.
 
     Random keys: every random stream draws from the step's key, as in `module.apply(variables, x, rngs={"params":
-    key})`, for Flax takes that stream for every name that has none. The n-th further call in one loss draws from the
+    key})`: Flax falls back to the stream "params" for all other names. The n-th further call in one loss draws from the
     key folded with n. Evaluation has no key, and a module that asks for one raises. A loss with a parameter `key`
-    receives a key of its own, for modules that take one as an argument (`model(x, key)`); None in evaluation.
+    receives its own key, for modules that take one as an argument (`model(x, key)`); None in evaluation.
 
-    Names: the parameters come without their metadata boxes. The names in those (`nn.with_logical_partitioning`,
-    `nn.with_partitioning`) are the names of dimensions by which `js.tensor` splits. No other part of them is used.
+    Names: the parameters have no metadata boxes. `js.tensor` splits dimensions by the names in the boxes
+    (`nn.with_logical_partitioning`, `nn.with_partitioning`). Nothing else in the boxes is used.
 
     Args:
       module: the module, not yet initialised.
       loss: `loss(model, batch) -> scalar | js.Mean | js.Loss`. Call `model` like the module, but without variables and
         keys: `model(x, train=True)`, `model(x, method="encode")`. If the loss has a parameter `train`, it is True in
-        training and False in evaluation; `key` likewise is a random key or None. The batch is global under
-        `js.auto()`, one device's rows under `js.explicit()`.
-      batch: an example batch, arrays or `jax.ShapeDtypeStruct`s. `init` runs the loss on zeros of these shapes, so
-        that everything that the loss calls is initialised.
-      state: how arrays of the state are combined where devices and micro-batches see some of the rows each, by path:
-        {"stats/count": "sum"} for the old value plus the sum of the changes, "max" for the maximum. All others are
-        combined as `js.Loss` says: the mean of running averages, what is equal everywhere once.
+        training and False in evaluation; likewise `key` is a random key in training and None in evaluation. The batch
+        is global under `js.auto()`, one device's rows under `js.explicit()`.
+      batch: an example batch, arrays or `jax.ShapeDtypeStruct`s. `init` runs the loss on zeros of these shapes, which
+        initialises every module that the loss calls.
+      state: how to combine arrays of the state over devices and micro-batches, by path: {"stats/count": "sum"} adds the
+        changes to the old value, "max" takes the maximum. All other arrays are combined as described at `js.Loss`:
+        running averages by their mean, equal values unchanged.
 
     Returns:
       A `Linen`, which unpacks as `init_fn, loss_fn` and also has `evaluate`, for `js.make_eval_step`, and `apply`.
 
     Raises:
-      TypeError: `module` is no instance of a Linen module, or `loss` no function of these arguments.
-      ValueError: later, when it is used: the loss calls nothing with parameters, or something that `init` did not
-        reach.
+      TypeError: `module` is not an instance of a Linen module, or `loss` does not take these arguments.
+      ValueError: later, in use: the loss calls no module with parameters, or calls a module that `init` did not
+        initialise.
 
     Example:
           def loss(model, batch):
@@ -116,7 +116,7 @@ class Linen(Adapted):
         return f"js.linen({type(self.module).__name__})"
 
     def make_params(self, key: jax.Array) -> PyTree:
-        """Draw what `module.init(key, ...)` does, without boxes: params, or js.Model(params, the other collections)."""
+        """Return the variables of `module.init(key, ...)`, unboxed: params, or js.Model(params, other collections)."""
         with without_box_placement():
             variables = nn.unbox(self._boxed(key))
         params = variables.pop("params", None)
@@ -128,7 +128,7 @@ class Linen(Adapted):
         return join_model(params, variables or ())
 
     def apply(self, model: PyTree, *args: Any, **kwargs: Any) -> Any:
-        """Run `module.apply` on what `init` returned, without keys. Changes of state are dropped."""
+        """Run `module.apply` on the output of `init`, without keys. Changes of state are dropped."""
         return LinenModel(self.module, model, None)(*args, **kwargs)
 
     def dim_names(self, params: PyTree) -> PyTree:
@@ -151,7 +151,7 @@ class Linen(Adapted):
         """Return True for the parameters under the path of an outermost unit that the loss calls.
 
         Raises:
-          TypeError: a class is none of Linen modules.
+          TypeError: a class is not a Linen module.
           ValueError: a unit never runs, has no parameters, or has stacked ones (`nn.scan`, `nn.vmap`).
         """
         raise_all(
@@ -183,7 +183,7 @@ class Linen(Adapted):
         )
 
     def _boxed(self, key: jax.Array, contracted: dict[Path, Names] | None = None) -> dict[str, Any]:
-        """Make all variables, with their metadata; notes what layers sum over."""
+        """Make all variables, in their metadata boxes; add the contracted dimensions of kernels to `contracted`."""
         fresh = LinenInit(self.module, key)
         call_loss(self.loss_fn, fresh, zeros_of(self.batch), train=True, key=neighbour(key))
         if contracted is not None:
@@ -192,7 +192,7 @@ class Linen(Adapted):
 
 
 class LinenModel:
-    """The model that a user's loss receives: called as the module is, with variables and keys behind it.
+    """The model that a user's loss receives: it is called like the module, and supplies the variables and keys.
 
     Args:
       module: the module, unbound.
@@ -200,7 +200,7 @@ class LinenModel:
       key: the random key of the step; None in evaluation.
 
     Attributes:
-      state: the other collections, {} if there are none. Each call changes them for the next one.
+      state: the other collections, {} if there are none. Each call updates them for the next call.
     """
 
     def __init__(self, module: nn.Module, model: PyTree, key: jax.Array | None):
@@ -210,11 +210,11 @@ class LinenModel:
 
     @property
     def params(self) -> PyTree:
-        """All parameters."""
+        """Return all parameters."""
         return self._params
 
     def __call__(self, *args: Any, method: Any = None, mutable: str | Sequence[str] = (), **kwargs: Any) -> Any:
-        """Return `module.apply(variables, *args, ...)`; with `mutable` (output, the collections of these names)."""
+        """Return `module.apply(variables, *args, ...)`; with `mutable`, (output, the collections of these names)."""
         asked = _collection_names(mutable)
         filters = [*self.state, *asked] or False
         try:
@@ -249,11 +249,11 @@ class LinenModel:
 
 
 class LinenInit:
-    """The model that a user's loss receives while its variables are made: each call does what `module.init` does.
+    """The model that a user's loss receives in `init`: each call initialises a module as `module.init` does.
 
     Attributes:
-      variables: what the calls have made so far, in their boxes.
-      contracted: which dimensions of their kernels the layers that ran sum over, by path.
+      variables: the variables that the calls have made so far, in their boxes.
+      contracted: the contracted dimensions of the kernels of layers that ran, by path.
     """
 
     def __init__(self, module: nn.Module, key: jax.Array):
@@ -263,11 +263,11 @@ class LinenInit:
 
     @property
     def params(self) -> PyTree:
-        """The parameters that the calls have made so far."""
+        """Return the parameters that the calls have made so far."""
         return nn.unbox(self.variables.get("params", {}))
 
     def __call__(self, *args: Any, method: Any = None, mutable: str | Sequence[str] = (), **kwargs: Any) -> Any:
-        """Run the module, making the variables that it has not made yet."""
+        """Run the module and make the variables that do not exist yet."""
         asked = _collection_names(mutable)
 
         def call(module: nn.Module) -> Any:
@@ -294,16 +294,16 @@ Interceptor = Callable[..., Any]
 
 
 def _outermost(units: Units, around: Callable[[Callable[[], Any], nn.Module, Any], Any]) -> Interceptor:
-    """Make an interceptor that puts `around(call, module, run_on)` around the calls of units, outermost ones only.
+    """Make an interceptor that replaces each call of an outermost unit by `around(call, module, run_on)`.
 
-    `call()` goes on with the call as it was; `run_on(module)` makes the same call on another copy of the module.
+    `call()` makes the original call; `run_on(module)` makes the same call on another copy of the module.
     """
     inside = False
 
     def intercept(next_fun: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         nonlocal inside
         module, method = context.module, context.method_name
-        # A class that nn.remat or nn.jit made runs a function of its own around the module, which is no method.
+        # A class made by nn.remat or nn.jit runs an own function around the module, which is not a method of it.
         is_call = isinstance(module, units) and method != "setup" and hasattr(module, method)
         if inside or not is_call:
             return next_fun(*args, **kwargs)
@@ -324,7 +324,7 @@ def _checkpoint_units(units: Units, save: Save | None) -> Interceptor:
     """Make an interceptor under which each unit runs inside of a `jax.checkpoint`."""
 
     def around(call: Callable[[], Any], module: nn.Module, run_on: Callable[[nn.Module], Any]) -> Any:
-        # Others of its class have parameters, this one has none.
+        # An instance without parameters, in a class of which others have some, has nothing to gather again.
         return nn.remat(run_on, policy=save)(module) if module.variables.get("params") else call()
 
     return _outermost(units, around)
@@ -334,6 +334,6 @@ def _record_unit(
     found: dict[tuple[str, ...], tuple[nn.Module, PyTree]], call: Callable[[], Any], module: nn.Module
 ) -> Any:
     output = call()
-    # After the call, which makes the parameters.
+    # Recorded after the call, since the call makes the parameters.
     found[tuple(module.path)] = (module, nn.unbox(dict(module.variables.get("params", {}))))
     return output

@@ -1,4 +1,4 @@
-"""`js.lora`: a model with a frozen base and low-rank factors beside it, which alone are trained."""
+"""`js.lora`: freeze a model and train low-rank factors that are added to its matrices."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Lora(NamedTuple):
 
     Attributes:
       init: makes the parameters, with a `LowRank` in place of each matched matrix.
-      loss: the loss on them.
+      loss: the loss of these parameters.
     """
 
     init: InitFn
@@ -46,14 +46,14 @@ class Lora(NamedTuple):
 
     @property
     def model(self) -> Any:
-        """The model with factors, where the loss was that of a model that the library knows (such as js.models.*)."""
+        """Return the model with factors, if the loss belongs to a model that the library knows (js.models.*)."""
         if (known := known_loss(self.loss)) is None:
             raise AttributeError("js.lora of a plain loss function has no model; merge weights with js.merge_lora")
         return known
 
     @property
     def evaluate(self) -> Callable[..., Any]:
-        """The `eval_fn` of `model`, for `js.make_eval_step`."""
+        """Return the `eval_fn` of `model`, for `js.make_eval_step`."""
         evaluate: Callable[..., Any] = self.model.evaluate
         return evaluate
 
@@ -70,36 +70,37 @@ def lora(
     """Freeze a model and add trained low-rank factors to some of its matrices, for fine-tuning.
 
     A matched matrix w[in, out] becomes base + alpha / rank * a @ b, with a[in, rank] drawn from N(0, 1 / in) and
-    b[rank, out] zero, so that training starts from the model as it is. Only factors have gradients and optimizer state;
-    all else is frozen, matched or not. What is frozen is placed, and gathered just in time, as all parameters are, and
-    under every engine; checkpoints hold checksums of it (docs/guides/finetuning.md).
+    b[rank, out] zero, so that training starts from the unchanged model. Only the factors have gradients and optimizer
+    state; all other parameters are frozen, matched or not. Frozen parameters are sharded, and all-gathered just before
+    use, like all parameters and under every engine; checkpoints store checksums of them (docs/guides/finetuning.md).
 
-    A product x @ w is computed as x @ base + alpha / rank * (x @ a) @ b, found in the traced program of the loss: under
-    `jax.jit`, `jax.checkpoint`, in einsums and transposed, too. Where something else is done with a weight (looking up
-    rows, convolutions, a loop over layers in a plain function) it is made of base and factors there.
+    A product x @ w is computed as x @ base + alpha / rank * (x @ a) @ b. Such products are found in the jaxpr of the
+    loss, also inside `jax.jit` and `jax.checkpoint`, in einsums and with transposed weights. Any other use of a weight
+    (looking up rows, convolutions, a loop over layers in a plain function) computes it from base and factors.
 
-    To start from weights that exist: `js.init(init_fn, tx, layout, key, init_from=params of the base model)`.
+    To start from existing weights: `js.init(init_fn, tx, layout, key, init_from=params of the base model)`.
 
     Args:
-      init_fn: of the base model, `init_fn(key) -> parameters | js.Model`.
-      loss_fn: its loss: a plain function, or that of `js.Stacked`, `js.linen` and `js.nnx`, whose blocks and units
-        engines then see as before.
-      rank: of the factors, at most the smaller side of each matrix.
-      match: patterns of paths, as in the rules of `js.tensor`: "q_proj/kernel" fits every path that ends so, "*" any
-        text. A matrix may have more than two dimensions; they are divided where its two sides are nearest in size, or
-        as the layer says. Dimensions that stack blocks, layers or experts have factors each.
-      alpha: of the gain alpha / rank; by default `rank`, a gain of 1.
-      base: how matched matrices are stored: None as they are; "bf16"; "int8" with one scale per output channel, whose
-        error is at most 1 / 254 of the largest magnitude in the channel. Gathers move them as they are stored.
+      init_fn: makes the base model, `init_fn(key) -> parameters | js.Model`.
+      loss_fn: its loss: a plain function, or the loss of a `js.Stacked`, `js.linen` or `js.nnx` model, whose blocks and
+        units engines still see.
+      rank: the rank of the factors, at most the smaller side of each matrix.
+      match: patterns of paths, as in the rules of `js.tensor`: "q_proj/kernel" matches every path that ends with it,
+        "*" matches any text. If a matrix has more than two dimensions, the layer says which of them are inputs; else
+        they are divided so that the two sides have the most similar sizes. Every block, layer or expert of a stacked
+        parameter has its own factors.
+      alpha: the gain of the factors is alpha / rank; by default alpha is `rank`, a gain of 1.
+      base: how matched matrices are stored: None for their own dtype; "bf16"; "int8" with one scale per output channel,
+        whose error is at most 1 / 254 of the largest magnitude in the channel. All-gathers send this dtype.
 
     Returns:
-      A pair `init_fn, loss_fn`. It also has `evaluate`, for `js.make_eval_step`, and `model`, if the loss is of a model
-      that the library knows. `js.merge_lora` gives the weights with the factors merged in.
+      A pair `init_fn, loss_fn`. It also has `evaluate`, for `js.make_eval_step`, and `model`, if the loss belongs to a
+      model that the library knows. `js.merge_lora` returns the weights with the factors merged in.
 
     Raises:
-      TypeError: `init_fn` or `loss_fn` is no function, or `match` a single string.
+      TypeError: `init_fn` or `loss_fn` is not a function, or `match` is a single string.
       ValueError: a rank below 1, an unknown `base`. When parameters are made: a pattern that matches nothing, a matched
-        leaf that is no floating-point matrix, a rank larger than a matrix; each is named.
+        leaf that is not a floating-point matrix, a rank larger than a side of a matrix; each is named.
 
     Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1; Dettmers et al. 2023,
     "QLoRA", section 3, for a quantized base (theirs has 4 bits and blocks).
@@ -129,7 +130,7 @@ def lora(
 def _make_params(
     init_fn: InitFn, rank: int, match: tuple[str, ...], gain: float, base: BaseDtype | None, key: jax.Array
 ) -> PyTree:
-    """Make the base model's parameters, with a `LowRank` in place of each matched one."""
+    """Make the base model's parameters, with a `LowRank` in place of each matched parameter."""
     with models_run() as runs:
         params, state = split_model(init_fn(key))
     problems: list[str] = []
@@ -162,10 +163,10 @@ def _make_params(
 
 
 def _sides(leaf: Leaf) -> tuple[int, int]:
-    """Return how many dimensions of a parameter stack matrices, and how many of a matrix are inputs (0: it is none).
+    """Return (how many leading dimensions stack matrices, how many of the others are inputs; 0 if it is no matrix).
 
-    The layer may say what it sums over; else a matrix of more than two dimensions is divided where its sides are
-    nearest in size: [512, 8, 64] after the first, [8, 64, 512] after the second.
+    If the layer does not say which dimensions it contracts, a matrix of more than two dimensions is divided so that the
+    two sides have the most similar sizes: [512, 8, 64] after the first dimension, [8, 64, 512] after the second.
     """
     named = Rules(RULES).name_dims(leaf).names
     is_stack = [BLOCKS, LAYERS, *EXPERTS]
@@ -174,6 +175,7 @@ def _sides(leaf: Leaf) -> tuple[int, int]:
     told = contracted.index(False) if False in contracted else 0
     if told and True not in contracted[told:]:
         return stack, told
+    # By logarithms, so that a ratio and its inverse count alike.
     unevenness = {
         cut: abs(math.log(max(1, math.prod(shape[:cut])) / max(1, math.prod(shape[cut:]))))
         for cut in range(1, len(shape))
@@ -182,13 +184,13 @@ def _sides(leaf: Leaf) -> tuple[int, int]:
 
 
 def _with_factors(known: KnownModel, make: Callable[[jax.Array], PyTree]) -> KnownModel:
-    """Return a model that is `known` but for parameters with factors, which its own functions see as weights."""
+    """Return a copy of `known` whose parameters have factors; its functions see them as ordinary weights."""
     model = copy.copy(known)
     if isinstance(known, Adapted):
         own = _of_module(known)
     else:
         assert isinstance(known, Stacked), "models are described in adapt/"
-        names = ("embed", "block", "head", "readout")  # those of a model of js.models too
+        names = ("embed", "block", "head", "readout")  # only ready-made models (js.models) have a readout
         own = {name: factor_products(getattr(known, name)) for name in names if hasattr(known, name)}
     vars(model).update(own, make_params=make)
     return model

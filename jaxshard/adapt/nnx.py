@@ -1,11 +1,12 @@
-"""`js.nnx`: a Flax NNX module and its loss as the pair `init_fn`, `loss_fn`.
+"""`js.nnx`: turn a Flax NNX module and its loss into the pair `init_fn`, `loss_fn`.
 
-An NNX module is an object that holds its arrays. Here they live outside, as trees: `nnx.split` takes a module apart
-once, abstractly (`ModuleForm`), and every loss merges the current arrays with that form into a module of its own,
+An NNX module is an object that holds its arrays. A run holds them as trees instead: `nnx.split` splits a module once,
+under `jax.eval_shape`, into a form without values (`ModuleForm`) and trees. Every call of the loss merges the form with
+the current arrays into a new module:
 
     form + params + random streams + state  ->  module  ->  the user's loss  ->  nnx.split(module)  ->  new state
 
-so that nothing a loss does to its module outlives the trace, except what is read back as state.
+So a change that a loss makes to its module is lost after the trace, unless it is read back as state.
 """
 
 from __future__ import annotations
@@ -50,37 +51,37 @@ def nnx(
 ) -> Nnx:
     """Turn a Flax NNX module and its loss into the pair `init_fn, loss_fn`.
 
-    The module's variables and random streams are handled behind the pair.
+    The pair handles the module's variables and random streams.
 
-    Parameters: a nested dict of the values of every `nnx.Param` ("layers/0/attn/query/kernel"). The names in their
-    sharding metadata (`nnx.with_partitioning`) are the names of dimensions by which `js.tensor` splits.
+    Parameters: a nested dict of the values of every `nnx.Param` ("layers/0/attn/query/kernel"). `js.tensor` splits
+    dimensions by the names in their sharding metadata (`nnx.with_partitioning`).
 
     State: all other variables (`nnx.BatchStat`, `nnx.Cache`, your own) except `nnx.Intermediate`, written back after
-    each step. A variable with a row for each row of the batch needs `js.auto()`, for under `js.explicit()` a device
-    sees its own rows only. Plain Python attributes that a call changes are not kept.
+    each step. A variable with a row for each row of the batch needs `js.auto()`, since under `js.explicit()` a device
+    sees only its own rows. Plain Python attributes that a call changes are not kept.
 
-    Random streams are neither trained nor kept: in each loss stream i (in the order of `nnx.RngState`) starts from
-    the step's key folded with i, at count 0. A loss with a parameter `rngs` or `key` receives `nnx.Rngs`, or a key, of
-    its own, for modules that take one as an argument (`model(x, rngs=rngs)`); None in evaluation.
+    Random streams are neither trained nor kept: in each loss, stream i (in the order of `nnx.RngState`) starts from
+    the step's key folded with i, at count 0. A loss with a parameter `rngs` or `key` receives its own `nnx.Rngs` or
+    key, for modules that take one as an argument (`model(x, rngs=rngs)`); None in evaluation.
 
     Args:
       make_module: `make_module(rngs: nnx.Rngs) -> nnx.Module`, for example `lambda rngs: MLP(64, rngs=rngs)`.
-      loss: `loss(module, batch) -> scalar | js.Mean | js.Loss`. The module is in training mode (`module.train()`), in
-        evaluation in evaluation mode (`module.eval()`). If the loss has a parameter `train`, it is True in training
-        and False in evaluation; `rngs` and `key` are None in evaluation. The batch is global under `js.auto()`, one
-        device's rows under `js.explicit()`.
-      state: how variables of the state are combined where devices and micro-batches see some of the rows each, by path:
-        {"stats/count": "sum"} for the old value plus the sum of the changes, "max" for the maximum. All others are
-        combined as `js.Loss` says: the mean of running averages, what is equal everywhere once.
+      loss: `loss(module, batch) -> scalar | js.Mean | js.Loss`. The module is in training mode (`module.train()`)
+        while training, and in evaluation mode (`module.eval()`) in evaluation. If the loss has a parameter `train`, it
+        is True in training and False in evaluation; `rngs` and `key` are None in evaluation. The batch is global under
+        `js.auto()`, one device's rows under `js.explicit()`.
+      state: how to combine variables of the state over devices and micro-batches, by path: {"stats/count": "sum"} adds
+        the changes to the old value, "max" takes the maximum. All other arrays are combined as described at `js.Loss`:
+        running averages by their mean, equal values unchanged.
 
     Returns:
       An `Nnx`, which unpacks as `init_fn, loss_fn` and also has `evaluate`, for `js.make_eval_step`, and `apply`.
 
     Raises:
-      TypeError: `make_module` is no function that makes an NNX module, or `loss` none of these arguments. Later: the
-        module holds raw arrays, which are neither trained nor kept.
-      ValueError: later, when it is used: the module has no parameters, its call makes or changes some, or it draws
-        random numbers in evaluation.
+      TypeError: `make_module` is not a function that makes an NNX module, or `loss` does not take these arguments.
+        Later, in use: the module holds raw arrays, which are neither trained nor kept.
+      ValueError: later, in use: the module has no parameters, its call makes or changes parameters, or it draws random
+        numbers in evaluation.
 
     Example:
           def loss(module, batch):
@@ -108,12 +109,12 @@ class ModuleForm(NamedTuple):
     Attributes:
       graph: Flax's `GraphDef`: classes, static attributes, and where each variable is.
       params: the tree structure of the state of all `nnx.Param`s.
-      streams: that of the random streams.
-      state: that of all other variables.
+      streams: the tree structure of the random streams.
+      state: the tree structure of all other variables.
       random: shapes and dtypes of the streams' keys and counts, in the order of their leaves.
       modules: (path, class) of every submodule.
       names: the names in the sharding metadata of the parameters that have any, by path.
-      contracted: which dimensions of their kernels layers sum over, by path.
+      contracted: the contracted dimensions of kernels, by path.
     """
 
     graph: Any
@@ -144,14 +145,14 @@ class Nnx(Adapted):
         return f"js.nnx({getattr(self.make_module, '__qualname__', type(self.make_module).__name__)})"
 
     def make_params(self, key: jax.Array) -> PyTree:
-        """Draw what `make_module(nnx.Rngs(key))` does: params, or js.Model(params, state), of plain nested dicts."""
+        """Return the values of `make_module(nnx.Rngs(key))` as nested dicts: params, or js.Model(params, state)."""
         _, params, _, state = _split(self._make(key))
         if not jax.tree.leaves(params):
             raise ValueError("js.nnx: the module has no parameters: none of its variables is an nnx.Param")
         return join_model(flax_nnx.to_pure_dict(params), flax_nnx.to_pure_dict(state) or ())
 
     def apply(self, model: PyTree, *args: Any, method: str = "__call__", **kwargs: Any) -> Any:
-        """Run the module in evaluation mode on what `init` returned, without keys. Changes of state are dropped."""
+        """Run the module in evaluation mode on the output of `init`, without keys. Changes of state are dropped."""
         params, state = split_model(model)
 
         def run(params: PyTree) -> tuple[Any, Values]:
@@ -167,12 +168,12 @@ class Nnx(Adapted):
 
     @property
     def names(self) -> dict[tuple[Any, ...], tuple[Any, ...]]:
-        """The names in the sharding metadata of the parameters, by path."""
+        """Return the names in the sharding metadata of the parameters, by path."""
         return self._form.names
 
     @property
     def contracted(self) -> dict[tuple[Any, ...], tuple[Any, ...]]:
-        """Which dimensions of their kernels layers sum over, by path."""
+        """Return the contracted dimensions of kernels, by path."""
         return self._form.contracted
 
     def bind(self, model: PyTree, key: jax.Array | None) -> Bound:
@@ -180,7 +181,7 @@ class Nnx(Adapted):
 
         Args:
           model: parameters, or js.Model(params, state).
-          key: the random key of the step; None puts the module into evaluation mode.
+          key: the random key of the step; None for evaluation mode.
         """
         form, (params, state) = self._form, split_model(model)
         streams = _seed_streams(form.random, key)
@@ -189,13 +190,13 @@ class Nnx(Adapted):
             form.streams.unflatten(streams),
             form.state.unflatten(map(jnp.asarray, jax.tree.leaves(state))),
         )
-        # copy=True: variables of this trace's own, else a second loss would find the tracers of the first.
+        # copy=True makes new variables; else the next trace of a loss would find the tracers of this one in them.
         module = flax_nnx.merge(form.graph, *merged, copy=True)
         module.eval() if key is None else module.train()
 
         def after() -> tuple[dict[str, Any], Values]:
             _, params, drawn, new = _split(module)
-            # A stream counts its draws; the count is another array if there was one.
+            # A stream counts its draws: the array of its count is replaced by every draw.
             counts = [x for x in jax.tree.leaves(drawn) if not is_key(x.dtype)]
             if key is None and any(a is not b for a, b in zip(counts, [x for x in streams if not is_key(x.dtype)])):
                 raise ValueError(
@@ -215,7 +216,7 @@ class Nnx(Adapted):
         def run(params: PyTree) -> tuple[Any, Values]:
             module, after = self.bind(join_model(params, state), key)
             calls = UnitCalls(save)
-            intercept_calls(module, units, calls.around)  # the module is this trace's own
+            intercept_calls(module, units, calls.around)  # `bind` made this module for this call, so it may be changed
             own = None if key is None else neighbour(key)
             rngs = None if own is None else flax_nnx.Rngs(neighbour(own))
             with explain_missing_key("js.nnx", self.loss_fn, key):
@@ -250,7 +251,7 @@ class Nnx(Adapted):
         return jax.tree.unflatten(jax.tree.structure(params), [bool(kinds) for kinds in owned])
 
     def _make(self, key: jax.Array) -> flax_nnx.Module:
-        # The names in the metadata are those of dimensions, not of axes of a mesh: nothing is placed by them here.
+        # The metadata names dimensions, not mesh axes, so NNX must not shard variables by it.
         with without_eager_placement():
             module = self.make_module(flax_nnx.Rngs(key))
         if not isinstance(module, flax_nnx.Module):
@@ -262,7 +263,7 @@ class Nnx(Adapted):
 
     @functools.cached_property
     def _form(self) -> ModuleForm:
-        # Traced, so that no weight is drawn to learn the shapes. What is no array leaves the trace through this list.
+        # Traced, so that learning the shapes computes nothing. Values that are not arrays leave the trace in this list.
         found: list[tuple[Any, ...]] = []
 
         def trace(key: jax.Array) -> PyTree:
@@ -272,7 +273,7 @@ class Nnx(Adapted):
             modules = [(path, x) for path, x in flax_nnx.iter_graph(module) if isinstance(x, flax_nnx.Module)]
             kinds, contracted = [(path, type(x)) for path, x in modules], contracted_in_modules(modules)
             names = {path: names_of_variable(variable) for path, variable in flax_nnx.to_flat_state(states[0])}
-            for state in states:  # _merge puts the leaves of a plain dict into the structure of a State
+            for state in states:  # `bind` puts the leaves of a plain dict into the structure of a State
                 pure = jax.tree.leaves(flax_nnx.to_pure_dict(state))
                 assert all(a is b for a, b in zip(jax.tree.leaves(state), pure, strict=True)), "another order of leaves"
             found.append((graph, *map(jax.tree.structure, states), kinds, names, contracted))
@@ -284,12 +285,12 @@ class Nnx(Adapted):
 
 
 class Bound(NamedTuple):
-    """A module that holds given values, for one run.
+    """A module that holds given values, for one call of the loss.
 
     Attributes:
       module: the module.
-      after: to be called after the run: returns (the new state, the values of all parameters). Raises a ValueError if
-        the module drew random numbers without a key.
+      after: returns (the new state, the values of all parameters); call it after the loss. Raises a ValueError if the
+        module drew random numbers without a key.
     """
 
     module: flax_nnx.Module
@@ -297,14 +298,14 @@ class Bound(NamedTuple):
 
 
 def _split(module: flax_nnx.Module) -> tuple[Any, Any, Any, Any]:
-    """Take a module apart into (graph, parameters, random streams, state), without what it sowed."""
+    """Split a module into (graph, parameters, random streams, state); sown intermediates are dropped."""
     parts: Any = flax_nnx.split(module, flax_nnx.Param, flax_nnx.RngState, flax_nnx.Intermediate, ...)
     graph, params, streams, _, state = parts
     return graph, params, streams, state
 
 
 def _check_arrays(module: flax_nnx.Module) -> None:
-    """Raise for raw arrays in a module, which Flax takes for constants while it is traced."""
+    """Raise if a module has raw arrays, which would become constants of the traced program."""
     flat = {path for path, _ in flax_nnx.to_flat_state(flax_nnx.state(module))}
     raise_all(
         (
@@ -319,8 +320,8 @@ def _check_arrays(module: flax_nnx.Module) -> None:
 
 
 def _seed_streams(shapes: list[Any], key: jax.Array | None) -> list[jax.Array]:
-    """Make the values of the random streams: the key of stream i is `key` folded with i, counts are zero."""
-    # Without a key any will do: `check` refuses a module that used it.
+    """Make the values of the random streams: the key of stream i is `key` folded with i, all counts are zero."""
+    # In evaluation any key will do: `Bound.after` refuses a module that used it.
     root, values, streams = jax.random.key(0) if key is None else key, [], 0
     for x in shapes:
         if is_key(x.dtype):
@@ -342,7 +343,7 @@ def _is_object(x: Any) -> bool:
 
 
 class UnitCalls:
-    """Runs the calls of units, each inside of a `jax.checkpoint`; outermost units only.
+    """Run each call of an outermost unit inside of a `jax.checkpoint`.
 
     Args:
       save: the policy of the `jax.checkpoint`.
@@ -353,13 +354,13 @@ class UnitCalls:
         self._ran: set[type] = set()
 
     def around(self, path: tuple[Any, ...], unit: flax_nnx.Module) -> Around:
-        """Return what runs instead of a unit's call."""
+        """Return the function that replaces a unit's call."""
         shapes = _param_shapes(unit)
 
         def run(unit: flax_nnx.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if self._inside:
                 return call(*args, **kwargs)
-            if _param_shapes(unit) != shapes:  # inside of nnx.scan it has one layer's slice of what it was made with
+            if _param_shapes(unit) != shapes:  # inside of nnx.scan a unit has one layer's slice of its parameters
                 where = f"{type(unit).__name__} at {'/'.join(map(str, path))}"
                 raise_all([f"{where}: {STACKED_UNIT.format('nnx.scan, nnx.vmap')}"], ValueError, WHAT_UNITS_ARE)
             self._inside = True
@@ -373,8 +374,8 @@ class UnitCalls:
     def _run(self, unit: flax_nnx.Module, args: Any, kwargs: Any) -> Any:
         flat: Any = jax.tree.flatten((args, kwargs), is_leaf=_is_object)
         leaves, tree = flat
-        # The Rngs among the arguments count their draws, so they go in and out like the unit; together with it, for it
-        # may hold the same ones.
+        # An nnx.Rngs among the arguments counts its draws, so it goes in and out like the unit. Split both together,
+        # since the unit may hold the same Rngs.
         objects = (unit, tuple(x for x in leaves if _is_object(x)))
         parts: Any = flax_nnx.split(objects, flax_nnx.Param, ...)
         graph, params, rest = parts
@@ -383,8 +384,8 @@ class UnitCalls:
         def is_known(_: Any, variable: Any) -> bool:
             return all(id(x) in known for x in jax.tree.leaves(variable))
 
-        # jax.checkpoint needs a function of arrays, so the unit goes in and out as its parts: out go all values that
-        # are others than before. Of parameters `run_unchanged` finds out whether they were changed.
+        # jax.checkpoint needs a function of arrays, so the unit goes in and out as its parts. All changed values are
+        # returned; `run_unchanged` then refuses changed parameters.
         def body(rest: PyTree) -> tuple[Any, PyTree]:
             copies = flax_nnx.merge(graph, params, rest, copy=True)
             module, handed = copies[0], iter(copies[1])
@@ -399,7 +400,7 @@ class UnitCalls:
         return output
 
     def check_ran(self, units: Units) -> None:
-        """Raise a ValueError that names the classes of which no instance ran."""
+        """Raise a ValueError that names every class without an instance that ran."""
         raise_all(
             (f"{one.__name__}" for one in units if not any(issubclass(kind, one) for kind in self._ran)),
             ValueError,

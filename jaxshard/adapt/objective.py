@@ -1,6 +1,6 @@
-"""The kinds of loss: a function, the loss of a `js.Stacked` model, and that of a Flax module with units.
+"""Resolve a loss to one of three kinds: a plain function, the loss of a `js.Stacked` model, or of a Flax module.
 
-A step resolves its loss once, and hands the value to the engine, the planner and the checks.
+A step resolves its loss once, and passes the result to the engine, the planner and the checks.
 """
 
 from __future__ import annotations
@@ -16,71 +16,67 @@ from jaxshard.core.known_model import KnownModel, known_loss
 
 @dataclass(frozen=True)
 class Opaque:
-    """A loss of which nothing is known but how to call it: `loss_fn(model, batch, key)`."""
+    """A plain loss function, `loss_fn(model, batch, key)`, into which engines cannot look."""
 
     loss_fn: Callable[..., Any]
 
     @property
     def name(self) -> str:
-        """The name of the loss in error messages."""
+        """Return the name of the loss in error messages."""
         return str(getattr(self.loss_fn, "__qualname__", self.loss_fn))
 
     @property
     def stacked_for_user(self) -> bool:
-        """True if the user wrote single blocks, which were stacked."""
+        """Return True if the user wrote a single block, and jaxshard stacks its parameters."""
         return False
 
     @property
     def written(self) -> Callable[..., Any]:
-        """The function that the user wrote."""
+        """Return the function that the user wrote."""
         return self.loss_fn
 
     @property
     def known(self) -> KnownModel | None:
-        """The model that the library can look into; None if the loss is opaque."""
+        """Return the model whose loss this is; None for a plain function."""
         return None
 
 
 @dataclass(frozen=True)
 class OfBlocks(Opaque):
-    """The loss of a `js.Stacked` model: engines gather block by block, or run the blocks in stages."""
+    """The loss of a `js.Stacked` model: engines gather one block's weights at a time, or run the blocks in stages."""
 
     model: Stacked
 
     @property
     def stacked_for_user(self) -> bool:
-        """True if the user wrote single blocks, which were stacked."""
         return self.model.stacked_for_user
 
     @property
     def known(self) -> KnownModel | None:
-        """The model."""
         return self.model
 
 
 @dataclass(frozen=True)
 class OfModule(Opaque):
-    """The loss of a module from `js.linen` or `js.nnx`: engines gather the weights of units while each runs."""
+    """The loss of a module from `js.linen` or `js.nnx`: engines gather the weights of a unit while it runs."""
 
     model: Adapted
 
     @property
     def written(self) -> Callable[..., Any]:
-        """The function that the user wrote."""
         return self.model.loss_fn
 
     @property
     def known(self) -> KnownModel | None:
-        """The model."""
         return self.model
 
 
 Objective = Opaque | OfBlocks | OfModule
-"""A resolved loss."""
+"""A resolved loss: one of the three kinds."""
 
 
 def resolve(loss_fn: Callable[..., Any] | Objective) -> Objective:
-    """Resolve a loss function to what is known of it; an objective is returned as it is."""
+    """Find the model to which a loss function belongs, if any; return a resolved loss unchanged."""
     if isinstance(loss_fn, Opaque):
         return loss_fn
     known = known_loss(loss_fn)

@@ -1,9 +1,9 @@
-"""The offer that an engine makes to a loss that it cannot look into.
+"""Let a known model that runs inside a user's loss gather its weights one block at a time.
 
-A loss of the user's own may call `model.loss` of a known model: `lambda p, b, k: model.loss(p, b, k) + penalty(p)`. The
-engine has handed it whole weights, gathered at once. If the loss passes these on as they are, the model can do better:
-it asks the engine to run it on the arrays behind them, each block's weights gathered just before use. The whole weights
-are then used by the penalty alone, and the compiler drops the gathers of those that nothing uses.
+A user's loss may call `model.loss` of a known model: `lambda p, b, k: model.loss(p, b, k) + penalty(p)`. The engine
+can't look into the loss, so it passes gathered weights, and with them an `Offer`. If the loss passes these weights on
+unchanged, the model accepts the offer: the engine runs it on the stored shards and gathers each block's weights just
+before use. Then only the penalty uses the gathered weights, and the compiler removes the all-gathers of all others.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from jaxshard.core.types import PyTree
 
 @dataclass
 class Offer:
-    """A better way to run a known model, valid for the very weights that a loss received.
+    """An engine's offer to run a known model on the stored shards, valid only for the weights that a loss received.
 
     Attributes:
-      weights: the parameters that the loss received.
-      run: `run(known, model, batch, key) -> what the model's loss returns`, on the arrays behind the weights.
-      accepts: whether `run` can run this model.
-      taken: the models that were run so.
-      missed: the models that were run on other arrays, or could not be run so.
+      weights: the gathered parameters that the loss received.
+      run: `run(known, model, batch, key) -> output of the model's loss`, computed from the stored shards.
+      accepts: returns whether `run` can run a model.
+      taken: the models that `run` ran.
+      missed: the models that ran as written, on other arrays or because `accepts` refused them.
     """
 
     weights: PyTree
@@ -41,7 +41,7 @@ class Offer:
     missed: list[KnownModel] = field(default_factory=list)
 
     def is_for(self, params: PyTree) -> bool:
-        """Return whether the parameters are the offered weights themselves, array by array."""
+        """Return whether all parameters are the offered arrays themselves (`is`)."""
         if not same_structure(self.weights, params):
             return False
         return all(a is b for a, b in zip(jax.tree.leaves(self.weights), jax.tree.leaves(params), strict=True))
@@ -52,7 +52,7 @@ _current: ContextVar[Offer | None] = ContextVar("offer", default=None)
 
 @contextmanager
 def offering(offer: Offer) -> Iterator[None]:
-    """A context in which known models see the offer."""
+    """Enter a context in which known models see the offer."""
     token = _current.set(offer)
     try:
         yield
@@ -61,14 +61,14 @@ def offering(offer: Offer) -> Iterator[None]:
 
 
 def run_as_offered(known: KnownModel, model: PyTree, batch: PyTree, key: Any, plain: Callable[[], Any]) -> Any:
-    """Run a known model's loss the way an engine offers for these weights, else as `plain()` does.
+    """Run a known model's loss by the current offer if it is for these weights, else by `plain()`.
 
     Args:
       known: the model.
       model: its parameters, or js.Model(params, state).
-      batch: the rows at hand.
+      batch: the batch of this device or program.
       key: the random key; None in evaluation.
-      plain: runs the model's loss on `model` as it is.
+      plain: runs the model's loss as written.
     """
     offer = _current.get()
     if offer is None:
@@ -77,7 +77,7 @@ def run_as_offered(known: KnownModel, model: PyTree, batch: PyTree, key: Any, pl
         offer.missed.append(known)
         return plain()
     offer.taken.append(known)
-    # The offer is for the outermost model. One that runs inside it, on other weights, would be counted as missed.
+    # The offer is for the outermost model; a model inside it runs on other weights and must not count as missed.
     token = _current.set(None)
     try:
         return offer.run(known, model, batch, key)

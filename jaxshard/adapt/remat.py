@@ -1,11 +1,11 @@
-"""What the forward pass of a block or unit keeps for its backward pass: policies by name, and per named activation.
+"""Rematerialization: choose the residuals that a block or unit saves for its backward pass, by `jax.checkpoint`.
 
-A model names activations by `jax.ad_checkpoint.checkpoint_name(x, "attention_out")`; the policy
+A model names activations by `jax.ad_checkpoint.checkpoint_name(x, "attention_out")`. The policy
 
     {"attention_out": "save", "mlp_hidden": "offload"}
 
-keeps the one on the device, moves the other to the host's memory and back, and computes all others again. Under every
-policy gathered weights are gathered again.
+saves the first on the device, offloads the second to the host's memory, and recomputes all other activations. No policy
+saves gathered weights: the backward pass gathers them again.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Kept = Literal["save", "offload", "remat"]
 RematPolicy = str | Callable[..., bool] | Mapping[str, Kept]
 
 BLOCK_IN = "block_in"
-"""The name of what goes into every block of a `js.Stacked` model."""
+"""The name of the input of every block of a `js.Stacked` model."""
 
 HOST = "pinned_host"
-"""The kind of memory that is offloaded to."""
+"""The memory kind to which activations are offloaded."""
 
 _POLICIES = {
     "nothing": jax.checkpoint_policies.nothing_saveable,
@@ -41,8 +41,8 @@ _POLICIES = {
     "everything": jax.checkpoint_policies.everything_saveable,
 }
 
-# The primitives on the way from what is stored to a weight. JAX knows a primitive by name only, and a name that it
-# changes would be saved without an error: tests/core/test_compat.py makes each of them and looks at its name.
+# The primitives between a stored shard and a gathered weight. Policies know primitives by name only, so if JAX renames
+# one, its results would be saved without an error: tests/core/test_compat.py traces each and checks its name.
 _MOVES = frozenset({
     "all_gather", "shard_map", "sharding_constraint", "slice", "reshape", "transpose", "convert_element_type", "pad",
     WEIGHT.name, *STEPS,
@@ -51,7 +51,7 @@ _MOVES = frozenset({
 
 def checkpoint_body(policy: RematPolicy, body: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the body of a scan over blocks in `jax.checkpoint`, with the policy of `make_save_policy`."""
-    # Inside a scan nothing merges the second computation with the first, so the barriers of prevent_cse only cost.
+    # Inside a scan the compiler can't merge the recomputation with the forward pass (CSE), so no barriers are needed.
     wrapped: Callable[..., Any] = jax.checkpoint(body, policy=make_save_policy(policy), prevent_cse=False)
     return wrapped
 
@@ -59,8 +59,8 @@ def checkpoint_body(policy: RematPolicy, body: Callable[..., Any]) -> Callable[.
 def make_save_policy(policy: RematPolicy) -> Callable[..., Any]:
     """Make the policy for `jax.checkpoint` that saves what `policy` allows, but never a gathered weight.
 
-    The outputs of gathers, and of the moves and casts that turn what is stored into a weight, are not saved: the
-    backward pass gathers again, so that only one block's weights are whole at a time.
+    The outputs of all-gathers, and of the reshapes and casts between a stored shard and a weight, are not saved. The
+    backward pass gathers again, so that only one block's weights are gathered at a time.
 
     Args:
       policy: see `policy_function`.
@@ -69,7 +69,7 @@ def make_save_policy(policy: RematPolicy) -> Callable[..., Any]:
 
 
 def save_no_weights(allows: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the `jax.checkpoint` policy that saves what `allows` does, except gathered weights."""
+    """Return the `jax.checkpoint` policy that saves the values that `allows` saves, except gathered weights."""
 
     def save(prim: Any, *args: Any, **params: Any) -> Any:
         return prim.name not in _MOVES and allows(prim, *args, **params)
@@ -78,14 +78,14 @@ def save_no_weights(allows: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def policy_function(policy: RematPolicy) -> Callable[..., Any]:
-    """Return the function of `jax.checkpoint_policies` that a policy stands for.
+    """Convert a policy to a function of `jax.checkpoint_policies`.
 
     Args:
-      policy: "nothing", "dots", "everything", a function of `jax.checkpoint_policies`, or what is done with each named
-        activation, {name: "save" | "offload" | "remat"}; the others are computed again.
+      policy: "nothing", "dots", "everything", a function of `jax.checkpoint_policies`, or
+        {name of an activation: "save" | "offload" | "remat"}; all other activations are recomputed.
 
     Raises:
-      ValueError: an unknown policy, or something else to do with an activation.
+      ValueError: an unknown policy, or an unknown choice for an activation.
     """
     if isinstance(policy, Mapping):
         return _policy_of_names(policy)
@@ -127,9 +127,9 @@ def offloaded(policy: RematPolicy | None) -> list[str]:
 
 
 def check_host_memory(policy: RematPolicy, mesh: Mesh) -> None:
-    """Raise ValueError for an offload to a memory that the devices don't have; warn once where it is no other memory.
+    """Raise ValueError if a policy offloads to a memory that the devices lack; warn once on CPUs.
 
-    On a CPU arrays live in the host's memory already.
+    On a CPU all arrays are in the host's memory already, so offloading saves nothing.
     """
     if not (names := offloaded(policy)):
         return
@@ -150,19 +150,19 @@ def _warn_that_nothing_is_saved() -> None:
 
 
 def check_names(policy: RematPolicy, run: Callable[..., Any], params: PyTree, *others: PyTree) -> None:
-    """Raise ValueError if a policy names an activation that does not exist; lists those that do.
+    """Raise ValueError if a policy names an activation that does not exist; the message lists all that exist.
 
     Args:
-      policy: any; only one of names is looked at.
+      policy: the policy; only a dict by names is checked.
       run: the model, a function of its parameters and other arguments, which is traced.
-      params, others: the arguments, or their shapes; `run` is differentiated with respect to the first.
+      params, others: the arguments, or their shapes; `run` is differentiated with respect to `params`.
     """
     if not isinstance(policy, Mapping):
         return
     found = names_in(jax.make_jaxpr(run)(params, *others))
     if set(policy) <= found:
         return
-    # Functions with a derivative of their own may name what they keep, and do so only when they are differentiated.
+    # A custom_vjp function may name residuals in its forward rule, which is traced only when it is differentiated.
     found |= names_in(
         jax.make_jaxpr(lambda params, *others: jax.vjp(lambda p: run(p, *others), params)[0])(params, *others)
     )
@@ -171,7 +171,6 @@ def check_names(policy: RematPolicy, run: Callable[..., Any], params: PyTree, *o
 
 
 def _no_such_names(unknown: Collection[str], found: Collection[str]) -> str:
-    """Return the message about names that no activation has."""
     there = f"there are {', '.join(map(repr, sorted(found)))}" if found else "none is named"
     return (
         f"remat: no activation is named {', '.join(map(repr, unknown))}; {there}. Name one in the model by "
@@ -180,9 +179,9 @@ def _no_such_names(unknown: Collection[str], found: Collection[str]) -> str:
 
 
 def names_in(program: Any) -> set[str]:
-    """Return the names of activations in a traced program, and in the programs inside it.
+    """Return the names of activations in a jaxpr and in the jaxprs inside it.
 
-    Those that a function with a derivative of its own gives stand in the program of its gradient alone.
+    The names in the forward rule of a custom_vjp function are only in the jaxpr of the gradient.
     """
     names: set[str] = set()
     for eqn in open_jaxpr(program)[0].eqns:
@@ -194,5 +193,5 @@ def names_in(program: Any) -> set[str]:
 
 
 def name_tree(tree: PyTree, name: str) -> PyTree:
-    """Name all arrays of a tree of activations."""
+    """Name all arrays of a tree by `checkpoint_name`."""
     return cast(PyTree, jax.tree.map(lambda x: checkpoint_name(x, name), tree))

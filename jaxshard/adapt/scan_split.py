@@ -1,6 +1,6 @@
-"""A traced loss, cut at its one scan over stacked parameters: an embedding, a block and a head.
+"""Split a traced loss at its scan over stacked parameters into an embedding, a block and a head.
 
-The program of a loss with three scanned layers, dropout in each, and noise that the head adds, is in short
+For example, the jaxpr of a loss with three scanned layers, dropout in each, and noise that the head adds:
 
     arguments   params {embed [13, 8], layers [3, 8, 8], head [8, 7]}, batch {x [16, 13], mask [16]}, key
 
@@ -9,23 +9,23 @@ The program of a loss with three scanned layers, dropout in each, and noise that
                 keys  = split(fold_in(key, 1), 3)
                 noise = normal(fold_in(key, 2))  [16, 7]
 
-    scan        consts   mask                    -> "shared": every turn has the same
-                carry    h                       -> "carry": goes from turn to turn
+    scan        consts   mask                    -> "shared": equal in every iteration
+                carry    h                       -> "carry": updated by every iteration
                 slices   layers                  -> "weight": the parameters of one block
-                         keys                    -> "key": random keys, made anew from the block's own key
-                         gains                   -> "fixed" if it were a const; as slices: "layered"
+                         keys                    -> "key": random keys, replaced by keys made from the block's own key
+                         gains                   -> "layered": each iteration reads its slice ("fixed" as a const)
                 results  h'
 
     after       loss  = mean(h' @ head + noise)
 
-Cut at the scan it gives
+It is split into
 
-    embedding   runs `before` as far as h, the layered and shared values and `noise` need it
-    block       runs the body of the scan once, on one slice of `layers`
-    head        runs `before` and `after` as far as the result needs it, with h' and `noise` given
+    embedding   the equations of `before` that h, the layered and shared values and `noise` need
+    block       one iteration of the scan's body, on one slice of `layers`
+    head        the equations of `before` and `after` that the result needs, with h' and `noise` given
 
-What travels from one to the next is a `ScanCarry`. `noise` has to travel too: the head has another random key than the
-embedding, and would draw other numbers. What is not random and not needed by blocks, the head computes again.
+The embedding, the blocks and the head pass a `ScanCarry` on. It includes `noise`: the head has another random key than
+the embedding and would draw other values. Values that are neither random nor used by blocks are recomputed in the head.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ Kind = Literal["carry", "weight", "key", "fixed", "shared", "layered"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ScanCarry:
-    """The activations of a scanned model: all that goes from the embedding through the blocks to the head.
+    """The activations of a scanned model: the values that are passed from the embedding through the blocks to the head.
 
     Attributes:
-      carry: the scan's carry, which each block replaces.
+      carry: the scan carry, which each block replaces.
       shared: values that every block reads.
-      layered: values of which each block reads its slice, [num_blocks, ...].
+      layered: values [num_blocks, ...], of which each block reads one slice.
       drawn: random values that the embedding drew and the head reads.
       count: the number of blocks that ran, a scalar; None if there are no layered values.
-      form: (tree, shapes and dtypes of parameters and batch, whether there is a key), static: with these a block
-        traces the loss again.
+      form: static: (tree, shapes and dtypes of parameters and batch, whether there is a key), from which a block traces
+        the loss again.
     """
 
     carry: list[jax.Array]
@@ -81,7 +81,7 @@ class ScanCarry:
 
 
 class MovingVariables(NamedTuple):
-    """The variables of the program whose values make a `ScanCarry`, by the fields of the same names."""
+    """The variables of the jaxpr whose values become the fields of `ScanCarry` with the same names."""
 
     carry: list[Any]
     shared: list[Any]
@@ -90,10 +90,12 @@ class MovingVariables(NamedTuple):
 
 
 class BodyInput(NamedTuple):
-    """An input of the scan's body: its kind, and which one of that kind.
+    """The source of an input of the scan's body.
 
-    `which` is an index into a field of `ScanCarry` for "carry", "shared" and "layered", the path of the parameter for
-    "weight", a number of its own for "key", and the variable or literal for "fixed".
+    Attributes:
+      kind: the kind of source.
+      which: the index in the field of `ScanCarry` for "carry", "shared" and "layered", the path of the parameter for
+        "weight", a running index for "key", and the variable or literal for "fixed".
     """
 
     kind: Kind
@@ -101,15 +103,15 @@ class BodyInput(NamedTuple):
 
 
 class SplitLoss(NamedTuple):
-    """A traced loss, cut at its scan.
+    """A traced loss, split at its scan.
 
     Attributes:
       program: the loss; its arguments are (parameters, batch, key or None).
       scan: the equation of the scan.
-      before: the equations before it.
-      after: the equations after it.
-      moving: the variables that travel from the embedding to blocks and head.
-      inputs: where each input of the scan's body comes from.
+      before: the equations before the scan.
+      after: the equations after the scan.
+      moving: the variables that are passed from the embedding to blocks and head.
+      inputs: the source of each input of the scan's body.
     """
 
     program: Program
@@ -120,14 +122,14 @@ class SplitLoss(NamedTuple):
     inputs: list[BodyInput]
 
     def run_embed(self, rest: PyTree, batch: PyTree, key: jax.Array | None) -> MovingVariables:
-        """Return the values of `moving`. `rest` are the parameters without those of the blocks."""
+        """Run the embedding: return the values of `moving`. `rest` are the parameters outside of the blocks."""
         values: MovingVariables = self.program.run(self.moving, self._arguments(rest, batch, key), self.before)
         return values
 
     def run_block(self, weights: Mapping[Path, jax.Array], x: ScanCarry, key: jax.Array | None) -> list[jax.Array]:
-        """Return the carry after one turn of the scan, on the parameters of one block by their paths."""
+        """Run one iteration of the scan with one block's parameters, by path; return the new carry."""
         fixed = [one.which for one in self.inputs if one.kind == "fixed"]
-        # By identity: a literal is not hashable.
+        # Keys are ids, since a Literal is not hashable.
         numbers = dict(zip(map(id, fixed), self.program.run(fixed, {}, self.before), strict=True))
         body = self.scan.params["jaxpr"]
         jaxpr, _ = open_jaxpr(body)
@@ -146,20 +148,20 @@ class SplitLoss(NamedTuple):
             return getattr(x, one.kind)[one.which]
 
         values = [value(one, var.aval) for one, var in zip(self.inputs, jaxpr.invars, strict=True)]
-        # Of the body's results the carry comes first; what it returns for each layer is used nowhere.
+        # The body returns the carry first. Its per-layer results are unused (`split_at_scan` refuses other models).
         results = jaxpr.outvars[: len(self.moving.carry)]
         carry: list[jax.Array] = subprogram(body, results, jaxpr.invars, jaxpr.eqns)(*values)
         return carry
 
     def run_head(self, rest: PyTree, x: ScanCarry, batch: PyTree, key: jax.Array | None) -> Any:
-        """Return the result of the loss, given the carry of the last block."""
+        """Run the head: return the result of the loss from the carry of the last block."""
         given = self._arguments(rest, batch, key)
         given |= assign(list(self.scan.outvars[: len(x.carry)]), x.carry) | assign(self.moving.drawn, x.drawn)
-        # The equations before the scan too: what of them the head needs, and did not travel, is computed again.
+        # Pass the equations before the scan, too: values that the head needs and that were not passed are recomputed.
         return self.program.run(self.program.out, given, [*self.before, *self.after])
 
     def _arguments(self, rest: PyTree, batch: PyTree, key: jax.Array | None) -> dict[Any, Any]:
-        """Assign the arguments of the program, all but the parameters of blocks."""
+        """Return {variable: value} for the arguments of the jaxpr, except the parameters of blocks."""
         params, batch_vars, key_var = self.program.args
         of_path = flatten_dict(params)
         values = {of_path[path]: x for path, x in flatten_dict(rest).items()} | assign(batch_vars, batch)
@@ -167,10 +169,10 @@ class SplitLoss(NamedTuple):
 
 
 def split_at_scan(program: Program) -> SplitLoss:
-    """Cut a traced loss at its scan over stacked parameters.
+    """Split a traced loss at its scan over stacked parameters.
 
     Raises:
-      ValueError: there is not one such scan, or the blocks cannot be taken out: they share a random key, their
+      ValueError: there is no such scan or several, or the blocks can't be separated: they share a random key, their
         per-layer results are used, or stacked parameters are used outside of the scan. Names every problem.
     """
     scan, stacked = find_scan(program)
@@ -181,12 +183,13 @@ def split_at_scan(program: Program) -> SplitLoss:
     random = dependent_variables(before, set(jax.tree.leaves(program.args[2])))
     moving, inputs, problems = _sort_inputs(scan, weights, random, dependent_variables(before, arguments))
     _, carries = scan_counts(scan.params)
-    # All variables that the head uses, but for those that only make the arguments or the carry.
+    # The variables that the head reads, if the arguments and the carry are given.
     _, used = needed_equations(after, jax.tree.leaves(program.out), arguments | set(scan.outvars[:carries]))
     if not used.isdisjoint(scan.outvars[carries:]):
         problems.append("what the blocks return beside the carry (or sow) is used after the scan")
     made = [var for eqn in before for var in eqn.outvars]
     moving.drawn.extend(var for var in made if var in used and var in random and not is_key(var.aval.dtype))
+    # An embedding or a head has no stacked parameters, so only the scan may read them.
     used_outside = variables(var for eqn in (*before, *after) for var in eqn.invars)
     problems += [f"{'/'.join(path)}: used outside of the scan" for var, path in weights.items() if var in used_outside]
     raise_all(problems, ValueError, "js.scanned: the blocks can't be taken out of this model")
@@ -196,10 +199,10 @@ def split_at_scan(program: Program) -> SplitLoss:
 def _sort_inputs(
     scan: Any, weights: dict[Any, Path], random: set[Any], dependent: set[Any]
 ) -> tuple[MovingVariables, list[BodyInput], list[str]]:
-    """Tell for each input of the scan what it is; also return problems with those that can't be taken apart.
+    """Find the source of each input of the scan; return (the variables to pass on, the sources, problems).
 
     Args:
-      scan: the equation. Its inputs are first the consts, then the carry, then what it slices.
+      scan: the equation. Its inputs are the consts, then the initial carry, then the arrays that it slices.
       weights: the path of each stacked parameter.
       random: the variables that depend on the key of the loss.
       dependent: the variables that depend on any of its arguments.
@@ -224,7 +227,7 @@ def _sort_inputs(
             inputs.append(BodyInput("key", keys))
             keys += 1
         elif is_const and (not is_variable or var not in dependent):
-            # Made of nothing but numbers in the program: cheaper to make again than to send from stage to stage.
+            # Computed from literals alone: recomputing it is cheaper than sending it from stage to stage.
             inputs.append(BodyInput("fixed", var))
         else:
             inputs.append(travels("shared" if is_const else "layered", var))
@@ -234,8 +237,8 @@ def _sort_inputs(
 def find_scan(program: Program) -> tuple[Any, frozenset[Path]]:
     """Find the scan over stacked parameters among the equations of a loss.
 
-    It is the only scan one of whose sliced inputs is a parameter itself, not something made of one: that is what
-    `nn.scan(variable_axes={"params": 0})` makes. Other scans (a recurrent layer) slice activations.
+    This scan slices a parameter itself, not a value computed from it, as `nn.scan(variable_axes={"params": 0})` does.
+    Other scans (a recurrent layer) slice activations.
 
     Returns:
       The equation, and the paths of the parameters that it slices.

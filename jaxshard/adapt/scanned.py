@@ -1,8 +1,8 @@
-"""`js.scanned`: a Linen model whose blocks run in `nn.scan`, as a `Stacked` model.
+"""`js.scanned`: turn a Linen model whose blocks run in `nn.scan` into a `Stacked` model.
 
-The user's code is not changed, nor told what is embedding, block or head. The loss is traced, and cut at the one scan
-over stacked parameters (see `adapt/scan_split.py`). A trace holds for one set of shapes, so `embed`, `block` and `head`
-each trace the loss again, for the rows and dtypes that they receive.
+The user's code stays as it is. The loss is traced, and its jaxpr is split at the scan over stacked parameters into
+embedding, block and head (see `adapt/scan_split.py`). A jaxpr has fixed shapes, so `embed`, `block` and `head` each
+trace the loss again for the batch sizes and dtypes that they receive.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ def scanned(module: nn.Module, loss: Callable[..., Any], batch: PyTree) -> Scann
     Engines then gather the weights of one block at a time, and `js.pipelined` places blocks in stages.
 
     The loss must return a `js.Mean` or `js.Loss`, run the scan once, outside of `jax.jit` and `nn.remat` (the blocks
-    themselves may be `nn.remat`), and use no per-layer output of it.
+    themselves may be `nn.remat`), and use none of its per-layer outputs.
 
-    The parameters are those of the module in another order: {"blocks": the scanned ones, [num_blocks, ...], and the
-    others where they were}. `to_variables` and `from_variables` convert. `init` draws what `module.init` does. Random
-    keys of a block come from a key of its own, whatever the scan splits: another stream than `module.apply` has, of the
-    same kind. What the blocks share, and inputs of single layers, travel with the activations.
+    The parameters are the module's in another tree: {"blocks": the scanned parameters, [num_blocks, ...], and all
+    others at their paths}. `to_variables` and `from_variables` convert. `init` returns the values of `module.init`.
+    Each block makes its random keys from a key of its own, whatever the scan splits; they differ from the keys of
+    `module.apply`. Values that all blocks share, and per-layer inputs, are passed along with the activations.
 
     Args:
       module: the module, not yet initialised.
-      loss: `loss(model, batch) -> js.Mean | js.Loss`, as `js.linen` takes it (with `train` or without, not with `key`).
+      loss: `loss(model, batch) -> js.Mean | js.Loss`, as for `js.linen`; it may have a parameter `train`, but no `key`.
       batch: an example batch, arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
@@ -82,7 +82,7 @@ class Scanned(Stacked):
         if isinstance(shapes, Model):
             raise_all(paths(shapes.state), ValueError, "js.scanned: a model of blocks has no state, but this one has")
         self._shapes = flatten_dict(shapes)
-        # What can't be cut is refused here, not in the first step.
+        # Split once here, so that an unsuitable model is refused now and not in the first step.
         split = split_at_scan(self._trace(shapes, abstract(adapter.batch), train=True))
         self._stacked: frozenset[Path] = frozenset(one.which for one in split.inputs if one.kind == "weight")
         self._prefix = _common_module(self._stacked)
@@ -95,7 +95,7 @@ class Scanned(Stacked):
         super().__init__(self._embed, self._block, self._head, split.scan.params["length"], adapter.make_params)
 
     def make_params(self, key: jax.Array) -> PyTree:
-        """Draw what `module.init` does: {"blocks": the scanned parameters, and the others}."""
+        """Return the parameters of `module.init` as {"blocks": the scanned parameters, and the others}."""
         return self._to_stacked(self.adapter.make_params(key))
 
     def dim_names(self, params: PyTree) -> PyTree:
@@ -105,15 +105,15 @@ class Scanned(Stacked):
         return named | {BLOCKS: unflatten_dict(blocks)}
 
     def to_variables(self, params: PyTree) -> PyTree:
-        """Convert the parameters of this model to {"params": ...} as the module's `apply` takes them."""
+        """Convert the parameters of this model to the variables {"params": ...} of the module's `apply`."""
         return {"params": self._to_module(params)}
 
     def from_variables(self, variables: PyTree) -> PyTree:
-        """Convert what the module's `init` returned to the parameters of this model."""
+        """Convert the variables of the module's `init` to the parameters of this model."""
         return self._to_stacked(nn.unbox(variables)["params"])
 
-    # The scanned module may lie anywhere. With the prefix ("decoder", "layers") the module's parameter
-    # decoder/layers/mlp/kernel is this model's blocks/mlp/kernel.
+    # The scanned module may be at any path. With the prefix ("decoder", "layers") the module's parameter
+    # decoder/layers/mlp/kernel is blocks/mlp/kernel in this model.
 
     def _to_stacked(self, tree: PyTree) -> PyTree:
         flat = flatten_dict(tree)
@@ -131,10 +131,10 @@ class Scanned(Stacked):
         return Program.trace(self.adapter.run, params, batch, key)
 
     def _split(self, rest: PyTree, batch: PyTree, *, train: bool) -> SplitLoss:
-        """Trace and cut the loss for these shapes of the parameters without blocks, and of the batch."""
+        """Trace and split the loss for these shapes of the parameters outside of the blocks and of the batch."""
         flat = flatten_dict(rest)
-        # An engine may have cast the parameters (compute_dtype). The embedding and the head do not see the blocks, so
-        # their dtypes are those that others of the same dtype were cast to.
+        # An engine may have cast the parameters (compute_dtype). The embedding and the head do not receive the blocks'
+        # parameters, so assume that these were cast like other parameters of the same dtype.
         cast = {self._shapes[path].dtype: x.dtype for path, x in flat.items()}
         blocks = {
             path: jax.ShapeDtypeStruct(x.shape, cast.get(x.dtype, x.dtype))
@@ -166,7 +166,7 @@ class Scanned(Stacked):
 
 
 def _common_module(found: frozenset[Path]) -> Path:
-    """Return the longest path of a module in which all these parameters are."""
-    first, last = min(found), max(found)  # in the order of paths; what these two have in common, all between them have
+    """Return the longest path of a module that contains all these parameters."""
+    first, last = min(found), max(found)  # in sorted order all paths between these two share their common prefix
     same = next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))
     return first[: min(same, len(first) - 1)]

@@ -1,6 +1,6 @@
-"""`js.stack`: Flax modules, unmodified, as a `Stacked` model of identical blocks.
+"""`js.stack`: turn unmodified Flax modules into a `Stacked` model of identical blocks.
 
-The user writes one function, and an engine needs three. The call of `model.blocks` is where it is cut:
+The user writes one loss, which is split at the call of `model.blocks` into the three functions that an engine needs:
 
     def loss(model, batch):
         x = model.embed(batch["tokens"])     embed: runs the loss; `blocks` raises `_BlocksReached` with x and the mask
@@ -9,8 +9,8 @@ The user writes one function, and an engine needs three. The call of `model.bloc
         logits = model.head(y)               head:  runs the loss again; `blocks` returns the y of the last block
         return js.Mean(...)
 
-The head runs all of the loss, so what comes before `model.blocks` is computed again if the rest uses it (a mask) and
-dropped as unused if not (the embedding).
+The head runs the full loss. So a value computed before `model.blocks` is computed again if the head uses it (a mask),
+and removed as dead code if not (the embedding).
 """
 
 from __future__ import annotations
@@ -43,29 +43,28 @@ def stack(block: Any, num_blocks: int, loss: Callable[..., Any], batch: PyTree =
 
     Engines then gather the weights of one block at a time, and `js.pipelined` places blocks in stages.
 
-    The parameters are {"blocks": stacked, [num_blocks, ...], and those of each part under its name}. Block i is drawn
-    as `block.init(key_i, ...)` or `block(nnx.Rngs(key_i))`. The names in the modules' metadata are the names of
-    dimensions by which `js.tensor` splits. Random streams are those of `js.linen` and `js.nnx`, for every block and
-    part from a key of its own.
+    The parameters are {"blocks": stacked, [num_blocks, ...], and the parameters of each part under its name}. Block i
+    is initialised by `block.init(key_i, ...)` or `block(nnx.Rngs(key_i))`. `js.tensor` splits dimensions by the names
+    in the modules' metadata. Random streams work as in `js.linen` and `js.nnx`; every block and part has its own key.
 
-    The loss runs twice: up to `model.blocks` for the embedding, and as a whole for the head, which is given the output
-    of the blocks. What the first half makes and the second half uses is computed twice, and may not be random.
+    The loss runs twice: up to `model.blocks` for the embedding, and completely for the head, which receives the output
+    of the blocks. A value from before `model.blocks` that is used after it is computed twice, and must not be random.
 
     Args:
       block: a Linen module that returns an array of the shape that it receives, or for NNX a function that makes one,
         `lambda rngs: Block(512, rngs=rngs)`.
-      num_blocks: the number of blocks, each with parameters of its own.
-      loss: `loss(model, batch) -> js.Mean | js.Loss`, as `js.linen` and `js.nnx` take it (with `train` or without).
-        The parts are attributes of `model`. `model.blocks(x, ...)`, to be called once, runs all blocks one after the
-        other, each on the same further arguments: `block(x, mask, train=True)`. Arrays among those (masks, positions)
-        travel with the activations.
+      num_blocks: the number of blocks, each with its own parameters.
+      loss: `loss(model, batch) -> js.Mean | js.Loss`, as for `js.linen` and `js.nnx`; it may have a parameter `train`.
+        The parts are attributes of `model`. Call `model.blocks(x, ...)` once: it runs all blocks in order, each with
+        the same further arguments: `block(x, mask, train=True)`. Arrays among these (masks, positions) are passed along
+        with the activations.
       batch: an example batch, arrays or `jax.ShapeDtypeStruct`s, on which the loss initialises Linen modules. NNX
-        needs none.
-      **parts: the other modules by name, all of the library of `block`.
+        modules need none.
+      **parts: the other modules by name, from the same library as `block`.
 
     Raises:
-      TypeError: something is no module, the modules are of both libraries, the loss takes other arguments, or there is
-        no batch for Linen.
+      TypeError: an argument is not a module, the modules are of both libraries, the loss takes other arguments, or
+        there is no batch for Linen.
       ValueError: a part is called "block" or "blocks". Later: a module has state (batch statistics, caches), or the
         loss does not call `model.blocks` exactly once.
 
@@ -116,7 +115,7 @@ def _kind_of(module: Any) -> str:
 
 
 class StackedModules(Stacked):
-    """Modules as a `Stacked` model, made by `js.stack`.
+    """A `Stacked` model made of Flax modules, by `js.stack`.
 
     Attributes:
       parts: the modules.
@@ -141,7 +140,7 @@ class StackedModules(Stacked):
         return BoundModules({name: self.parts.bind(name, params[name], keys[name]) for name in params})
 
     def _embed(self, params: PyTree, batch: PyTree, key: jax.Array | None) -> BlockArguments:
-        # An exception is the one way out of the middle of a function. What comes after model.blocks is not run.
+        # `model.blocks` raises an exception to leave the loss there: only an exception can stop a function midway.
         def reach(*args: Any, **kwargs: Any) -> None:
             raise _BlocksReached(args, kwargs)
 
@@ -167,8 +166,8 @@ class StackedModules(Stacked):
         return after
 
     def _head(self, params: PyTree, x: BlockArguments, batch: PyTree, key: jax.Array | None) -> Mean | Loss:
-        # Until the blocks the parts have the key `before`, from then on `key`. Both have the same value; as two
-        # arguments of the trace they tell whether the result depends on what was drawn before the blocks.
+        # The parts have the key `before` until model.blocks is called, and `key` afterwards. Both have the same value,
+        # but as two arguments of the trace they show whether the result depends on a draw from before the blocks.
         def run_unchecked(params: PyTree, x: PyTree, batch: PyTree, before: Any, key: Any) -> tuple[Any, Values]:
             halves = [self._bind(params, before), self._bind(params, key)]
             ran: list[bool] = []
@@ -202,7 +201,7 @@ class StackedModules(Stacked):
 class PartsModel:
     """The model that a user's loss receives: its parts as attributes, and `blocks`, which runs all blocks.
 
-    Names end in an underscore where a part might have the same.
+    Own attributes end in an underscore, to keep their names free for parts.
     """
 
     def __init__(self, parts: dict[str, Any], blocks: Callable[..., Any]):
@@ -218,13 +217,13 @@ class PartsModel:
 
 
 class BoundModules:
-    """Modules with their weights.
+    """Modules bound to their weights.
 
     Args:
-      bound: by name, what a user calls, and a function that returns the values of its parameters afterwards.
+      bound: {name: (the callable that the user's loss receives, a function that returns its parameters afterwards)}.
 
     Attributes:
-      called: what a user calls, by name.
+      called: the callables, by name.
     """
 
     def __init__(self, bound: dict[str, tuple[Any, Callable[[], Values]]]):
@@ -232,12 +231,12 @@ class BoundModules:
         self._values = {name: values for name, (_, values) in bound.items()}
 
     def values(self) -> Values:
-        """Return the values of parameters after a run. Raises a ValueError if a module drew numbers without a key."""
+        """Return the parameters after a run. Raises a ValueError if a module drew random numbers without a key."""
         return [(f"{name}/{path}", x) for name, values in self._values.items() for path, x in values()]
 
 
 class _BlocksReached(BaseException):
-    """Raised by `model.blocks` in the embedding. No Exception, so that no handler in a user's loss catches it."""
+    """Raised by `model.blocks` in the embedding. A BaseException, so that no `except Exception` catches it."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
         super().__init__()
@@ -249,12 +248,12 @@ class _BlocksReached(BaseException):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockArguments:
-    """The arguments of a block: `x`, which each block replaces, and further ones that are the same for all blocks.
+    """The arguments of a block: `x`, which each block replaces, and further arguments, equal for all blocks.
 
     Attributes:
       x: the activations.
       arrays: the arrays among the further arguments.
-      form: (tree of the further arguments, their leaves with None for each array), static.
+      form: static: (tree of the further arguments, their leaves with None for each array).
     """
 
     x: PyTree
@@ -263,10 +262,10 @@ class BlockArguments:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockArguments:
-        """Sort the arguments of `model.blocks`.
+        """Separate the arguments of `model.blocks` into arrays and static values.
 
         Raises:
-          TypeError: an argument is neither an array nor a value that can be compared.
+          TypeError: an argument is neither an array nor hashable.
         """
         leaves, tree = jax.tree.flatten((args[1:], kwargs))
         arrays = [isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves]
@@ -296,7 +295,7 @@ class _LinenParts:
     batch: PyTree
 
     def init(self, key: jax.Array) -> PyTree:
-        """Draw the parameters of every part, and of one block."""
+        """Initialise the parameters of every part, and of one block."""
         with without_box_placement():
             made = {name: nn.unbox(variables) for name, variables in self._boxed(key).items()}
         states = {name: {kind: x for kind, x in made[name].items() if kind != "params"} for name in made}
@@ -306,7 +305,7 @@ class _LinenParts:
         return {name: variables.get("params", {}) for name, variables in made.items()}
 
     def bind(self, name: str, params: PyTree, key: jax.Array | None) -> tuple[Any, Callable[[], Values]]:
-        """Return what a user calls, and that no values need a check: a Linen module can't change its parameters."""
+        """Return (the callable for the user's loss, `list`: a Linen module can't change its parameters)."""
         return LinenModel(self.modules[name], params, key), list
 
     def names(self) -> tuple[dict[Path, Names], dict[Path, Names]]:
@@ -317,7 +316,7 @@ class _LinenParts:
         return names_in_boxes(boxed), _join_paths(contracted)
 
     def _boxed(self, key: jax.Array, contracted: dict[str, dict[Path, Names]] | None = None) -> dict[str, Any]:
-        """Make the variables of every part by name, with their metadata; notes what layers sum over."""
+        """Make all variables, in their metadata boxes; add the contracted dimensions of kernels to `contracted`."""
         keys = jax.random.split(key, len(self.modules))
         fresh = {name: LinenInit(self.modules[name], k) for name, k in zip(sorted(self.modules), keys)}
         parts = {name: one for name, one in fresh.items() if name != _BLOCK}
@@ -334,14 +333,14 @@ class _NnxParts:
     modules: dict[str, Nnx]
 
     def init(self, key: jax.Array) -> PyTree:
-        """Draw the parameters of every part, and of one block."""
+        """Initialise the parameters of every part, and of one block."""
         keys = jax.random.split(key, len(self.modules))
         made = {name: self.modules[name].make_params(k) for name, k in zip(sorted(self.modules), keys)}
         _check_no_state({name: model.state for name, model in made.items() if isinstance(model, Model)})
         return made
 
     def bind(self, name: str, params: PyTree, key: jax.Array | None) -> tuple[Any, Callable[[], Values]]:
-        """Return what a user calls, and the values of its parameters afterwards."""
+        """Return (the callable for the user's loss, a function that returns its parameters afterwards)."""
         module, after = self.modules[name].bind(params, key)
         return module, lambda: after()[1]
 

@@ -1,7 +1,7 @@
-"""`js.Stacked`: a model made of identical blocks, described once, run by every engine.
+"""`js.Stacked`: a model of identical blocks that every engine can run.
 
-An engine that gathers block by block calls `Stacked.run` with a `fetch`, which turns one block's stored parameters into
-weights inside the scan body. A pipelined engine calls `embed`, `block` and `head` itself.
+An engine that gathers one block at a time calls `Stacked.run` with a `fetch`, which gathers one block's weights inside
+the scan body. A pipelined engine calls `embed`, `block` and `head` itself.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from jaxshard.core.types import PyTree
 
 
 class Stacked(KnownModel):
-    """A model of identical blocks: an embedding, `num_blocks` blocks one after the other, and a head.
+    """A model of identical blocks: an embedding, `num_blocks` blocks in sequence, and a head.
 
     `model.init` and `model.loss` are the pair that `js.layout`, `js.init` and `js.make_step` take. The parameters are
-    {"embed", "blocks", "head"}. Those of the blocks are stacked, [num_blocks, ...], and the blocks run in a
+    {"embed", "blocks", "head"}. The parameters of the blocks are stacked, [num_blocks, ...], and the blocks run in a
     `jax.lax.scan`, so that an engine can gather one block's weights at a time.
 
-    `embed` and `head` receive the parameters without the blocks, {"embed", "head"}, so that a tied head finds the
-    embedding there. Every call has a random key of its own. In evaluation the key is None: draw nothing then.
+    `embed` and `head` both receive all parameters outside of the blocks, {"embed", "head"}, so that a head can share
+    the embedding's weights. Every call has its own random key. In evaluation the key is None: draw nothing then.
 
     Under `js.auto()` and on one device the functions see the global batch [batch, ...], under `js.explicit()` and
     `js.pipelined()` the rows of one device and micro-batch. The model itself issues no collectives.
@@ -42,7 +42,8 @@ class Stacked(KnownModel):
       init: `init(key) -> {"embed": ..., "block": the parameters of one block, "head": ...}`.
 
     Attributes:
-      remat: what the forward pass of a block keeps under engines that are not told; None leaves it to the engine.
+      remat: the default policy for the residuals that a block saves for its backward pass; None leaves it to the
+        engine.
 
     Raises:
       ValueError: `num_blocks` is less than 1. Later: `init` returns no "block", or a block returns another tree than it
@@ -103,7 +104,7 @@ class Stacked(KnownModel):
         )
 
     def compute_loss(self, model: PyTree, batch: PyTree, key: jax.Array | None) -> Mean | Loss:
-        """Return the head's output on the whole batch, as one device computes it."""
+        """Run the model on the batch and return the head's output."""
         output: Mean | Loss = run_as_offered(self, model, batch, key, lambda: self.run(model, batch, key))
         return output
 
@@ -112,7 +113,7 @@ class Stacked(KnownModel):
         return evaluation(self.compute_loss(model, batch, None))
 
     def named_block(self, weights: PyTree, x: PyTree, key: jax.Array | None) -> PyTree:
-        """Run one block, whose input is named "block_in" for `remat` policies."""
+        """Run one block, with its input named "block_in" for `remat` policies."""
         return self.block(weights, name_tree(x, BLOCK_IN), key)
 
     def run(
@@ -129,11 +130,11 @@ class Stacked(KnownModel):
 
         Args:
           params: {"embed", "blocks", "head"}; "blocks" is any tree with a first dimension of size `num_blocks`.
-          batch: the rows at hand.
+          batch: the batch of this device or program.
           key: the random key of the step; None in evaluation.
-          fetch: makes one block's weights of its slice of `params["blocks"]`; collectives are issued here.
+          fetch: makes one block's weights from its slice of `params["blocks"]`, by collectives if need be.
           remat: wraps the scan body, for example in `jax.checkpoint`.
-          row: the global number of the batch's first row, for `js.row_keys`.
+          row: the global index of the batch's first row, for `js.row_keys`.
 
         Returns:
           The head's output.
@@ -162,7 +163,7 @@ def check_block(x: PyTree, y: PyTree) -> None:
 
 
 def evaluation(output: Any) -> dict[str, Mean | Sum | Max]:
-    """Return the metrics of a loss function's output: {"loss": js.Mean} and those that it reports."""
+    """Return the metrics of a loss function's output: {"loss": js.Mean} and the metrics that it reports."""
     loss = as_loss(output)
     value = loss.value if isinstance(loss.value, Mean) else Mean(loss.value, 1.0)
     return {"loss": value} | loss.metrics

@@ -1,4 +1,4 @@
-"""The check that a loss leaves every parameter of an NNX module as it was: only the optimizer may change them."""
+"""Check that a loss does not change the parameters of an NNX module: only the optimizer may change them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Values = list[tuple[str, Any]]
 
 
 def run_unchanged(run: Callable[[PyTree], tuple[Any, Values]], params: PyTree) -> Any:
-    """Return the output of `run(params) -> (output, values)`, whose values must be the parameters themselves.
+    """Return the output of `run(params) -> (output, values)`; the values must be the unchanged parameters.
 
-    A transform of Flax (nnx.remat, nnx.jit, nnx.scan) writes into each variable what its own program returned for it:
-    another array with the same value. So where an array is another one the run is traced, and the trace says whether
-    the value is a parameter that was handed through.
+    Flax's transforms (nnx.remat, nnx.jit, nnx.scan) replace the array in each variable by a result of their program, a
+    new array with the same value. So if an array was replaced, the run is traced, and the jaxpr shows whether the value
+    is an input that was returned unchanged.
 
     Raises:
-      ValueError: names every parameter that was changed, or that the run made.
+      ValueError: names every parameter that the run changed or made.
     """
     params = jax.tree.map(jnp.asarray, params)
     output, values = run(params)
@@ -43,7 +43,7 @@ def run_unchanged(run: Callable[[PyTree], tuple[Any, Values]], params: PyTree) -
 
 
 def refuse_changes(problems: Any) -> None:
-    """Raise a ValueError that lists these changes of parameters, if there are any."""
+    """Raise a ValueError that lists the changes of parameters, if there are any."""
     raise_all(
         problems,
         ValueError,

@@ -1,9 +1,9 @@
-"""The base of `js.linen` and `js.nnx`, and the modules whose parameters are gathered only while they run.
+"""The base class of `js.linen` and `js.nnx`, and units: submodules whose parameters are gathered only while they run.
 
-A unit is a submodule whose class the user lists in `units=[Block]`. An engine knows no module library, and an adapter
-nothing of gathers. The adapter puts a `jax.checkpoint` around each unit, with a policy that the engine gives; the
-engine traces the run and gathers the parameters of units inside of these checkpoints (see `engines/pending.py`). The
-loss itself sees every parameter as an array of its full shape, whether it is a unit's or not.
+A unit is a submodule whose class the user lists in `units=[Block]`. Engines know nothing about module libraries, and
+adapters nothing about collectives. So the adapter wraps each unit in a `jax.checkpoint` with a policy from the engine;
+the engine traces the run and inserts the all-gathers of a unit's parameters inside of its checkpoint (see
+`engines/pending.py`). The loss itself sees every parameter with its full shape.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ STACKED_UNIT = "its parameters are stacked ({}); describe such a model with js.S
 class Adapted(KnownModel):
     """A module with its loss; unpacks as the pair `init_fn, loss_fn`.
 
-    A subclass implements what `KnownModel` asks for, `run` and `unit_params`.
+    A subclass implements the abstract methods of `KnownModel`, `run` and `unit_params`.
 
     Attributes:
-      loss_fn: the function that the user wrote.
+      loss_fn: the user's loss.
     """
 
     loss_fn: Callable[..., Any]
@@ -62,28 +62,28 @@ class Adapted(KnownModel):
 
         Args:
           model: parameters, or js.Model(params, state).
-          batch: the rows at hand.
+          batch: the batch of this device or program.
           key: the random key of the step; None in evaluation.
           units: classes of modules, each of which runs inside of a `jax.checkpoint`.
-          save: the policy of these.
+          save: the policy of these checkpoints.
 
         Returns:
-          What the loss returned, with the module's new state where it has one.
+          The output of the loss, with the module's new state if it has any.
         """
         raise NotImplementedError
 
     def unit_params(self, units: Units, params: PyTree) -> PyTree:
-        """Return the tree of `params` with True where a module of `units` owns the parameter.
+        """Return a tree like `params`: True for each parameter that belongs to a module of `units`.
 
         Raises:
-          TypeError: a class is none of modules of this library.
-          ValueError: a module of a class never runs by itself, or has no parameters.
+          TypeError: a class is not a module of this library.
+          ValueError: a class has no module that runs by itself, or none with parameters.
         """
         raise NotImplementedError
 
 
 def call_loss(loss_fn: Callable[..., Any], model: Any, batch: PyTree, **options: Any) -> Any:
-    """Call the user's loss, with those options (`train`, `key`, `rngs`) that it has a parameter of that name for."""
+    """Call the user's loss; pass each option (`train`, `key`, `rngs`) only if the loss has a parameter of that name."""
     return loss_fn(model, batch, **{name: options[name] for name in _asked(loss_fn, options)})
 
 
@@ -93,9 +93,12 @@ def _asked(loss_fn: Callable[..., Any], options: Iterable[str]) -> list[str]:
 
 
 def check_loss(who: str, loss_fn: Any, options: Sequence[str]) -> None:
-    """Raise a TypeError unless this is a function `loss(model, batch)`, with some of the options or without.
+    """Raise a TypeError unless this is a function `loss(model, batch)`, optionally with parameters named as `options`.
 
-    `who` is the public function that errors name, such as "js.linen".
+    Args:
+      who: the public function that errors name, such as "js.linen".
+      loss_fn: the object to check.
+      options: the names of the optional parameters.
     """
     if not callable(loss_fn):
         raise TypeError(f"{who}: loss must be a function loss(model, batch), got {type(loss_fn).__name__}")
@@ -116,7 +119,7 @@ def check_loss(who: str, loss_fn: Any, options: Sequence[str]) -> None:
 
 @contextmanager
 def explain_missing_key(who: str, loss_fn: Callable[..., Any], key: jax.Array | None) -> Iterator[None]:
-    """Add to an error of a loss in evaluation that the key, or Rngs, that it asks for is None there."""
+    """Add a note to errors of a loss in evaluation: its parameter `key` or `rngs` is None there."""
     try:
         yield
     except (TypeError, AttributeError) as error:
@@ -129,11 +132,11 @@ def explain_missing_key(who: str, loss_fn: Callable[..., Any], key: jax.Array | 
 
 
 Declared = Mapping[str, str]
-"""How arrays of a module's state are combined, by path or the end of one: {"stats/count": "sum"}."""
+"""The rule ("sum" or "max") that combines an array of a module's state over devices, by (the end of) its path."""
 
 
 def check_declared(who: str, declared: Any) -> None:
-    """Raise unless this says "sum" or "max" for the paths of arrays; `who` is the public function that errors name."""
+    """Raise unless this maps paths to "sum" or "max"; `who` is the public function that errors name."""
     if not isinstance(declared, Mapping) or not all(rule in ("sum", "max") for rule in declared.values()):
         raise TypeError(
             f'{who}: state must be a dict such as {{"stats/count": "sum"}}, with "sum" or "max" for the path of an '
@@ -142,17 +145,17 @@ def check_declared(who: str, declared: Any) -> None:
 
 
 def attach_state(who: str, output: Any, old: PyTree, new: dict[str, Any], declared: Declared) -> Any:
-    """Return what the user's loss returned, with the module's new state.
+    """Add the module's new state to the output of the user's loss.
 
     Args:
       who: the public function that errors name.
-      output: what the loss returned.
-      old: the state that it received; () or {} without one.
-      new: that which the module has now.
-      declared: which of its arrays are contributions.
+      output: the output of the loss.
+      old: the state before the loss; () or {} without any.
+      new: the state after the loss.
+      declared: how to combine arrays of the state, by path.
 
     Raises:
-      ValueError: the loss returned a state itself, or `declared` names an array that the state has not.
+      ValueError: the loss returned a state itself, or `declared` names an array that the state lacks.
     """
     loss = as_loss(output)
     if loss.state is not None:
@@ -168,7 +171,7 @@ def attach_state(who: str, output: Any, old: PyTree, new: dict[str, Any], declar
     )
     if not new:
         return output
-    if not declared or not same_structure(old, new):  # another tree is refused with its leaves
+    if not declared or not same_structure(old, new):  # the step refuses a state of another structure, leaf by leaf
         return replace(loss, state=new)
     rules = map_with_path(lambda path, _: _rule_for(path_str(path), declared), new)
 
@@ -191,17 +194,18 @@ def dim_names_of(
     annotated: dict[tuple[Any, ...], tuple[Any, ...]],
     contracted: dict[tuple[Any, ...], tuple[Any, ...]],
 ) -> PyTree:
-    """Return the tree of `params` with a tuple of names for each, at most one (or None) per dimension.
+    """Return a tree like `params` with a tuple of dimension names for each, at most one name (or None) per dimension.
 
     Args:
       who: the public function that errors name.
       params: arrays, or their shapes.
       annotated: the names in the modules' metadata, by path.
-      contracted: "contracted" or None for the last dimensions of kernels, by path, as their layers say; used where
-        the metadata has no names. Dimensions in front of them stack layers.
+      contracted: "contracted" or None for the last dimensions of kernels, by path, from their layers; used if the
+        metadata has no names. All dimensions before these stack layers.
 
     Raises:
-      ValueError: metadata of more dimensions than the array has, or that are no strings; names each array.
+      ValueError: metadata with more names than the array has dimensions, or with a name that is not a string; names
+        each array.
     """
     problems: list[str] = []
 

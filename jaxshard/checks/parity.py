@@ -38,14 +38,12 @@ from jaxshard.core.settings import no_mesh, own_settings
 from jaxshard.core.strategy import Strategy
 from jaxshard.core.text_table import Table, page
 from jaxshard.core.transform import check_transform
-from jaxshard.core.tree import abstract
 from jaxshard.core.types import InitFn, LossFn, PyTree
 from jaxshard.engines.auto import auto
 from jaxshard.engines.counted_rows import UnequalMeans
 from jaxshard.engines.engine import Engine
 from jaxshard.engines.just_in_time import users_code
 from jaxshard.optim.owners.own import layout
-from jaxshard.training.batch import check_batch
 from jaxshard.training.extra_args import find_extra_args, take_fast_gradients
 from jaxshard.training.placing import put_stored
 from jaxshard.training.state import TrainState, init, run_key
@@ -247,7 +245,7 @@ def parity(
             both = _record(tx)
             plan = layout(strategy, mesh, make, both, trainable=trainable)
             step = Step(loss_fn, both, plan, engine, guarded=False)  # what is not finite is to be seen
-            check_batch(plan, abstract(batch), engine.microbatches, whole=engine.shows_whole_batch)
+            plan.plan_batch(batch).check(engine.microbatches, whole=engine.shows_whole_batch)
             alone = _OneDevice(loss_fn, plan, start, batch, seed, notes)
             first_step = _Trial(GIVEN, batch, split_model(start)[1], 0)
             expected = alone.step(first_step)

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from jaxshard.checks.collectives.compare import Comparison
 from jaxshard.checks.collectives.compare import audit as audit_step
+from jaxshard.checks.collectives.comparison import Comparison
 from jaxshard.checks.programs.report import audit_program
 from jaxshard.commands.errors import refusals, refuse, usage_errors
 from jaxshard.commands.flags import Audit
@@ -68,13 +68,10 @@ def _audit_text(console: Console, flags: Audit, hlo: Path) -> int:
 
 
 def _numbers(comparison: Comparison) -> dict[str, Any]:
-    names = ("promised_bytes", "found_bytes", "needed_bytes", "widened_bytes")
-    numbers = {
-        "ok": comparison.ok,
+    return comparison.as_dict() | {
         "collectives": comparison.rows(),
-        "surprises": [surprise.as_dict() for surprise in comparison.surprises],
-        "tolerated_bytes": comparison.tolerated,
+        "promised_bytes": comparison.promised_bytes,
+        "found_bytes": comparison.found_bytes,
+        "needed_bytes": comparison.needed_bytes,
+        "widened_bytes": comparison.widened_bytes,
     }
-    numbers |= {name: list(getattr(comparison, name)) for name in ("unread", "missing", "substitutes")}
-    numbers |= {name: getattr(comparison, name) for name in names}
-    return numbers | (comparison.program.as_dict() if comparison.program else {})

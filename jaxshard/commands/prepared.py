@@ -11,7 +11,6 @@ from jaxshard.commands.program import Program, depth_of, program_of
 from jaxshard.core.layout import Layout
 from jaxshard.core.tree import abstract
 from jaxshard.core.types import PyTree
-from jaxshard.training.batch import check_batch
 from jaxshard.training.step import Step, make_step
 
 
@@ -46,5 +45,5 @@ def prepare(flags: Audit | Plan, topology: Topology | None) -> Prepared:
     rows = abstract(program.batch)
     with usage_errors(), refusals():
         layout = how.layout(program.init_fn, program.tx)
-        check_batch(layout, rows, how.engine.microbatches)
+        layout.plan_batch(rows).check(how.engine.microbatches)
     return Prepared(how, program, layout, rows)

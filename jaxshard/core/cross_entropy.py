@@ -61,7 +61,7 @@ def cross_entropy(
     if is_split("vocab", logits.shape[-1]):
         rows = ("batch", "context", *(None for _ in labels.shape[2:]))[: labels.ndim]
         logits = constrain(logits, (*rows, "vocab"))
-    nats = jnp.where(inside, compute_nats(logits, labels), jnp.nan)
+    nats = spoil(inside, compute_nats(logits, labels))
     return nats if counts is None else jnp.where(counts, nats, 0)
 
 
@@ -76,9 +76,14 @@ def compute_nats(logits: Float32[Array, "*batch vocab"], labels: Int[Array, "*ba
 
 def in_vocabulary(labels: Int[Array, "*batch"], vocab: int) -> Bool[Array, "*batch"]:
     """Return which labels are from 0 to vocab - 1."""
-    # In the labels' dtype, which may have no number as large as the vocabulary: cast to a narrower one they might wrap.
-    last = min(vocab - 1, jnp.iinfo(labels.dtype).max)
-    return (labels >= 0) & (labels <= last)
+    # One comparison: without a sign, negative labels are larger than any vocabulary. In fewer than 32 bits, or than
+    # they have, labels might wrap around into it.
+    return labels.astype(f"uint{max(32, 8 * labels.dtype.itemsize)}") < vocab
+
+
+def spoil(good: Bool[Array, "*batch"], nats: Float32[Array, "*batch"]) -> Float32[Array, "*batch"]:
+    """Make the losses NaN that are not good. Gradients pass as they are, so that the backward pass has nothing more."""
+    return nats + jnp.where(good, jnp.float32(0), jnp.float32(jnp.nan))
 
 
 def _find_counted(labels: jax.Array, where: Any, ignore_index: Any) -> jax.Array | None:

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
-from jaxshard.core.compat import dce_jaxpr, equation_context, replace_equations
+from jaxshard.core.compat import dce_jaxpr, equation_context, replace_equations, without_callbacks
 from jaxshard.core.types import PyTree
 
 CALLS = {
@@ -86,25 +86,46 @@ class Program(NamedTuple):
 
     def inline_calls(self) -> Program:
         """Return the same program, with variables of its own, in which no equation is one of `CALLS`."""
-        return self._of(inline_calls(self.closed), jax.tree.structure(self.args), jax.tree.structure(self.out))
+        return self.replace_closed(inline_calls(self.closed))
+
+    def replace_closed(self, closed: Any) -> Program:
+        """Return the program of another closed jaxpr with the same trees of arguments and results."""
+        return self._of(closed, jax.tree.structure(self.args), jax.tree.structure(self.out))
 
     def part(self, outs: Sequence[Any], ins: Sequence[Any]) -> Callable[..., list[Any]]:
         """Return `fn(*values of ins) -> values of outs`, which computes these variables and nothing else."""
         steps, _ = needed_equations(self.eqns, outs, set(ins))
         return subprogram(self.closed, outs, ins, steps)
 
-    def run(self, wanted: PyTree, given: Mapping[Any, Any], eqns: Sequence[Any] | None = None) -> PyTree:
+    def only(self, wanted: Sequence[Any]) -> Callable[..., list[Any]]:
+        """Return a function of the program's arguments that computes some variables and nothing else.
+
+        Nor does it call back: the compiler keeps what prints, which would then do so once more.
+        """
+        alone, used = results_alone(without_callbacks(self.closed), wanted)
+
+        def compute(*args: PyTree) -> list[Any]:
+            given = [x for x, needed in zip(jax.tree.leaves(args), used, strict=True) if needed]
+            values = jax.core.eval_jaxpr(open_jaxpr(alone)[0], alone.consts, *given)
+            return [_as_array(x, atom) for x, atom in zip(values, wanted, strict=True)]
+
+        return compute
+
+    def run(
+        self, wanted: PyTree, given: Mapping[Any, Any], eqns: Sequence[Any] | None = None, *, effects: bool = False
+    ) -> PyTree:
         """Return the values of a tree of variables, computed from those given.
 
         Args:
           wanted: a tree of variables and Literals.
           given: values by variable; what is not needed may be among them.
           eqns: the equations that may be used, all of them by default.
+          effects: whether equations with side effects, such as `jax.debug.print`, run as well.
         """
         outs: list[Any]
         tree: Any
         outs, tree = jax.tree.flatten(wanted)
-        steps, free = needed_equations(self.eqns if eqns is None else eqns, outs, set(given))
+        steps, free = needed_equations(self.eqns if eqns is None else eqns, outs, set(given), effects=effects)
         ins = [var for var in given if var in free]
         values = subprogram(self.closed, outs, ins, steps)(*(given[var] for var in ins))
         return tree.unflatten([_as_array(x, atom) for x, atom in zip(values, outs, strict=True)])
@@ -142,6 +163,14 @@ def eliminate_dead_code(program: Any) -> tuple[Any, list[bool]]:
     return dce_jaxpr(open_jaxpr(program)[0])
 
 
+def results_alone(program: Any, results: Sequence[Any]) -> tuple[Any, list[bool]]:
+    """Return (the closed jaxpr of some variables of a program alone, for each input whether they need it)."""
+    jaxpr, consts = open_jaxpr(program)
+    steps, _ = needed_equations(jaxpr.eqns, results, set())
+    alone, used = eliminate_dead_code(replace_equations(jaxpr, jaxpr.invars, results, steps))
+    return ClosedJaxpr(alone, consts), used
+
+
 def read_equations(jaxpr: Any) -> list[Any]:
     """Return the equations of which something reads a result, or that have effects.
 
@@ -177,17 +206,7 @@ def replay(program: Any, args: Sequence[Any], rule: Rule = lambda equation, oper
     return evaluate(program, args, run_opened)
 
 
-def replace_values(program: Any, args: Sequence[Any], replace: Callable[[Any, Any], Any]) -> list[Any]:
-    """Evaluate a program with `replace(variable, value)` in place of each value, for its results and later equations.
-
-    Calls stay calls: only the variables of the outermost program are asked about.
-    """
-    return evaluate(program, args, lambda equation, operands: None, replace)
-
-
-def evaluate(
-    program: Any, args: Sequence[Any], rule: Rule, replace: Callable[[Any, Any], Any] = lambda variable, value: value
-) -> list[Any]:
+def evaluate(program: Any, args: Sequence[Any], rule: Rule) -> list[Any]:
     """Evaluate a program, with `rule` in place of the equations that it has results for; calls stay calls."""
     jaxpr, consts = open_jaxpr(program)
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
@@ -201,7 +220,7 @@ def evaluate(
             results = rule(eqn, operands)
             if results is None:
                 results = bind(eqn, operands)
-        env.update((var, replace(var, value)) for var, value in zip(eqn.outvars, results, strict=True))
+        env.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
@@ -233,15 +252,18 @@ def variables(atoms: Iterable[Any]) -> set[Any]:
     return {atom for atom in atoms if not isinstance(atom, Literal)}
 
 
-def needed_equations(eqns: Sequence[Any], outs: Iterable[Any], given: set[Any]) -> tuple[list[Any], set[Any]]:
+def needed_equations(
+    eqns: Sequence[Any], outs: Iterable[Any], given: set[Any], *, effects: bool = False
+) -> tuple[list[Any], set[Any]]:
     """Return (the equations that `outs` depend on, in order; all variables that these name, `outs` included).
 
-    Equations that make nothing but what is `given` are not needed, and neither is what only they need.
+    Equations that make nothing but what is `given` are not needed, and neither is what only they need. Those with side
+    effects are needed if `effects` says so.
     """
     want = variables(outs)
     found = []
     for eqn in reversed(eqns):
-        if any(var in want and var not in given for var in eqn.outvars):
+        if (effects and eqn.effects) or any(var in want and var not in given for var in eqn.outvars):
             found.append(eqn)
             want |= variables(eqn.invars)
     return found[::-1], want

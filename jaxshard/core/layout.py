@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxshard.core.apply_strategy import place_batch
-from jaxshard.core.batch_rows import rows_mask
+from jaxshard.core.batch import BatchPlan
 from jaxshard.core.known_model import KnownModel
 from jaxshard.core.layout_text import Contents, explain, summarize, to_html
 from jaxshard.core.layout_text import human_bytes as human_bytes
@@ -18,10 +19,10 @@ from jaxshard.core.layout_text import spec_str as spec_str
 from jaxshard.core.local import Local, local_of
 from jaxshard.core.loss import Model
 from jaxshard.core.low_rank import has_low_rank, is_low_rank
-from jaxshard.core.mesh import MeshById, axis_size
+from jaxshard.core.mesh import MeshById
 from jaxshard.core.owners import Owners
 from jaxshard.core.placed import Placed, bytes_by_role, bytes_on_host, split_share
-from jaxshard.core.placement import Placement, axes_of, whole
+from jaxshard.core.placement import Placement, axes_of
 from jaxshard.core.strategy import Strategy
 from jaxshard.core.strategy_parts import (
     Composed,
@@ -33,7 +34,7 @@ from jaxshard.core.strategy_parts import (
     parts_of,
     pipeline_of,
 )
-from jaxshard.core.tree import BLOCKS, Leaf, bytes_of, leaf_of, map_with_path
+from jaxshard.core.tree import BLOCKS, Leaf, abstract, bytes_of, leaf_of
 from jaxshard.core.types import PyTree, Role
 
 
@@ -80,12 +81,9 @@ class Layout:
 
     def __getstate__(self) -> dict[str, Any]:
         """Describe the layout for `pickle`: devices can't leave their process, so the mesh is one of device ids."""
+        own = {one.name: self.__dict__[one.name] for one in fields(self)}
         # A model holds functions, which can't be pickled.
-        return {
-            **self.__dict__,
-            "model": None,
-            "mesh": MeshById.of(self.mesh) if isinstance(self.mesh, Mesh) else self.mesh,
-        }
+        return own | {"model": None, "mesh": MeshById.of(self.mesh) if isinstance(self.mesh, Mesh) else self.mesh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         mesh = state["mesh"]
@@ -101,22 +99,22 @@ class Layout:
             placements[number] = placement
         return replace(self, opt_state=jax.tree.unflatten(jax.tree.structure(self.opt_state), placements), owners=None)
 
-    @property
+    @cached_property
     def pipeline(self) -> Pipeline | None:
         """The `js.pipeline` that places the blocks; None without one."""
         return pipeline_of(self.strategy)
 
-    @property
+    @cached_property
     def context(self) -> Context | None:
         """The `js.context` that splits the positions of a batch; None without one."""
         return context_of(self.strategy)
 
-    @property
+    @cached_property
     def expert(self) -> Expert | None:
         """The `js.expert` that gives every device some of the experts; None without one."""
         return expert_of(self.strategy)
 
-    @property
+    @cached_property
     def local(self) -> Local | None:
         """The `js.local` that lets replicas train by themselves; None without one."""
         return local_of(self.strategy)
@@ -137,15 +135,27 @@ class Layout:
         """Make the first optimizer state for trained parameters; under `js.local` with what every replica has."""
         return tx.init(params) if self.local is None else self.local.start(tx, params, self.mesh)
 
-    @property
+    @cached_property
     def batch_axes(self) -> tuple[str, ...]:
         """The mesh axes that split the rows of a batch, major first."""
         return split_rows(self.strategy, self.mesh)
 
-    @property
+    @cached_property
     def sum_axes(self) -> tuple[str, ...]:
         """The mesh axes over which losses, metrics and gradients are summed: those of the rows and of the context."""
         return (*self.batch_axes, *(self.context.axis if self.context else ()))
+
+    @cached_property
+    def manual_axes(self) -> frozenset[str]:
+        """The mesh axes of the batch and of the context, and those that split what is stored but not used.
+
+        Explicit engines handle them. The set is empty where tensor axes alone split anything: the compiler derives
+        those collectives.
+        """
+        axes = set(self.sum_axes)
+        for placement in (*jax.tree.leaves(self.params), *jax.tree.leaves(self.grads)):
+            axes |= set(axes_of(placement.store)) - set(axes_of(placement.use))
+        return frozenset(axes)
 
     @property
     def factors(self) -> PyTree:
@@ -162,30 +172,37 @@ class Layout:
         adapted = has_low_rank(self.shapes.params)
         return jax.tree.map(lambda trained: adapted and not trained, self.trainable)
 
-    def batch_placement(self, array: Any, path: tuple[Any, ...] = ()) -> Placement:
-        """Return the placement of a global batch array; raises ValueError if its rows do not divide."""
-        leaf = leaf_of(path, array)
-        return place_batch(self.strategy, leaf, self.mesh)
+    def batch_placement(self, array: Any) -> Placement:
+        """Return the placement of a global batch array by itself; raises ValueError if its rows do not divide."""
+        return place_batch(self.strategy, leaf_of((), array), self.mesh)
 
     def batch_sharding(self, array: Any) -> NamedSharding:
         """Return the sharding of a global batch array (or its ShapeDtypeStruct): rows over the batch axes."""
         return self.batch_placement(array).sharding(self.mesh)
 
+    def plan_batch(self, batch: PyTree) -> BatchPlan:
+        """Return which arrays of a batch have rows, and their placements; made once for batches of the same shapes."""
+        shapes = abstract(batch)
+        leaves, tree = jax.tree.flatten(shapes)
+        return self._batch_plans.setdefault(
+            (tree, *leaves), BatchPlan(self.strategy, self.mesh, self.batch_axes, shapes)
+        )
+
+    @cached_property
+    def _batch_plans(self) -> dict[Any, BatchPlan]:
+        return {}
+
     def batch_placements(self, batch: PyTree) -> PyTree:
-        """Return the placement of every array of a global batch, as a tree; arrays without rows are whole."""
-
-        def place(path: tuple[Any, ...], x: Any, has_rows: bool) -> Placement:
-            return self.batch_placement(x, path) if has_rows else whole(leaf_of(path, x))
-
-        return map_with_path(place, batch, self.rows_mask(batch))
+        """Return the placement of every array of a global batch, as a tree; arrays without rows are replicated."""
+        return self.plan_batch(batch).placements
 
     def batch_shardings(self, batch: PyTree) -> PyTree:
         """Return the sharding of every array of a global batch, as a tree."""
-        return self.shardings(self.batch_placements(batch))
+        return self.plan_batch(batch).shardings
 
     def rows_mask(self, batch: PyTree) -> PyTree:
         """Return True for every array of a batch, or of a device's share of one, that has rows, as a tree."""
-        return rows_mask(self.strategy, axis_size(self.mesh, self.batch_axes), batch)
+        return self.plan_batch(batch).rows
 
     def shardings(self, placements: PyTree) -> PyTree:
         """Turn a tree of placements into a tree of `NamedSharding`."""

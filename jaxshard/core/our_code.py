@@ -28,6 +28,11 @@ _JAXSHARD = package_folder("jaxshard")
 _STEPS = (package_folder("jaxshard.engines"), package_folder("jaxshard.training"))
 _MODELS = package_folder("jaxshard.models")
 _STDLIB = sysconfig.get_paths()["stdlib"]
+_FRAMEWORKS = {
+    "chex", "einops", "equinox", "flax", "haiku", "haliax", "jax", "jaxlib", "jaxtyping", "numpy", "optax",
+    "optimistix", "qwix",
+}  # fmt: skip
+"""Installed packages that are nobody's model."""
 
 
 def is_jaxshard_file(file: str | Path) -> bool:
@@ -38,8 +43,9 @@ def is_jaxshard_file(file: str | Path) -> bool:
 def users_line(frames: Sequence[str]) -> str:
     """Choose the frame to show: the innermost one of the user's code, else the innermost of all.
 
-    Installed libraries and this package are not the user's code (its ready-made models are), nor is what merely calls
-    the step: the search ends at a frame of an engine or of the training loop. So of the stack
+    Installed frameworks and this package are not the user's code (its ready-made models are, and so are models that are
+    installed), nor is what merely calls the step: the search ends at a frame of an engine or of the training loop. So
+    of the stack
 
         flax/linen/linear.py:271   user/model.py:22   jaxshard/engines/explicit.py:80   user/train.py:10
 
@@ -68,4 +74,7 @@ def is_outside_engines(line: str) -> bool:
 def _is_library(file: Path) -> bool:
     if is_jaxshard_file(file):
         return not file.is_relative_to(_MODELS)
-    return bool({"site-packages", "dist-packages"} & set(file.parts)) or file.is_relative_to(_STDLIB)
+    for folder in ("site-packages", "dist-packages"):
+        if folder in file.parts:
+            return file.parts[file.parts.index(folder) + 1] in _FRAMEWORKS
+    return file.is_relative_to(_STDLIB) or "<" in str(file)

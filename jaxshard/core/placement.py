@@ -252,12 +252,12 @@ def _add_axes(spec: PartitionSpec, dim: int, names: AxisName) -> PartitionSpec:
 
 def axes_of(spec: PartitionSpec) -> tuple[str, ...]:
     """Return all mesh axes of a spec, in the order of its dimensions."""
-    return tuple(name for entry in spec for name in axis_names(entry))
+    return tuple(name for entry in spec if entry is not None for name in axis_names(entry))
 
 
 def only_axes(spec: PartitionSpec, axes: Container[str]) -> PartitionSpec:
     """Drop the mesh axes of a spec that are not among `axes`."""
-    return PartitionSpec(*(spec_entry(tuple(name for name in axis_names(e) if name in axes)) for e in spec))
+    return PartitionSpec(*(e and spec_entry(tuple(name for name in axis_names(e) if name in axes)) for e in spec))
 
 
 def split_dims(spec: PartitionSpec) -> list[tuple[int, str]]:

@@ -68,7 +68,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class WithoutRows:
-    """The strategy that names arrays of the batch without rows; see `without_rows`. `core/batch_rows.py` reads it."""
+    """The strategy that names arrays of the batch without rows; see `without_rows`. `core/batch.py` reads it."""
 
     patterns: tuple[str, ...]
 

@@ -1,7 +1,7 @@
-"""Data: token corpora, packed documents, indexed sources and mixtures of them, and the global batches on the devices.
+"""Data: token corpora, packed documents, indexed sources, mixtures, and global batches on the devices.
 
-The sequence of global batches depends on (seed, step) alone: which rows a host reads follows from the layout, never the
-other way round, and the position in the data is the step. Imports `core/` and `distributed/`.
+The sequence of global batches depends only on (seed, step), not on the number of hosts: the layout determines the rows
+that a host reads. The position in the data is the step. Imports `core/` and `distributed/`.
 """
 
 from jaxshard.data.batches import batches as batches

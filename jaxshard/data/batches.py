@@ -1,10 +1,10 @@
-"""`batches` and `local_batches`: global batches on the devices, from host data. Nothing is communicated.
+"""`batches` and `local_batches`: make global batches on the devices from host data, without communication.
 
-What differs is who has which rows. With two hosts and a batch of 8 rows, split over the hosts' devices:
+There are three forms of input. With two hosts and a batch of 8 rows, split over the hosts' devices:
 
-    a source          host 0 reads rows 0-3, host 1 reads rows 4-7      `batches(source, ...)`
-    global batches    each reads rows 0-7 and keeps its four            `batches([batch, ...], ...)`
-    local batches     each has four rows of its own, in any number      `local_batches(iterator, ...)`
+    a source          host 0 reads rows 0-3, host 1 reads rows 4-7              `batches(source, ...)`
+    global batches    each host reads rows 0-7 and keeps its four               `batches([batch, ...], ...)`
+    local batches     each host has four rows, which become rows 0-3 and 4-7    `local_batches(iterator, ...)`
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxshard.core.batch_rows import check_no_lists, describe_differing, name_those_without, row_counts
+from jaxshard.core.batch import check_no_lists, describe_differing, name_those_without, row_counts
 from jaxshard.core.foreign_arrays import as_arrays, convert_foreign
 from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.tree import map_with_path, path_str
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def batches(
     source: Source | Indexed | Iterable[PyTree], layout: Layout, *, start: Any = 0, prefetch: int = 2
 ) -> Batches:
-    """Make global batches from `start` on, each leaf a `jax.Array` placed by the layout. No collectives.
+    """Make global batches from `start` on, each leaf a `jax.Array` with the layout's sharding. No collectives.
 
         source = js.data.windows(tokens, batch=32, seq=1024, seed=0)
         for batch in js.batches(source, layout, start=run.step):     # {"tokens": global int32[32, 1025]}
@@ -46,30 +46,29 @@ def batches(
     Args:
       source: one of
 
-        - a `js.data.Source` (`windows`, `examples`, `mixture` or your own), endless: every host reads only the rows
-          that its own devices hold, each once. The position is the step.
-        - global batches by number: a list, a `grain.MapDataset` that ends in `.batch(n)`, anything with `len` and an
-          index. The position is the step; every host reads the whole batch and keeps its rows.
+        - a `js.data.Source` (`windows`, `examples`, `mixture` or your own), endless: every host reads only the rows of
+          its own devices, each once. The position is the step.
+        - indexed global batches: a list, a `grain.MapDataset` that ends in `.batch(n)`, anything with `len` and an
+          index. The position is the step; every host reads the full batch and keeps its rows.
         - an iterable of global batches, the same on every host: a `grain.IterDataset` or `grain.DataLoader`, a
           `DataLoader` of torch, `dataset.with_format("numpy").iter(batch_size)` of Hugging Face, a generator. For the
           position see `local_batches`.
 
-        Leaves are arrays of NumPy or JAX, or of a library that has `__array__` or `__dlpack__`, such as torch.
+        Leaves are arrays of NumPy or JAX, or of a library with `__array__` or `__dlpack__`, such as torch.
 
-      layout: says how a batch is split over the devices.
-      start: the step to begin with (also as a `jax.Array` scalar: `start=run.step` goes on where a run stopped), or a
+      layout: its strategy determines the sharding of a batch.
+      start: the first step (also as a `jax.Array` scalar: `start=run.step` continues where a run stopped), or a
         `position`.
-      prefetch: the number of batches that a thread makes and places ahead, so that as many more are on the devices; 0
-        makes each in `next`.
+      prefetch: the number of batches that a thread makes ahead and keeps on the devices; 0 makes each batch in `next`.
 
     Returns:
       An iterator of trees of global arrays [batch, ...], with a `position`, `seek` and `close`.
 
     Raises:
-      TypeError: a source that is none of these, or a data set of single rows (`js.data.examples` makes batches of
-        them); a list of Python numbers in the place of an array. By `next`: what the source raises.
-      js.distributed.Disagreement: in several processes, one has other batches: `start`, their shape, or the first row,
-        which shows another seed or corpus. (Of an iterable no batch is taken to look at it.)
+      TypeError: a source of another kind, a data set of single rows (use `js.data.examples`), or a list of Python
+        numbers instead of an array. Errors of the source are raised by `next`.
+      js.distributed.Disagreement: the processes have different batches: another `start`, shape, or first row, which
+        means another seed or corpus. (For an iterable the rows are not compared.)
 
     Example:
         source = js.data.windows(tokens, batch=8, seq=16, seed=0)
@@ -94,29 +93,29 @@ def batches(
 def local_batches(iterator: Iterable[PyTree], layout: Layout, *, start: Any = 0, prefetch: int = 2) -> Batches:
     """Make global batches from an iterator of this host's rows. No collectives.
 
-    All hosts give the same number of rows, in the order of their place in the global batch; hosts that hold the same
-    rows (a tensor axis across hosts) give the same rows.
+    All hosts provide the same number of rows, in the order of the global batch. Hosts with the same rows (a tensor axis
+    across hosts) must provide equal rows.
 
         loader = grain.DataLoader(...)                               # {"x": [8, 3]} on each of 4 hosts
         for batch in js.local_batches(loader, layout): ...           # {"x": global [32, 3]}
 
     The position of an iterator with `get_state` and `set_state` (Grain) or `state_dict` and `load_state_dict`
-    (torchdata, Hugging Face) is {"batches": how many were given out, "state": ...}; a state of bytes stands under
-    "base64". It belongs to this host. The position of any other iterator is the number of batches.
+    (torchdata, Hugging Face) is {"batches": number of returned batches, "state": ...}; a state of bytes is stored under
+    "base64". The position is valid for this host only. For any other iterator it is the number of batches.
 
     Args:
-      iterator: gives trees of arrays [rows of this host, ...], of NumPy, JAX, torch or the like.
-      layout: says how a batch is split over the devices.
-      start: a `position`, or a number of batches, which are read and dropped.
-      prefetch: as in `batches`; the iterator then runs in another thread.
+      iterator: yields trees of arrays [rows of this host, ...], of NumPy, JAX, torch or the like.
+      layout: its strategy determines the sharding of a batch.
+      start: a `position`, or a number of batches to read and drop.
+      prefetch: see `batches`; the iterator then runs in another thread.
 
     Returns:
       An iterator of trees of global arrays [rows of all hosts, ...], with a `position`, `seek` and `close`.
 
     Raises:
-      TypeError: a position with a state for an iterator that can't take one.
-      ValueError: by `next`, a scalar, or arrays with different numbers of rows. Also by `next`: what the iterator
-        raises.
+      TypeError: a position with a state, for an iterator that can't restore one.
+      ValueError: raised by `next`: a scalar, or arrays with different numbers of rows. Errors of the iterator are also
+        raised by `next`.
 
     Example:
         with js.local_batches(rows_of_this_host, layout) as batches:    # an iterator of {"tokens": int32[rows, 129]}
@@ -126,7 +125,7 @@ def local_batches(iterator: Iterable[PyTree], layout: Layout, *, start: Any = 0,
 
 
 def local_rows(sharding: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Return the rows of a global array that this process holds, each once and in order, int64."""
+    """Return the row indices of a global array that are on this process's devices, sorted and unique, int64."""
     indices = sharding.addressable_devices_indices_map(shape).values()
     spans = {index[0].indices(shape[0])[:2] for index in indices if index is not None}
     return np.unique(np.concatenate([np.arange(*span) for span in spans] or [np.arange(0)]))
@@ -143,19 +142,19 @@ def _batches_by_number(read_step: Callable[[int], PyTree], start: Any, prefetch:
 
 
 def _rows_reader(source: Any, layout: Layout, start: int) -> Callable[[int], PyTree]:
-    """Return `fn(step) -> batch` for a `Source`, of which this host reads its own rows."""
+    """Return `fn(step) -> batch` for a `Source`; this host reads only its own rows."""
     row = jax.tree.map(np.asarray, convert_foreign("the batch", source.rows(start, np.zeros(1, np.int64))))
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((source.batch, *leaf.shape[1:]), leaf.dtype), row)
     if (peers := peers_of(layout.mesh)) is not None:
         _agree_on_start(peers, start, shapes, row)
     shardings = jax.tree.map(layout.batch_sharding, shapes)
     held = [local_rows(s, x.shape) for s, x in zip(jax.tree.leaves(shardings), jax.tree.leaves(shapes), strict=True)]
-    rows = np.unique(np.concatenate(held))  # leaves may be split differently: the rows that any of them needs
+    rows = np.unique(np.concatenate(held))  # leaves may be split differently, so read the rows that any leaf needs
 
     def place(leaf: np.ndarray, shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.Array:
         def shard(index: Any) -> np.ndarray:
             first, last, _ = index[0].indices(source.batch)
-            begin, end = np.searchsorted(rows, [first, last])  # global rows -> where they stand in `leaf`
+            begin, end = np.searchsorted(rows, [first, last])  # global row indices -> indices in `leaf`
             return leaf[(slice(begin, end), *index[1:])]
 
         return jax.make_array_from_callback(shape.shape, sharding, shard)
@@ -171,7 +170,7 @@ def _rows_reader(source: Any, layout: Layout, start: int) -> Callable[[int], PyT
 def _check_gives_batches(indexed: Any) -> None:
     """Raise TypeError for a data set of torch or Hugging Face whose elements are single rows.
 
-    A row has a scalar, or no array of more than one dimension.
+    Elements count as single rows if any leaf is a scalar, or if no leaf has two dimensions.
     """
     libraries = {kind.__module__.partition(".")[0] for kind in type(indexed).__mro__}
     if not libraries & {"torch", "datasets"} or not len(indexed):
@@ -185,7 +184,7 @@ def _check_gives_batches(indexed: Any) -> None:
 
 
 def _whole_reader(indexed: Any, layout: Layout, start: int) -> Callable[[int], PyTree]:
-    """Return `fn(step) -> batch` for global batches by number; it raises StopIteration after the last."""
+    """Return `fn(step) -> batch` for indexed global batches; it raises StopIteration after the last."""
     if (peers := peers_of(layout.mesh)) is not None and start < len(indexed):
         batch = jax.tree.map(np.asarray, as_arrays("a batch", indexed[start]))
         _agree_on_start(peers, start, batch, jax.tree.map(lambda x: np.atleast_1d(x)[:1], batch))
@@ -204,11 +203,11 @@ def _agree_on_start(peers: Peers, step: int, batch: PyTree, row: PyTree) -> None
 
 
 def _place_whole(batch: PyTree, layout: Layout) -> PyTree:
-    """Place a batch that this host has whole."""
+    """Place a global batch, of which this host has all rows."""
 
     batch = as_arrays("a batch", batch)
     check_no_lists("a batch", batch)
-    # A copy: some iterators fill one buffer over and over, and on a CPU JAX goes on using the array it is given.
+    # Copy: some iterators reuse one buffer, and on CPUs a jax.Array may share the memory of the NumPy array.
     batch = jax.tree.map(np.array, batch)
 
     def place(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -219,7 +218,7 @@ def _place_whole(batch: PyTree, layout: Layout) -> PyTree:
 
 
 def _place_local(batch: PyTree, layout: Layout) -> PyTree:
-    """Place a batch of which this host has its own rows."""
+    """Place a local batch, of which this host has only its own rows."""
 
     batch = as_arrays("a batch", batch)
     check_no_lists("a batch", batch)
@@ -230,15 +229,15 @@ def _place_local(batch: PyTree, layout: Layout) -> PyTree:
 
     def place(path: tuple[Any, ...], leaf: Any) -> jax.Array:
         array = np.array(leaf)  # a copy, as in `_place_whole`
-        if array.ndim and path_str(path) not in counts:  # without rows: every host has it whole
+        if array.ndim and path_str(path) not in counts:  # an array without rows is replicated
             return jax.make_array_from_callback(
                 array.shape, NamedSharding(layout.mesh, PartitionSpec()), lambda index: array[index]
             )
         if array.ndim == 0:
             name = path_str(path) or "the batch"
             raise ValueError(f"local_batches: every leaf needs rows in its first dimension, but {name} is a scalar")
-        # Hosts may hold the same rows, so the global number is not the local one times the number of hosts. The share
-        # of the rows that this host holds follows from the layout: take it from a trial shape that surely divides.
+        # Hosts may have the same rows, so the global number of rows is not simply local rows times hosts. The fraction
+        # of rows on this host follows from the layout: compute it for a trial shape that is surely divisible.
         trial = (len(array) * jax.process_count(), *array.shape[1:])
         held = len(local_rows(layout.batch_sharding(jax.ShapeDtypeStruct(trial, array.dtype)), trial))
         shape = (len(array) * trial[0] // held, *array.shape[1:])

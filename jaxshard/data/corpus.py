@@ -1,7 +1,7 @@
 """`Corpus`: text or token ids, in memory or memory-mapped, with a part held out for evaluation.
 
-Several files are split by a hash of their paths: a file that comes or goes moves no other file across the split. A
-single file or token array is split at its end.
+A hash of its path decides whether a file is held out, so adding or removing a file does not move others across the
+split. Of a single file or token array the end is held out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from jaxshard.core.local_path import local_path
 
 HELD_OUT = 0.08
-"""The share of the files, or of the end of a single token array, that is held out.
+"""The fraction of the files, or of a single token array, that is held out.
 
 Example:
     count = int(len(tokens) * (1 - js.data.HELD_OUT))
@@ -33,7 +33,7 @@ _NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "
 _CHUNK = 2**24
 """Tokens that are checked and hashed at a time."""
 _MAX_CHUNKS = 64
-"""Chunks that are checked and hashed at most: of 2**40 tokens one in a thousand."""
+"""The most chunks that are checked and hashed: of 2**40 tokens one in a thousand."""
 
 
 Part = TypeVar("Part")
@@ -44,12 +44,12 @@ class Corpus(NamedTuple, Generic[Part]):
 
     Attributes:
       name: the name of the file or folder, or "stdlib-" and the Python version.
-      train: integers [number of tokens]; of `tokenize` they are `js.data.Documents`.
-      held_out: the same, for evaluation.
+      train: integers [number of tokens]; from `tokenize`, `js.data.Documents`.
+      held_out: likewise, for evaluation.
       vocab: the size of the vocabulary; all ids are from 0 to vocab - 1.
-      digest: SHA-256 over the tokens of both, in hexadecimal, so that a result can name the text it was trained on (the
-        standard library differs between Python versions). Of more than 2**30 tokens it covers the number and 64 evenly
-        spaced pieces of 2**24.
+      digest: SHA-256 over the tokens of both, in hexadecimal, to identify the text in results (the standard library
+        differs between Python versions). For more than 2**30 tokens it covers their number and 64 evenly spaced chunks
+        of 2**24.
     """
 
     name: str
@@ -63,8 +63,8 @@ def stdlib() -> Corpus[np.ndarray]:
     """Load the source text of the running Python's standard library: about 12 MB that are on every machine.
 
     These are all `*.py` files below `sysconfig`'s stdlib folder in the order of their paths, without installed packages
-    (site-packages, dist-packages) and without test suites: some distributions leave those out, and where they are
-    present they are twice as long as the library itself. A file is held out if a hash of its path says so.
+    (site-packages, dist-packages) and without test suites, which some distributions leave out and which are twice as
+    long as the library itself. A hash of its path decides whether a file is held out.
 
     Returns:
       A corpus of bytes, uint8, with a vocabulary of 256.
@@ -86,14 +86,14 @@ def stdlib() -> Corpus[np.ndarray]:
 def load(path: str | Path, *, dtype: Any = None, vocab: int | None = None) -> Corpus[np.ndarray]:
     """Load the corpus at a path: text, or tokens.
 
-    - A folder: the bytes of every UTF-8 file below it. Hidden files are left out, and other ones that are not UTF-8,
-      with a warning. Files are held out by a hash of their relative path, at least one.
+    - A folder: the bytes of every UTF-8 file below it. Hidden files are left out, and with a warning also files that
+      are not UTF-8. Files are held out by a hash of their relative path, at least one.
     - A `.npy` file: a one-dimensional integer array, memory-mapped; needs `vocab` unless it is uint8.
     - A `.bin` file: raw integers, memory-mapped; needs `dtype` and `vocab`.
     - Any other file: its bytes, memory-mapped; with a warning if they are not UTF-8.
 
-    Of a single file the last 8 % are held out. Token ids are compared with the vocabulary here (of more than 2**30
-    tokens in evenly spaced pieces) and, if `windows` is given the vocabulary, again in every row that is read.
+    The last 8 % of a single file are held out. Token ids are checked against the vocabulary here (for more than 2**30
+    tokens, in evenly spaced chunks) and, if `windows` is given the vocabulary, again in every row that is read.
 
     Args:
       path: a file or a folder.
@@ -101,11 +101,11 @@ def load(path: str | Path, *, dtype: Any = None, vocab: int | None = None) -> Co
       vocab: the size of the vocabulary of a `.npy` or `.bin` file. Text has 256.
 
     Returns:
-      The tokens to train on and those held out.
+      The tokens to train on and the held-out tokens.
 
     Raises:
       FileNotFoundError: nothing at the path.
-      ValueError: empty data, a missing dtype or vocabulary or one too many, token ids outside the vocabulary.
+      ValueError: empty data, a dtype or vocabulary that is missing or not allowed, token ids outside the vocabulary.
 
     Example:
         corpus = js.data.load("notes.txt")
@@ -134,7 +134,7 @@ def load(path: str | Path, *, dtype: Any = None, vocab: int | None = None) -> Co
 
 
 def _begins_as_text(path: Path) -> bool:
-    """True if the beginning of a file is UTF-8; a character may be cut at its end."""
+    """Return True if the beginning of a file is UTF-8, apart from a truncated last character."""
     with path.open("rb") as opened:
         beginning = opened.read(1 << 16)
     try:
@@ -152,7 +152,7 @@ def _load_folder(root: Path) -> Corpus[np.ndarray]:
 
 
 def read_texts(root: Path) -> tuple[dict[str, bytes], str]:
-    """Read the UTF-8 files below a folder, by their relative paths, and say what was left out (empty for nothing).
+    """Return ({relative path: content} of the UTF-8 files below a folder, a message about skipped files or "").
 
     Raises:
       ValueError: there is no text.
@@ -171,13 +171,13 @@ def read_texts(root: Path) -> tuple[dict[str, bytes], str]:
 
 
 def _list_files(root: Path, pattern: str, skip: frozenset[str]) -> list[Path]:
-    """List files by relative path, in order, without hidden ones and those below a folder in `skip`."""
+    """List files by relative path, sorted, without hidden files and files below a folder in `skip`."""
     found = (path.relative_to(root) for path in root.rglob(pattern) if path.is_file())
     return sorted(path for path in found if not any(part in skip or part.startswith(".") for part in path.parts))
 
 
 def _join_texts(name: str, texts: dict[str, bytes]) -> Corpus[np.ndarray]:
-    """Make the corpus of several texts by relative path, each of them either trained on or held out."""
+    """Make the corpus of several texts by relative path, each of which is either trained on or held out."""
     texts = {path: text for path, text in texts.items() if text}
     if len(texts) < 2:
         return _split_tokens(name, np.frombuffer(b"".join(texts.values()), np.uint8), _BYTES)
@@ -191,8 +191,8 @@ def _join_texts(name: str, texts: dict[str, bytes]) -> Corpus[np.ndarray]:
 
 
 def choose_held_out(paths: Collection[str]) -> set[str]:
-    """Choose the paths of two or more that are held out, at least one; a path does not depend on the others."""
-    # A number in [0, 1) for each path.
+    """Choose the held-out paths of two or more, at least one, by a hash of each path."""
+    # A hash in [0, 1) for each path.
     share = {path: int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest()) / 2**64 for path in paths}
     by_share = sorted(paths, key=share.__getitem__)
     count = sum(value < HELD_OUT for value in share.values())
@@ -200,7 +200,7 @@ def choose_held_out(paths: Collection[str]) -> set[str]:
 
 
 def _split_tokens(name: str, tokens: np.ndarray, vocab: int) -> Corpus[np.ndarray]:
-    """Make the corpus of one token array, whose end is held out."""
+    """Make the corpus of a single token array, whose end is held out."""
     if not len(tokens):
         raise ValueError(f"data: {name} is empty")
     for chunk in _sample_chunks(tokens):
@@ -210,7 +210,7 @@ def _split_tokens(name: str, tokens: np.ndarray, vocab: int) -> Corpus[np.ndarra
 
 
 def _map_tokens(path: Path, dtype: Any) -> np.ndarray:
-    """Open the integers in a .npy or raw file, memory-mapped."""
+    """Memory-map the integers in a .npy or raw file."""
     if path.stat().st_size == 0:
         raise ValueError(f"data: {path} is empty")
     if path.suffix == ".npy":
@@ -231,7 +231,7 @@ def _map_tokens(path: Path, dtype: Any) -> np.ndarray:
 
 
 def _map_npy(path: Path) -> np.ndarray:
-    """Open a .npy file; ValueError for one whose header can't be read, and for an archive of several arrays."""
+    """Memory-map a .npy file; raise ValueError for an unreadable header or an archive of several arrays."""
     with path.open("rb") as file:
         if file.read(2) == b"PK":
             raise ValueError(f"data: {path} is an archive, such as .npz; save the tokens alone, with np.save")
@@ -239,14 +239,14 @@ def _map_npy(path: Path) -> np.ndarray:
         tokens: np.ndarray = np.load(path, mmap_mode="r")
     except OSError:
         raise
-    except Exception as error:  # NumPy evaluates the header as Python's source, and says many things of a wrong one
+    except Exception as error:  # NumPy evaluates the header as Python source, so a wrong header may raise anything
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"data: {path} is no .npy file that can be read: {reason}") from error
     return tokens
 
 
 def _sample_chunks(tokens: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield all of the tokens in pieces, or evenly spaced pieces of them if they are very many."""
+    """Yield all tokens in chunks, or evenly spaced chunks if there are very many."""
     starts = np.arange(0, len(tokens), _CHUNK)
     if len(starts) > _MAX_CHUNKS:
         starts = starts[np.linspace(0, len(starts) - 1, _MAX_CHUNKS).astype(int)]
@@ -254,7 +254,7 @@ def _sample_chunks(tokens: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def hash_tokens(arrays: list[np.ndarray]) -> str:
-    """Return SHA-256 over arrays of tokens, in hexadecimal; of very many over evenly spaced pieces."""
+    """Return SHA-256 over arrays of tokens, in hexadecimal; over evenly spaced chunks if there are very many."""
     total = hashlib.sha256()
     for tokens in arrays:
         total.update(f"{tokens.dtype.str}{len(tokens)}".encode())
@@ -270,7 +270,7 @@ def check_token_array(tokens: np.ndarray, name: str) -> None:
 
 
 def check_ids(tokens: np.ndarray, vocab: int) -> None:
-    """Raise ValueError if a token id lies outside the vocabulary."""
+    """Raise ValueError if a token id is outside the vocabulary."""
     if tokens.size and not (tokens.min() >= 0 and tokens.max() < vocab):
         wrong = tokens.min() if tokens.min() < 0 else tokens.max()
         raise ValueError(f"data: token id {wrong} is outside the vocabulary of {vocab} (0 to {vocab - 1})")

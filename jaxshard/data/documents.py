@@ -1,4 +1,4 @@
-"""`Documents`: tokens, where each document begins, and which tokens are answers; `tokenize` makes them of text."""
+"""`Documents`: the tokens of documents, with their starts and answers; `tokenize` makes them from text."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from jaxshard.data.token_cache import TokenFiles, load_tokens, save_tokens
 from jaxshard.data.tokenizer import Tokenizer
 
 _AT_ONCE = 1024
-"""Documents that the tokenizer is given at a time."""
+"""The number of documents that are tokenized at a time."""
 
 _FORMAT = "1"
-"""Changes with what is written into the cache."""
+"""The version of the cache's format; to be changed with the format."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Documents:
     Attributes:
       tokens: integers [tokens].
       starts: int64[documents + 1]; document i is tokens[starts[i] : starts[i + 1]].
-      answers: bool[tokens], the tokens that are learned as labels; None for all of them.
-      vocab: the size of the vocabulary, against which ids are checked where they are read; None for no check.
-      lines: int64[documents], the line of each in its file; None where documents are no lines.
-      name: what errors call the documents.
+      answers: bool[tokens], the tokens that are learned as labels; None for all tokens.
+      vocab: the size of the vocabulary, against which ids are checked in every row that is read; None for no check.
+      lines: int64[documents], the line of each document in its file; None if documents are not lines.
+      name: the name of the documents in error messages.
     """
 
     tokens: np.ndarray
@@ -63,11 +63,11 @@ class Documents:
         return len(self.starts) - 1
 
     def where(self, number: int) -> str:
-        """Name a document for people: its line, or its number."""
+        """Return the name of a document in messages: its line, or its index."""
         return f"{self.name} document {number}" if self.lines is None else f"{self.name} line {self.lines[number]}"
 
     def part(self, first: int, last: int) -> Documents:
-        """Return documents first to last - 1; nothing is copied but where they begin."""
+        """Return documents first to last - 1, as views; only the starts are copied."""
         begin, end = self.starts[first], self.starts[last]
         answers = None if self.answers is None else self.answers[begin:end]
         lines = None if self.lines is None else self.lines[first:last]
@@ -81,18 +81,18 @@ def documents(
     answers: Sequence[Bool[np.ndarray, " tokens"]] | None = None,
     vocab: int | None = None,
 ) -> Documents:
-    """Make documents of token arrays of your own, to be packed by `js.data.packed`.
+    """Make documents from your own token arrays, to be packed by `js.data.packed`.
 
     Args:
-      tokens: the token ids of each document, at least one.
-      answers: for each document which of its tokens are learned as labels; None for all of them.
-      vocab: checks the token ids of every row that is read.
+      tokens: the token ids of each document, at least one per document.
+      answers: for each document a mask of the tokens that are learned as labels; None for all tokens.
+      vocab: if given, the token ids of every row that is read are checked against it.
 
     Returns:
       The documents, with a copy of the tokens.
 
     Raises:
-      ValueError: an empty document, arrays that are no integers, or answers of another shape or dtype.
+      ValueError: an empty document, arrays that are not integers, or answers of another shape or dtype.
 
     Example:
         documents = js.data.documents([np.array([5, 1, 2, 0]), np.array([7, 0])], vocab=256)
@@ -114,25 +114,25 @@ def tokenize(
     r"""Tokenise the documents at a path: text, or records of which only the answers are learned.
 
     - A `.jsonl` file: one record in each line, all of one kind: {"text": ...}, {"prompt": ..., "completion": ...} or
-      {"messages": [{"role": ..., "content": ...}, ...]}. Other keys are left alone. Of a conversation the messages of
-      the roles "assistant" and "model" are answers, with what the template has behind them. The last 8 % of the records
-      are held out, at least one.
-    - A folder: every UTF-8 file below it is a document, as `js.data.load` reads and holds them out.
+      {"messages": [{"role": ..., "content": ...}, ...]}. Other keys are ignored. In a conversation the messages of the
+      roles "assistant" and "model" are answers, together with the template's text after {content}. The last 8 % of the
+      records are held out, at least one.
+    - A folder: every UTF-8 file below it is a document; files are read and held out as by `js.data.load`.
     - Any other file is one document, whose last 8 % are held out.
 
-    Each text is tokenised as a whole, with the tokens that the tokenizer adds to a text, so that it gives the tokens
-    that `transformers` has for the same text. A token with a character of an answer is an answer's. The tokenizer's
-    `end` is put behind every document that does not end with it; it is learned where what stands before it is. Empty
-    texts are left out, with a warning.
+    A text is tokenised in one call, with the tokens that the tokenizer adds to a text, so its tokens equal those of
+    `transformers`. A token that contains a character of an answer belongs to the answer. The tokenizer's `end` is
+    appended to every document that does not end with it; it is learned if the token before it is. Empty texts are left
+    out, with a warning.
 
-    The tokens are kept in files of a cache, named by a hash of the data, the tokenizer and the template.
+    The tokens are cached in files, named by a hash of the data, the tokenizer and the template.
 
     Args:
       path: a file or a folder.
-      tokenizer: what `js.data.tokenizer` returns.
+      tokenizer: a tokenizer from `js.data.tokenizer`.
       template: the text of a message, in which {role} and {content} are replaced; "{role}:\n{content}\n" by default.
-        Where there is a chat template beside the tokenizer, it must be given for records with messages: a Jinja program
-        is not run.
+        If the tokenizer's folder has a chat template, you must give a template for records with messages, because Jinja
+        programs are not run.
       cache: the folder of the cache; by default `jaxshard/tokens` in $XDG_CACHE_HOME, or in ~/.cache.
 
     Returns:
@@ -140,8 +140,8 @@ def tokenize(
 
     Raises:
       FileNotFoundError: nothing at the path.
-      ValueError: wrong lines, with their numbers; no documents, or no second one to hold out; a template that is none,
-        or that is missing.
+      ValueError: wrong lines, with their numbers; no documents, or no second document to hold out; a template that is
+        wrong or missing.
 
     Example:
         tokenizer = js.data.tokenizer("llama/")
@@ -159,15 +159,15 @@ def tokenize(
             warnings.warn(f"data: the tokens of {texts.name} are not kept: {problem}", stacklevel=2)
     for note in (*texts.notes, *found.notes):
         warnings.warn(f"data: {note}", stacklevel=2)
-    whole = Documents(found.tokens, found.starts, found.answers, tokenizer.vocab, found.lines, texts.name)
-    cut = len(whole) - found.held_out
-    return Corpus(texts.name, whole.part(0, cut), whole.part(cut, len(whole)), tokenizer.vocab, found.digest)
+    joined = Documents(found.tokens, found.starts, found.answers, tokenizer.vocab, found.lines, texts.name)
+    cut = len(joined) - found.held_out
+    return Corpus(texts.name, joined.part(0, cut), joined.part(cut, len(joined)), tokenizer.vocab, found.digest)
 
 
 class _Texts(NamedTuple):
     """The documents at a path, not yet tokenised.
 
-    `first_held` is the number of the first that is held out, or None where the last 8 % are.
+    `first_held` is the index of the first held-out document, or None if the last 8 % are held out.
     """
 
     name: str
@@ -178,7 +178,7 @@ class _Texts(NamedTuple):
 
 
 def _open(path: Path, tokenizer: Tokenizer, template: str | None) -> _Texts:
-    """Find the documents at a path, and hash them; ValueError where there are none, or a template is missing."""
+    """Find and hash the documents at a path; raise ValueError if there are none, or if a template is missing."""
     if not path.exists():
         raise FileNotFoundError(f"data: {path} does not exist; give a .jsonl file, a text file or a folder of text")
     name = path.resolve().name
@@ -209,7 +209,7 @@ def _open_folder(path: Path, name: str) -> _Texts:
         )
     texts = {one: text for one, text in texts.items() if text}
     held = choose_held_out(texts) if len(texts) > 1 else set()
-    order = sorted(texts, key=lambda one: one in held)  # stable: those that are held out last
+    order = sorted(texts, key=lambda one: one in held)  # a stable sort: held-out texts last
     digest = hashlib.sha256()
     for one in order:
         digest.update(f"{len(one)} {one} {len(texts[one])} ".encode() + texts[one])
@@ -226,7 +226,15 @@ def _decode(path: Path) -> str:
 
 
 class _Encoded(NamedTuple):
-    """A tokenised record: which of its tokens are learned, and how many answers begin inside a token."""
+    """A tokenised record.
+
+    Attributes:
+      number: the index of the record.
+      line: its line in the file.
+      ids: its token ids.
+      learned: the mask of learned tokens, or None for all.
+      straddling: the number of answers that begin inside a token.
+    """
 
     number: int
     line: int
@@ -267,7 +275,7 @@ def _tokenize(texts: _Texts, tokenizer: Tokenizer) -> TokenFiles:
 
 
 def _encode(records: Iterator[Record], tokenizer: Tokenizer) -> Iterator[_Encoded]:
-    """Tokenise records; those without text have no tokens."""
+    """Tokenise records; a record without text has no tokens."""
     number = 0
     while some := list(islice(records, _AT_ONCE)):
         with_answers = some[0].answers is not None  # a file has records of one kind
@@ -286,7 +294,7 @@ def _encode(records: Iterator[Record], tokenizer: Tokenizer) -> Iterator[_Encode
 def _end(
     record: Record, ids: np.ndarray, spans: np.ndarray | None, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray | None, int]:
-    """Put the end token behind a document, and find the tokens that are learned and answers that begin inside one."""
+    """Append the end token; return (ids, mask of learned tokens, number of answers that begin inside a token)."""
     end = tokenizer.end
     if end is not None and ids.size and ids[-1] != end and not record.text.rstrip().endswith(tokenizer.text_of(end)):
         ids = np.append(ids, end)
@@ -297,6 +305,6 @@ def _end(
     for begin, stop in record.answers:
         learned[: len(spans)] |= (first < stop) & (last > begin) & (last > first)
         straddling += bool(((first < begin) & (last > begin)).any())
-    if ids[-1] == end:  # learned with the answer that it ends
+    if ids[-1] == end:  # the end token is learned if the document ends with an answer
         learned[-1] |= record.answers[-1][1] == len(record.text)
     return ids, learned, straddling

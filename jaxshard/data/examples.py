@@ -1,4 +1,4 @@
-"""Rows of any indexed data set: lists, arrays, map-style data sets of Grain, torch or Hugging Face."""
+"""`examples`: a source of rows from any indexed data set: lists, arrays, map-style data sets of Grain, torch, HF."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from jaxshard.core.batch_rows import check_no_lists
+from jaxshard.core.batch import check_no_lists
 from jaxshard.core.foreign_arrays import convert_foreign
 from jaxshard.core.tree import check_same_tree, path_str
 from jaxshard.core.types import PyTree
@@ -17,7 +17,7 @@ from jaxshard.data.source import draw_indices
 
 
 class Indexed(Protocol):
-    """A data set that is read by number: `dataset[i]` for i in 0 to len(dataset) - 1."""
+    """An indexed data set: `dataset[i]` for i in 0 to len(dataset) - 1."""
 
     def __len__(self) -> int: ...
 
@@ -31,7 +31,7 @@ class Examples:
     Attributes:
       dataset: the data set with `len` and an index.
       batch: the number of global rows of a step.
-      seed: what the order is drawn from; None for the data set's own order.
+      seed: the random seed of the order; None for the data set's own order.
     """
 
     dataset: Indexed
@@ -42,17 +42,17 @@ class Examples:
         """Read global rows of the batch of a step, and only these examples.
 
         Args:
-          step: the number of the batch, from 0.
-          rows: numbers from 0 to batch - 1.
+          step: the index of the batch, from 0.
+          rows: row indices from 0 to batch - 1.
 
         Returns:
-          The examples stacked: a tree with leaves [len(rows), ...].
+          The stacked examples: a tree with leaves [len(rows), ...].
 
         Raises:
-          ValueError, TypeError: as `examples` says.
+          ValueError, TypeError: see `examples`.
         """
         drawn = draw_indices(step, rows, batch=self.batch, size=len(self.dataset), seed=self.seed)
-        numbers = drawn.tolist() or [0]  # of no rows the shapes are still needed
+        numbers = drawn.tolist() or [0]  # without rows, read one example for the shapes
         stacked = _stack(numbers, [self.dataset[i] for i in numbers])
         return stacked if drawn.size else jax.tree.map(lambda leaf: leaf[:0], stacked)
 
@@ -60,25 +60,25 @@ class Examples:
 def examples(dataset: Indexed, *, batch: int, seed: int | None) -> Examples:
     """Make a source of `batch` examples a step from a data set with `len` and an index.
 
-    An epoch has every example once, in an order drawn from (seed, epoch). Every host reads only its own examples.
+    An epoch has every example once, in a random order for each (seed, epoch). Every host reads only its own examples.
 
         source = js.data.examples(datasets.load_dataset("mnist", split="train").with_format("numpy"), batch=256, seed=0)
         for batch in js.batches(source, layout): ...
 
     Args:
       dataset: a list, an array, or a map-style data set of Hugging Face, torch or Grain, whose examples are trees of
-        arrays or numbers, all of one structure, shapes and dtypes.
+        arrays or numbers with equal structure, shapes and dtypes.
       batch: the number of global rows of a step.
-      seed: what the order is drawn from. None is the data set's own order, over and over: for one that shuffles by
-        itself, such as a `grain.MapDataset` that ends in `.shuffle().repeat()`.
+      seed: the random seed of the order. None repeats the data set's own order: for a data set that shuffles itself,
+        such as a `grain.MapDataset` that ends in `.shuffle().repeat()`.
 
     Returns:
       A source of trees with leaves [batch, ...].
 
     Raises:
-      ValueError: an empty data set, or a batch below 1. Where they are read: examples that are None (what a filtered
-        `grain.MapDataset` has in the place of those left out), or that differ in structure, shape or dtype.
-      TypeError: where they are read, text and other leaves that are no numbers.
+      ValueError: an empty data set, or a batch below 1. When examples are read: examples that are None (as for dropped
+        examples of a filtered `grain.MapDataset`), or that differ in structure, shape or dtype.
+      TypeError: when examples are read: text and other leaves that are not numbers.
 
     Example:
         dataset = [{"x": np.full(4, number, np.float32), "y": number % 2} for number in range(100)]
@@ -93,7 +93,7 @@ def examples(dataset: Indexed, *, batch: int, seed: int | None) -> Examples:
 
 
 def _stack(numbers: list[int], chosen: list[PyTree]) -> PyTree:
-    """Stack examples, which must be alike; `numbers` are theirs in the data set, for messages."""
+    """Stack examples, which must have equal shapes; `numbers` are their indices in the data set, for messages."""
     missing = [i for i, example in zip(numbers, chosen, strict=True) if example is None]
     if missing:
         raise ValueError(
@@ -102,7 +102,7 @@ def _stack(numbers: list[int], chosen: list[PyTree]) -> PyTree:
     chosen = [jax.tree.map(np.asarray, convert_foreign("an example", example)) for example in chosen]
     if isinstance(chosen[0], dict):
         check_no_lists("examples", chosen[0])
-    # The signatures are compared before the trees: they take a tenth of the time, and nearly always suffice.
+    # Compare signatures first, which takes a tenth of the time; compare trees only to describe a difference.
     for number, example in zip(numbers, chosen, strict=True):
         if _signature(example) != _signature(chosen[0]):
             what = f"examples: number {number} differs from number {numbers[0]}"
@@ -111,7 +111,7 @@ def _stack(numbers: list[int], chosen: list[PyTree]) -> PyTree:
 
 
 def _signature(example: PyTree) -> tuple[Any, ...]:
-    """The structure, shapes and dtypes of an example."""
+    """Return the structure, shapes and dtypes of an example."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(example)
     words = [f"{path_str(path)} ({leaf.dtype})" for path, leaf in leaves if leaf.dtype.kind in "OSUMm"]
     if words:

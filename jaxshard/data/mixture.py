@@ -1,4 +1,4 @@
-"""A mixture of sources: every row comes from one of them, in exact proportion to the weights."""
+"""Mix sources: every row of a batch comes from one of them, in exact proportion to their weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxshard.data.order import permute
 from jaxshard.data.source import Source, global_positions
 
 _LARGEST = 2**31
-"""The sum of whole weights stays below this, so that products of two fit into 64 bits."""
+"""The sum of integer weights stays below this, so that the product of two fits into 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Mixture:
     Attributes:
       names: the names of the sources.
       sources: the sources, all with the batch of the mixture.
-      counts: their weights as whole numbers in lowest terms.
+      counts: their weights as integers in lowest terms.
       batch: the number of global rows of a step.
-      seed: what the places of the sources within a batch are drawn from.
+      seed: the random seed of the order of sources within a batch.
     """
 
     names: tuple[str, ...]
@@ -43,17 +43,17 @@ class Mixture:
         """Read global rows of the batch of a step, each from one of the sources.
 
         Args:
-          step: the number of the batch, from 0.
-          rows: numbers from 0 to batch - 1.
+          step: the index of the batch, from 0.
+          rows: row indices from 0 to batch - 1.
 
         Returns:
-          A tree with leaves [len(rows), ...], as those of the sources.
+          A tree with leaves [len(rows), ...], like those of the sources.
 
         Raises:
-          ValueError: a row outside the batch, a negative step; what the sources raise.
+          ValueError: a row outside the batch, a negative step, or an error of a source.
         """
-        # A row of the batch -> a slot of the endless sequence of shares, shuffled within the batch -> a source and the
-        # number of its row -> that source's own step and row, since it has the same batch.
+        # Map a row of the batch to a slot of the endless sequence (shuffled within the batch), the slot to a source and
+        # the index of a row of that source, and this index to the source's own (step, row).
         begin = np.int64(step) * self.batch
         place = global_positions(step, rows, self.batch) - begin
         slots = begin + permute(place, size=self.batch, seed=self.seed, epoch=step)
@@ -61,18 +61,19 @@ class Mixture:
         steps, row = np.divmod(number, self.batch)
         at, parts = [], []
         for i, source in enumerate(self.sources):
-            # The rows that a source gives to one batch may belong to several of its own steps.
+            # The rows of a source in one batch may belong to several of its own steps.
             for its_step in np.unique(steps[which == i]):
                 chosen = np.flatnonzero((which == i) & (steps == its_step))
                 at.append(chosen)
                 parts.append(source.rows(int(its_step), row[chosen]))
         if not parts:
             return self.sources[0].rows(step, rows)
+        # Parts are grouped by source and step; bring their rows back to the requested order.
         back = np.argsort(np.concatenate(at))
         return jax.tree.map(lambda *leaves: np.concatenate(leaves)[back], *parts)
 
     def rows_before(self, step: int) -> dict[str, int]:
-        """Return how many rows of each source, by name, come before a step."""
+        """Return {name of a source: number of its rows before a step}."""
         before = count_rows(self.counts, np.array([int(step) * self.batch]))
         return dict(zip(self.names, before[:, 0].tolist(), strict=True))
 
@@ -82,25 +83,26 @@ def mixture(sources: Mapping[str, tuple[Source, float]], *, seed: int) -> Mixtur
 
         source = js.data.mixture({"code": (code, 0.3), "prose": (prose, 0.7)}, seed=0)
 
-    The shares are exact. With weights that add up to W as whole numbers in lowest terms (0.3 and 0.7 are 3 and 7, so W
-    is 10), every W rows from the start hold exactly so many of each source. Any rows that follow one another, such as a
-    batch, miss the share by less than log2(number of sources), rounded up.
+    The proportions are exact. Let W be the sum of the weights as integers in lowest terms (0.3 and 0.7 are 3 and 7, so
+    W is 10): every W rows from the start contain exactly these numbers of rows of each source. In any consecutive rows,
+    such as a batch, the number of rows of a source differs from its share by less than log2(number of sources), rounded
+    up.
 
-    Each source is read in its own sequence, no row left out, so that none comes twice in its epoch. Every step is
-    computed from its number alone, and a mixture may be mixed again.
+    Each source is read in its own order without gaps, so no row is repeated within an epoch of the source. Every step
+    is computed from its index alone, and a mixture can be a source of another mixture.
 
     Args:
-      sources: {name: (source, weight)}. All sources have the batch of the mixture, and rows of one structure, shape and
-        dtype. Weights are positive numbers, taken as they are written: 0.1 is one tenth. Weights with W of 2**31 or
-        more are rounded, by less than 1e-8 of the whole.
-      seed: what the places of the sources within a batch are drawn from.
+      sources: {name: (source, weight)}. All sources have the batch of the mixture, and rows of equal structure, shapes
+        and dtypes. Weights are positive numbers, taken as decimals: 0.1 is one tenth. If W is 2**31 or more, weights
+        are rounded, by less than 1e-8 of the sum.
+      seed: the random seed of the order of sources within a batch.
 
     Returns:
-      A source of the batch and the rows of its sources.
+      A source with the batch and the row structure of its sources.
 
     Raises:
       ValueError: no sources, a weight that is not above 0 or not finite, sources whose batches or rows differ.
-      TypeError: a weight that is no number, an entry that is no pair of a source and its weight.
+      TypeError: a weight that is not a number, an entry that is not a pair (source, weight).
 
     Example:
         code = js.data.windows(tokens, batch=8, seq=16, seed=0)
@@ -124,24 +126,24 @@ def mixture(sources: Mapping[str, tuple[Source, float]], *, seed: int) -> Mixtur
 def assign_slots(
     counts: tuple[int, ...], slots: Int[np.ndarray, " slots"]
 ) -> tuple[Int[np.ndarray, " slots"], Int[np.ndarray, " slots"]]:
-    """Give every slot of an endless sequence to one of several sources, in proportion to `counts`.
+    """Assign every slot of an endless sequence to one of several sources, in proportion to `counts`.
 
-    A slot belongs to the source that has one row more after it than before it, and the number of the row is how many
-    that source had before. So the rows of a source are numbered without gaps, and both answers follow from the slot
-    alone. With counts (2, 1), whose first source has floor(2 n / 3) rows before slot n:
+    `count_rows` gives the number of rows of each source before a slot. A slot belongs to the source whose number grows
+    after it, and the index of its row is that number. So the rows of a source are indexed without gaps, and the result
+    depends only on the slot. With counts (2, 1), where the first source has floor(2 n / 3) rows before slot n:
 
         slot                  0  1  2  3  4  5  6
         rows of source 0      0  0  1  2  2  3  4
         rows of source 1      0  1  1  1  2  2  2
         the slot's source     1  0  0  1  0  0
-        the row's number      0  0  1  1  2  3
+        the row's index       0  0  1  1  2  3
 
     Args:
-      counts: the whole weight of each source.
-      slots: int64 numbers from 0.
+      counts: the integer weight of each source.
+      slots: int64 indices from 0.
 
     Returns:
-      (the index of a source, the number of its row) for every slot, both int64.
+      (the index of a source, the index of its row) for every slot, both int64.
     """
     before = count_rows(counts, slots)
     which = np.argmax(count_rows(counts, slots + 1) - before, axis=0)
@@ -149,10 +151,10 @@ def assign_slots(
 
 
 def count_rows(counts: tuple[int, ...], slots: Int[np.ndarray, " slots"]) -> Int[np.ndarray, "sources slots"]:
-    """Return how many rows of each source come before a slot, int64.
+    """Return the number of rows of each source before a slot, int64.
 
-    The sources are halved until one is left; of two halves with weights a and b, the first gets floor(n a / (a + b)) of
-    the first n slots. Every halving adds an error below 1, which makes the bound in `mixture`.
+    The list of sources is halved recursively: of two halves with weights a and b, the first gets floor(n a / (a + b))
+    of the first n slots. Every halving adds an error below 1, hence the bound in `mixture`.
     """
     if len(counts) == 1:
         return slots[None]
@@ -163,7 +165,7 @@ def count_rows(counts: tuple[int, ...], slots: Int[np.ndarray, " slots"]) -> Int
 
 
 def _to_whole(weights: Mapping[str, float]) -> tuple[int, ...]:
-    """Return the weights as whole numbers in lowest terms, decimals as they are written."""
+    """Convert weights to integers in lowest terms; floats count as the decimals that Python prints."""
     for name, weight in weights.items():
         if not isinstance(weight, Real) or isinstance(weight, bool):
             raise TypeError(f"mixture: the weight of {name!r} must be a number, got {_show(weight)}")
@@ -179,7 +181,7 @@ def _to_whole(weights: Mapping[str, float]) -> tuple[int, ...]:
 
 
 def _check_same_rows(members: Mapping[str, Source]) -> None:
-    """Raise ValueError unless rows of all sources have one structure, and leaves of one shape and dtype."""
+    """Raise ValueError unless rows of all sources have equal structure, shapes and dtypes."""
     (name, first), *others = ((name, source.rows(0, np.zeros(1, np.int64))) for name, source in members.items())
     for other, row in others:
         what = f"mixture: rows of {other!r} differ from those of {name!r}"

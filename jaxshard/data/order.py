@@ -1,7 +1,7 @@
-"""A shuffled order that depends on (seed, epoch) alone and takes no memory: a keyed permutation.
+"""Shuffle by a keyed permutation, which depends only on (seed, epoch) and takes no memory.
 
-A stored permutation of a billion windows takes 8 GB and must be made anew in every epoch. This one computes where a
-position goes from the position itself, as a block cipher does with its input.
+A stored permutation of a billion windows takes 8 GB, and every epoch needs a new one. This permutation computes the
+image of each position directly, like a block cipher.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ _ROUNDS = 8
 def permute(
     position: Int[np.ndarray, "*shape"], *, size: int, seed: int, epoch: Int[np.ndarray, "*shape"] | int
 ) -> Int[np.ndarray, "*shape"]:
-    """Shuffle positions: for a fixed (seed, epoch) a permutation of the numbers 0 to size - 1.
+    """Shuffle positions: for a fixed (seed, epoch) a permutation of the integers 0 to size - 1.
 
-    A Feistel network on pairs (left, right) in [a] x [b] with a * b just above `size`, which is a permutation of a * b
-    values; a value that lands outside `size` is put through again until it lies inside, which keeps it one. Source:
-    Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", sections 3 (cycle walking) and 4 (the network).
+    A Feistel network on pairs (left, right) in [a] x [b], with a * b just above `size`, permutes a * b values. It is
+    applied again to values outside of `size` until they are inside (cycle walking), which gives a permutation of `size`
+    values. Source: Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", sections 3 (cycle walking) and 4
+    (the network).
 
     Args:
       position: integers from 0 to size - 1, of any shape; only these are computed.
       size: the number of positions, below 2**62.
       seed: any integer; taken modulo 2**64.
-      epoch: an integer from 0, or one per position. Each epoch has another order.
+      epoch: an integer from 0, or one per position. Each epoch has a different order.
 
     Returns:
       int64 of the shape of `position`.
@@ -44,12 +45,13 @@ def permute(
     position = np.asarray(position, np.int64)
     if position.size and not (position.min() >= 0 and position.max() < size):
         raise ValueError(f"permute: positions {position.min()} to {position.max()} are not all in 0 to {size - 1}")
+    # Two nearly equal factors, whose product is `size` or slightly more.
     left_size = math.isqrt(max(size, 1))
     right_size = -(-size // left_size)
     key = _mix(_mix(np.uint64(int(seed) % 2**64)) ^ np.broadcast_to(epoch, position.shape).astype(np.uint64))
     round_keys = [_mix(key ^ np.uint64(number)) for number in range(_ROUNDS)]
     value = position.copy()
-    # a * b exceeds `size` by less than sqrt(size), so that nearly all values lie inside after one pass.
+    # a * b exceeds `size` by less than sqrt(size), so nearly all values are inside after one pass.
     outside = np.ones(position.shape, bool)
     while outside.any():
         left, right = np.divmod(value[outside], right_size)

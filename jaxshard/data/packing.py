@@ -1,7 +1,7 @@
-"""Whole documents packed into rows, which do not see each other and do not predict each other.
+"""Pack documents into rows, without attention or predictions between different documents.
 
-A document that is longer than a row is cut into rows; where the others go is best-fit decreasing: the longest first,
-each into the row with the least room that has enough. With rows of 8 tokens, and documents a and b of 5 and 10:
+Documents that are longer than a row are split. Pieces are packed by best-fit decreasing: the longest first, each into
+the row with the least free space that is enough. With rows of 8 tokens, and documents a and b of 5 and 10 tokens:
 
     tokens         b0 b1 b2 b3 b4 b5 b6 b7     a0 a1 a2 a3 a4 b8 b9  0
     targets        b1 b2 b3 b4 b5 b6 b7 b8     a1 a2 a3 a4  0 b9  0  0
@@ -36,7 +36,7 @@ class Packed:
       documents: the tokens.
       batch: the number of global rows of a step.
       seq: the number of tokens of a row.
-      seed: what the order is drawn from.
+      seed: the random seed of the order.
     """
 
     documents: Documents
@@ -46,14 +46,14 @@ class Packed:
 
     @property
     def epoch_rows(self) -> int:
-        """The number of rows in an epoch, which has every token once."""
+        """Return the number of rows in an epoch, which contains every token once."""
         return len(self._plan.rows) - 1
 
     @property
     def facts(self) -> dict[str, float]:
-        """Numbers of an epoch: documents, tokens, rows, documents that are cut, and shares of the places of all rows.
+        """Return statistics of an epoch: numbers of documents, tokens, rows, split documents, and two fractions.
 
-        "padding" is the share of the places that hold no token, "learned" that of those whose label counts.
+        "padding" is the fraction of positions without a token, "learned" the fraction whose label has a weight of 1.
         """
         docs, learned = self.documents, self._plan.learned
         places, lengths = self.epoch_rows * self.seq, np.diff(docs.starts)
@@ -71,8 +71,8 @@ class Packed:
         """Read global rows of the batch of a step, and only these.
 
         Args:
-          step: the number of the batch, from 0.
-          rows: numbers from 0 to batch - 1.
+          step: the index of the batch, from 0.
+          rows: row indices from 0 to batch - 1.
 
         Returns:
           {"tokens", "targets", "positions", "segment_ids": int32[len(rows), seq], "weights": float32[len(rows), seq]}
@@ -83,7 +83,7 @@ class Packed:
         return self.read(draw_indices(step, rows, batch=self.batch, size=self.epoch_rows, seed=self.seed))
 
     def read(self, numbers: Int[np.ndarray, " rows"]) -> Batch:
-        """Read packed rows by number, from 0 to epoch_rows - 1; the rest is as in `rows`."""
+        """Read packed rows by index, from 0 to epoch_rows - 1; see `rows`."""
         docs, plan = self.documents, self._plan
         names = ("tokens", "targets", "positions", "segment_ids")
         made: Batch = {name: np.zeros((len(numbers), self.seq), np.int32) for name in names}
@@ -111,26 +111,26 @@ class Packed:
 
 
 def packed(documents: Documents, *, batch: int, seq: int, seed: int) -> Packed:
-    """Make a source of rows into which whole documents are packed, for `js.models` and other models of packed rows.
+    """Make a source of rows into which documents are packed, for `js.models` and other models of packed rows.
 
-    Step s takes the rows s * batch to (s + 1) * batch of an endless sequence that runs through all rows in an order
-    drawn from (seed, epoch), then again in another order. Which documents share a row depends on the documents and
-    `seq` alone; they do not see each other, by "segment_ids". Every token of every document comes once in an epoch, and
-    is predicted once but for the first of each document: a document that is cut goes on in another row, with positions
-    from 0 and without the tokens before.
+    Step s takes the rows s * batch to (s + 1) * batch of an endless sequence, which repeats all rows in a new random
+    order for each (seed, epoch). The documents of a row depend only on the documents and `seq`; "segment_ids" prevents
+    attention between them. In an epoch every token appears once, and is predicted once, except for the first token of
+    each document. A document that is longer than a row continues in another row, with positions from 0 and without the
+    earlier tokens.
 
     Args:
-      documents: what `js.data.tokenize` or `js.data.documents` returns.
+      documents: documents from `js.data.tokenize` or `js.data.documents`.
       batch: the number of global rows of a step.
       seq: the number of tokens of a row.
-      seed: what the order is drawn from.
+      seed: the random seed of the order.
 
     Returns:
       A source of {"tokens", "targets", "positions", "segment_ids": int32[batch, seq], "weights": float32[batch, seq]}.
 
     Raises:
-      ValueError: `batch` or `seq` below 1, no documents, or an answer that a cut takes its prompt from: one that begins
-        behind the first `seq` tokens of its document.
+      ValueError: `batch` or `seq` below 1, no documents, or a document whose first answer begins after the first `seq`
+        tokens, so that it would be separated from its prompt.
 
     Example:
         documents = js.data.documents([np.array([5, 1, 2, 0]), np.array([7, 0])], vocab=256)
@@ -145,7 +145,7 @@ def packed(documents: Documents, *, batch: int, seq: int, seed: int) -> Packed:
 
 
 def eval_rows(documents: Documents, *, batch: int, seq: int, limit: int | None = None) -> Iterator[Batch]:
-    """Make batches of packed rows of held-out documents, a finite number, in a fixed order; see `eval_batches`."""
+    """Make a finite number of batches of packed rows of held-out documents, in a fixed order; see `eval_batches`."""
     source = packed(documents, batch=batch, seq=seq, seed=0)
     total = source.epoch_rows
     count = min(total, limit or total)
@@ -155,14 +155,14 @@ def eval_rows(documents: Documents, *, batch: int, seq: int, limit: int | None =
 
 @dataclass(frozen=True)
 class _Plan:
-    """Where documents, or the pieces of those that are cut, go.
+    """The rows of all pieces. A piece is a document, or a part of a split document.
 
     Attributes:
-      begins: int64[pieces], the first token of each; pieces of a row follow one another.
-      lengths: int64[pieces], their tokens.
-      labels: int64[pieces], how many of these have a label: all but the last of a document.
-      rows: int64[rows + 1], the first piece of each row.
-      learned: how many labels count.
+      begins: int64[pieces], the index of the first token of each piece; the pieces of a row are consecutive.
+      lengths: int64[pieces], the number of tokens of each piece.
+      labels: int64[pieces], the number of tokens with a label: all tokens except the last of a document.
+      rows: int64[rows + 1], the index of the first piece of each row.
+      learned: the number of labels with a weight of 1.
     """
 
     begins: np.ndarray
@@ -176,7 +176,8 @@ def _make_plan(docs: Documents, seq: int) -> _Plan:
     sizes = np.diff(docs.starts)
     pieces = -(-sizes // seq)
     document = np.repeat(np.arange(len(docs)), pieces)
-    number = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # of a piece in its document
+    # The index of each piece within its document.
+    number = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     begins = docs.starts[document] + number * seq
     ends = np.minimum(begins + seq, docs.starts[document + 1])
     lengths = ends - begins
@@ -186,23 +187,26 @@ def _make_plan(docs: Documents, seq: int) -> _Plan:
     rows = np.searchsorted(row[order], np.arange(row.max() + 2))
     if docs.answers is None:
         learned = labels.sum()
-    else:  # the first token of a document is no label
+    else:  # the first token of a document is never a label
         learned = docs.answers.sum() - docs.answers[docs.starts[:-1]].sum()
     return _Plan(begins[order], lengths[order], labels[order], rows, int(learned))
 
 
 def _best_fit(lengths: np.ndarray, seq: int) -> np.ndarray:
-    """Give each length its row: the longest first, into the row with the least room that has enough."""
+    """Return the row of each length by best-fit decreasing: the longest first, into the row with the least free space.
+
+    Rows are kept in lists by their free space, and a bit mask of the non-empty lists finds the best fit in one step.
+    """
     row_of = np.empty(len(lengths), np.int64)
     order = np.argsort(-lengths, kind="stable")
     full = int((lengths == seq).sum())
     row_of[order[:full]] = np.arange(full)
     by_room: list[list[int]] = [[] for _ in range(seq + 1)]
-    rooms = 0  # bit n is set where a row has room for just n more
+    rooms = 0  # bit n is set if any row has free space for exactly n more tokens
     rows = full
     for piece, length in zip(order[full:].tolist(), lengths[order[full:]].tolist(), strict=True):
         if enough := rooms >> length:
-            room = length + (enough & -enough).bit_length() - 1
+            room = length + (enough & -enough).bit_length() - 1  # the lowest set bit: the least space that is enough
             row = by_room[room].pop()
             if not by_room[room]:
                 rooms &= ~(1 << room)
@@ -216,7 +220,7 @@ def _best_fit(lengths: np.ndarray, seq: int) -> np.ndarray:
 
 
 def _check_prompts(docs: Documents, seq: int) -> None:
-    """Raise ValueError for documents whose first answer begins behind the first row, which cuts off its prompt."""
+    """Raise ValueError for documents whose first answer begins after the first row, separated from its prompt."""
     if docs.answers is None:
         return
     long = np.flatnonzero(np.diff(docs.starts) > seq)
@@ -225,6 +229,6 @@ def _check_prompts(docs: Documents, seq: int) -> None:
         named = ", ".join(f"{docs.where(i)} ({prompt} tokens)" for i, prompt in wrong[:5])
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ValueError(
-            f"data: the first answer begins behind the first {seq} tokens, the length of a row, in {named}{more}; use "
+            f"data: the first answer begins after the first {seq} tokens, the length of a row, in {named}{more}; use "
             f"a seq of at least {max(prompt for _, prompt in wrong)}, or leave these out"
         )

@@ -1,11 +1,11 @@
-"""Records: documents as JSON lines, and which of their characters are answers.
+"""Read records: documents in JSON lines, and which of their characters are answers.
 
     {"text": "..."}                                              a document
     {"prompt": "2 + 2 =", "completion": " 4"}                    the completion is the answer
-    {"messages": [{"role": "user", "content": "2 + 2?"},         what the assistant says is
+    {"messages": [{"role": "user", "content": "2 + 2?"},         the assistant's messages are the answers
                   {"role": "assistant", "content": "4"}]}
 
-A message becomes text by a template, a line in which {role} and {content} are replaced.
+A template converts a message to text: its {role} and {content} are replaced.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TEMPLATE = "{role}:\n{content}\n"
-"""The template of a message where none is given."""
+"""The default template of a message."""
 
 ANSWERING = ("assistant", "model")
 """The roles whose messages are answers."""
@@ -24,16 +24,16 @@ ANSWERING = ("assistant", "model")
 _KINDS = {"text": ("text",), "completion": ("prompt", "completion"), "messages": ("messages",)}
 _EXPECTED = '{"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
 _SHOWN = 5
-"""Wrong lines that a message names."""
+"""The most wrong lines that an error message names."""
 
 
 class Record(NamedTuple):
     """A document.
 
     Attributes:
-      text: all of it.
-      answers: the characters that are learned, as (begin, end) pairs in order; None for all of them.
-      line: the number of its line in the file, from 1; 0 for a file of its own.
+      text: the text of the document.
+      answers: the learned characters, as (begin, end) pairs in order; None for all characters.
+      line: its line in the file, from 1; 0 if it is a file.
     """
 
     text: str
@@ -42,7 +42,7 @@ class Record(NamedTuple):
 
 
 def split_template(template: str) -> tuple[str, str]:
-    """Return what a template has in front of the content and behind it.
+    """Return (the text before {content} in a template, the text after it).
 
     Raises:
       ValueError: a template without {content}, or with more than one.
@@ -54,10 +54,10 @@ def split_template(template: str) -> tuple[str, str]:
 
 
 def read_records(file: Path, template: str = TEMPLATE) -> Iterator[Record]:
-    """Read the records of a file of JSON lines, all of one kind. Lines that are blank are no records.
+    """Read the records of a file of JSON lines, all of one kind. Blank lines are skipped.
 
     Raises:
-      ValueError: a template that is none. After the last record: wrong lines, the first five with their numbers.
+      ValueError: a wrong template. After the last record: wrong lines, the first five with their numbers.
     """
     head, tail = split_template(template)
     wrong: list[str] = []
@@ -81,7 +81,7 @@ def read_records(file: Path, template: str = TEMPLATE) -> Iterator[Record]:
 
 
 def first_kind(file: Path) -> str | None:
-    """Return the key by which the first record of a file is known, such as "messages"; None where that is no record."""
+    """Return the kind of the first record of a file, such as "messages"; None if the first line is not a record."""
     with file.open("rb") as lines:
         first = next((line for line in lines if line.strip()), b"")
     try:
@@ -128,7 +128,7 @@ def _make(kind: str, record: dict[str, Any], head: str, tail: str) -> Record:
 
 
 def _make_conversation(messages: Any, head: str, tail: str) -> Record:
-    """A record of messages. An answer is the content and what follows it, which ends it."""
+    """Make the record of a conversation. An answer is the content with the template's text after it, which ends it."""
     if not isinstance(messages, list) or not messages:
         raise ValueError('"messages" must be a list of at least one {"role": ..., "content": ...}')
     text, answers = "", []

@@ -1,10 +1,10 @@
-"""Iterators that save their position: Grain's, torch's and Hugging Face's, as well as plain ones, which are counted.
+"""Resume iterators at a position: by the saved state of Grain's, torch's and Hugging Face's, else by counting batches.
 
-A position is what `Batches.position` shows and a checkpoint stores, in a form that JSON holds:
+A position is the value of `Batches.position`, which a checkpoint stores as JSON:
 
-    7                                        a plain iterator: 7 batches were given out
-    {"batches": 7, "state": {...}}           one that saves its state in a dictionary
-    {"batches": 7, "base64": "eyJ..."}       one that saves it in bytes, as Grain's DataLoader does
+    7                                        a plain iterator, after 7 batches
+    {"batches": 7, "state": {...}}           an iterator that saves its state in a dictionary
+    {"batches": 7, "base64": "eyJ..."}       an iterator that saves its state in bytes, like Grain's DataLoader
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from jaxshard.data.stream import Batches, Read
 def batches_in_turn(
     iterable: Iterable[PyTree], place: Callable[[PyTree], PyTree], start: Any, prefetch: int
 ) -> Batches:
-    """Make batches of what an iterable gives, in turn.
+    """Make `Batches` from an iterable, in its order.
 
     Args:
-      iterable: gives NumPy batches. It, or the iterator made of it, may save its state.
+      iterable: yields NumPy batches. It, or its iterator, may be able to save its state.
       place: puts a NumPy batch on the devices.
-      start: a position, or a number of batches, which are read and dropped.
+      start: a position, or a number of batches to read and drop.
       prefetch: the number of batches to make ahead.
 
     Raises:
-      ValueError: `start` is no position, or lies before the batch at which an iterator was opened.
-      TypeError: `start` holds a state, but the iterator can't take one.
+      ValueError: `start` is not a position, or is before the batch at which an iterator was opened.
+      TypeError: `start` contains a state, but the iterator can't restore one.
     """
     once = isinstance(iterable, Iterator) and _state_of(iterable) is None
-    opened_at: dict[str, Any] | None = None  # the position in which an iterator came: its only way back
+    opened_at: dict[str, Any] | None = None  # the position at which an iterator was opened; it can't go further back
 
     def open(start: Any) -> tuple[Read, Any]:
         nonlocal opened_at
         saved, skipped = (start, 0) if isinstance(start, Mapping) else (None, to_step(start))
         if saved is None and opened_at is not None:
-            # Opened again at a number: an iterator goes back to where it came, and on from there.
+            # `seek` to a number of batches: restore the iterator where it was opened, and skip batches from there.
             saved, skipped = opened_at, skipped - opened_at["batches"]
             if skipped < 0:
                 raise ValueError(f"batches: {start} lies before batch {saved['batches']}, where they were opened")
@@ -58,7 +58,7 @@ def batches_in_turn(
             opened_at = position(given)
 
         def read(batch: PyTree, number: int) -> tuple[PyTree, Any]:
-            # Before `place`, which takes a while: some iterators go on in threads of their own.
+            # Save the state before `place`, which takes a while: some iterators advance in threads of their own.
             after = position(number)
             return place(batch), after
 
@@ -68,7 +68,7 @@ def batches_in_turn(
 
 
 def to_step(start: Any) -> int:
-    """Convert a start to a number of steps. A negative one is a ValueError."""
+    """Convert a start to a number of steps; raise ValueError if it is negative."""
     step = int(start)
     if step < 0:
         raise ValueError(f"batches: start must be 0 or more, got {step}")
@@ -76,7 +76,7 @@ def to_step(start: Any) -> int:
 
 
 class _State(NamedTuple):
-    """The methods with which an object saves and restores its position."""
+    """The methods by which an object saves and restores its position."""
 
     save: Callable[[], Any]
     restore: Callable[[Any], Any]
@@ -85,9 +85,9 @@ class _State(NamedTuple):
 def _open_iterator(
     iterable: Iterable[PyTree], saved: Mapping[str, Any] | None
 ) -> tuple[Iterator[PyTree], _State | None]:
-    """Make an iterator, at a saved position if there is one; return it with the way to save its state."""
+    """Return (an iterator, at the saved position if there is one; the methods that save its state, or None)."""
     if (state := _state_of(iterable)) is not None:
-        _restore(state, saved)  # before `iter`: torch's loaders begin there
+        _restore(state, saved)  # before `iter`, since torch's loaders start in `iter`
         return iter(iterable), state
     iterator = iter(iterable)
     if (state := _state_of(iterator)) is not None:
@@ -101,7 +101,7 @@ def _open_iterator(
 
 
 def _state_of(holder: Any) -> _State | None:
-    """Return the methods of an iterable or an iterator: Grain's, or torch's and Hugging Face's; None without any."""
+    """Return the methods that save and restore the state of Grain's, torch's or Hugging Face's objects, or None."""
     for save, restore in (("get_state", "set_state"), ("state_dict", "load_state_dict")):
         if hasattr(holder, save) and hasattr(holder, restore):
             return _State(getattr(holder, save), getattr(holder, restore))
@@ -117,7 +117,7 @@ def _restore(state: _State, saved: Mapping[str, Any] | None) -> None:
 
 
 def _to_json(state: Any) -> dict[str, Any]:
-    """A state under a key that says how it is written; a copy, since some iterators go on changing theirs."""
+    """Convert a state to JSON under "base64" or "state". A copy, since some iterators change their state in place."""
     if isinstance(state, bytes):
         return {"base64": base64.b64encode(state).decode()}
     return {"state": copy.deepcopy(state)}

@@ -1,4 +1,4 @@
-"""`Source`: an endless sequence of rows, cut into global batches, of which every host reads the rows it needs."""
+"""`Source`: an endless sequence of rows in global batches, of which every host reads only its own rows."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from jaxshard.data.order import permute
 
 
 class Source(Protocol):
-    """A global batch per step, of which any host can read any rows: what `js.batches` reads best.
+    """A protocol for data with random access: any host can read any rows of the global batch of any step.
 
-    All rows of all steps are one sequence. With a batch of 4:
+    All rows of all steps form one sequence. With a batch of 4:
 
         step        0             1             2
         row         0  1  2  3    0  1  2  3    0 ...
         position    0  1  2  3    4  5  6  7    8 ...
 
-    `rows` depends on its arguments alone. So every number of processes sees the same batches, each process reads only
-    its own rows, and a run goes on at any step without a saved state. `js.data.windows`, `examples` and `mixture` make
-    sources; one of your own is a class with these two members.
+    `rows` depends only on its arguments. So the batches are the same for any number of processes, each process reads
+    only its own rows, and a run resumes at any step without a saved state. `js.data.windows`, `examples` and `mixture`
+    make sources; your own source is a class with these two members.
 
     Attributes:
       batch: the number of global rows of a step.
@@ -41,7 +41,7 @@ class Source(Protocol):
     def batch(self) -> int: ...
 
     def rows(self, step: int, rows: Int[np.ndarray, " rows"]) -> PyTree:
-        """Return a tree of NumPy arrays [len(rows), ...]: these global rows of the batch of a step, in this order."""
+        """Return a tree of NumPy arrays [len(rows), ...]: the given rows of the global batch of a step, in order."""
         ...
 
 
@@ -62,10 +62,10 @@ def global_positions(step: int, rows: Int[np.ndarray, " rows"], batch: int) -> I
 def draw_indices(
     step: int, rows: Int[np.ndarray, " rows"], *, batch: int, size: int, seed: int | None
 ) -> Int[np.ndarray, " rows"]:
-    """Return which of `size` examples stand at rows of a step, int64: each once per epoch, in an order drawn anew.
+    """Return the indices of the examples (of `size`) at rows of a step, int64; each epoch has a new random order.
 
-    The sequence of all rows is cut into epochs of `size` positions, wherever batches begin: a batch may straddle two.
-    With seed=None every epoch is 0, 1, ..., size - 1.
+    The sequence of all rows is split into epochs of `size` positions, independently of batches: a batch may span two
+    epochs. With seed=None every epoch is 0, 1, ..., size - 1.
     """
     epoch, position = np.divmod(global_positions(step, rows, batch), size)
     return position if seed is None else permute(position, size=size, seed=seed, epoch=epoch)

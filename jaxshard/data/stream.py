@@ -1,4 +1,4 @@
-"""`Batches`: an iterator of batches that one thread makes ahead, and that knows its position."""
+"""`Batches`: an iterator of batches with prefetching in a thread, and with a position for resuming."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Batches(Iterator[PyTree]):
             for batch in batches:
                 run, metrics = step(run, batch)
 
-    Each batch is a tree of global `jax.Array`s, placed by the layout. One thread makes them, up to `prefetch` ahead. An
-    error of the source is raised by `next` in the place of its batch, and ends the batches.
+    Each batch is a tree of global `jax.Array`s with the layout's sharding. One thread makes up to `prefetch` batches
+    ahead. `next` raises an error of the source instead of the batch, and the iterator ends.
 
     Attributes:
       once: True if the source can't be read again, so that `seek` is refused.
@@ -36,9 +36,9 @@ class Batches(Iterator[PyTree]):
         Args:
           open: `open(position)` returns (read, position): `next(read)` makes the next batch and returns it with the
             position after it.
-          position: where to begin.
+          position: the position of the first batch.
           prefetch: the number of batches to make ahead.
-          once: the source can't be opened a second time.
+          once: whether the source can be opened only once.
 
         Raises:
           ValueError: a negative `prefetch`.
@@ -49,7 +49,7 @@ class Batches(Iterator[PyTree]):
         self._read: Read | None
         # Threads don't inherit JAX's settings, and this one decides dtypes.
         self._x64 = jnp.result_type(float) == jnp.float64
-        # Batches under way, oldest first. A single worker makes them, so they come in order.
+        # Batches that are being made, oldest first. A single worker makes them, so they are in order.
         self._ahead: deque[Future[tuple[PyTree, Any]]] = deque()
         self._open_at(position)
 
@@ -59,17 +59,17 @@ class Batches(Iterator[PyTree]):
 
     @property
     def position(self) -> Any:
-        """The position of the next batch, in a form that JSON holds; `start=` and `seek` take it.
+        """Return the position of the next batch, a JSON value for `start=` and `seek`.
 
-        Batches that were made ahead and not yet given out don't count.
+        Batches that were made ahead but not returned yet do not count.
         """
         return self._position
 
     def seek(self, position: Any) -> None:
-        """Go to a `position` or to a number of batches, back or forth, as if it had started there.
+        """Go to a `position` or to a number of batches, as if the iterator had started there.
 
         Raises:
-          TypeError: the source is an iterator that saves no state: what it gave is gone.
+          TypeError: the source is an iterator that can't save its state, so it can't be read again.
         """
         if self.once:
             raise TypeError(
@@ -80,9 +80,9 @@ class Batches(Iterator[PyTree]):
         self._open_at(position)
 
     def close(self) -> None:
-        """End the batches, drop those made ahead, and wait for one that is just being made.
+        """End the iterator, drop batches made ahead, and wait for the batch that is being made.
 
-        The end of a `with` block does it, and so does the end of the iterator's life.
+        Also called at the end of a `with` block.
         """
         self._read = None
         if self._worker is not None:
@@ -102,12 +102,13 @@ class Batches(Iterator[PyTree]):
         self.close()
 
     def _take(self, worker: ThreadPoolExecutor, read: Read) -> tuple[PyTree, Any]:
-        """Take the oldest of the batches under way, after which `prefetch` are left."""
-        # The worker gets `read`, never `self`: it would keep an iterator alive that nobody uses any more.
+        """Return the oldest batch that is being made, and keep `prefetch` further batches in progress."""
+        # Pass `read` to the worker, not `self`, which would keep an unused iterator alive.
+        # One more than `prefetch`: the batch to return now.
         while len(self._ahead) <= self._prefetch:
             self._ahead.append(worker.submit(_read_with_x64, self._x64, read))
         oldest = self._ahead[0]
-        error = oldest.exception()  # waits; the batch is taken off only afterwards, so that Ctrl-C loses none
+        error = oldest.exception()  # waits; remove the batch only afterwards, so that Ctrl-C loses no batch
         if error is not None:
             self.close()
             raise error

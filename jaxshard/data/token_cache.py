@@ -1,7 +1,7 @@
-"""A cache of tokenised documents: a folder of arrays for each, named by a hash of what they were made of.
+"""Cache tokenised documents: a folder of arrays for each corpus, named by a hash of its data, tokenizer and template.
 
-A folder is written under another name and renamed when it is whole, so that several processes may make the same one.
-Its content is compared with its checksum when it is read; one that is damaged is made again.
+A folder is written under a temporary name and renamed when it is complete, so that several processes may write it at
+the same time. It is verified by its checksum when it is read; a damaged folder is written again.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _FACTS = "facts.json"
 
 
 class TokenFiles(NamedTuple):
-    """Tokenised documents; see `js.data.Documents`. The last `held_out` of them are held out.
+    """Tokenised documents; see `js.data.Documents`.
 
-    `notes` say what tokenising left out.
+    The last `held_out` documents are held out. `notes` are warnings about documents that were left out.
     """
 
     tokens: np.ndarray
@@ -36,18 +36,18 @@ class TokenFiles(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """SHA-256 over all arrays, in hexadecimal."""
+        """Return SHA-256 over all arrays, in hexadecimal."""
         return hash_tokens(list(self.arrays.values()))
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """The arrays that there are, by name."""
+        """Return the arrays that are not None, by name."""
         arrays = {"tokens": self.tokens, "starts": self.starts, "answers": self.answers, "lines": self.lines}
         return {name: array for name, array in arrays.items() if array is not None}
 
 
 def load_tokens(cache: str | Path | None, name: str, key: str) -> TokenFiles | None:
-    """Open what `save_tokens` wrote, memory-mapped; None where there is nothing, or it is damaged."""
+    """Memory-map the files of `save_tokens`; return None if they are missing or damaged."""
     folder = _folder(cache, name, key)
     try:
         facts = json.loads((folder / _FACTS).read_text())
@@ -60,7 +60,7 @@ def load_tokens(cache: str | Path | None, name: str, key: str) -> TokenFiles | N
 
 
 def save_tokens(cache: str | Path | None, name: str, key: str, found: TokenFiles) -> str | None:
-    """Write tokenised documents; return why it could not be done, or None."""
+    """Write tokenised documents; return None, or a message if it failed."""
     folder = _folder(cache, name, key)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def save_tokens(cache: str | Path | None, name: str, key: str, found: TokenFiles
             arrays, held_out = list(found.arrays), found.held_out
             facts = {"arrays": arrays, "sha256": found.digest, "held_out": held_out, "notes": found.notes}
             (made / _FACTS).write_text(json.dumps(facts))
-            if load_tokens(cache, name, key) is None:  # another process may have been faster
+            if load_tokens(cache, name, key) is None:  # else another process was faster
                 shutil.rmtree(folder, ignore_errors=True)
                 os.rename(made, folder)
         finally:

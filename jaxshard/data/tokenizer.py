@@ -1,4 +1,4 @@
-"""`Tokenizer`: text to token ids and back, by a `tokenizer.json` and the library `tokenizers` (extra `hf`)."""
+"""`Tokenizer`: convert text to token ids and back, by a `tokenizer.json` and the library `tokenizers` (extra `hf`)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ FILE = "tokenizer.json"
 
 
 class Tokenizer:
-    """Text to token ids and back; made by `tokenizer`.
+    """Convert text to token ids and back; made by `tokenizer`.
 
     Attributes:
       file: the `tokenizer.json`.
-      vocab: the number of token ids, those of added tokens included: the largest id and 1.
-      end: the id of the token that ends a document, or None where nothing beside the file names one.
-      template_file: the file beside it that holds a chat template, which is a Jinja program; None without one.
+      vocab: the number of token ids, including added tokens: the largest id plus 1.
+      end: the id of the token that ends a document, or None if no file in the folder names one.
+      template_file: the file in the folder that contains a chat template (a Jinja program), or None.
       digest: SHA-256 of the file and of `end`, in hexadecimal.
     """
 
@@ -33,7 +33,7 @@ class Tokenizer:
         self.digest = hashlib.sha256(file.read_bytes() + f"end {end}".encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[Int[np.ndarray, " tokens"]]:
-        """Tokenise texts, each on its own, with the tokens that the tokenizer adds (such as one that begins a text)."""
+        """Tokenise texts, each with the tokens that the tokenizer adds (such as a token that begins a text)."""
         return [np.array(one.ids, np.int64) for one in self._library.encode_batch(list(texts))]
 
     def encode_part(self, text: str) -> list[int]:
@@ -41,10 +41,10 @@ class Tokenizer:
         return [int(token) for token in self._library.encode(text, add_special_tokens=False).ids]
 
     def encode_with_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Tokenise texts, and say which characters each token stands for.
+        """Tokenise texts, and return the span of characters of each token.
 
         Returns:
-          For each text (ids int64[tokens], spans int64[tokens, 2]); a token that the tokenizer adds has (0, 0).
+          For each text (ids int64[tokens], spans int64[tokens, 2]); an added token has the span (0, 0).
         """
         found = self._library.encode_batch(list(texts))
         return [(np.array(one.ids, np.int64), np.array(one.offsets, np.int64).reshape(-1, 2)) for one in found]
@@ -60,11 +60,10 @@ class Tokenizer:
 
 
 def tokenizer(path: str | Path) -> Tokenizer:
-    """Read a tokenizer: a `tokenizer.json`, or a folder that has one, such as a model of Hugging Face.
+    """Read a tokenizer: a `tokenizer.json`, or a folder that contains one, such as a Hugging Face model.
 
-    The token that ends a document is "eos_token" in the `tokenizer_config.json` beside it, or the (first)
-    "eos_token_id" of the `config.json` there. What the file says of truncation and padding is left out, so that no
-    token is lost or added by it.
+    The token that ends a document is "eos_token" in the `tokenizer_config.json` of the same folder, or else the (first)
+    "eos_token_id" in its `config.json`. The file's options for truncation and padding are ignored.
 
     Args:
       path: the file or the folder.
@@ -74,7 +73,7 @@ def tokenizer(path: str | Path) -> Tokenizer:
 
     Raises:
       FileNotFoundError: nothing at the path, or a folder without a `tokenizer.json`.
-      ValueError: a file that is no tokenizer, or an end token that it lacks.
+      ValueError: a file that is not a tokenizer, or that lacks the end token.
       ImportError: the library `tokenizers` is not installed.
 
     Example:
@@ -100,7 +99,7 @@ def tokenizer(path: str | Path) -> Tokenizer:
 
 
 def _other_kinds(folder: Path) -> str:
-    """Say what to do where a folder has a tokenizer in another form."""
+    """Write the fix for a folder without a tokenizer.json, which may have a tokenizer in another form."""
     others = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).is_file()]
     if not others:
         return f"; give a {FILE}, or a folder that has one"
@@ -111,7 +110,7 @@ def _other_kinds(folder: Path) -> str:
 
 
 def _end_of(folder: Path, library: Any) -> int | None:
-    """The id of the end token that the files beside a tokenizer name; None where they name none."""
+    """Return the id of the end token by the files in the tokenizer's folder, or None if they name none."""
     token = _read(folder / "tokenizer_config.json").get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     if token is not None:
@@ -128,7 +127,6 @@ def _end_of(folder: Path, library: Any) -> int | None:
 
 
 def _template_file(folder: Path) -> Path | None:
-    """The file that holds a chat template; None without one."""
     if (folder / "chat_template.jinja").is_file():
         return folder / "chat_template.jinja"
     config = folder / "tokenizer_config.json"
@@ -136,7 +134,7 @@ def _template_file(folder: Path) -> Path | None:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; an empty one where there is no such file."""
+    """Read the object in a JSON file; return an empty object if there is no file."""
     if not file.is_file():
         return {}
     try:

@@ -1,7 +1,7 @@
-"""Windows of a token array: shuffled to train on, in the order of the text to evaluate.
+"""Windows of a token array: shuffled for training, in the order of the text for evaluation.
 
-The tokens are cut into windows of seq + 1, of which neighbours share one token, so that every token but the first is
-predicted once. With seq = 3:
+The tokens are split into windows of seq + 1 tokens. Consecutive windows share one token, so that every token except the
+first is predicted once. With seq = 3:
 
     tokens      0  1  2  3  4  5  6  7  8  9
     window 0    0  1  2  3
@@ -32,8 +32,8 @@ class Windows:
       tokens: integers [number of tokens], in memory or memory-mapped.
       batch: the number of global rows of a step.
       seq: the number of targets of a window.
-      seed: what the order is drawn from.
-      vocab: token ids are checked against it in every row that is read; None for no check.
+      seed: the random seed of the order.
+      vocab: the vocabulary size against which token ids are checked in every row that is read; None for no check.
     """
 
     tokens: np.ndarray
@@ -44,15 +44,15 @@ class Windows:
 
     @property
     def epoch_windows(self) -> int:
-        """The number of windows in an epoch. Tokens that don't fill a last window are left out."""
+        """Return the number of windows in an epoch. Tokens that do not fill a last window are left out."""
         return (len(self.tokens) - 1) // self.seq
 
     def rows(self, step: int, rows: Int[np.ndarray, " rows"]) -> dict[str, Int32[np.ndarray, "rows seq_plus_1"]]:
         """Read global rows of the batch of a step, and only these windows.
 
         Args:
-          step: the number of the batch, from 0.
-          rows: numbers from 0 to batch - 1.
+          step: the index of the batch, from 0.
+          rows: row indices from 0 to batch - 1.
 
         Returns:
           {"tokens": int32[len(rows), seq + 1]}
@@ -69,9 +69,9 @@ def windows(
 ) -> Windows:
     """Make a source of windows of a token array, shuffled anew in every epoch.
 
-    Step s takes the windows s * batch to (s + 1) * batch of an endless sequence that runs through all windows in an
-    order drawn from (seed, epoch), then again in another order: no window comes twice in an epoch, and a batch may
-    straddle two. The order is computed for the windows that are read and never stored; tokens are read lazily.
+    Step s takes the windows s * batch to (s + 1) * batch of an endless sequence, which repeats all windows in a new
+    random order for each (seed, epoch). An epoch contains every window once, and a batch may span two epochs. The order
+    is computed only for the windows that are read, and never stored; tokens are read lazily.
 
         source = js.data.windows(np.memmap("tokens.bin", np.uint16, "r"), batch=32, seq=1024, seed=0)
 
@@ -79,14 +79,15 @@ def windows(
       tokens: integers [number of tokens], in memory or memory-mapped.
       batch: the number of global rows of a step.
       seq: the number of targets of a window, which has seq + 1 tokens.
-      seed: what the order is drawn from.
-      vocab: checks the token ids of every row that is read.
+      seed: the random seed of the order.
+      vocab: if given, the token ids of every row that is read are checked against it.
 
     Returns:
       A source of {"tokens": int32[batch, seq + 1]}.
 
     Raises:
-      ValueError: `batch` or `seq` below 1, tokens that are no one-dimensional integer array, or too few for a window.
+      ValueError: `batch` or `seq` below 1, tokens that are not a one-dimensional integer array, or too few tokens for a
+        window.
 
     Example:
         >>> source = windows(np.arange(100), batch=2, seq=4, seed=0)
@@ -106,23 +107,23 @@ def eval_batches(
     limit: int | None = None,
     vocab: int | None = None,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Make batches of held-out windows, a finite number, in the order of the text; or of packed rows of documents.
+    """Make a finite number of batches of held-out windows, in the order of the text, or of packed rows of documents.
 
-    They are NumPy arrays with all global rows, the same on every host.
+    The batches are NumPy arrays with all global rows, the same on every host.
 
     Args:
       tokens: integers [number of tokens], in memory or memory-mapped; or `js.data.Documents`.
       batch: the number of rows in a batch; the last may be shorter.
       seq: the number of targets of a row.
-      limit: the largest number of rows, taken evenly spaced over the text, so that a short evaluation is no sample
-        of the first files alone. None takes every row once.
-      vocab: checks the token ids of every row; documents have a vocabulary of their own.
+      limit: the largest number of rows, evenly spaced over the text, so that a short evaluation does not cover only the
+        first files. None takes every row once.
+      vocab: if given, the token ids of every row are checked against it; documents have their own vocabulary.
 
     Returns:
-      An iterator of {"tokens": int32[batch, seq + 1]}; for documents of what `js.data.packed` gives.
+      An iterator of {"tokens": int32[batch, seq + 1]}; for documents, of batches like those of `js.data.packed`.
 
     Raises:
-      ValueError: as `windows`, or a limit below 1. While iterating: a token id outside the vocabulary.
+      ValueError: see `windows`; or a limit below 1. While iterating: a token id outside the vocabulary.
 
     Example:
         held_out = list(js.data.eval_batches(tokens, batch=8, seq=16, limit=4))
@@ -143,7 +144,7 @@ def eval_batches(
 
 def _read_windows(tokens: np.ndarray, starts: np.ndarray, seq: int, vocab: int | None) -> np.ndarray:
     """Read the windows that begin at `starts`: int32[len(starts), seq + 1]."""
-    # All windows as one view without a copy: whole rows are copied out of it, no index per token is made.
+    # A view of all windows, without a copy: indexing copies complete rows, and needs no index per token.
     rows: np.ndarray = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), seq + 1)[starts]
     check_ids(rows, 2**31 if vocab is None else vocab)
     return rows.astype(np.int32)

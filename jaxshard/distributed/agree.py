@@ -1,8 +1,8 @@
-"""`Peers`: processes meet and compare what they were given, before a collective in which they would hang.
+"""`Peers`: let processes wait for each other and compare their facts, before a collective in which they would hang.
 
-A process that has another batch shape, program or seed than the others hangs with them in the next collective, and a
-process that comes late makes gloo's collectives fail after 30 seconds. So before its first collectives every process
-calls `agree` (or `meet`, which compares nothing): it returns once all are there with equal facts, or raises in all.
+A process with another batch shape, program or seed than the others hangs with them in the next collective, and a late
+process makes gloo's collectives fail after 30 seconds. So before its first collectives every process calls `agree` (or
+`meet`, which compares nothing): it returns once all processes have called it with equal facts, or raises in all.
 
 The protocol of one call, over JAX's key-value store. The keys begin with jaxshard/agree/<peers>/<n>/,
 where <peers> names the set of processes and <n> counts its calls, so that no two calls share a key:
@@ -21,13 +21,13 @@ where <peers> names the set of processes and <n> counts its calls, so that no tw
     wait seen/1, ...      at most 10 s      <--  put  seen/1
     raise Disagreement                           raise Disagreement
 
-- Cost: every process writes two small values and reads two, the first one reads an answer of each.
-- Late: a wait has no end, since compiling or loading may take minutes on one host. Every 2 seconds it looks up; after
-  10, 20, 40, ... seconds one process, the first that is there, says on standard error for whom all wait.
-- Failed: a process that ends by an error leaves a note first (`failures.report_failure`). Those that wait find it
-  within 2 seconds and raise. One that is killed leaves none: JAX's heartbeat then ends the others.
-- The call before may be deleted, because whoever answers this one has read all it needed of that.
-- The first process waits for `seen` before it raises, because the store lives in process 0 and may end with the error.
+- Cost: every process writes two small values and reads two; the first process reads an answer of each process.
+- Late: a wait has no time limit, since compiling or loading may take minutes on one host. It wakes up every 2 seconds;
+  after 10, 20, 40, ... seconds the first of the waiting processes prints on standard error for whom all wait.
+- Failed: a process that ends by an error writes a note first (`failures.report_failure`). The waiting processes find it
+  within 2 seconds and raise. A killed process writes none: JAX's heartbeat then ends the others.
+- The keys of the call before may be deleted, since a process that answers this call has read all it needed of them.
+- The first process waits for `seen` before it raises, because the store is in process 0 and may end with the error.
 """
 
 from __future__ import annotations
@@ -52,40 +52,40 @@ from jaxshard.distributed.mismatch import Mismatch, describe_mismatches, find_mi
 from jaxshard.distributed.waiting import Waiting
 
 _LOOK_UP = 2.0
-"""Seconds between two looks for failed processes while a process waits."""
+"""Seconds between two checks for failed processes while a process waits."""
 _LARGEST = 2_000_000
-"""Characters of a compressed text above which it is not sent to the coordinator; its digest still is."""
+"""The most characters of a compressed text that is sent to the coordinator; of longer texts only the digest is sent."""
 _SEEN = 10.0
 """Seconds for which the first process waits, after a difference, for the others to read it."""
 
 
 class Disagreement(ValueError):
-    """Processes that must run one program were given different ones; raised in all of them, before they would hang.
+    """Processes have different programs, data or settings; raised in all of them, before they would hang.
 
-    The message names the point of the program (such as `js.init`), every process that differs from the first one,
-    what it has and what the first one has.
+    The message names the point of the program (such as `js.init`) and every process that differs from the first
+    process, with both values.
 
     Attributes:
-      exit_status: 2, with which a process ends that does not catch the error: a new start would not help.
+      exit_status: 2, the exit status of a process that does not catch the error: a restart would not help.
 
     Example:
         try:
             layout = js.layout(js.fsdp(), js.make_mesh(data=-1), init_fn, tx)
             run = js.init(init_fn, tx, layout, 0)
         except js.distributed.Disagreement as error:
-            print(error)    # what each process was given
+            print(error)    # the facts that differ, by process
     """
 
     exit_status = WRONG_USAGE
 
 
 class Peers:
-    """The processes that compute together, as seen from one of them; made by `peers_of` and `all_peers`.
+    """The processes that compute together, as seen by this process; made by `peers_of` and `all_peers`.
 
     Attributes:
       store: the client of JAX's key-value store on process 0, or an object with its methods.
-      process: the number of this process.
-      processes: the numbers of all of them, in order. The first collects and compares.
+      process: the index of this process.
+      processes: the indices of all processes, in order. The first process collects the answers.
       host: the name of this host.
     """
 
@@ -99,26 +99,26 @@ class Peers:
         put_key(store, f"jaxshard/host/{process}", self.host, overwrite=True)
 
     def name_of(self, process: int) -> str:
-        """The name of a process in messages, such as "process 1 (host b)"; without a host that is not known yet."""
+        """Return the name of a process in messages, such as "process 1 (host b)"; without the host if it is unknown."""
         host = self.host if process == self.process else get_key(self.store, f"jaxshard/host/{process}")
         return f"process {process} (host {host})" if host else f"process {process}"
 
     def meet(self, point: str) -> None:
-        """Wait until all processes are here, however late; use it before a collective that would not wait for them.
+        """Wait until all processes have called this; use it before a collective that would time out for late processes.
 
         Args:
           point: the name of this point of the program, for messages.
 
         Raises:
-          Disagreement, MissingProcess: as `agree`.
+          Disagreement, MissingProcess: see `agree`.
         """
         self.agree(point, {})
 
     def agree(self, point: str, facts: Mapping[str, str]) -> None:
-        """Wait until all processes are at this point, however late, and compare what they bring.
+        """Wait until all processes are at this point, without a time limit, and compare their facts.
 
-        Every process calls it for the same points in the same order. Moves a few hundred bytes per process; of a text
-        of many lines only a digest, and the text itself only if that differs.
+        Every process calls it for the same points in the same order. It sends a few hundred bytes per process; of a
+        text of many lines only a digest, and the text itself only if the digests differ.
 
         Args:
           point: the name of this point of the program, for messages.
@@ -126,16 +126,16 @@ class Peers:
 
         Raises:
           Disagreement: in every process, if one of them differs from the first.
-          MissingProcess: in those that wait, if a process failed before it came here.
+          MissingProcess: in the waiting processes, if a process failed before it came here.
         """
         call = next(self._calls)
         room = f"{self._folder}/{call}"
         put_key(self.store, f"{room}/here/{self.process}", "")
-        # The name of the point is the first fact: a process that came to another one is told so, and nothing else.
+        # The name of the point is the first fact: if two processes are at different points, nothing else is compared.
         facts = {"call": point} | dict(facts)
         if self.process == self._first:
             found = self._collect(room, facts)
-            # Who answered this call has read all of the one before; the store would grow for the life of the run.
+            # All processes that answered have read the call before. Delete it, or the store would grow during the run.
             if call:
                 delete_keys(self.store, f"{self._folder}/{call - 1}")
         else:
@@ -145,8 +145,8 @@ class Peers:
             raise Disagreement(describe_mismatches(point, found))
 
     def _collect(self, room: str, facts: Mapping[str, str]) -> list[tuple[str, Mismatch]]:
-        """The part of the first process: shows its facts, collects the answers and publishes all of them."""
-        # Long texts first: whoever reads the facts finds them, and reads only those whose digest differs.
+        """Run the part of the first process: publish its facts, collect the answers, and publish all of them."""
+        # Write long texts before the facts: processes that read the facts then find the texts whose digest differs.
         short, texts = shorten_facts(facts)
         for item, text in texts.items():
             packed = base64.b64encode(zlib.compress(text.encode())).decode()
@@ -162,7 +162,7 @@ class Peers:
         return found
 
     def _answer(self, room: str, facts: Mapping[str, str]) -> list[tuple[str, Mismatch]]:
-        """The part of the other processes: compare with the first one, answer it, and learn of all differences."""
+        """Run the part of the other processes: compare with the first, answer, and read all differences."""
         first = json.loads(self._wait_for(room, "facts", facts["call"]))
 
         def text_of(item: str) -> str | None:
@@ -174,9 +174,9 @@ class Peers:
         return [(process, Mismatch(*mismatch)) for process, mismatch in outcome]
 
     def _wait_for(self, room: str, key: str, point: str) -> str:
-        """Wait for a key without end, unless a process has failed; say on standard error for whom it waits."""
+        """Wait for a key without a time limit, unless a process fails; print on standard error for whom it waits."""
         waiting = Waiting(point)
-        # In slices: while the client waits for one key, it notices nothing else.
+        # Wait in slices, since the client can't check for failures while it waits for a key.
         while (value := wait_for_key(self.store, f"{room}/{key}", _LOOK_UP)) is None:
             if failed := list(list_failures(self.store).values()):
                 lines = "".join(f"\n  - {failure.name}: {failure.why}" for failure in failed)
@@ -187,25 +187,24 @@ class Peers:
         return value
 
     def _say_missing(self, room: str, waiting: Waiting) -> None:
-        """Print for whom all wait, in one process alone: the first of those that are there."""
-        # Each process that waits comes here, but those that are there are the same for all: one of them prints.
+        """Print for whom all wait, in only one process: the first of the waiting processes."""
         there = {int(process) for process in list_keys(self.store, f"{room}/here/")}
         if self.process == min(there, default=self.process):
             missing = [self.name_of(other) for other in self.processes if other not in there] or ["an answer"]
             waiting.say(list_names(missing))
 
     def _wait_until_seen(self, room: str) -> None:
-        """Let every process read the outcome before the first one ends, and the store with it."""
+        """Wait until every process has read the outcome, before the first process ends and the store with it."""
         if self.process != self._first:
             put_key(self.store, f"{room}/seen/{self.process}", "")
             return
-        end = time.monotonic() + _SEEN  # not for ever: a process may end before it says so
+        end = time.monotonic() + _SEEN  # a time limit, since a process may end before it writes the key
         for other in self._others:
             wait_for_key(self.store, f"{room}/seen/{other}", max(0.01, end - time.monotonic()))
 
 
 def peers_of(mesh: Mesh) -> Peers | None:
-    """Return the processes whose devices are in a mesh, or None where this process has nobody to wait for."""
+    """Return the processes whose devices are in a mesh, or None if this process has no peer to wait for."""
     if jax.process_count() == 1:
         return None
     processes = sorted({device.process_index for device in mesh.devices.flat})
@@ -213,11 +212,11 @@ def peers_of(mesh: Mesh) -> Peers | None:
 
 
 def all_peers() -> Peers | None:
-    """Return all processes, or None where there is only one."""
+    """Return all processes, or None if there is only one."""
     count = jax.process_count()
     return None if count == 1 else _peers(tuple(range(count)))
 
 
-@functools.cache  # one object for the life of the process, because it counts its calls
+@functools.cache  # one object per set of processes, because it counts its calls
 def _peers(processes: tuple[int, ...]) -> Peers:
     return Peers(coordinator_client(), jax.process_index(), processes)

@@ -1,4 +1,4 @@
-"""`initialize`: joins this process to those that train with it, and finds out where they are."""
+"""`initialize`: find the other processes of a run and join them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxshard.distributed.hard_exit import leave_on_error
 from jaxshard.distributed.rendezvous import meet_all
 
 _LIMIT = 300
-"""Seconds to wait for all processes where nobody says how many."""
+"""The default seconds to wait for all processes."""
 
 
 def initialize(
@@ -29,14 +29,14 @@ def initialize(
 ) -> None:
     """Join the processes that train together, so that `jax.devices()` holds the devices of all of them.
 
-    Every process calls it at the top of its program, before anything touches a device; it returns once all are there,
-    and process 0 says every so often who is missing:
+    Every process calls it at the top of its program, before anything touches a device. It returns once all processes
+    have called it; until then process 0 prints at intervals which are missing:
 
         import jaxshard as js
         js.distributed.initialize()
         mesh = js.make_mesh(data=-1)        # over the devices of all processes
 
-    Where the other processes are is taken from the first of these that says so:
+    The number and address of the processes come from the first of these sources that has them:
 
     - the arguments, all three of them;
     - the environment variables JAXSHARD_COORDINATOR_ADDRESS, JAXSHARD_NUM_PROCESSES and JAXSHARD_PROCESS_ID, which
@@ -47,31 +47,31 @@ def initialize(
     If none does, or there is only one process, it does nothing, so the same script runs on a laptop. A second call does
     nothing either.
 
-    From here on an error that nobody catches ends the process at once, with status 1 after its traceback, where
-    Python's normal end would wait for the other processes, which wait for this one; they end with the same status some
-    seconds later. It is 2 after a `Disagreement`, 75 where a process never came. A `sys.exit(status)` does wait: if one
-    process alone gives up, raise an error or call `js.distributed.leave(status)`.
+    From here on an uncaught error ends the process at once, after its traceback, with status 1 (2 after a
+    `Disagreement`, 75 if a process never came). The other processes end with the same status some seconds later.
+    Python's normal exit would wait for the other processes, which wait for this one. `sys.exit(status)` still waits: if
+    only one process gives up, raise an error or call `js.distributed.leave(status)`.
 
     Args:
       coordinator_address: "host:port" of process 0, which listens there. All processes must reach it, and the port must
         be free.
       num_processes: the number of processes.
-      process_id: the number of this process, from 0.
-      heartbeat_timeout: seconds after which a process that is not heard of counts as dead, and JAX aborts the others
-        (which may notice before, by an error of a collective). JAX's own default is 100.
+      process_id: the index of this process, from 0.
+      heartbeat_timeout: seconds without a heartbeat after which a process counts as dead, and JAX aborts the others
+        (which may fail earlier, by an error of a collective). JAX's own default is 100.
       initialization_timeout: seconds to wait for all processes; by default those in the environment variable
         JAXSHARD_INITIALIZATION_TIMEOUT, or else 300.
 
     Raises:
-      MissingProcess: in all processes that came: another one did not come in time.
-      Disagreement: in all processes: two have one number, or they count the processes differently.
-      ValueError: only one or two of the three arguments (or variables) are given, an address is no host:port, the
-        number of this process is not below the number of processes, or the seconds are no positive number.
-      RuntimeError: JAX has touched a device already, or other processes were joined before.
-      OSError: process 0 may not listen at its address.
+      MissingProcess: a process did not come in time; raised in all processes that came.
+      Disagreement: two processes have the same index, or different numbers of processes; raised in all processes.
+      ValueError: only one or two of the three arguments (or variables) are given, an address is not host:port, the
+        index of this process is not below the number of processes, or the seconds are not positive.
+      RuntimeError: JAX has touched a device already, or this process has joined other processes before.
+      OSError: process 0 can't listen at its address.
 
     Example:
-        js.distributed.initialize()     # before anything else of JAX; does nothing where there is one process
+        js.distributed.initialize()     # before any other use of JAX; does nothing for a single process
         mesh = js.make_mesh(data=-1)
     """
     limit = _read_limit(initialization_timeout)
@@ -80,7 +80,7 @@ def initialize(
         _check_same(place)
         leave_on_error()
         return
-    # JAX is not called for one process: on Slurm it would then use the first GPU alone.
+    # Don't call JAX for a single process: on Slurm it would then use only the first GPU.
     if (place.num_processes if place else cluster_processes()) == 1:
         return
     if backend_is_initialized():
@@ -94,7 +94,7 @@ def initialize(
     leave_on_error()
     address, bind = place.coordinator_address, place.coordinator_bind_address
     meet_all(address, place.num_processes, place.process_id, bind=bind, limit=limit)
-    # All are there: JAX needs a moment, and this limit is its own, which ends processes by an abort.
+    # All processes are there, so JAX needs only a moment. When this limit of its own passes, it aborts the process.
     jax.distributed.initialize(
         **place._asdict(), initialization_timeout=limit, heartbeat_timeout_seconds=heartbeat_timeout
     )
@@ -102,20 +102,20 @@ def initialize(
 
 
 class _Place(NamedTuple):
-    """The place of this process, as arguments of `jax.distributed.initialize`."""
+    """The coordinator, number and index of this process, as arguments of `jax.distributed.initialize`."""
 
     coordinator_address: str
     num_processes: int
     process_id: int
-    # On this machine alone, the coordinator need not listen to others.
+    # If all processes are on this machine, the coordinator need not listen to other hosts.
     coordinator_bind_address: str | None
     local_device_ids: Sequence[int] | None = None
-    # All is said. JAX would ask the cluster for the rest, and take one device per process on Slurm.
+    # Everything is known. JAX would ask the cluster for the rest, and use one device per process on Slurm.
     cluster_detection_method: str = "deactivate"
 
 
 def _read_place(coordinator: str | None, processes: int | None, index: int | None) -> _Place | None:
-    """Read the arguments, or else the environment; return None if neither says anything."""
+    """Read the arguments, or else the environment; return None if neither is given."""
     arguments = {"coordinator_address": coordinator, "num_processes": processes, "process_id": index}
     environment = {name: os.environ.get(name) for name in (COORDINATOR, PROCESSES, INDEX)}
     given = arguments if any(value is not None for value in arguments.values()) else environment
@@ -143,7 +143,7 @@ def _read_place(coordinator: str | None, processes: int | None, index: int | Non
 
 
 def _read_limit(seconds: int | None) -> int:
-    """Return the whole seconds to wait for all processes: the argument, or else the environment."""
+    """Return the seconds to wait for all processes, rounded up: the argument, or else the environment."""
     name, value = ("initialization_timeout", seconds) if seconds is not None else (LIMIT, os.environ.get(LIMIT, _LIMIT))
     try:
         limit = float(value)
@@ -155,7 +155,7 @@ def _read_limit(seconds: int | None) -> int:
 
 
 def _check_same(place: _Place | None) -> None:
-    """Raise RuntimeError if this process has joined others than those that are asked for now."""
+    """Raise RuntimeError if this process has joined other processes than the requested ones before."""
     here = process_count_and_id()
     if place is not None and here != (place.num_processes, place.process_id):
         raise RuntimeError(

@@ -1,7 +1,7 @@
-"""The facts that processes compare before they compute together: versions, flags, mesh, layout, batch, program.
+"""Collect the facts that processes compare before they compute together: versions, flags, mesh, layout, batch, program.
 
-Each function returns texts by name for `Peers.agree`. The names and values stand in the error message if two processes
-differ, so they are what a user would recognise:
+Each function returns texts by name for `Peers.agree`. The error message shows the names and values of facts that
+differ, so both are in the user's terms:
 
     {"version of jax": "0.10.2", "mesh": "data=4, tensor=2", "batch tokens": "int32[32, 65]", ...}
 """
@@ -36,11 +36,11 @@ _SETTINGS = (
 """Settings of JAX that change the compiled program or its results."""
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _PER_HOST = ("dump", "host_platform_device_count", "_dir", "_path", "_file")
-"""Parts of the names of compiler flags that may differ between hosts, because they change no program."""
+"""Parts of the names of compiler flags that may differ between hosts, since they do not change the program."""
 
 
 def run_facts(layout: Layout) -> dict[str, str]:
-    """Versions, flags, mesh and layout: equal in all processes before a run is made or restored."""
+    """Return versions, flags, mesh and layout: equal in all processes before a run is made or restored."""
     mesh = layout.mesh
     devices = " ".join(str(device.id) for device in mesh.devices.flat)
     return {
@@ -55,7 +55,7 @@ def run_facts(layout: Layout) -> dict[str, str]:
 
 
 def layout_text(layout: Layout) -> str:
-    """A line per array: role, path, dtype, shape, its placement between steps (stored) and in computation (used)."""
+    """Write a line per array: role, path, dtype, shape, and its PartitionSpecs between steps (stored) and in use."""
     # Stored shapes too: padding and the order of pipeline stages are part of the program.
     lines = [
         f"{role} {leaf.path} {leaf.dtype}{list(leaf.shape)} stored {list(p.view.stored)} {p.store} used {p.use}"
@@ -65,28 +65,28 @@ def layout_text(layout: Layout) -> str:
 
 
 def shared_flags(text: str) -> str:
-    """Sort compiler flags and drop those that may differ between hosts, such as the folder for dumps."""
+    """Sort compiler flags and drop flags that may differ between hosts, such as the folder for dumps."""
     chosen = [flag for flag in text.split() if not any(part in flag.split("=")[0] for part in _PER_HOST)]
     return " ".join(sorted(chosen))
 
 
 def key_fact(key: jax.Array) -> dict[str, str]:
-    """The words of a random key; no fact for a key of which this process holds only a part."""
+    """Return the words of a random key; no fact for a key that is split over processes."""
     if not key.is_fully_addressable and not key.is_fully_replicated:
         return {}
-    # The words are what a seed becomes; the key itself has no value that could be compared across processes.
+    # A key array can't be compared as text, but its words can.
     words = np.asarray(jax.random.key_data(key)).ravel().tolist()
     return {"random key": f"{words} ({jax.random.key_impl(key)})"}
 
 
 def batch_facts(batch: PyTree) -> dict[str, str]:
-    """The global shape and dtype of every array of a batch."""
+    """Return the global shape and dtype of every array of a batch."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     return {f"batch {path_str(path)}": f"{jnp.result_type(x)}{list(jnp.shape(x))}" for path, x in leaves}
 
 
 def row_facts(row: PyTree) -> dict[str, str]:
-    """The values of one row of the data that every process reads: they differ for another corpus or another seed.
+    """Return the values of the row of data that every process reads: they differ for another corpus or another seed.
 
     Args:
       row: a tree of arrays [1, ...].
@@ -101,8 +101,5 @@ def row_facts(row: PyTree) -> dict[str, str]:
 
 
 def program_text(lowered: Any) -> str:
-    """The StableHLO text of a lowered program.
-
-    Without source locations, which differ with the folder in which each host has its code.
-    """
+    """Return the StableHLO text of a lowered program, without source locations, which may differ between hosts."""
     return str(lowered.as_text())

@@ -1,11 +1,11 @@
-"""One process fails: the others learn of it, wait for it no longer, and end with its exit status.
+"""Handle the failure of a process: tell the others, so that they stop waiting and end with its exit status.
 
-JAX aborts (SIGABRT) every process that loses the coordinator, which lives in process 0, and a supervisor starts a run
-again after an abort, though not after wrong flags. So process 0, when it fails, ends last, and all others end with its
-status. In the key-value store, with process numbers <p>:
+JAX aborts (SIGABRT) every process that loses the coordinator in process 0. A supervisor restarts a run after an abort,
+but should not after wrong flags. So when process 0 fails, it ends last, and all others end with its status. In the
+key-value store, with process indices <p>:
 
     jaxshard/failed/<p>      a process that ends by an error: [its name, why, its exit status]
-    jaxshard/parting/<p>     "heard": it knows that another one failed; "left": it ends in this moment
+    jaxshard/parting/<p>     "heard": it knows that another process failed; "left": it ends now
 
     the process that fails       every other one, in a thread
     --------------------------   ---------------------------------------------------------------------
@@ -30,31 +30,31 @@ from typing import Any, NamedTuple
 from jaxshard.core.compat import call_before_exit, coordinator_client, list_keys, process_count_and_id, put_key
 
 TRY_AGAIN = 75
-"""The exit status where another process is missing: EX_TEMPFAIL of sysexits.h. A new start of all may help."""
+"""The exit status if another process is missing: EX_TEMPFAIL of sysexits.h. A restart of all processes may help."""
 WRONG_USAGE = 2
-"""The exit status for wrong flags, and for processes that were given different ones: no new start helps."""
+"""The exit status for wrong flags, and for processes with different flags: a restart does not help."""
 _FAILED = "jaxshard/failed/"
 _PARTING = "jaxshard/parting/"
 _STORE_WITHIN = 2.0
-"""Seconds that a message to the store may take: one that does not answer must not keep a process from ending."""
+"""The time limit of a call to the store in seconds: a dead store must not keep a process from ending."""
 _INTERVAL = 1.0
-"""Seconds between two looks for failures; more with hundreds of processes."""
+"""Seconds between two checks for failures; more with hundreds of processes."""
 _GRACE = 5.0
 """Seconds in which the main thread may end by itself after another process has failed."""
 _ANSWER = 2.0
-"""Seconds after an interval in which a process that is there has answered that it heard of a failure."""
+"""Seconds after an interval in which every living process has written "heard"."""
 _LAST = 0.5
-"""Seconds for which process 0 stays when all have left: between its last message and its end a process is aborted."""
+"""Seconds for which process 0 stays after all have left, since a process ends only shortly after it writes "left"."""
 
-_closed = threading.Event()  # nobody looks for failures any more: this process ends
+_closed = threading.Event()  # set when this process ends: stop checking for failures
 
 
 class MissingProcess(RuntimeError):
-    """A process for which this one waits is not there: it never came, or it has failed. A new start may help.
+    """A process for which this process waits is missing: it never came, or it failed. A restart may help.
 
     Attributes:
-      exit_status: with which a process ends that does not catch the error: 75 ("try again") if the other one never
-        came, and that of the other one if it failed.
+      exit_status: the exit status of a process that does not catch the error: 75 ("try again") if the other process
+        never came, or the status of the other process if it failed.
 
     Example:
         try:
@@ -70,7 +70,7 @@ class MissingProcess(RuntimeError):
 
 
 class Failure(NamedTuple):
-    """The report of a process that ended: its name, such as "process 1 (host b)", why, and its exit status."""
+    """The report of a process that ended: its name, such as "process 1 (host b)", the reason, and its exit status."""
 
     name: str
     why: str
@@ -78,7 +78,7 @@ class Failure(NamedTuple):
 
 
 def report_failure(why: str, status: int) -> None:
-    """Tell the other processes that this one ends. In a single process, do nothing.
+    """Tell the other processes that this process ends. Do nothing if it is the only one.
 
     Only the first report of a process counts. Returns after two seconds even if the store does not answer.
     """
@@ -89,25 +89,25 @@ def report_failure(why: str, status: int) -> None:
 
 
 def list_failures(store: Any) -> dict[int, Failure]:
-    """Return what every process that failed has reported, by number."""
+    """Return the reports of all failed processes, by process index."""
     return {int(process): Failure(*json.loads(note)) for process, note in list_keys(store, _FAILED).items()}
 
 
 def common_status(failures: Sequence[Failure]) -> int:
-    """Return the exit status for those that end because others failed: 2 if one was given wrong flags."""
+    """Return the exit status of processes that end because others failed: 2 if any had wrong flags."""
     statuses = [failure.status for failure in failures]
     return WRONG_USAGE if WRONG_USAGE in statuses else max(statuses)
 
 
 def end_with_others() -> None:
-    """Start the thread that ends this process some seconds after another one has reported a failure."""
+    """Start the thread that ends this process some seconds after another process has reported a failure."""
     store, (count, process) = coordinator_client(), process_count_and_id()
     _closed.clear()
     thread = threading.Thread(target=_watch, args=(store, process, count), name="failures", daemon=True)
     thread.start()
 
     def close() -> None:
-        # A thread that is in a call of JAX's client while Python ends would abort the process.
+        # If Python ended while the thread is in a call of JAX's client, the process would be aborted.
         _closed.set()
         thread.join()
 
@@ -115,10 +115,10 @@ def end_with_others() -> None:
 
 
 def part() -> None:
-    """Take leave of the other processes, as the last thing before this one ends with an error.
+    """Tell the other processes that this process ends now, as the last call before it ends with an error.
 
-    Process 0 waits until the others have left, because JAX aborts those that use the store when it ends: a second if
-    all end, some ten if one of them takes its time, and three for those that do not answer.
+    Process 0 waits until the others have left, because JAX aborts processes that use the store when it ends. That takes
+    a second if all end at once, about ten seconds if one of them is slow, and three for processes that do not answer.
     """
     _closed.set()
     store, (count, process) = coordinator_client(), process_count_and_id()
@@ -131,13 +131,13 @@ def part() -> None:
 
 
 def _watch(store: Any, process: int, count: int) -> None:
-    """The loop of the thread."""
+    """Check for failures in a loop; the body of the thread."""
     while not _closed.wait(_interval(count)):
         try:
             failed = [failure for other, failure in list_failures(store).items() if other != process]
             if failed:
                 put_key(store, f"{_PARTING}{process}", "heard", overwrite=True)
-        except RuntimeError:  # process 0 is gone, and with it the store: JAX ends this process
+        except RuntimeError:  # process 0 has ended, and the store with it: JAX ends this process
             return
         if failed:
             if not _closed.wait(_GRACE):
@@ -148,14 +148,14 @@ def _watch(store: Any, process: int, count: int) -> None:
 def _end(failed: Sequence[Failure]) -> None:
     status = common_status(failed)
     lines = "".join(f"\n  - {name}: {why}" for name, why, _ in failed)
-    # Not `print`: the main thread may hold the lock of standard error for ever.
+    # Not `print`: the main thread may hold the lock of standard error forever.
     os.write(2, f"jaxshard: this process ends with status {status}, because another one failed{lines}\n".encode())
     part()
     os._exit(status)
 
 
 def _wait_until_left(store: Any, count: int) -> None:
-    """Wait until all others have left, as long as those that are there have not."""
+    """Wait until all processes that have answered have left."""
     start = time.monotonic()
     while True:
         states = [state for process, state in list_keys(store, _PARTING).items() if process != "0"]
@@ -167,17 +167,18 @@ def _wait_until_left(store: Any, count: int) -> None:
 
 
 def _interval(count: int) -> float:
+    # Longer with many processes, so that the store in process 0 is not flooded.
     return _INTERVAL + 0.01 * count
 
 
 def _try(call: Callable[[], Any], seconds: float | None = None) -> None:
-    """Call the store, and return after some seconds whatever becomes of the call."""
+    """Call the store, and return after some seconds even if the call does not."""
 
     def run() -> None:
-        with contextlib.suppress(RuntimeError):  # it is gone, or has this report already
+        with contextlib.suppress(RuntimeError):  # the store has ended, or has this report already
             call()
 
-    # A thread: a call to a store that has died would block for minutes.
+    # In a thread, since a call to a dead store blocks for minutes.
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(_STORE_WITHIN if seconds is None else seconds)

@@ -1,4 +1,4 @@
-"""The hosts of a run as they see each other: names, addresses, clocks, and who reaches whom."""
+"""Survey the hosts of a run: names, addresses, clocks, and which hosts can connect to each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxshard.core.compat import coordinator_client, list_keys, process_count_an
 from jaxshard.distributed.agree import all_peers
 
 _SECONDS = 5.0
-"""Seconds after which another process counts as out of reach."""
+"""Seconds after which a connection to another process counts as failed."""
 
 _FOLDER = "jaxshard/hosts"
 
@@ -20,12 +20,12 @@ class Host(NamedTuple):
     """A process, and the host that it runs on.
 
     Attributes:
-      process: its number.
-      name: of the host.
-      address: by which others reach it.
-      clock: seconds by which its clock is ahead of that of process 0, to about a tenth.
-      unreached: the numbers of processes that it could not connect to.
-      facts: what the process says of its host.
+      process: the index of the process.
+      name: the name of the host.
+      address: the address of the host for other hosts.
+      clock: seconds by which its clock is ahead of that of process 0, accurate to about a tenth.
+      unreached: the indices of processes that it could not connect to.
+      facts: further facts about the host.
     """
 
     process: int
@@ -37,12 +37,12 @@ class Host(NamedTuple):
 
 
 def survey(facts: dict[str, Any]) -> list[Host]:
-    """Let every process connect to every other one, and collect what they say of their hosts.
+    """Let every process connect to every other process, and collect facts about all hosts.
 
-    Collective: each process calls it, after `js.distributed.initialize`. With one process nothing is connected.
+    Every process calls it, after `js.distributed.initialize`. A single process connects to nothing.
 
     Args:
-      facts: of this process's host, which JSON has words for.
+      facts: facts about this process's host, which must be JSON values.
 
     Returns:
       A `Host` for each process, in order; the same list in every process.
@@ -55,7 +55,7 @@ def survey(facts: dict[str, Any]) -> list[Host]:
     with socket.create_server((address, 0)) as listener:
         put_key(store, f"{_FOLDER}/address/{me}", f"{address}:{listener.getsockname()[1]}")
         peers.meet("jaxshard doctor: addresses")
-        now = time.time()  # all come here at about the same moment
+        now = time.time()  # `meet` returns at about the same moment in all processes
         others = {int(process): place for process, place in list_keys(store, f"{_FOLDER}/address/").items()}
         unreached = [process for process, place in sorted(others.items()) if not answers(place)]
         put_key(store, f"{_FOLDER}/found/{me}", json.dumps([name, address, now, unreached, facts]))
@@ -69,7 +69,7 @@ def survey(facts: dict[str, Any]) -> list[Host]:
 
 
 def own_address() -> str:
-    """Return the address of the interface to other hosts; that of the loopback where there is none."""
+    """Return the address of the interface to other hosts, or the loopback address if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # reserved for documentation; a datagram socket sends nothing to connect
@@ -80,7 +80,7 @@ def own_address() -> str:
 
 
 def answers(place: str) -> bool:
-    """Return True if somebody listens at host:port."""
+    """Return True if a program listens at host:port."""
     host, _, port = place.rpartition(":")
     try:
         socket.create_connection((host, int(port)), _SECONDS).close()

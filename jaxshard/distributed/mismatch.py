@@ -1,7 +1,7 @@
-"""Facts of two processes compared: which of them differ, where, and how that is said.
+"""Compare the facts of two processes, find the first line that differs, and describe the difference.
 
-Facts are texts by name, such as {"mesh": "data=8", "layout": "param w ...\nparam b ..."}. A long one, such as a whole
-program, is first compared by its digest and opened only if that differs.
+Facts are texts by name, such as {"mesh": "data=8", "layout": "param w ...\nparam b ..."}. A long text, such as a
+program, is first compared by its digest and read only if the digests differ.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 _LONG = 1000
-"""Characters from which on a text is compared by its digest; texts of several lines always are."""
+"""Texts with more characters than this, or with several lines, are compared by their digest."""
 _WIDTH = 160
-"""Characters that are shown of a line."""
+"""The most characters of a line that are shown."""
 _VALUE_NAMES = re.compile(r"%\w+")
 _NOTHING = re.compile(r"(?!)")  # matches nowhere
 
 
 class Mismatch(NamedTuple):
-    """One fact of which a process has another value than the first process.
+    """A fact whose value differs from that of the first process.
 
     Attributes:
       item: the name of the fact.
-      here: its value in this process; of a long text the first line that differs.
-      first: the same of the first process.
+      here: its value in this process; for a long text, the first line that differs.
+      first: its value (or line) in the first process.
     """
 
     item: str
@@ -35,7 +35,7 @@ class Mismatch(NamedTuple):
 
 
 def shorten_facts(facts: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return (the facts with [digest] in the place of each long text, the long texts)."""
+    """Return (the facts with [digest] instead of each long text, the long texts)."""
     texts = {item: text for item, text in facts.items() if len(text) > _LONG or "\n" in text}
     short = {
         item: [hashlib.sha256(text.encode()).hexdigest()] if item in texts else text for item, text in facts.items()
@@ -48,32 +48,32 @@ def find_mismatches(
 ) -> list[Mismatch]:
     """Compare facts with those of the first process.
 
-    A mismatch that explains others hides them: at another point of the program ("call") nothing else is compared, and
-    long texts are compared only where all short facts are equal, because they follow from those.
+    A mismatch that explains others hides them: if the points of the program ("call") differ, nothing else is compared.
+    Long texts are compared only if all short facts are equal, because they follow from these.
 
     Args:
       facts: the facts of this process.
-      first: the facts of the first process as `shorten_facts` returns them.
-      text_of: opens a long text of the first process by name; None for one that is too long to be sent.
+      first: the facts of the first process, from `shorten_facts`.
+      text_of: returns a long text of the first process by name; None if it was too long to be sent.
     """
     short, _ = shorten_facts(facts)
     differing = [item for item in {**first, **short} if short.get(item) != first.get(item)]
     if "call" in differing:
         differing = ["call"]
-    # A digest is a list, so that no text is mistaken for one.
+    # Digests are in lists, so that no text is mistaken for a digest.
     plain = [item for item in differing if list not in (type(short.get(item)), type(first.get(item)))]
     if plain:
         return [Mismatch(item, short.get(item, "(none)"), first.get(item, "(none)")) for item in plain]
-    # Only long texts differ: now they are opened. One of the two may still be short, or missing.
+    # Only long texts differ: now read them. In one of the processes the text may be short or missing.
     theirs = {item: text_of(item) if isinstance(first.get(item), list) else first.get(item, "") for item in differing}
     return [Mismatch(item, *first_differing_line(facts.get(item, ""), theirs[item])) for item in differing]
 
 
 def first_differing_line(here: str, first: str | None) -> tuple[str, str]:
-    """Return the first line in which two texts differ, of both, each with its number and cut to the difference.
+    """Return the first line in which two texts differ, from both texts, with line numbers and shortened.
 
-    Names of values in a program (%12) are ignored at first: they are numbered through, so one more value shifts all
-    that follow, and the line that is the cause would be hidden by one that is not.
+    Names of values in a program (%12) are ignored at first: they are consecutive numbers, so a single additional value
+    changes all later names, and the first line that differs would not be the cause.
     """
     if first is None:
         return "another", "one too long to be shown"
@@ -108,7 +108,7 @@ def describe_mismatches(point: str, found: Iterable[tuple[str, Mismatch]]) -> st
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Join names with commas, the first eight of them."""
+    """Join names with commas; only the first eight are named."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
@@ -118,7 +118,7 @@ def digest(data: bytes) -> str:
 
 
 def _cut(line: str, start: int) -> str:
-    """Return the part of a line around position `start`, with dots where something was left out."""
+    """Return the part of a line around position `start`, with "..." for omitted text."""
     start = max(0, start - (len(line) - len(line.lstrip())))
     line = line.strip()
     if len(line) <= _WIDTH:

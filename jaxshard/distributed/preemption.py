@@ -1,7 +1,7 @@
-"""`Preemption`: SIGTERM to one process ends the training of all of them, after the same step.
+"""`Preemption`: SIGTERM to one process ends the training of all processes, after the same step.
 
-A signal reaches one process at a time of its own, and the processes are not at the same step. If each stopped where it
-stands, one would wait for ever in the collectives of a step that another does not run. `CommonStop` finds the step.
+A signal reaches each process at a different time and step. If each stopped immediately, some would wait forever in the
+collectives of a step that others do not run. `CommonStop` finds a common last step.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from jaxshard.core.compat import get_key, put_key, wait_for_key
 from jaxshard.distributed.agree import Peers, all_peers
 
 KILLED = 143
-"""The exit status after a second SIGTERM: what a shell reports of a process that the signal ended (128 + 15)."""
+"""The exit status after a second SIGTERM, as a shell reports it for a process that the signal ended (128 + 15)."""
 _POLL = 1.0
-"""Seconds between two looks for a signal that another process got."""
+"""Seconds between two checks for a signal to another process."""
 _ONE_SIGNAL = 2.0
-"""Seconds in which two signals count as one: schedulers signal a process, and its launcher passes theirs on."""
+"""Signals within this many seconds count as one: schedulers signal a process and its launcher, which forwards it."""
 
 _rooms = itertools.count()
 
 
 class Preemption:
-    """A callback that ends `js.fit` after a step common to all processes, once one of them got SIGTERM.
+    """A callback that ends `js.fit` in all processes after the same step, once any of them gets SIGTERM.
 
-    It is also a context in which the signal is caught. Every process enters it:
+    It is also the context in which the signal is caught. Every process enters it:
 
         with js.distributed.Preemption() as preemption:
             run = js.fit(run, step, batches, steps=1000, on_run=[checkpointer, preemption])
@@ -41,21 +41,21 @@ class Preemption:
         if preemption.stopped:
             print(f"stopped after step {int(run.step)}: {preemption.told} got SIGTERM")
 
-    A step costs nothing: no collective, no message. A thread of each process looks once a second whether another
-    process was told to stop, and then all of them agree on the step through JAX's key-value store. The training ends
-    one or two seconds after the signal, or after the step under way if that takes longer.
+    It adds no cost to a step: no collective, no message. A thread of each process checks once a second whether another
+    process got the signal; then all agree on a last step through JAX's key-value store. The training ends one or two
+    seconds after the signal, or after the current step if that takes longer.
 
-    A second SIGTERM, two seconds or more after the first, ends the process at once with status 143, even while its main
-    thread hangs in a collective. After the context SIGTERM does what it did before; in several processes it ends the
-    process, where JAX by itself would ignore it.
+    A second SIGTERM, at least two seconds after the first, ends the process at once with status 143, even while its
+    main thread hangs in a collective. After the context SIGTERM has its previous effect; with several processes it ends
+    the process, while JAX alone would ignore it.
 
-    In one process it works in the same way, on any platform and without `js.distributed.initialize`.
+    In a single process it works in the same way, on any platform and without `js.distributed.initialize`.
 
     Attributes:
       stopped: True once the training was ended because of a signal.
 
     Raises:
-      ValueError: when it is entered in another thread than the main one; only that may catch signals.
+      ValueError: it is entered in a thread other than the main thread, which alone can catch signals.
 
     Example:
         with js.Checkpointer("run", layout, every=100) as checkpointer, js.distributed.Preemption() as preemption:
@@ -71,13 +71,13 @@ class Preemption:
 
     @property
     def told(self) -> str | None:
-        """The name of the process that got the signal, or None as long as no process did."""
+        """Return the name of the process that got the signal, or None if no process did."""
         if self._stop is not None:
             return self._stop.told
         return None if self._signalled is None else "this process"
 
     def __call__(self, step: int, run: Any) -> bool:
-        """Return True if the training is to end after this step, in all processes after the same one."""
+        """Return True if the training should end after this step, which is the same step in all processes."""
         ends = self._signalled is not None if self._stop is None else self._stop.is_last(step)
         self.stopped |= ends
         return ends
@@ -85,8 +85,8 @@ class Preemption:
     def __enter__(self) -> Self:
         peers, room = all_peers(), f"jaxshard/stop/{next(_rooms)}"
         self._stop = None if peers is None else CommonStop(peers, room)
-        # Python runs a signal handler in the main thread, between two bytecodes: never, while that waits in a
-        # collective. But the number of the signal is written to the wakeup socket at once, where the thread reads it.
+        # Python runs a signal handler in the main thread between two bytecodes, so never while that thread waits in a
+        # collective. But Python writes the signal to the wakeup socket immediately, and the listening thread reads it.
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._handler = signal.signal(signal.SIGTERM, self._handle)
@@ -97,7 +97,7 @@ class Preemption:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         signal.set_wakeup_fd(self._wakeup)
-        # None is a handler that was not set from Python: JAX's own, which swallows the signal.
+        # None means a handler that was not set from Python: that of JAX, which ignores the signal.
         signal.signal(signal.SIGTERM, signal.SIG_DFL if self._handler is None else self._handler)
         self._closed.set()
         self._writer.send(b"\0")  # wakes the thread
@@ -105,14 +105,14 @@ class Preemption:
         self._reader.close()
         self._writer.close()
         if self._stop is not None and kind is None:
-            self._stop.announce_step()  # others may still look for a common step: this process runs no more
+            self._stop.announce_step()  # other processes may still look for a common step; this one runs no more
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._signalled is None:
             self._signalled = time.monotonic()
 
     def _listen(self) -> None:
-        """The loop of the thread: hears signals, and keeps up with what the other processes heard."""
+        """Wait for signals to this process and to others in a loop; the body of the thread."""
         heard = False
         while not self._closed.is_set():
             ready, _, _ = select.select([self._reader], [], [], _POLL)
@@ -131,25 +131,25 @@ class Preemption:
 
 
 class CommonStop:
-    """The step after which all processes stop, once one of them is told to.
+    """The step after which all processes stop, once one of them is told to stop.
 
-    In the key-value store, in a folder of its own:
+    In the key-value store, in the folder of the run:
 
         told        the process that got the signal writes its name
-        after/<p>   each process <p>, when it sees `told`, writes the last step it has finished, then waits for all
-                    others to have written theirs; the last step of the run is the largest of them, plus 1
+        after/<p>   each process <p>, when it sees `told`, writes the last step it has finished, then waits until all
+                    others have written theirs; the last step of the run is the largest of these, plus 1
 
     Example: processes 0 and 1 have finished steps 7 and 8. They write after/0 = 7, after/1 = 8, and stop after step 9.
-    Plus 1, because a process may be in the middle of the next step, in whose collectives the others have to take part.
-    It is never further than that: from the moment it writes its step until the common one is known it holds the lock,
-    and `is_last`, which is called after every step, waits for it.
+    Plus 1, because a process may be in the middle of the next step, in whose collectives the others must take part. It
+    can't be further: it holds the lock from writing its step until the common step is known, and `is_last`, which is
+    called after every step, waits for the lock.
 
-    `is_last` belongs to the main thread. `request` and `find_last_step` belong to another one, which can wait for a
-    process at an earlier step while the main thread is in a collective that this process has yet to join.
+    `is_last` is called by the main thread, `request` and `find_last_step` by another thread, which can wait for a
+    process at an earlier step while the main thread is in a collective that this process has not joined yet.
 
     Args:
       peers: all processes.
-      room: the folder in the store, the same in all processes, new for every run.
+      room: the folder in the store, the same in all processes and new for every run.
     """
 
     def __init__(self, peers: Peers, room: str):
@@ -160,7 +160,7 @@ class CommonStop:
         self._lock = threading.Lock()
 
     def is_last(self, step: int) -> bool:
-        """Take note of a finished step; return True if all processes stop after it."""
+        """Record a finished step; return True if all processes stop after it."""
         with self._lock:
             self._finished = step
             return self._last is not None and step >= self._last
@@ -171,7 +171,7 @@ class CommonStop:
         put_key(self.peers.store, f"{self.room}/told", self.told, overwrite=True)
 
     def find_last_step(self) -> None:
-        """Find the common last step if any process asked to stop; wait until all others have announced theirs."""
+        """Find the common last step if any process asked to stop; wait until all processes have announced theirs."""
         if self._last is not None:
             return
         told = self.told or get_key(self.peers.store, f"{self.room}/told")
@@ -183,12 +183,12 @@ class CommonStop:
             steps = []
             for other in self.peers.processes:
                 while (step := wait_for_key(self.peers.store, f"{self.room}/after/{other}", _POLL)) is None:
-                    pass  # without end: if a process died, JAX's heartbeat ends this one
+                    pass  # no time limit: if a process died, JAX's heartbeat ends this one
                 steps.append(int(step))
             self._last = max(steps) + 1
 
     def announce_step(self) -> None:
-        """Write which step this process has finished, once; also when it is through, so that nobody waits for it."""
+        """Write the last step that this process has finished, once; also after the run, so that no process waits."""
         if not self._announced:
             put_key(self.peers.store, f"{self.room}/after/{self.peers.process}", str(self._finished))
             self._announced = True

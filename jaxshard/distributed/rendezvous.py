@@ -1,19 +1,19 @@
-"""`meet_all`: the processes of a run wait for each other before JAX joins them, and say who is missing.
+"""`meet_all`: wait for all processes of a run before JAX joins them, and name the missing ones.
 
-JAX's own connection is silent while it waits, can't be interrupted, and aborts those that came when one does not. So
-before it process 0 listens on the coordinator's port, and all others connect to it. Messages are lines of JSON:
+JAX's own connection prints nothing while it waits, can't be interrupted, and aborts all processes if one does not come.
+So before that, process 0 listens on the coordinator's port, and all others connect to it. Messages are lines of JSON:
 
     process 0                          processes 1, 2, ...
     ---------------------------------  -------------------------------------------------------------------------
-    listen on the port                 connect, again every second until process 0 is there
+    listen on the port                 connect; retry every second until process 0 listens
                                   <--  {"process": 1, "processes": 4, "host": "b", "limit": 300, "waited": 7}
     wait until all are connected
     ["go", ""]                    -->  wait for the outcome
     close the port                     go on to jax.distributed.initialize, on the same port
 
-The outcome is "missing" as soon as one of those that wait has waited long enough, or "differ" if two have one number or
-count the processes differently; all raise the same error. A process that ends before the outcome, which its connection
-tells, is missing again, and may come a second time.
+The outcome is "missing" once any waiting process reaches its time limit, or "differ" if two processes have the same
+index or different numbers of processes; all raise the same error. A process whose connection ends before the outcome
+counts as missing again, and may come a second time.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from jaxshard.distributed.waiting import Waiting
 
 _POINT = "distributed.initialize"
 _PAUSE = 1.0
-"""Seconds between two tries to reach process 0, or to listen."""
+"""Seconds between two attempts to connect to process 0, or to listen."""
 _LONGEST = 4096
-"""Bytes that a process may say of itself; whoever sends more is none of ours."""
+"""The most bytes of the line of a process; a connection that sends more is not from our processes."""
 _MARGIN = 10.0
-"""Seconds for which others wait longer than asked for, so that process 0, which knows who is missing, speaks first."""
+"""Seconds for which the others wait beyond the limit, so that process 0, which knows who is missing, ends first."""
 
 
 class Arrival(NamedTuple):
-    """The line that a process sends of itself when it connects to process 0.
+    """The line that a process sends when it connects to process 0.
 
     Attributes:
-      process: its number.
-      processes: how many there are, as it was told.
+      process: the index of the process.
+      processes: the number of processes that it expects.
       host: the name of its host.
-      limit: the seconds that it waits for all, from its own start.
-      waited: how many of them have passed.
+      limit: the seconds for which it waits for all, from its own start.
+      waited: how many of these seconds have passed.
     """
 
     process: int
@@ -61,31 +61,31 @@ class Arrival(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its name in messages, such as "process 1 (host b)"."""
+        """Return its name in messages, such as "process 1 (host b)"."""
         return f"process {self.process} (host {self.host})"
 
 
 class _Guest(NamedTuple):
-    """A process that is connected, and when it will have waited long enough."""
+    """A connected process, and the time at which its time limit ends."""
 
     arrival: Arrival
     end: float
 
 
 def meet_all(address: str, processes: int, process: int, *, bind: str | None, limit: float) -> None:
-    """Wait until all processes have come here, and say every so often who is missing.
+    """Wait until all processes have called this, and print at intervals which are missing.
 
     Args:
       address: host:port of process 0.
-      processes: how many there are.
-      process: the number of this one.
+      processes: the number of processes.
+      process: the index of this process.
       bind: host:port on which process 0 listens; None for the port of the address on all interfaces.
-      limit: how many seconds to wait.
+      limit: the seconds to wait.
 
     Raises:
       MissingProcess: a process did not come.
-      Disagreement: two processes have the same number, or count the processes differently.
-      OSError: process 0 may not listen there.
+      Disagreement: two processes have the same index, or different numbers of processes.
+      OSError: process 0 can't listen there.
     """
     me = Arrival(process, processes, socket.gethostname(), limit, 0.0)
     if process == 0:
@@ -99,18 +99,18 @@ def meet_all(address: str, processes: int, process: int, *, bind: str | None, li
 
 
 class _Host:
-    """Process 0, to which all others connect."""
+    """The part of process 0, to which all other processes connect."""
 
     def __init__(self, me: Arrival):
         self._me, self._waiting = me, Waiting(_POINT)
         self._end = time.monotonic() + me.limit
-        self._received: dict[socket.socket, bytes] = {}  # of every connection, strangers included
+        self._received: dict[socket.socket, bytes] = {}  # of every connection, other programs included
         self._guests: dict[socket.socket, _Guest] = {}
-        self._ended: dict[int, str] = {}  # the hosts of those that came and ended
+        self._ended: dict[int, str] = {}  # the hosts of processes that came and ended
         self._difference: str | None = None
 
     def collect(self, bind: str) -> tuple[str, str]:
-        """Wait for all others, tell them the outcome and return it."""
+        """Wait for all other processes, send them the outcome, and return it."""
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(self._listen(bind))
             selector = stack.enter_context(selectors.DefaultSelector())
@@ -128,7 +128,7 @@ class _Host:
                         self._drop(key.fileobj)
             line = json.dumps(outcome).encode() + b"\n"
             for connection in self._received:
-                with contextlib.suppress(OSError):  # it has just ended
+                with contextlib.suppress(OSError):  # the process has just ended
                     connection.settimeout(_MARGIN)
                     connection.sendall(line)
         return outcome
@@ -138,7 +138,7 @@ class _Host:
             connection.close()
 
     def _listen(self, bind: str) -> socket.socket:
-        """Listen on the port, as soon as it is free."""
+        """Listen on the port as soon as it is free."""
         while (listener := _try_to_listen(bind)) is None:
             if time.monotonic() > self._end:
                 raise MissingProcess(f"{_POINT}: another program has used the port of {bind} for {self._me.limit:g} s")
@@ -148,14 +148,14 @@ class _Host:
         return listener
 
     def _accept(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
-        with contextlib.suppress(OSError):  # it has gone again
+        with contextlib.suppress(OSError):  # the connection is closed already
             connection, _ = listener.accept()
             connection.setblocking(False)
             self._received[connection] = b""
             selector.register(connection, selectors.EVENT_READ)
 
     def _read(self, connection: socket.socket) -> bool:
-        """Read what a connection sent; return False if it ended, or comes from no process of ours."""
+        """Read from a connection; return False if it ended, or is not from our processes."""
         try:
             data = connection.recv(_LONGEST)
         except OSError:
@@ -170,12 +170,13 @@ class _Host:
         if arrival is None:
             return False
         self._difference = self._difference or self._compare(arrival)
+        # Clocks of hosts differ, so a process sends how long it has waited, not when it started.
         self._guests[connection] = _Guest(arrival, time.monotonic() + arrival.limit - arrival.waited)
         self._ended.pop(arrival.process, None)
         return True
 
     def _compare(self, arrival: Arrival) -> str | None:
-        """Say how a process differs from those that are here; None if it does not."""
+        """Return how a process differs from the connected processes, or None."""
         here = [self._me, *(guest.arrival for guest in self._guests.values())]
         if arrival.processes != self._me.processes:
             told = f"{arrival.name} was told of {arrival.processes} processes, {self._me.name} of {self._me.processes}"
@@ -192,7 +193,7 @@ class _Host:
         connection.close()
 
     def _outcome(self) -> tuple[str, str] | None:
-        """Return (outcome, what there is to say), or None as long as one is missing and there is time."""
+        """Return (outcome, message), or None while processes are missing and no time limit has ended."""
         if self._difference is not None:
             return "differ", f"{_POINT}: the processes differ: {self._difference}"
         if len(self._guests) == self._me.processes - 1:
@@ -204,7 +205,7 @@ class _Host:
         return "missing", _missed(self._missing(), "did not come", first.arrival.limit, [self._me, *here])
 
     def _missing(self) -> str:
-        """The names of those that are not here."""
+        """Return the names of the missing processes."""
         here = {guest.arrival.process for guest in self._guests.values()}
         names = [
             f"process {number}" + (f" (host {self._ended[number]}, it came and ended)" if number in self._ended else "")
@@ -215,7 +216,7 @@ class _Host:
 
 
 def _visit(address: str, me: Arrival) -> tuple[str, str]:
-    """Connect to process 0, wait for the outcome and return it: the part of all others."""
+    """Run the part of the other processes: connect to process 0, wait for the outcome, and return it."""
     host, _, port = address.rpartition(":")
     place, waiting = (host.strip("[]"), int(port)), Waiting(_POINT)
     while True:
@@ -226,7 +227,7 @@ def _visit(address: str, me: Arrival) -> tuple[str, str]:
                 connection.settimeout(left + _MARGIN)
                 outcome, text = json.loads(_read_line(connection))
                 return str(outcome), str(text)
-        except (OSError, ValueError, TypeError) as error:  # nobody listens, it has ended, or is another program
+        except (OSError, ValueError, TypeError) as error:  # no process 0, it has ended, or it is another program
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         if waiting.seconds >= me.limit:
             what = f"did not answer at {address} ({why})"
@@ -237,7 +238,7 @@ def _visit(address: str, me: Arrival) -> tuple[str, str]:
 
 
 def _missed(missing: str, what: str, limit: float, here: Sequence[Arrival]) -> str:
-    """The message of a `MissingProcess`."""
+    """Write the message of a `MissingProcess`."""
     return (
         f"{_POINT}: {missing} {what} within {limit:g} s; {list_names([one.name for one in here])} waited. See what "
         f"became of it, or wait longer: initialization_timeout, or {LIMIT} in the environment"
@@ -245,7 +246,7 @@ def _missed(missing: str, what: str, limit: float, here: Sequence[Arrival]) -> s
 
 
 def _parse_arrival(line: bytes) -> Arrival | None:
-    """Read what a process says of itself; None if no process of ours would say it."""
+    """Parse the line of a process; None if it is not from our processes."""
     try:
         found = json.loads(line)
         process, processes = int(found["process"]), int(found["processes"])
@@ -257,7 +258,7 @@ def _parse_arrival(line: bytes) -> Arrival | None:
 
 
 def _read_line(connection: socket.socket) -> bytes:
-    """Read until the end of a line; OSError if the connection ends before."""
+    """Read a line; raise an OSError if the connection ends before its end."""
     received = b""
     while not received.endswith(b"\n"):
         data = connection.recv(_LONGEST)
@@ -268,21 +269,21 @@ def _read_line(connection: socket.socket) -> bytes:
 
 
 def _try_to_listen(bind: str) -> socket.socket | None:
-    """Listen on host:port; None if another program does.
+    """Listen on host:port; return None if another program listens there.
 
     Raises:
       OSError: no address of the host can be used.
     """
     host, _, port = bind.rpartition(":")
     host = host.strip("[]")
-    # Linux lets two programs of one user share a port, as JAX's service does: then one of two runs would be taken for
-    # the other.
+    # With SO_REUSEPORT, which JAX's service sets, Linux lets two programs of a user share a port. Then processes of one
+    # run could connect to another run, so first check that no program answers.
     with contextlib.suppress(OSError):
         probe = socket.create_connection((host.replace("::", "localhost"), int(port)), timeout=1.0)
         with probe:
             if probe.getsockname() != probe.getpeername():  # on a free port a socket can connect to itself
                 return None
-    # Without IPv6 "all interfaces" are those of IPv4.
+    # On a host without IPv6, "all interfaces" is 0.0.0.0.
     places = [
         place for name in ([host, "0.0.0.0"] if host == "::" else [host]) for place in _addresses(name, int(port))
     ]
@@ -290,7 +291,7 @@ def _try_to_listen(bind: str) -> socket.socket | None:
     for family, place in places:
         listener = socket.socket(family)
         try:
-            # The launcher holds the port by a socket that does not listen.
+            # The launcher reserves the port by a socket that is bound but does not listen, so share the port with it.
             for option in ("SO_REUSEADDR", "SO_REUSEPORT"):
                 if hasattr(socket, option):
                     listener.setsockopt(socket.SOL_SOCKET, getattr(socket, option), 1)
@@ -310,7 +311,7 @@ def _try_to_listen(bind: str) -> socket.socket | None:
 
 
 def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
-    """Resolve a host that may lack one kind of addresses."""
+    """Resolve a host name; an empty list if it has no address."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror:

@@ -1,13 +1,13 @@
-"""Failures that all processes learn of: what one of them can't do is raised in every one.
+"""Raise an error in all processes if any of them fails.
 
-A process that raises alone leaves the others waiting in their next collective, for a peer that never comes. So where
-only some processes can find an error (each reads its own files, or the first one alone prepares a folder), all of them
-meet, tell each other who failed, and raise together.
+If only one process raises, the others wait forever in their next collective. So if only some processes can find an
+error (each reads its own files, or only the first prepares a folder), all tell each other which failed, and raise
+together.
 
-Every function here is collective: each process calls it at the same point of the program, under the same `point`, the
-name by which a message on standard error tells for whom a process waits. They first meet through the coordinator, which
-waits however late a process is, then all-gather four bytes per process (`gather_texts` reads texts from the coordinator
-in place of that). With one process they do nothing of the kind.
+Every process calls these functions at the same point of the program, with the same `point`, its name in messages about
+missing processes. The processes first meet through the coordinator, which has no time limit for late processes, and
+then all-gather four bytes per process (`gather_texts` reads texts from the coordinator instead). A single process does
+none of this.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from jaxshard.core.compat import delete_keys, list_keys, put_key
 from jaxshard.core.tree import raise_all
 from jaxshard.distributed.agree import all_peers
 
-_rooms = itertools.count()  # every process gathers the same texts in the same order
+_rooms = itertools.count()  # equal in all processes, since all gather texts in the same order
 
 
 def gather_ints(value: int, point: str) -> list[int]:
     """Collect one small integer from every process.
 
     Args:
-      value: this process's number, which fits into an int32.
+      value: this process's integer, which fits into an int32.
       point: the name of this point of the program, for messages.
 
     Returns:
-      The numbers of all processes, by process index.
+      The integers of all processes, by process index.
     """
     peers = all_peers()
     if peers is None:
         return [value]
-    peers.meet(point)  # collectives give up on a process that a slow disk holds up
+    peers.meet(point)  # without a time limit; the collective below would time out for a slow process
     values: list[int] = np.asarray(multihost_utils.process_allgather(np.int32(value))).ravel().tolist()
     return values
 
 
 def gather_texts(text: str, point: str) -> list[str]:
-    """Collect a text from every process, through the coordinator alone: devices take no part.
+    """Collect a text from every process through the coordinator, without using devices.
 
     Args:
-      text: this process's text, which is not empty.
+      text: this process's text, which must not be empty.
       point: the name of this point of the program, for messages.
 
     Returns:
@@ -60,7 +60,7 @@ def gather_texts(text: str, point: str) -> list[str]:
     room = next(_rooms)
     put_key(peers.store, f"jaxshard/gather/{room}/{peers.process}", text)
     peers.meet(point)
-    if room and peers.process == peers.processes[0]:  # who came here has read the texts before
+    if room and peers.process == peers.processes[0]:  # all processes that met here have read the texts before
         delete_keys(peers.store, f"jaxshard/gather/{room - 1}")
     found = list_keys(peers.store, f"jaxshard/gather/{room}/")
     return [found[str(process)] for process in peers.processes]
@@ -75,13 +75,13 @@ def raise_together(problems: Iterable[str], error: type[Exception], headline: st
     """Raise one error in all processes if any of them has found a problem.
 
     Args:
-      problems: what this process found; each process names its own.
+      problems: the problems that this process found; each process names its own.
       error: the type of the error.
       headline: the first line of its message.
       point: the name of this point of the program, for messages.
 
     Raises:
-      error: with one line per problem of this process, and one per other process that found some.
+      error: has one line per problem of this process, and one line per other process with problems.
     """
     found = list(problems)
     elsewhere = (index for index in failed_processes(bool(found), point) if index != jax.process_index())
@@ -90,10 +90,10 @@ def raise_together(problems: Iterable[str], error: type[Exception], headline: st
 
 
 def call_in_first_process(fn: Callable[[], bool], point: str) -> bool:
-    """Call a function in process 0 alone and return its answer in all processes.
+    """Call a function in process 0 only, and return its result in all processes.
 
     Raises:
-      OSError, ValueError: the function raised it, in process 0; the other processes raise an OSError that says so.
+      OSError, ValueError: the error of the function, in process 0; the other processes raise an OSError that says so.
     """
     answer, failure = False, None
     if jax.process_index() == 0:

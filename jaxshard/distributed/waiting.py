@@ -1,4 +1,4 @@
-"""`Waiting`: says on standard error for whom a process waits, seldom enough to be read."""
+"""`Waiting`: print on standard error for whom a process waits, at growing intervals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TELL = 10.0
 class Waiting:
     """The time that a process has waited at one point of the program.
 
-    Its lines are due after 10, 20, 40 and 80 seconds, and from then on every minute:
+    A line is due after 10, 20, 40 and 80 seconds, and then every minute:
 
         waiting = Waiting("js.init")
         while not found():
@@ -31,11 +31,11 @@ class Waiting:
 
     @property
     def seconds(self) -> float:
-        """The seconds waited so far."""
+        """Return the seconds waited so far."""
         return time.monotonic() - self._start
 
     def is_due(self) -> bool:
-        """Return True if it is time for a line; the next one is due later."""
+        """Return True if a line is due, and schedule the next line."""
         waited = self.seconds
         if waited < self._tell:
             return False
@@ -43,6 +43,6 @@ class Waiting:
         return True
 
     def say(self, missing: str) -> None:
-        """Print for whom, or what, this process waits."""
+        """Print for whom or what this process waits."""
         text = f"jaxshard: {self.point}: waiting for {missing} since {self.seconds:.0f} s"
         print(text, file=sys.stderr, flush=True)

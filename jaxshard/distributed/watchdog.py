@@ -1,12 +1,12 @@
-"""`Watchdog`: a step that takes far too long is reported, with the process that holds it up, and ends the run.
+"""`Watchdog`: end a run whose step takes far too long, after a report of the process that holds it up.
 
-A process that hangs in a collective says nothing, and the one that it waits for may be on another host: frozen, reading
-from a dead disk, or at an earlier step. So a thread of each process writes down once a second where its process stands,
-and the thread that finds a step too long reads what all others wrote. In the key-value store, <p> a process:
+A process that hangs in a collective prints nothing, and the process that it waits for may be on another host: frozen,
+reading from a dead disk, or at an earlier step. So a thread of each process writes a heartbeat once a second, with its
+step and current line. A thread that finds a step too long reads the heartbeats of all others. In the key-value store:
 
-    jaxshard/watch/<n>/beat/<p>    its last sign of life (`Beat`), overwritten every second
-    jaxshard/watch/<n>/alarm       the report of whoever found the hang first; all others end with the same report
-    jaxshard/watch/<n>/ended/<p>   it has written its report
+    jaxshard/watch/<n>/beat/<p>    the last heartbeat (`Beat`) of process <p>, overwritten every second
+    jaxshard/watch/<n>/alarm       the report of the process that found the hang first; all others end with it, too
+    jaxshard/watch/<n>/ended/<p>   process <p> has printed its report
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from jaxshard.distributed.agree import Peers, all_peers
 HUNG = 75
 """The exit status of a process whose run hung: EX_TEMPFAIL of sysexits.h, "try again"."""
 _INTERVAL = 1.0
-"""Seconds between two signs of life; more with hundreds of processes."""
+"""Seconds between two heartbeats; more with hundreds of processes."""
 _MISSED = 3
-"""Intervals after which a process whose sign of life did not change counts as silent."""
+"""Intervals without a new heartbeat after which a process counts as silent."""
 _FAREWELL = 10.0
-"""Seconds for which a process that ends waits for the reports of the others."""
+"""Seconds for which an ending process waits for the reports of the others."""
 
 _rooms = itertools.count()
 _JAX = str(Path(jax.__file__).parent)
@@ -47,25 +47,25 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def waits_for_devices(fn: _Function) -> _Function:
-    """Mark a function that waits for devices, and with them for other processes, so that hang reports can tell.
+    """Mark a function that waits for devices, and so for other processes, for the reports of hangs.
 
     Use it as a decorator on functions that call compiled programs or read their results; JAX's own code is known to
-    wait. Without the mark such a function counts as busy, and its process as the one that holds the others up.
+    wait. Without the mark the function counts as busy, and its process is blamed for the hang.
     """
     _waiting.add(fn.__code__)
     return fn
 
 
 class Beat(NamedTuple):
-    """A sign of life of one process.
+    """A heartbeat of one process.
 
     Attributes:
-      number: counts the beats of a process, from 0. Two equal beats at different times mean that it is silent.
+      number: counts the heartbeats of a process, from 0. If it does not change, the process is silent.
       step: the last finished step; -1 before the first.
       seconds: the time since then, without evaluation and saves.
-      paused: True while the process evaluates, saves or does something else that belongs to no step.
+      paused: True while the process evaluates, saves or does other work outside of steps.
       waits: True if the main thread waits for its devices.
-      place: where the main thread stands, innermost line of Python first.
+      place: the current lines of the main thread, the innermost first.
     """
 
     number: int
@@ -77,37 +77,37 @@ class Beat(NamedTuple):
 
 
 class Watchdog:
-    """A callback that ends a run that hangs, in all processes, after a report of who holds it up.
+    """A callback that ends a hanging run in all processes, after a report of the process that holds it up.
 
-    It is also a context around `js.fit`. The exit status is 75, and the report comes with the stacks of all threads:
+    It is also a context around `js.fit`. The exit status is 75, and the report includes the stacks of all threads:
 
         with js.distributed.Watchdog() as watchdog:
             run = js.fit(run, step, batches, steps=1000, on_run=[checkpointer, watchdog])
 
-    A step hangs when it takes longer than `factor` times the median of the last hundred steps, and at least `least`
-    seconds. The first step, which may compile, takes as long as it takes; the second may take `factor * least`.
-    Evaluation, saves and other callbacks of `fit` don't count, nor does the time in which any process is busy with
-    them. In a loop of your own, call the watchdog after each step and put everything else into a pause:
+    A step hangs if it takes longer than `factor` times the median of the last hundred steps, and at least `least`
+    seconds. The first step, which may compile, has no limit; the second may take `factor * least`. Evaluation, saves
+    and other callbacks of `fit` do not count, in this or in any other process. In your own loop, call the watchdog
+    after each step and put everything else into a pause:
 
         watchdog(step, run)
         with watchdog.paused():
             evaluate(run)
 
-    The report, on the standard error of every process, names those that are silent, a step behind, or busy with
-    something else while the others wait:
+    The report, on the standard error of every process, names processes that are silent, at an earlier step, or busy
+    with something else while the others wait:
 
         jaxshard: watchdog: step 21 takes 60 s, more than the limit of 60 s
           held up by process 1 (host b): busy with something else while the others wait
           process 0 (host a): step 20 done 60 s ago, waits for its devices at ...
           process 1 (host b): step 20 done 61 s ago, is busy at data.py:30 read < ...
 
-    Then `os._exit`: the normal end of Python and JAX would wait for processes that do not answer. `jaxshard launch
-    --max-restarts` and most schedulers start the run again. The thread that watches works while the main thread hangs
-    in a collective; it issues none itself.
+    Then the process ends by `os._exit`, since the normal exit of Python and JAX would wait for processes that do not
+    answer. `jaxshard launch --max-restarts` and most schedulers restart the run. The watching thread works while the
+    main thread hangs in a collective, and issues no collectives itself.
 
     Args:
       least: the smallest limit for a step, in seconds.
-      factor: how many times the median a step may take.
+      factor: the limit for a step, as a multiple of the median.
 
     Raises:
       ValueError: `least` is not positive, or `factor` below 1.
@@ -122,29 +122,29 @@ class Watchdog:
             raise ValueError(f"Watchdog: least must be positive and factor at least 1, got {least} and {factor}")
         self._least, self._factor = least, factor
         self._main = threading.get_ident()
-        # Of the step under way, guarded by `_state`: `_spent` seconds before the last pause, and when it went on after
-        # that, None during a pause. Pauses may be nested.
+        # About the current step, guarded by `_state`: the seconds `_spent` before the last pause, and the time
+        # `_started` at which it went on after that pause, None during a pause. Pauses may be nested.
         self._state = threading.Lock()
         self._step = -1
         self._started: float | None = time.monotonic()
         self._spent, self._pauses = 0.0, 0
         self._times: deque[float] = deque(maxlen=100)
-        # Of the thread: the number of its beat and the beats of all processes when the step under way became too long.
+        # Used by the thread: the number of its heartbeat, and all heartbeats, when the current step became too long.
         self._first_look: tuple[int, dict[int, Beat]] | None = None
         self._excused = False
         self._closed = threading.Event()
 
     def __call__(self, step: int, run: Any) -> None:
-        """Take note of a finished step."""
+        """Record a finished step."""
         with self._state:
-            if self._step >= 0:  # the first step, which compiles, would spoil the median
+            if self._step >= 0:  # leave the first step, which compiles, out of the median
                 self._times.append(self._elapsed())
             self._step, self._spent = step, 0.0
             self._started = None if self._started is None else time.monotonic()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """A context for evaluation, saves and the like: its time belongs to no step."""
+        """Enter a context for evaluation, saves and the like, whose time does not count for the step."""
         with self._state:
             self._spent, self._started, self._pauses = self._elapsed(), None, self._pauses + 1
         try:
@@ -156,7 +156,7 @@ class Watchdog:
 
     @property
     def limit(self) -> float:
-        """The seconds that the step under way may take; infinite for the first."""
+        """Return the seconds that the current step may take; infinite for the first."""
         if self._step < 0:
             return float("inf")
         if not self._times:
@@ -172,15 +172,15 @@ class Watchdog:
 
     def __exit__(self, *error: object) -> None:
         self._closed.set()
-        # An error on the way out may be caused by the end of another process, which raised an alarm. The thread looks
-        # for one a last time, and then this process ends by the report and not by the error.
+        # An error may be caused by the end of another process after its alarm. The thread checks for an alarm a last
+        # time; if there is one, this process ends with the report instead of the error.
         self._thread.join()
 
     def _elapsed(self) -> float:
         return self._spent + (0.0 if self._started is None else time.monotonic() - self._started)
 
     def _watch(self) -> None:
-        """The loop of the thread."""
+        """Write heartbeats and check for hangs in a loop; the body of the thread."""
         interval = _INTERVAL + (0.01 * len(self._peers.processes) if self._peers is not None else 0.0)
         for number in itertools.count():
             closed = self._closed.wait(min(interval, self._least / 4))
@@ -201,13 +201,13 @@ class Watchdog:
             return Beat(number, self._step, self._elapsed(), self._pauses > 0, waits, place)
 
     def _exchange(self, beat: Beat) -> str | None:
-        """Write a sign of life; return the alarm of another process, if there is one."""
+        """Write a heartbeat; return the alarm of another process, if there is one."""
         if self._peers is None:
             return None
         try:
             put_key(self._peers.store, f"{self._room}/beat/{self._peers.process}", json.dumps(beat), overwrite=True)
             return get_key(self._peers.store, f"{self._room}/alarm")
-        except RuntimeError as error:  # process 0 is gone, and with it the store: each watches itself from here on
+        except RuntimeError as error:  # process 0 has ended, and the store with it: from now on watch only this process
             print(f"jaxshard: watchdog: the other processes can't be reached: {error}", file=sys.stderr, flush=True)
             self._peers = None
             return None
@@ -215,8 +215,7 @@ class Watchdog:
     def _find_hang(self, beat: Beat) -> str | None:
         """Raise the alarm for a step that takes too long, and return it.
 
-        Returns None as long as a process is busy with what belongs to no step, and until enough beats have passed to
-        tell which processes are silent.
+        Returns None while any process is paused, and until enough intervals have passed to know the silent processes.
         """
         peers, limit = self._peers, self.limit
         if peers is None:
@@ -243,32 +242,32 @@ class Watchdog:
 
     def _end(self, alarm: str) -> None:
         """Write the report and all stacks, and end the process."""
-        # Not `print`: the main thread may hold the lock of standard error for ever.
+        # Not `print`: the main thread may hold the lock of standard error forever.
         os.write(2, f"{alarm}\njaxshard: watchdog: stacks of this process, which ends with status {HUNG}:\n".encode())
         faulthandler.dump_traceback(file=2, all_threads=True)
         if self._peers is not None:
-            with contextlib.suppress(RuntimeError):  # the store may be gone
+            with contextlib.suppress(RuntimeError):  # the store may have ended
                 self._wait_for_reports(self._peers)
         os._exit(HUNG)
 
     def _wait_for_reports(self, peers: Peers) -> None:
-        """Wait until every process has reported: the end of one is an error, or an abort, in the others."""
+        """Wait until every process has reported, since the end of a process is an error or an abort in the others."""
         put_key(peers.store, f"{self._room}/ended/{peers.process}", "", overwrite=True)
         end = time.monotonic() + _FAREWELL
         while time.monotonic() < end and len(list_keys(peers.store, f"{self._room}/ended/")) < len(peers.processes):
             time.sleep(0.2)
         if peers.process == peers.processes[0]:
-            time.sleep(1.0)  # the store ends with this process, and JAX aborts those that still use it
+            time.sleep(1.0)  # the store ends with this process, and JAX aborts processes that still use it
 
 
 def write_report(here: Beat, limit: float, beats: Mapping[int, tuple[str, Beat | None]], silent: Sequence[int]) -> str:
-    """Write the report of a hang: what hangs, for how long, who holds it up, and a line for each process.
+    """Write the report of a hang: the step, its time, the culprits, and a line for each process.
 
     Args:
-      here: the last beat of this process.
-      limit: the seconds that its step might have taken.
-      beats: (name, last beat) of each process; None for one that was never heard.
-      silent: the processes that have stopped beating.
+      here: the last heartbeat of this process.
+      limit: the time limit of its step, in seconds.
+      beats: (name, last heartbeat or None) of each process.
+      silent: the processes without a new heartbeat.
     """
     lines = [
         f"jaxshard: watchdog: step {here.step + 1} takes {here.seconds:.0f} s, more than the limit of {limit:.0f} s"
@@ -286,7 +285,7 @@ def write_report(here: Beat, limit: float, beats: Mapping[int, tuple[str, Beat |
 
 
 def name_culprits(beats: Mapping[int, tuple[str, Beat | None]], silent: Sequence[int]) -> str:
-    """Say which processes hold the others up. The clearest evidence goes first: silent, then behind, then busy."""
+    """Name the processes that hold the others up, by the clearest evidence: silent, or at an earlier step, or busy."""
     if silent:
         return f"held up by {', '.join(beats[who][0] for who in silent)}: silent (frozen, dead or out of reach)"
     heard = {name: beat for name, beat in beats.values() if beat is not None}
@@ -302,10 +301,10 @@ def name_culprits(beats: Mapping[int, tuple[str, Beat | None]], silent: Sequence
 
 
 def locate_thread(thread: int) -> tuple[bool, str]:
-    """Return (True if a thread waits for its devices, the four innermost lines of Python in which it stands).
+    """Return (whether a thread waits for its devices, its four innermost lines of Python).
 
-    It waits if the innermost frame is a marked function (`waits_for_devices`) or code of JAX: waiting itself happens in
-    C++, which has no frame.
+    It waits if the innermost frame is a marked function (`waits_for_devices`) or code of JAX: the actual wait is in
+    C++, which has no Python frame.
     """
     frame = sys._current_frames().get(thread)
     if frame is None:

@@ -19,8 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxshard.core.compat import without_callbacks
-from jaxshard.core.jaxpr import Program, eliminate_dead_code, open_jaxpr
 from jaxshard.core.loss import Loss, Max, Mean, Sum, sum_dtype, weighted_sum
 from jaxshard.core.model_state import next_state
 from jaxshard.core.row_axes import taking_turns
@@ -28,117 +26,118 @@ from jaxshard.core.types import PyTree
 from jaxshard.core.unsuited import Unsuited
 from jaxshard.engines.engine import Outcome
 from jaxshard.engines.joint import Weights, joint_in_force
+from jaxshard.engines.part import Cut, Part
 from jaxshard.engines.state_rules import StateRules
 
-LossOf = Callable[[PyTree, PyTree, Any], Loss]
-"""`loss_of(sinks, rows, row)`: the loss of some rows, `row` the global number of the first."""
+LossOf = Callable[[PyTree, PyTree, PyTree, PyTree, Any], Loss]
+"""`loss_of(sinks, params, state, batch, row)`: the loss of a part of the batch, `row` the number of its first row."""
+
+Read = Callable[[Part], StateRules]
+"""Reads the trace of a part of the batch: checks it, and finds how the states that parts return are combined."""
 
 
 def accumulate(
     loss_of: LossOf,
     sinks: PyTree,
-    turns: PyTree,
-    first_rows: jax.Array,
-    sum_over_devices: Callable[[Any], Any],
+    params: PyTree,
     state: PyTree,
-    states: StateRules | None,
-) -> tuple[Outcome, PyTree]:
+    cut: Cut,
+    sum_over_devices: Callable[[Any], Any],
+    read: Read | None,
+) -> tuple[Outcome, PyTree, StateRules | None]:
     """Compute the loss over all micro-batches, and its gradient with respect to the sinks.
+
+    The loss is traced once; with several micro-batches twice, since their weights have a pass of their own.
 
     Args:
       loss_of: the loss of some rows.
       sinks: zeros in the shape of the gradients (see `just_in_time`).
-      turns: the batch, every array [micro-batches, rows, ...].
-      first_rows: [micro-batches], the global number of each one's first row.
-      sum_over_devices: sums a scalar over the devices that hold other rows; one all-reduce for each weight of the loss.
+      params: the stored parameters.
       state: the model's state, as the loss receives it.
-      states: how the states that parts of the batch return are combined; None where the loss sees all of it.
+      cut: the batch, cut into micro-batches.
+      sum_over_devices: sums a scalar over the devices that hold other rows; one all-reduce for each weight of the loss.
+      read: reads what is traced of one part; None where the loss sees the whole batch.
 
     Returns:
-      The outcome on this device's rows, whose value and metrics the caller combines over devices, and the gradients,
-      shaped like `sinks`. Its state is the new one, or with `states` the parts that they combine.
+      The outcome on this device's rows, whose value and metrics the caller combines over devices; the gradients, shaped
+      like `sinks`; and the rules that `read` found. With rules the outcome's state is the parts that they combine, else
+      the new one.
 
     Raises:
-      Unsuited: several turns of a loss that is no `js.Mean`.
+      Unsuited: several micro-batches of a loss that is no `js.Mean`.
     """
-    if first_rows.shape[0] == 1:
-        rows = jax.tree.map(lambda x: x[0], turns)
+    if len(cut.first_rows) > 1:
+        assert read is not None, "no micro-batch is the whole batch"
+        with taking_turns():
+            return _accumulate_turns(loss_of, sinks, params, state, cut, sum_over_devices, read)
 
+    def differentiate(*args: Any) -> tuple[Loss, jax.Array, PyTree]:
         def objective(sinks: PyTree) -> tuple[jax.Array, Loss]:
-            loss = loss_of(sinks, rows, first_rows[0])
+            loss = loss_of(sinks, *args)
             weights = jax.tree.map(sum_over_devices, _weights(loss))
             return _share_of_mean(loss, _of_all_replicas(weights)), loss
 
         (value, loss), grads = jax.value_and_grad(objective, has_aux=True)(sinks)
-        new_state = next_state(state, loss) if states is None else states.parts(loss)
-        return Outcome(value, loss.metrics, new_state), grads
+        return loss, value, grads
 
-    assert states is not None, "no micro-batch is the whole batch"
-    with taking_turns():
-        return _accumulate_turns(loss_of, sinks, turns, first_rows, sum_over_devices, states)
+    args = params, state, *cut.first()
+    if read is None:
+        loss, value, grads = differentiate(*args)
+        return Outcome(value, loss.metrics, next_state(state, loss)), grads, None
+    part = Part.trace(differentiate, *args)
+    states = read(part)
+    loss, value, grads = part.run()
+    return Outcome(value, loss.metrics, states.parts(loss)), grads, states
 
 
 def _accumulate_turns(
     loss_of: LossOf,
     sinks: PyTree,
-    turns: PyTree,
-    first_rows: jax.Array,
+    params: PyTree,
+    state: PyTree,
+    cut: Cut,
     sum_over_devices: Callable[[Any], Any],
-    states: StateRules,
-) -> tuple[Outcome, PyTree]:
+    read: Read,
+) -> tuple[Outcome, PyTree, StateRules]:
     """Do what `accumulate` does, over several micro-batches."""
-    first = jax.tree.map(lambda x: x[0], turns), first_rows[0]
-    weights_of = _only_weights(loss_of, sinks, first, first_rows.shape[0])
 
-    def weigh(weights: Any, turn: tuple[PyTree, jax.Array]) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, weights, weights_of(turn)), None
+    def only_loss(*args: Any) -> tuple[Loss]:
+        loss = loss_of(sinks, *args)
+        if not isinstance(loss.value, Mean):
+            raise Unsuited(
+                f"{len(cut.first_rows)} micro-batches need a loss that says its weight: return js.Mean(total, weight) "
+                "instead of a scalar, so that micro-batches of unequal weight are averaged exactly"
+            )
+        return (loss,)
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(weights_of, first))
-    weights, _ = jax.lax.scan(weigh, zeros, (turns, first_rows))
+    part = Part.trace(only_loss, params, state, *cut.first())
+    states, turns = read(part), (cut.turns, cut.first_rows)
+    # Weights do not depend on parameters, so little is left of the loss.
+    weights_of = part.program.only(part.loss.value.weights)
+
+    def weigh(weights: Weights, turn: tuple[PyTree, jax.Array]) -> tuple[Weights, None]:
+        rows, row = turn
+        return jax.tree.map(jnp.add, weights, tuple(weights_of(params, state, cut.part(rows), row))), None
+
+    zeros = tuple(jnp.zeros(weight.aval.shape, weight.aval.dtype) for weight in part.loss.value.weights)
+    weights, _ = jax.lax.scan(weigh, zeros, turns)
     weights = _of_all_replicas(jax.tree.map(sum_over_devices, weights))
 
     def add(carry: tuple[PyTree, list[jax.Array]], turn: tuple[PyTree, jax.Array]) -> tuple[Any, Any]:
-        grads, state = carry
+        grads, combined = carry
+        rows, row = turn
 
         def objective(sinks: PyTree) -> tuple[jax.Array, Loss]:
-            loss = loss_of(sinks, *turn)
+            loss = loss_of(sinks, params, state, cut.part(rows), row)
             return _share_of_mean(loss, weights), loss
 
         (value, loss), new = jax.value_and_grad(objective, has_aux=True)(sinks)
-        return (jax.tree.map(jnp.add, grads, new), states.add(state, states.parts(loss))), (value, loss.metrics)
+        return (jax.tree.map(jnp.add, grads, new), states.add(combined, states.parts(loss))), (value, loss.metrics)
 
     # The sinks are zeros, so the sum of the gradients starts from them.
-    (grads, state), (values, metrics) = jax.lax.scan(add, (sinks, states.start()), (turns, first_rows))
-    return Outcome(values.sum(), {name: _combine_turns(metric) for name, metric in metrics.items()}, state), grads
-
-
-def _only_weights(
-    loss_of: LossOf, sinks: PyTree, example: tuple[PyTree, jax.Array], microbatches: int
-) -> Callable[[Any], Weights]:
-    """Return a function of a micro-batch that computes the loss's weights and nothing else.
-
-    Weights do not depend on parameters, so little is left of the loss. It is cut out here and not by the compiler,
-    which keeps what prints or calls back: the loss would do so twice.
-    """
-
-    def weights(turn: tuple[PyTree, jax.Array]) -> Weights:
-        loss = loss_of(sinks, *turn)
-        if not isinstance(loss.value, Mean):
-            raise Unsuited(
-                f"{microbatches} micro-batches need a loss that says its weight: return js.Mean(total, weight) "
-                "instead of a scalar, so that micro-batches of unequal weight are averaged exactly"
-            )
-        return _weights(loss)
-
-    program = Program.trace(weights, example)
-    jaxpr, consts = open_jaxpr(program.closed)
-    needed, used = eliminate_dead_code(without_callbacks(jaxpr))
-
-    def weights_of(turn: tuple[PyTree, jax.Array]) -> Weights:
-        given = [x for x, is_used in zip(jax.tree.leaves(turn), used, strict=True) if is_used]
-        return tuple(jax.core.eval_jaxpr(needed, consts, *given))
-
-    return weights_of
+    (grads, combined), (values, metrics) = jax.lax.scan(add, (sinks, states.start()), turns)
+    metrics = {name: _combine_turns(metric) for name, metric in metrics.items()}
+    return Outcome(values.sum(), metrics, combined), grads, states
 
 
 def _weights(loss: Loss) -> Weights:

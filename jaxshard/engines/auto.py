@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxshard.adapt.objective import Objective
 from jaxshard.adapt.remat import RematPolicy
 from jaxshard.core.keys import row_stride
-from jaxshard.core.layout import Layout, put_back, select
+from jaxshard.core.layout import Layout, select
 from jaxshard.core.loss import Loss
 from jaxshard.core.mesh import mesh_inside
 from jaxshard.core.placement import Placement, spec_entry
@@ -28,7 +27,7 @@ from jaxshard.core.types import PyTree
 from jaxshard.engines.accumulate import accumulate
 from jaxshard.engines.compiler_options import Options
 from jaxshard.engines.context import constrain_batch, position_entries
-from jaxshard.engines.counted_rows import make_mean_check
+from jaxshard.engines.counted_rows import has_doubtful_mean, make_mean_check
 from jaxshard.engines.engine import (
     Engine,
     Outcome,
@@ -39,7 +38,8 @@ from jaxshard.engines.engine import (
     precision_dtypes,
 )
 from jaxshard.engines.just_in_time import MakeMove, Move, cast_floats
-from jaxshard.engines.state_rules import Cut, StateRules, find_state_rules, part_of, trace_state_rules
+from jaxshard.engines.part import Cut, Part
+from jaxshard.engines.state_rules import Sharing, StateRules, find_state_rules, trace_step
 from jaxshard.engines.wide_sums import sum_in, widen_sums
 
 
@@ -65,17 +65,19 @@ class Auto(WholeModelEngine):
         """Find how the model states that micro-batches return are combined; None without micro-batches."""
         if self.microbatches == 1:
             return None
-        call = self._make_call(objective, layout)
-
-        def find(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> StateRules:
-            cut = self._cut(layout, batch)
-            return find_state_rules(part_of(self, layout, partial(call, key=key), (params, state), batch, cut))
-
-        return trace_state_rules(layout, batch, find)
+        found: list[StateRules] = []
+        trace_step(self._value_and_grad(objective, layout, found.append), layout, batch)
+        return found[0]
 
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
         """Make the function that computes loss and gradient in global-view code; see `ValueAndGrad`."""
-        call = self._make_call(objective, layout)
+        return widen_sums(self._value_and_grad(objective, layout, lambda rules: None))
+
+    def _value_and_grad(
+        self, objective: Objective, layout: Layout, report: Callable[[StateRules], None]
+    ) -> ValueAndGrad:
+        """Do what `value_and_grad` does, and `report` the rules of the model's state when the loss is traced."""
+        call = self.make_call(objective, layout, make_move(layout, self))
         check_means = make_mean_check(
             layout, objective.loss_fn, self.microbatches, frozenset(), compute_dtype=self.compute_dtype
         )
@@ -84,16 +86,28 @@ class Auto(WholeModelEngine):
             params: PyTree, state: PyTree, batch: PyTree, key: jax.Array, residuals: PyTree = ()
         ) -> tuple[Outcome, PyTree]:
             del residuals  # this engine has none
-            check_means(batch)
-            rules = self.state_rules(objective, layout, batch)
+            given = batch
+            doubts: list[bool] = []
             batch = constrain_batch(layout, objective.known, batch)
-            mask, turns, first_rows = self._cut(layout, batch)
+            mask = layout.rows_mask(batch)
+            cut = Cut(batch, mask, *_turns(layout, select(mask, batch), self.microbatches))
+
+            def loss_of(sinks: PyTree, params: PyTree, state: PyTree, batch: PyTree, row: Any) -> Loss:
+                with row_stride(self.microbatches):
+                    return call(params, sinks, state, batch, key, row)
+
+            def read(part: Part) -> StateRules:
+                doubts.append(has_doubtful_mean(part.program, part.loss, part.rows(mask)))
+                rules = find_state_rules(part, Sharing.of(self, layout, mask))
+                report(rules)
+                return rules
+
             sinks = _sinks(layout, self.scatter)
-
-            def loss_of(sinks: PyTree, rows: PyTree, row: Any) -> Loss:
-                return call(params, sinks, state, put_back(mask, rows, batch), row, key=key)
-
-            outcome, grads = accumulate(loss_of, sinks, turns, first_rows, lambda x: x, state, rules)
+            outcome, grads, rules = accumulate(
+                loss_of, sinks, params, state, cut, lambda x: x, None if self.microbatches == 1 else read
+            )
+            if any(doubts):
+                check_means(given)
             if rules is not None:
                 new_state = rules.new_state(state, rules.combine(outcome.state, self.microbatches, ()))
                 outcome = outcome._replace(state=new_state)
@@ -106,22 +120,7 @@ class Auto(WholeModelEngine):
                 grads = jax.tree.map(finish, layout.grads, grads)
             return outcome, grads
 
-        return widen_sums(loss_and_grads)
-
-    def _make_call(self, objective: Objective, layout: Layout) -> Callable[..., Loss]:
-        """Make `call(params, sinks, state, batch, row, key=)`, the loss of the batch or of a micro-batch."""
-        call = self.make_call(objective, layout, make_move(layout, self))
-
-        def run(params: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, row: Any, *, key: jax.Array) -> Loss:
-            with row_stride(self.microbatches):
-                return call(params, sinks, state, batch, key, row)
-
-        return run
-
-    def _cut(self, layout: Layout, batch: PyTree) -> Cut:
-        """Cut the rows of a batch into micro-batches."""
-        mask = layout.rows_mask(batch)
-        return Cut(mask, *_turns(layout, select(mask, batch), self.microbatches))
+        return loss_and_grads
 
 
 def auto(

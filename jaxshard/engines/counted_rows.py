@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 
-from jaxshard.adapt.positionwise.rows import find_unequal_means
+from jaxshard.adapt.positionwise.rows import all_count_rows, find_unequal_means
+from jaxshard.core.jaxpr import Program
 from jaxshard.core.layout import Layout, join_model, select
+from jaxshard.core.loss import Loss
 from jaxshard.core.tree import abstract, row_count
 from jaxshard.core.types import PyTree
 from jaxshard.core.unsuited import Unsuited
@@ -17,6 +19,19 @@ from jaxshard.engines.just_in_time import cast_shapes
 
 class UnequalMeans(Unsuited):
     """A loss, or metric, whose means over the parts of a batch are not that over all of it."""
+
+
+def has_doubtful_mean(program: Program, loss: Loss, rows: PyTree) -> bool:
+    """Return whether `make_mean_check` is needed: the trace of a part does not show that its means are right.
+
+    Args:
+      program: computes the loss of a part of the batch.
+      loss: the loss, of variables of the program.
+      rows: the inputs that have rows.
+    """
+    inputs: list[Any] = jax.tree.leaves(rows)
+    # The trace of a single row does not tell how many entries there are of more of them.
+    return inputs[0].aval.shape[0] == 1 or not all_count_rows(program.closed, loss, inputs)
 
 
 def make_mean_check(
@@ -30,7 +45,8 @@ def make_mean_check(
 ) -> Callable[[PyTree], None]:
     """Make `check(batch)`, which reads the program of `fn` for the rows of a part and for all of them.
 
-    It takes about as long as tracing `fn` twice; nothing where there is one part, or for shapes that passed before.
+    It takes about as long as tracing `fn` twice; nothing where there is one part, or for shapes that passed before. An
+    engine asks `has_doubtful_mean` first.
 
     Args:
       layout: says which arrays have rows.

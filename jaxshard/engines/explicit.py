@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxshard.adapt.objective import Objective
 from jaxshard.adapt.remat import RematPolicy
 from jaxshard.core.collectives import NATIVE, Sums, all_max, sum_scalar
-from jaxshard.core.layout import Layout, put_back, select
+from jaxshard.core.layout import Layout, select
 from jaxshard.core.loss import Loss, Max, Mean, Sum, sum_dtype
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.ordered_sums import ORDERED
@@ -27,7 +27,7 @@ from jaxshard.core.wire import Scaled
 from jaxshard.engines.accumulate import accumulate
 from jaxshard.engines.compiler_options import Options
 from jaxshard.engines.context import split_batch
-from jaxshard.engines.counted_rows import make_mean_check
+from jaxshard.engines.counted_rows import has_doubtful_mean, make_mean_check
 from jaxshard.engines.engine import (
     Outcome,
     Precision,
@@ -38,7 +38,6 @@ from jaxshard.engines.engine import (
     precision_dtypes,
 )
 from jaxshard.engines.manual import (
-    manual_axes_of,
     on_each_device,
     row_specs,
     stored_specs,
@@ -46,8 +45,9 @@ from jaxshard.engines.manual import (
     used_specs,
 )
 from jaxshard.engines.moves import make_move, place_residual, reduce_all
+from jaxshard.engines.part import Cut, Part
 from jaxshard.engines.positionwise import make_position_check
-from jaxshard.engines.state_rules import Cut, StateRules, find_state_rules, part_of, trace_state_rules
+from jaxshard.engines.state_rules import Sharing, StateRules, find_state_rules, trace_step
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Explicit(WholeModelEngine):
 
     def manual_axes(self, layout: Layout) -> frozenset[str]:
         """Return the mesh axes over which the loss runs once per device."""
-        return manual_axes_of(layout)
+        return layout.manual_axes
 
     def sums(self, layout: Layout) -> Sums:
         """Return how shares are added over devices.
@@ -119,21 +119,21 @@ class Explicit(WholeModelEngine):
 
     def state_rules(self, objective: Objective, layout: Layout, batch: PyTree) -> StateRules:
         """Find how the model states that devices and micro-batches return are combined."""
-        call, manual = self._make_call(objective, layout), self.manual_axes(layout)
-
-        def find(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> StateRules:
-            batch, cut = self._cut(objective, layout, batch)
-            return find_state_rules(part_of(self, layout, partial(call, key=key), (params, state), batch, cut))
-
-        specs = self._in_specs(layout, batch)
-        spread = partial(on_each_device, layout=layout, axes=manual, in_specs=specs, out_specs=())
-        return trace_state_rules(layout, batch, find, spread)
+        found: list[StateRules] = []
+        trace_step(self._value_and_grad(objective, layout, found.append), layout, batch)
+        return found[0]
 
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
         """Make the function that computes loss and gradient, each device on its own rows; see `ValueAndGrad`."""
+        return self._value_and_grad(objective, layout, lambda rules: None)
+
+    def _value_and_grad(
+        self, objective: Objective, layout: Layout, report: Callable[[StateRules], None]
+    ) -> ValueAndGrad:
+        """Do what `value_and_grad` does, and `report` the rules of the model's state when the loss is traced."""
         axes, sums = layout.sum_axes, self.sums(layout)
         manual = self.manual_axes(layout)
-        call = self._make_call(objective, layout)
+        call = self.make_call(objective, layout, make_move(layout, self))
         check_positions = make_position_check(
             layout,
             objective.loss_fn,
@@ -148,17 +148,26 @@ class Explicit(WholeModelEngine):
         placed = self.residuals(layout)
 
         def on_device(
-            rules: StateRules, params: PyTree, state: PyTree, batch: PyTree, key: jax.Array, residuals: PyTree
+            doubts: list[bool], params: PyTree, state: PyTree, batch: PyTree, key: jax.Array, residuals: PyTree
         ) -> tuple[Outcome, PyTree]:
-            batch, (mask, turns, first_rows) = self._cut(objective, layout, batch)
+            batch = split_batch(layout, objective.known, batch)
+            mask = layout.rows_mask(batch)
+            cut = Cut(batch, mask, *_turns(select(mask, batch), self.microbatches, layout.batch_axes))
 
-            def loss_of(sinks: PyTree, rows: PyTree, row: Any) -> Loss:
-                return call(params, sinks, state, put_back(mask, rows, batch), row, key=key)
+            def loss_of(sinks: PyTree, params: PyTree, state: PyTree, batch: PyTree, row: Any) -> Loss:
+                return _check_mean(call(params, sinks, state, batch, key, row))
+
+            def read(part: Part) -> StateRules:
+                doubts.append(has_doubtful_mean(part.program, part.loss, part.rows(mask)))
+                rules = find_state_rules(part, Sharing.of(self, layout, mask))
+                report(rules)
+                return rules
 
             sinks = _sinks(layout, self.scatter)
-            outcome, grads = accumulate(
-                loss_of, sinks, turns, first_rows, lambda x: sum_scalar(x, axes, sums), state, rules
+            outcome, grads, rules = accumulate(
+                loss_of, sinks, params, state, cut, lambda x: sum_scalar(x, axes, sums), read
             )
+            assert rules is not None, "the rows of one device are a part"
             if self.scatter == "end":
                 grads, residuals = reduce_all(layout, self, grads, residuals)
             metrics = {name: combine_over(metric, axes, sums) for name, metric in outcome.metrics.items()}
@@ -170,42 +179,21 @@ class Explicit(WholeModelEngine):
             params: PyTree, state: PyTree, batch: PyTree, key: jax.Array, residuals: PyTree = ()
         ) -> tuple[Outcome, PyTree]:
             check_positions(batch)
-            check_means(batch)
             if not jax.tree.leaves(residuals):
                 residuals = jax.tree.map(lambda one: jnp.zeros(one.view.stored), placed)
             whole, kept = PartitionSpec(), stored_specs(placed, manual)
-            in_specs = *self._in_specs(layout, batch), kept
+            states = used_specs(layout.state, manual)
+            in_specs = stored_specs(layout.params, manual), states, row_specs(layout, batch), whole, kept
             outcome: Any = Outcome  # of specs
-            out_specs = (
-                outcome(whole, whole, used_specs(layout.state, manual), kept),
-                stored_specs(layout.grads, manual),
-            )
-            rules = self.state_rules(objective, layout, batch)
-            run = on_each_device(partial(on_device, rules), layout, manual, in_specs=in_specs, out_specs=out_specs)
-            return run(params, state, batch, key, residuals)
+            out_specs = outcome(whole, whole, states, kept), stored_specs(layout.grads, manual)
+            doubts: list[bool] = []
+            run = on_each_device(partial(on_device, doubts), layout, manual, in_specs=in_specs, out_specs=out_specs)
+            results: tuple[Outcome, PyTree] = run(params, state, batch, key, residuals)
+            if any(doubts):
+                check_means(batch)
+            return results
 
         return loss_and_grads
-
-    def _make_call(self, objective: Objective, layout: Layout) -> Callable[..., Loss]:
-        """Make `call(params, sinks, state, batch, row, key=)`, the loss of a part of one device's rows."""
-        call = self.make_call(objective, layout, make_move(layout, self))
-
-        def run(params: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, row: Any, *, key: jax.Array) -> Loss:
-            return _check_mean(call(params, sinks, state, batch, key, row))
-
-        return run
-
-    def _cut(self, objective: Objective, layout: Layout, batch: PyTree) -> tuple[PyTree, Cut]:
-        """Return this device's part of the batch as it is, and cut into micro-batches."""
-        batch = split_batch(layout, objective.known, batch)
-        mask = layout.rows_mask(batch)
-        return batch, Cut(mask, *_turns(select(mask, batch), self.microbatches, layout.batch_axes))
-
-    def _in_specs(self, layout: Layout, batch: PyTree) -> tuple[PyTree, ...]:
-        """Return the specs of stored parameters, the model's state, the batch and the key."""
-        manual = self.manual_axes(layout)
-        params, state = stored_specs(layout.params, manual), used_specs(layout.state, manual)
-        return params, state, row_specs(layout, batch), PartitionSpec()
 
 
 def explicit(
@@ -300,7 +288,7 @@ def explicit(
 
 def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
     """Make zeros like this device's gradients, with respect to which the loss is differentiated; see `just_in_time`."""
-    manual = manual_axes_of(layout)
+    manual = layout.manual_axes
 
     def sink(x: Any, param: Placement, grad: Placement | None) -> jax.Array | None:
         if grad is None:

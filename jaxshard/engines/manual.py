@@ -10,27 +10,16 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxshard.core.layout import Layout
-from jaxshard.core.placement import Placement, axes_of, only_axes, splits_per_dim
+from jaxshard.core.placement import Placement, only_axes, splits_per_dim
 from jaxshard.core.types import PyTree
 from jaxshard.engines.joint import joint_in_force
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def manual_axes_of(layout: Layout) -> frozenset[str]:
-    """Return the mesh axes of the batch and of the context, and those that split what is stored but not used.
-
-    The set is empty where tensor axes alone split anything: the compiler derives those collectives.
-    """
-    axes = set(layout.sum_axes)
-    for placement in (*jax.tree.leaves(layout.params), *jax.tree.leaves(layout.grads)):
-        axes |= set(axes_of(placement.store)) - set(axes_of(placement.use))
-    return frozenset(axes)
-
-
 def used_shape(layout: Layout, placement: Placement) -> tuple[int, ...]:
     """Return the shape of a weight where one device uses it: a part of it over manual axes that its `use` has."""
-    use = only_axes(placement.use, manual_axes_of(layout))
+    use = only_axes(placement.use, layout.manual_axes)
     return tuple(size // parts for size, parts in zip(placement.view.logical, splits_per_dim(layout.mesh, use)))
 
 
@@ -79,7 +68,7 @@ def nest_in_shard_map(layout: Layout, fn: Callable[..., Any], spec: PartitionSpe
     A manual collective of an array that is also split over an automatic axis gathers it over that axis too (JAX 0.10 to
     0.12), and in bf16, split or not, it aborts the CPU compiler. Inside the nested `shard_map` all axes are manual.
     """
-    manual = manual_axes_of(layout)
+    manual = layout.manual_axes
     automatic = set(layout.mesh.axis_names) - manual - _axes_outside()
     if not automatic or not manual:
         return fn

@@ -15,17 +15,17 @@ All else is refused by its path. `core/model_state.py` then makes the new state 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxshard.core.collectives import NATIVE, Sums, all_max, sum_scalar
-from jaxshard.core.jaxpr import Program, trace_or_none
+from jaxshard.core.jaxpr import Program, results_alone
 from jaxshard.core.keys import keys_of, words_of
-from jaxshard.core.layout import Layout, put_back
+from jaxshard.core.layout import Layout
 from jaxshard.core.loss import Loss, Max, Mean, Sum, lowest_value
 from jaxshard.core.model_state import is_declared, next_state
 from jaxshard.core.placement import Placement, axes_of
@@ -33,7 +33,8 @@ from jaxshard.core.text_table import first_words
 from jaxshard.core.tree import abstract, path_str, raise_all
 from jaxshard.core.types import PyTree
 from jaxshard.core.unsuited import Unsuited
-from jaxshard.engines.engine import Engine
+from jaxshard.engines.engine import Engine, ValueAndGrad
+from jaxshard.engines.part import Part
 from jaxshard.proofs.alike import made_alike
 from jaxshard.proofs.equal import Axes, differing
 
@@ -51,68 +52,49 @@ _ROWS = "the rows of a part of the batch"
 """A name among axes for what depends on the rows at hand: no collective is named so, so that none takes it away."""
 
 
-class Cut(NamedTuple):
-    """One device's rows, cut into micro-batches.
-
-    Attributes:
-      mask: True for every array of the batch that has rows.
-      turns: these arrays, [micro-batches, rows, ...]; None for the others.
-      first_rows: [micro-batches], the global number of each one's first row.
-    """
-
-    mask: PyTree
-    turns: PyTree
-    first_rows: jax.Array
-
-
 @dataclass(frozen=True)
-class Part:
-    """A loss of some of the rows, to be traced: `loss(params, state, batch, row) -> js.Loss`.
+class Sharing:
+    """The way in which devices and micro-batches share the rows of a batch.
 
     Attributes:
-      loss: the function; `row` is the global number of the batch's first row.
-      args: its arguments, arrays or their shapes.
-      has_rows: True for every array of the batch that has rows.
-      facts: the mesh axes over which each argument differs, one set per leaf, as a tree like `args`.
-      manual: the axes of the `shard_map` around it.
+      facts: the mesh axes over which parameters, state, batch and number of the first row differ between devices, one
+        set per leaf.
+      mask: True for every array of the batch that has rows.
+      manual: the axes of the `shard_map` around the loss.
       microbatches: the number of parts that each device computes.
       who: the engine, for errors: "js.explicit()".
     """
 
-    loss: Callable[..., Loss]
-    args: tuple[PyTree, PyTree, PyTree, Any]
-    has_rows: PyTree
     facts: tuple[PyTree, PyTree, PyTree, Axes]
+    mask: PyTree
     manual: Axes
     microbatches: int
     who: str
 
+    @classmethod
+    def of(cls, engine: Engine, layout: Layout, mask: PyTree) -> Sharing:
+        """Return how an engine shares the rows of a batch, given the mask of its arrays."""
+        manual = frozenset(axis for axis in engine.manual_axes(layout) if layout.mesh.shape[axis] > 1)
+        rows = manual.intersection(layout.sum_axes)
+        positions = rows.difference(layout.batch_axes)  # of a context, which may split an array without rows
+        facts = (
+            jax.tree.map(lambda placement: manual.intersection(axes_of(placement.store)), layout.params),
+            jax.tree.map(lambda placement: manual.intersection(axes_of(placement.use)), layout.state),
+            jax.tree.map(lambda has_rows: rows if has_rows else positions, mask),
+            rows,
+        )
+        return cls(facts, mask, manual, engine.microbatches, f"js.{engine.name}()")
+
     @property
-    def shares_rows(self) -> bool:
-        """True if there are other parts of the batch than this one."""
+    def has_parts(self) -> bool:
+        """True if there is more than one part of the batch."""
         return self.microbatches > 1 or bool(self.facts[3])
 
-    def with_rows_twice(self) -> Part:
-        """Return the same part with twice the rows, as shapes."""
-
-        def twice(x: Any, has_rows: bool) -> jax.ShapeDtypeStruct:
-            shape = jnp.shape(x)
-            return jax.ShapeDtypeStruct((2 * shape[0], *shape[1:]) if has_rows else shape, jnp.result_type(x))
-
-        params, state, batch, row = self.args
-        return replace(self, args=(params, state, jax.tree.map(twice, batch, self.has_rows), row))
-
-    def trace(self) -> tuple[Program, PyTree, Loss]:
-        """Trace the loss; return the program, whose results are the new state, its state's variables, and the loss."""
-        found: list[Loss] = []
-
-        def new_state(*args: Any) -> PyTree:
-            loss = self.loss(*args)
-            found.append(replace(loss, value=0.0, state=None, metrics={}))
-            return loss.state
-
-        program = Program.trace(new_state, *self.args)
-        return program, program.args[1], found[0]
+    def facts_of_leaves(self) -> list[Axes]:
+        """Return the fact about every input; arrays with rows differ between parts of the batch as well."""
+        params, state, batch, row = self.facts
+        batch = jax.tree.map(lambda fact, has_rows: fact | {_ROWS} if has_rows else fact, batch, self.mask)
+        return [*jax.tree.leaves((params, state, batch)), row | {_ROWS}]
 
 
 @dataclass(frozen=True)
@@ -217,104 +199,56 @@ NO_STATE = StateRules(None, (), (), (), None)
 """The rules of a model without a state, or of a loss that returns none."""
 
 
-def trace_state_rules(
-    layout: Layout, batch: PyTree, find: Callable[..., StateRules], spread: Callable[..., Any] = lambda fn: fn
-) -> StateRules:
-    """Find the rules of a step from shapes alone.
-
-    Args:
-      layout: where everything lives.
-      batch: the global batch, arrays or their shapes.
-      find: `find(stored parameters, state, batch, key) -> StateRules`, traced as the loss is.
-      spread: puts `find` into the `shard_map` in which the loss runs.
-    """
-    if not jax.tree.leaves(layout.shapes.state):
-        return NO_STATE
-    found: list[StateRules] = []
-
-    def trace(*args: PyTree) -> tuple[()]:
-        found.append(find(*args))
-        return ()
+def trace_step(value_and_grad: ValueAndGrad, layout: Layout, batch: PyTree) -> None:
+    """Trace loss and gradient of a batch, or of its shapes, for what is read meanwhile."""
 
     def stored(x: Any, placement: Placement) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(placement.view.stored, x.dtype)
 
     params = jax.tree.map(stored, layout.shapes.params, layout.params)
-    jax.eval_shape(spread(trace), params, layout.shapes.state, abstract(batch), layout.shapes.key)
-    return found[0]
+    jax.eval_shape(value_and_grad, params, layout.shapes.state, abstract(batch), layout.shapes.key)
 
 
-def part_of(
-    engine: Engine, layout: Layout, call: Callable[..., Loss], given: tuple[PyTree, PyTree], batch: PyTree, cut: Cut
-) -> Part:
-    """Return the part of a batch that an engine computes at a time.
-
-    Args:
-      engine: the engine.
-      layout: where everything lives.
-      call: `call(stored parameters, sinks, state, batch, row) -> js.Loss`, as the engine runs the loss.
-      given: stored parameters and state.
-      batch: the rows of one device.
-      cut: the same, cut into micro-batches.
-    """
-    manual = frozenset(axis for axis in engine.manual_axes(layout) if layout.mesh.shape[axis] > 1)
-    params, state = given
-    part = put_back(cut.mask, jax.tree.map(lambda x: x[0], cut.turns), batch)
-    rows = manual.intersection(layout.sum_axes)
-    positions = rows.difference(layout.batch_axes)  # of a context, which may split an array without rows
-    facts = (
-        jax.tree.map(lambda placement: manual.intersection(axes_of(placement.store)), layout.params),
-        jax.tree.map(lambda placement: manual.intersection(axes_of(placement.use)), layout.state),
-        jax.tree.map(lambda has_rows: rows if has_rows else positions, cut.mask),
-        rows,
-    )
-    frozen = jax.tree.map(lambda _: None, params)
-
-    def loss(params: PyTree, state: PyTree, batch: PyTree, row: Any) -> Loss:
-        return call(params, frozen, state, batch, row)
-
-    args = params, state, part, cut.first_rows[0]
-    return Part(loss, args, cut.mask, facts, manual, engine.microbatches, f"js.{engine.name}()")
-
-
-def find_state_rules(part: Part) -> StateRules:
+def find_state_rules(part: Part, sharing: Sharing) -> StateRules:
     """Find the rule for every array of the state that a loss returns.
 
-    The loss is traced, once more with twice the rows where an array is made of none of their data.
+    The loss is traced once more, with twice the rows, where an array is made of none of their data.
 
     Raises:
       Unsuited: an array has no rule: an integer that may differ between the parts of the batch, or one that depends on
         how many rows there are and on none of their data; names each with what to declare.
     """
-    program, old, loss = part.trace()
-    if program.out is None:
+    _, old, *_ = part.program.args
+    if not jax.tree.leaves(old):
+        return NO_STATE
+    loss = part.loss
+    if loss.state is None:
         next_state(old, loss)  # refuses an update alone
         return NO_STATE
-    facts = differing(program.closed, _facts_of_leaves(part), part.manual)
+    leaves = jax.tree_util.tree_leaves_with_path(loss.state)
+    facts = _facts_of(part.program, [var for _, var in leaves], sharing)
     before = _by_path(old) if loss.update is None else {}
-    nodes = _rules_declared(program.out)
-    leaves = jax.tree_util.tree_leaves_with_path(program.out)
-    tree = jax.tree.structure(program.out)
+    nodes = _rules_declared(loss.state)
     paths = tuple(path_str(path) for path, _ in leaves)
     rules = [
-        declared or ("kept" if var is before.get(path) else _rule_of(var, fact, part.microbatches))
+        declared or ("kept" if var is before.get(path) else _rule_of(var, fact, sharing.microbatches))
         for declared, path, (_, var), fact in zip(nodes, paths, leaves, facts, strict=True)
     ]
     undeclared = [i for i, rule in enumerate(rules) if rule in ("once", "mean") and not nodes[i]]
-    counted = [i for i in undeclared if part.shares_rows and _ROWS not in facts[i]]
-    bad = dict.fromkeys(_depend_on_row_count(part, program, counted), _COUNTS)
+    counted = [i for i in undeclared if sharing.has_parts and _ROWS not in facts[i]]
+    bad = dict.fromkeys(_depend_on_row_count(part, sharing.mask, counted), _COUNTS)
     bad |= {i: _DIFFERS for i, rule in enumerate(rules) if rule is None}
     raise_all(
         (f"{paths[i]} {_describe(leaves[i][1])}: {bad[i]}" for i in sorted(bad)),
         Unsuited,
-        f"{part.who}: the loss sees some of the rows at a time, and what it returns as the model's new state can't be "
-        "combined over all of them. Return a contribution in js.Loss(state=...): js.Sum(x) is added to the old state, "
-        'js.Max(x) raises it (of a module: js.linen(..., state={"path": "sum"}), js.nnx likewise), or use '
+        f"{sharing.who}: the loss sees some of the rows at a time, and what it returns as the model's new state can't "
+        "be combined over all of them. Return a contribution in js.Loss(state=...): js.Sum(x) is added to the old "
+        'state, js.Max(x) raises it (of a module: js.linen(..., state={"path": "sum"}), js.nnx likewise), or use '
         "js.auto() without micro-batches, where the loss sees all rows. These arrays have no rule",
     )
     found = tuple(rule for rule in rules if rule is not None)
     like = tuple(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for _, var in leaves)
-    return StateRules(tree, paths, found, like, loss.update)
+    return StateRules(jax.tree.structure(loss.state), paths, found, like, loss.update)
 
 
 _COUNTS = (
@@ -327,11 +261,11 @@ _DIFFERS = (
 )
 
 
-def _facts_of_leaves(part: Part) -> list[Axes]:
-    """Return the fact about every input; arrays with rows differ between parts of the batch as well."""
-    params, state, batch, row = part.facts
-    batch = jax.tree.map(lambda fact, has_rows: fact | {_ROWS} if has_rows else fact, batch, part.has_rows)
-    return [*jax.tree.leaves((params, state, batch)), row | {_ROWS}]
+def _facts_of(program: Program, results: list[Any], sharing: Sharing) -> list[Axes]:
+    """Return over which axes some variables of a program may differ."""
+    alone, used = results_alone(program.closed, results)
+    facts = [fact for fact, needed in zip(sharing.facts_of_leaves(), used, strict=True) if needed]
+    return differing(alone, facts, sharing.manual)
 
 
 def _by_path(tree: PyTree) -> dict[str, Any]:
@@ -353,14 +287,13 @@ def _rule_of(var: Any, fact: Axes, microbatches: int) -> Rule | None:
     return "mean" if jnp.issubdtype(var.aval.dtype, jnp.inexact) else None
 
 
-def _depend_on_row_count(part: Part, program: Program, which: Sequence[int]) -> list[int]:
-    """Return which of some results are made by another program if there are twice as many rows."""
-    if not which:
-        return []
-    found = trace_or_none(part.with_rows_twice().trace)
-    if found is None:
+def _depend_on_row_count(part: Part, mask: PyTree, which: Sequence[int]) -> list[int]:
+    """Return which arrays of the new state are made by another program if there are twice as many rows."""
+    more = part.of_twice_the_rows(mask) if which else None
+    if more is None:
         return []  # a loss of so many rows and no others
-    return [i for i in which if not made_alike(program.closed, found[0].closed, i)]
+    first = len(jax.tree.leaves(part.loss.value))  # the results before those of the state
+    return [i for i in which if not made_alike(part.program.closed, more.closed, first + i)]
 
 
 def _describe(var: Any) -> str:

@@ -1,4 +1,4 @@
-"""Text from a model: prompts are read once, then every token costs one position, by a cache of keys and values.
+"""Generate tokens with a KV cache: read each prompt once (prefill), then run one position per new token (decode).
 
 Imports `core/`, `adapt/`, `engines/` and `training/`.
 """

@@ -1,6 +1,6 @@
-"""A `js.Stacked` model that runs on some positions of each row, with a cache of those before.
+"""Run a `js.Stacked` model on the newest positions of each row, with a KV cache of the earlier positions.
 
-Shape suffixes: B rows, T positions at hand, S slots of the cache, C width, V vocabulary, L blocks.
+Shape suffixes: B rows, T new positions, S slots of the cache, C width, V vocabulary, L blocks.
 """
 
 from __future__ import annotations
@@ -28,26 +28,32 @@ Readout = Callable[[PyTree, Any], jax.Array]
 
 
 class Caches(NamedTuple):
-    """The cache of a model: what each call of attention stores, in the embedding (mostly none) and in the blocks."""
+    """The KV cache of a model: the stored arrays of each `js.attention` call in the embedding and in the blocks.
+
+    Attributes:
+      embed: one entry per call in the embedding; most models have none.
+      blocks: one entry per call in the block, stacked over the blocks.
+    """
 
     embed: tuple[Stored, ...]
     blocks: tuple[Stored, ...]
 
 
 class CachedModel:
-    """A model with what is known of its calls of attention.
+    """A model that can run with a KV cache, checked and traced once.
 
     Args:
       model: any `js.Stacked` whose attention is `js.attention`.
-      layout: says where its arrays live.
-      readout: `readout(params, x) -> logits[B, T, V]` from what the last block returns; None takes the model's own.
+      layout: the layout of its parameters.
+      readout: `readout(params, x) -> logits[B, T, V]` from the output of the last block; None takes the model's own.
 
     Attributes:
-      vocab: the number of logits.
-      shares_positions: whether the model asks `js.positions`, whose answer is the same for all rows.
+      vocab: the number of logits per position.
+      shares_positions: whether the model calls `js.positions`, which returns the same positions for all rows.
 
     Raises:
-      ValueError: no readout, a block without `js.attention`, or positions that are mixed in another way; each by name.
+      ValueError: no readout, a block without `js.attention`, or an operation other than `js.attention` that mixes
+        positions, by name.
     """
 
     def __init__(self, model: Stacked, layout: Layout, readout: Readout | None) -> None:
@@ -59,10 +65,10 @@ class CachedModel:
         if readout is None and own is None:
             raise ValueError(
                 "generate: this js.Stacked model has a head that computes a loss, and nothing that computes logits; "
-                "pass readout=lambda params, x: ..., which makes logits [rows, positions, vocabulary] of what its last "
-                "block returns"
+                "pass readout=lambda params, x: ..., which makes logits [rows, positions, vocabulary] from the output "
+                "of its last block"
             )
-        # Of a ready-made model: the part of the activations of which logits are made.
+        # A ready-made model passes more than the residual stream between blocks; its readout takes that part only.
         self._residual = getattr(model, "residual", None) if readout is None else None
         chosen = readout or own
         assert chosen is not None
@@ -81,20 +87,21 @@ class CachedModel:
         starts_B: jax.Array | None,
         caches: Caches,
     ) -> tuple[PyTree, Caches]:
-        """Run embedding and blocks.
+        """Run the embedding and the blocks on T new positions of each row.
 
         Args:
-          rest: the weights without those of the blocks.
-          blocks: those of the blocks, stacked, as stored.
-          fetch: makes one block's weights of its slice of `blocks`.
-          tokens_BT: the tokens at hand.
-          starts_B: the position of the first of them in each row; None where that is 0.
-          caches: of the positions before; of none where `starts_B` is None.
+          rest: the weights outside of the blocks.
+          blocks: the weights of the blocks, stacked, as stored.
+          fetch: gathers one block's weights from its slice of `blocks`.
+          tokens_BT: the tokens at the new positions.
+          starts_B: the first new position of each row; None if that is 0 in all rows (prefill).
+          caches: the caches of the earlier positions; empty ones if `starts_B` is None.
 
         Returns:
-          (what the last block returns, the caches with the positions at hand)
+          (the output of the last block, the caches with the new positions)
         """
         model, T = self.model, tokens_BT.shape[1]
+        # `js.attention` writes into these references, so the user's block need not pass the cache on.
         references = jax.tree.map(jax.new_ref, caches)
         with users_code(self.layout, "the model"):
             with Cache(T, references.embed, starts_B).in_force():
@@ -113,7 +120,7 @@ class CachedModel:
         return x, Caches(self.hold(embed, self._embed), self.hold(stored, self._blocks))
 
     def last_logits(self, rest: PyTree, x: PyTree, last_B: jax.Array) -> jax.Array:
-        """Return the logits [B, V] after position `last_B` of those at hand in each row, in f32, whole in V."""
+        """Return the logits [B, V] at index `last_B` of the new positions of each row, in f32, replicated along V."""
 
         def take(x_BT: jax.Array) -> jax.Array:
             index = last_B.reshape(-1, *(1,) * (x_BT.ndim - 1))
@@ -124,14 +131,14 @@ class CachedModel:
             x = x if self._residual is None else self._residual(x)
             if isinstance(x, jax.Array):
                 logits_BV = self.readout(rest, take(x))[:, 0]
-            else:  # which dimensions are positions is the model's secret
+            else:  # a tree of the user's, whose position dimensions are unknown: compute all logits
                 logits_BV = take(self.readout(rest, x))[:, 0]
         if cache.found:
             raise ValueError("generate: readout calls js.attention; only the blocks and the embedding have a cache")
         return self.hold_rows(logits_BV.astype(jnp.float32))
 
     def empty(self, rows: int, size: int) -> Caches:
-        """Make caches of so many rows and slots, zeros born where they live."""
+        """Make caches of zeros for so many rows and slots, created with their sharding."""
 
         def zeros(calls: list[Slots], blocks: int) -> tuple[Stored, ...]:
             shapes = tuple(call.shapes(blocks, rows, size) for call in calls)
@@ -140,24 +147,24 @@ class CachedModel:
         return Caches(zeros(self._embed, 1), zeros(self._blocks, self.model.num_blocks))
 
     def hold(self, stored: tuple[Stored, ...], calls: list[Slots]) -> tuple[Stored, ...]:
-        """Constrain stored arrays to where attention keeps them."""
+        """Constrain cache arrays to the sharding that `js.attention` uses."""
         return tuple(
             jax.tree.map(lambda x, spec=call.spec: self._constrain(x, spec), one)
             for one, call in zip(stored, calls, strict=True)
         )
 
     def hold_rows(self, x: jax.Array) -> jax.Array:
-        """Constrain an array of rows to be split over the batch axes alone."""
+        """Constrain an array [B, ...] to be split over the batch axes along B and replicated otherwise."""
         return self._constrain(x, PartitionSpec(self.layout.batch_axes or None, *(None,) * (x.ndim - 1)))
 
     def _constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         constrained: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(self.layout.mesh, spec))
         return constrained
 
-    # What the model is
+    # Checks of the model
 
     def _find_calls(self) -> tuple[list[Slots], list[Slots]]:
-        """Trace embedding and one block on shapes, and list their calls of attention."""
+        """Trace the embedding and one block on shapes; return the `js.attention` calls of each."""
         outer, inner = Cache(1, None), Cache(1, None)
         tokens = jax.ShapeDtypeStruct((self.layout.mesh.size, 1), jnp.int32)
 
@@ -210,7 +217,7 @@ class CachedModel:
         return int(shape[2])
 
     def _check_mixing(self) -> None:
-        """Raise for a model in which a position sees others in another way than by `js.attention`."""
+        """Raise if any operation other than `js.attention` lets a position depend on another position."""
         T = min(8, getattr(self.model, "seq", 8)) // 2 * 2
         if T == 0:
             return

@@ -1,4 +1,4 @@
-"""`js.generate`: continue prompts with tokens drawn from a model, on any mesh."""
+"""`js.generate`: continue prompts with tokens sampled from a model, on any mesh."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from jaxshard.generation.sampling import Sampling
 from jaxshard.training.base import matrix_layout, merge_given
 
 _SMALLEST_PROMPT = 16
-"""Prompts are padded to a power of two of at least this, so that other lengths need no other program."""
+"""Prompts are padded to a power of two, at least this, so that prompts of similar lengths share a compiled program."""
 _SLOTS = 64
-"""The cache has a multiple of so many slots, for the same reason."""
+"""The number of cache slots is a multiple of this, for the same reason."""
 
 
 @with_own_settings
@@ -40,45 +40,46 @@ def generate(
     key: jax.Array | int | None = None,
     readout: Callable[[PyTree, Any], jax.Array] | None = None,
 ) -> list[list[int]]:
-    """Continue prompts with tokens drawn from a model, on any mesh.
+    """Continue prompts with tokens sampled from a model, on any mesh.
 
-    The prompts are read once. Then every token costs one position: keys and values of those before are in a cache,
-    which is split over the batch axes by rows and over the axis of `js.tensor` by heads, and never moves. Both programs
-    are compiled once, and again for other sizes only. The tokens are those of a full forward pass for each of them, up
-    to rounding, and they do not depend on the mesh: a row's number and a token's position alone decide what is drawn.
+    Each prompt is read once (prefill). Then each new token runs the model on one position (decode): a KV cache holds
+    the keys and values of earlier positions. The cache is split by rows over the batch axes and by heads over the axis
+    of `js.tensor`, and no collective moves it. Both programs are compiled once for each size of the cache and prompts.
+    The tokens equal those of a full forward pass per token, up to rounding. They do not depend on the mesh: a token's
+    random key is made from its row's index and its position.
 
-    It runs any `js.Stacked` model whose blocks attend by `js.attention` (causal, with any window) and treat positions
-    one by one otherwise; that is proven from the program, and what does not is refused. `embed` receives {"tokens",
-    "targets", "positions"}, int32[B, T] each, of which the targets are zeros. A model that takes positions from
-    `js.positions`, and not from its batch, reads prompts of different lengths in several groups.
+    It runs any `js.Stacked` model whose blocks call `js.attention` (causal, with any window) and otherwise treat every
+    position by itself. This is proven from the jaxpr; other models are refused. `embed` receives {"tokens", "targets",
+    "positions"}, int32[B, T] each; the targets are zeros. For a model that takes positions from `js.positions` instead
+    of its batch, prompts are grouped by length, and each group runs on its own.
 
-    Collectives of a token: an all-gather of each weight over the axes over which it only rests split (`js.fsdp`), for a
-    block at a time; the sums and exchanges of `js.tensor` and `js.expert`; an all-gather of the logits where the
-    vocabulary is split. The blocks of a pipeline are gathered once, so that every device has all of them.
+    Collectives per token: an all-gather of each weight that is only stored sharded (`js.fsdp`), one block at a time;
+    the all-reduces of `js.tensor` and all-to-alls of `js.expert`; an all-gather of the logits if the vocabulary is
+    split. The blocks of a pipeline are gathered once, so that every device has all of them.
 
     Args:
       model: a `js.Stacked`, such as a `js.models.make(...)`.
       params: its parameters, as `layout` stores them (`run.params`) or in model order; or the run itself. The factors
-        of `js.lora` are merged in first, which takes the bytes of a second model on the devices.
-      layout: says where they live. Made by `js.layout(strategy, mesh, model.init)` it knows no optimizer.
+        of `js.lora` are merged into the weights first, which needs the memory of a second model on the devices.
+      layout: the layout of the parameters. `js.layout(strategy, mesh, model.init)`, without an optimizer, is enough.
       prompts: the tokens of each row, at least one; rows may have different lengths, and there may be any number.
       length: the largest number of new tokens in a row.
       temperature: divides the logits; 0 takes the most likely token.
-      top_k: draw from so many most likely tokens.
-      top_p: draw from the fewest tokens whose probabilities add up to at least this.
-      stop: a token, or several: a row that draws one of them ends with it. A sequence of tokens among them, such as
-        `[2, [5, 7]]`, ends a row whose newest tokens it is.
-      key: a seed or a random key; needed where tokens are drawn at random.
-      readout: `readout(params, x) -> logits[B, T, V]` of what the last block returns, for a `js.Stacked` of your own;
-        `params` are those without the blocks.
+      top_k: sample from this many most likely tokens.
+      top_p: sample from the smallest set of tokens whose probabilities add up to at least this.
+      stop: tokens or token sequences that end a row, such as `[2, [5, 7]]`: token 2, or 5 followed by 7. The row keeps
+        the tokens that ended it.
+      key: a seed or a random key; needed if the temperature is above 0.
+      readout: `readout(params, x) -> logits[B, T, V]` from the output of the last block, for your own `js.Stacked`;
+        `params` has no blocks.
 
     Returns:
-      For each prompt its tokens and the new ones, as lists. In several processes, the same in all of them.
+      For each prompt the list of its tokens followed by the new tokens; the same in all processes.
 
     Raises:
-      ValueError: a number or token that is out of range, rows that get longer than the model's `seq`, parameters that
-        do not fit the layout, or a model that can't run with a cache; by name.
-      TypeError: a model that is no `js.Stacked`.
+      ValueError: an argument or token out of range, rows that get longer than the model's `seq`, parameters that do not
+        fit the layout, or a model that can't run with a cache; by name.
+      TypeError: the model is not a `js.Stacked`.
 
     Example:
         layout = js.layout(js.compose(js.fsdp(), js.tensor()), mesh, model.init)
@@ -101,13 +102,14 @@ def generate(
 def _generate(
     programs: Programs, weights: PyTree, rows: list[list[int]], group: list[int], length: int, given: Draw
 ) -> dict[int, list[int]]:
-    """Continue the rows of a group of numbers; return their tokens by number."""
+    """Continue the rows of a group, given by their indices; return {index: tokens}."""
     layout, longest = programs.layout, max(len(rows[number]) for number in group)
     size = -(-(longest + length) // _SLOTS) * _SLOTS
+    # The next power of two, but no more positions than the model or the cache has.
     width = min(
         1 << (max(longest, _SMALLEST_PROMPT) - 1).bit_length(), getattr(programs.model.model, "seq", size), size
     )
-    # Prompts that the devices do not divide are padded by copies of the last one.
+    # Pad the rows to a multiple of the devices along the batch axes, by copies of the last row.
     numbers = group + group[-1:] * (-len(group) % axis_size(layout.mesh, layout.batch_axes))
     tokens = np.zeros((len(numbers), width), np.int32)
     for at, number in enumerate(numbers):
@@ -115,7 +117,7 @@ def _generate(
     lengths = np.array([len(rows[number]) for number in numbers], np.int32)
     given = given._replace(rows=np.array(numbers, np.uint32), prompts=lengths)
     state, stopped = programs.prefill(weights, tokens, given, size=size)
-    one_at_a_time = layout.mesh.devices.flat[0].platform == "cpu"  # of simulated devices: two programs may hang
+    one_at_a_time = layout.mesh.devices.flat[0].platform == "cpu"  # two programs at once may hang simulated devices
     for _ in range(length - 1):
         before = stopped
         if one_at_a_time:
@@ -123,7 +125,8 @@ def _generate(
             if len(given.stop) and bool(stopped):
                 break
         state, stopped = programs.decode(weights, state, given)
-        # Accelerators are a token ahead of this: one too many is computed, which changes nothing.
+        # On accelerators look at the flag of the step before, which is ready by now: this hides the transfer, and costs
+        # one decode step that appends nothing.
         if not one_at_a_time and len(given.stop) and bool(before):
             break
     tokens, lengths = map(np.asarray, jax.block_until_ready(programs.replicate((state.tokens, state.lengths))))
@@ -131,7 +134,7 @@ def _generate(
 
 
 def _groups(rows: list[list[int]], by_length: bool) -> list[list[int]]:
-    """Return the numbers of rows that are read together: all, or those of each length."""
+    """Group the indices of rows: all rows together, or one group per length."""
     if not by_length:
         return [list(range(len(rows)))]
     lengths = sorted({len(row) for row in rows})
@@ -177,7 +180,7 @@ def _stop_sequences(stop: Any) -> np.ndarray:
 def check_request(
     model: Stacked, layout: Layout, prompts: Any, length: int, readout: Callable[[PyTree, Any], jax.Array] | None = None
 ) -> tuple[list[list[int]], Programs]:
-    """Return the prompts as lists, and the programs of the model, not compiled yet.
+    """Return (the prompts as lists, the programs of the model, not compiled yet).
 
     Raises:
       ValueError, TypeError: as `generate`.
@@ -208,7 +211,7 @@ def check_request(
 
 
 class _Same:
-    """A value that equals itself alone, as a key under which programs are kept."""
+    """A wrapper that compares and hashes by identity, so that any object can be a key of `lru_cache`."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -1,4 +1,4 @@
-"""The two compiled programs of generation: prompts are read at once, then every call draws one token for each row.
+"""Compile the two programs of generation: prefill reads all prompts, each call of decode appends one token per row.
 
 Shape suffixes: B rows, T positions of a prompt, S slots (positions that a row may have in all).
 """
@@ -25,13 +25,13 @@ from jaxshard.training.placing import put_stored
 
 
 class State(NamedTuple):
-    """The arrays that go from token to token.
+    """The arrays that each decode step updates.
 
     Attributes:
-      caches: keys and values of all positions but the last one.
-      tokens: int32[B, S], the prompts and what was drawn.
-      lengths: int32[B], tokens in each row.
-      stopped: bool[B], rows that drew a stop token.
+      caches: keys and values of all positions except the last.
+      tokens: int32[B, S], the prompts and the sampled tokens.
+      lengths: int32[B], the number of tokens in each row.
+      stopped: bool[B], True for rows that have ended with a stop sequence.
     """
 
     caches: Caches
@@ -41,14 +41,14 @@ class State(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """The arrays that decide how tokens are drawn, the same for all of them.
+    """The arrays that control sampling; they stay the same for all decode steps.
 
     Attributes:
       key: a random key.
       rows: uint32[B], the index of each row among all prompts.
       prompts: int32[B], tokens in each prompt.
       stop: int32[any number, W], the token sequences that end a row, each padded in front with -1.
-      how: what decides beside chance, as `Sampling.arrays` returns it.
+      how: the temperature, top_k and top_p, from `Sampling.arrays`.
     """
 
     key: Any
@@ -59,16 +59,16 @@ class Draw(NamedTuple):
 
 
 class Programs:
-    """The programs of a model under a layout, each compiled once for every shape.
+    """The programs of a model under a layout, each compiled once per shape.
 
-    Weights are gathered just in time, a block at a time, over the axes over which they only rest split; those of
-    `js.tensor` and `js.expert` stay split. Where blocks can't be taken one by one (in a pipeline) `weights` gathers all
-    of them once, and every device has all blocks.
+    Weights that are only stored sharded (`js.fsdp`) are all-gathered one block at a time; weights that `js.tensor` and
+    `js.expert` split stay split. If blocks can't be gathered one at a time (in a pipeline), `weights` gathers all of
+    them once, and every device has all blocks.
 
     Args:
       model: any `js.Stacked` whose attention is `js.attention`.
-      layout: says where its arrays live.
-      readout: as `CachedModel` takes it.
+      layout: the layout of its parameters.
+      readout: see `CachedModel`.
     """
 
     def __init__(self, model: Stacked, layout: Layout, readout: Readout | None) -> None:
@@ -88,10 +88,10 @@ class Programs:
         self.replicate = jax.jit(lambda arrays: arrays, out_shardings=everywhere)
 
     def weights(self, params: PyTree) -> PyTree:
-        """Return the arrays that the programs take, of parameters as stored or in model order.
+        """Convert parameters, as stored or in model order, to the arrays that the programs take.
 
         Raises:
-          ValueError: parameters of other shapes or dtypes; each is named.
+          ValueError: parameters whose shape or dtype differs from the layout; each is named.
         """
 
         def expect(placement: Placement, shape: Any, x: Any) -> Any:
@@ -121,7 +121,7 @@ class Programs:
         return self._gather(without_blocks(self.layout.params), rest) if self._by_block else rest
 
     def _prefill(self, weights: PyTree, tokens_BT: jax.Array, given: Draw, *, size: int) -> tuple[State, jax.Array]:
-        """Read prompts, padded at the end, and draw the first token of each."""
+        """Read the prompts, padded at the end, and append the first token to each."""
         (B, T), model, lengths_B = tokens_BT.shape, self.model, given.prompts
         rest = self._rest(weights)
         tokens_BT = model.hold_rows(tokens_BT)
@@ -133,7 +133,7 @@ class Programs:
         return self._append(state, logits_BV, given)
 
     def _decode(self, weights: PyTree, state: State, given: Draw) -> tuple[State, jax.Array]:
-        """Read the last token of each row, and draw the next one."""
+        """Read the last token of each row and append the next."""
         model, rest, last_B = self.model, self._rest(weights), state.lengths - 1
         tokens_B1 = jnp.take_along_axis(state.tokens, last_B[:, None], axis=1)
         x, caches = model.run(rest, weights[BLOCKS], self._fetch, tokens_B1, last_B, state.caches)
@@ -141,7 +141,7 @@ class Programs:
         return self._append(state._replace(caches=caches), logits_BV, given)
 
     def _append(self, state: State, logits_BV: jax.Array, given: Draw) -> tuple[State, jax.Array]:
-        """Append a token to each row that has not stopped; also return whether all have."""
+        """Append a token to each row that has not stopped; return (state, whether all rows have stopped)."""
         drawn_B = draw(logits_BV, given.key, given.rows, state.lengths, given.how)
         here_BS = (jnp.arange(state.tokens.shape[1]) == state.lengths[:, None]) & ~state.stopped[:, None]
         tokens_BS = jnp.where(here_BS, drawn_B[:, None], state.tokens)
@@ -153,8 +153,8 @@ class Programs:
 
 
 def ends_with(tokens_BS: jax.Array, prompts_B: jax.Array, lengths_B: jax.Array, stop_NW: jax.Array) -> jax.Array:
-    """Say for each row and stop sequence whether the sequence is the end of the row's new tokens, bool[B, N]."""
+    """Return for each row and stop sequence whether the row's new tokens end with the sequence, bool[B, N]."""
     at_BW = lengths_B[:, None] - jnp.arange(stop_NW.shape[1], 0, -1)
     last_BW = jnp.take_along_axis(tokens_BS, jnp.maximum(at_BW, 0), axis=1)
-    last_BW = jnp.where(at_BW >= prompts_B[:, None], last_BW, -2)  # no sequence begins in a prompt
+    last_BW = jnp.where(at_BW >= prompts_B[:, None], last_BW, -2)  # -2 matches no token: tokens of prompts do not count
     return ((last_BW[:, None] == stop_NW) | (stop_NW < 0)).all(-1)

@@ -1,4 +1,4 @@
-"""How the next token is drawn from the logits of each row.
+"""Sample the next token from the logits of each row.
 
 Shape suffixes: B rows, V vocabulary.
 """
@@ -16,12 +16,12 @@ from jaxshard.core.keys import keys_of_rows
 
 
 class Sampling(NamedTuple):
-    """The way in which tokens are drawn, in this order: temperature, then the k most likely, then their likeliest p.
+    """The options of sampling, applied in this order: temperature, top_k, top_p.
 
     Attributes:
-      temperature: divides the logits; 0 takes the most likely token, the first of several.
-      top_k: draw from so many most likely tokens; None for all.
-      top_p: draw from the fewest tokens whose probabilities add up to at least this; None for all.
+      temperature: divides the logits; 0 takes the most likely token (the first, if several are equally likely).
+      top_k: sample from this many most likely tokens; None for all.
+      top_p: sample from the smallest set of tokens whose probabilities add up to at least this; None for all.
 
     Source: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1, for top_p.
     """
@@ -31,7 +31,7 @@ class Sampling(NamedTuple):
     top_p: Any = None
 
     def check(self, *, has_key: bool) -> None:
-        """Raise a ValueError for a number that is out of range, that a greedy choice would ignore, or without a key."""
+        """Raise a ValueError for an option out of range, an option that temperature=0 ignores, or a missing key."""
         T, k, p = self
         if not (math.isfinite(T) and T >= 0):
             raise ValueError(f"generate: temperature must be at least 0, got {T}")
@@ -41,14 +41,14 @@ class Sampling(NamedTuple):
             raise ValueError(f"generate: top_p must be above 0 and at most 1, got {p}")
         if T == 0 and (k, p) != (None, None):
             raise ValueError(
-                f"generate: temperature=0 takes the most likely token, so top_k={k} and top_p={p} would say nothing; "
+                f"generate: temperature=0 takes the most likely token, so top_k={k} and top_p={p} have no effect; "
                 "pass a temperature, such as temperature=1.0"
             )
         if T > 0 and not has_key:
             raise ValueError("generate: tokens are drawn at random, which needs a key: pass key=0, or temperature=0")
 
     def arrays(self, vocab: int) -> Sampling:
-        """Return the numbers as arrays, so that other numbers need no other program; None for a greedy temperature."""
+        """Return the options as arrays, so that changing a value compiles nothing; all None if the temperature is 0."""
         if self.temperature == 0:
             return Sampling(None, None, None)
         k = None if self.top_k is None else np.int32(min(self.top_k, vocab))
@@ -56,16 +56,16 @@ class Sampling(NamedTuple):
 
 
 def draw(logits_BV: jax.Array, key: jax.Array, rows_B: jax.Array, at_B: jax.Array, how: Sampling) -> jax.Array:
-    """Draw a token for each row, int32[B].
+    """Sample a token for each row, int32[B].
 
-    A row's number and the token's position alone make its key, so that no mesh and no other row changes the token.
+    The key of a token is made from its row's index and its position, so neither the mesh nor other rows change it.
 
     Args:
-      logits_BV: float32, whole in V.
+      logits_BV: float32, replicated along V.
       key: the random key of the generation.
-      rows_B: the number of each row among all prompts.
-      at_B: the position of the token that is drawn.
-      how: as `Sampling.arrays` returns it.
+      rows_B: the index of each row among all prompts.
+      at_B: the position of the new token.
+      how: the options, from `Sampling.arrays`.
     """
     if how.temperature is None:
         return logits_BV.argmax(-1).astype(jnp.int32)
@@ -75,9 +75,10 @@ def draw(logits_BV: jax.Array, key: jax.Array, rows_B: jax.Array, at_B: jax.Arra
 
 
 def keep_likely(logits_BV: jax.Array, how: Sampling) -> jax.Array:
-    """Set to -inf the logits of tokens that top_k and top_p leave out; of equally likely ones all stay."""
+    """Set the logits of tokens that top_k and top_p exclude to -inf; ties with the last kept token are kept."""
     if how.top_k is None and how.top_p is None:
         return logits_BV
+    # Find the smallest logit to keep, and compare all logits with it: no gather by sorted indices.
     sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
     if how.top_k is not None:
         least_B1 = jnp.take(sorted_BV, how.top_k - 1, axis=1)[:, None]

@@ -1,6 +1,6 @@
-"""config.json of a model: its family, and its entries as the arguments of a function of `js.models`, and back.
+"""Convert config.json to a family and the arguments of a function of `js.models`, and back.
 
-Every entry is either understood, or known to make no difference to what the model computes, or refused by name.
+Every entry is either converted, or known not to change the model's logits, or refused by name.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from jaxshard.models.rope import as_scaling
 
 
 class Config(NamedTuple):
-    """A config.json that was understood.
+    """A converted config.json.
 
     Attributes:
       family: the family.
       arguments: the arguments of `family.make`.
-      entries: the whole file.
-      folder: where it was read; None for a model that was made otherwise.
+      entries: all entries of the file.
+      folder: the folder of the file; None for a model that was not read from a folder.
     """
 
     family: Family
@@ -41,11 +41,10 @@ def read_config(folder: Path, ignore: Iterable[str] = ()) -> Config:
 
     Args:
       folder: the folder.
-      ignore: entries that are left out, as if they were not there.
+      ignore: entries to treat as absent.
 
     Raises:
-      ValueError: it is damaged; the architecture is unknown; entries that are not supported, missing or of another
-        type, all of them by name.
+      ValueError: the file is damaged, the architecture is unknown, or entries are unsupported or missing (all by name).
     """
     path = folder / CONFIG
     try:
@@ -57,7 +56,11 @@ def read_config(folder: Path, ignore: Iterable[str] = ()) -> Config:
 
 
 def find_family(entries: Mapping[str, Any], path: Path | str) -> Family:
-    """Return the family of a configuration; ValueError for one that is not known, which names the nearest ones."""
+    """Return the family of a configuration.
+
+    Raises:
+      ValueError: the architecture is unknown; names the most similar known architectures.
+    """
     names = entries.get("architectures") or []
     found = [family for family in FAMILIES.values() if family.architecture in names]
     if not names:
@@ -73,7 +76,11 @@ def find_family(entries: Mapping[str, Any], path: Path | str) -> Family:
 def read_arguments(
     family: Family, entries: Mapping[str, Any], path: Path | str, ignore: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Return the arguments of `family.make`; ValueError with every entry that is not supported."""
+    """Return the arguments of `family.make`.
+
+    Raises:
+      ValueError: entries are unsupported or missing; names all of them.
+    """
     left_out = set(ignore)
     reader = Reader({name: x for name, x in entries.items() if name not in left_out}, family.defaults)
     made = {ours: reader.take(theirs) for ours, theirs in family.sizes.items()} | dict(family.fixed)
@@ -91,14 +98,14 @@ def read_arguments(
 
 
 def make_config(model: Decoder, dtype: str) -> Config:
-    """Return the configuration of a model: the one that it was read from, or one of the first family that fits.
+    """Return the configuration from which a model was read, or else a configuration of the first family that fits.
 
     Args:
       model: a model of `js.models` or `js.hf.model`.
-      dtype: of its parameters.
+      dtype: the dtype of its parameters.
 
     Raises:
-      ValueError: it is of no family; names the arguments that no family has.
+      ValueError: no family fits; names the arguments that the families lack.
     """
     if model.make is None:
         raise ValueError("js.hf: the model was not built by a function of js.models")
@@ -127,7 +134,7 @@ def make_config(model: Decoder, dtype: str) -> Config:
 
 
 def write_entries(family: Family, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json of a family for the arguments of its function."""
+    """Return the entries of config.json for a family and the arguments of its function."""
     entries = {"architectures": [family.architecture], "model_type": family.model_type, "use_cache": True}
     entries |= family.only
     entries |= {theirs.split("|")[0]: arguments[ours] for ours, theirs in family.sizes.items()}
@@ -139,11 +146,11 @@ def write_entries(family: Family, arguments: Mapping[str, Any]) -> dict[str, Any
 
 
 _TRAINING = ("balance", "z", "dropout")
-"""Arguments that make no difference to the logits, and that no configuration has."""
+"""Arguments that do not change the logits, and that config.json lacks."""
 
 
 def _differences(family: Family, entries: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:
-    """Return the arguments that a configuration does not give back."""
+    """Return the arguments that differ after converting the entries back to arguments."""
     back = family.make(**read_arguments(family, entries, CONFIG)).arguments
 
     def same(name: str) -> Any:
@@ -153,7 +160,7 @@ def _differences(family: Family, entries: Mapping[str, Any], arguments: Mapping[
 
 
 def _plain(name: str, value: Any, arguments: Mapping[str, Any]) -> Any:
-    """Return an argument in the form that all ways of saying the same have in common, as text."""
+    """Return an argument in a normal form, as text: equivalent values have equal texts."""
     if name == "head_dim":
         value = value or arguments["width"] // arguments["heads"]
     if name == "rope_scaling":

@@ -1,6 +1,6 @@
-"""The entries of config.json: a reader that notes what is wrong with them, and groups of entries that belong together.
+"""Read the entries of config.json, collect problems, and convert groups of entries that belong together.
 
-A `Group` turns entries into arguments of a function of `js.models`, and arguments into entries.
+A `Group` converts entries to arguments of a function of `js.models`, and arguments to entries.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ NEUTRAL = frozenset(
     top_k top_p torch_dtype torchscript transformers_version typical_p unsloth_fixed unsloth_version use_cache
     """.split()  # noqa: SIM905
 )
-"""Entries that make no difference to the logits: they say how weights were drawn, or how other programs generate."""
+"""Entries that do not change the logits: they are for initialization, or for text generation by other programs."""
 
 
 class Reader:
-    """The entries of a configuration, and what is wrong with them.
+    """A reader of a configuration's entries that collects problems.
 
     Args:
       entries: the configuration.
@@ -42,7 +42,7 @@ class Reader:
         self.problems: list[str] = []
 
     def take(self, name: str, default: Any = _MISSING) -> Any:
-        """Return an entry; one that is absent has a default, or is a problem. "a|b" has two names."""
+        """Return an entry, or its default if it is absent; without a default that is a problem. "a|b" has two names."""
         found = next((one for one in name.split("|") if one in self._left), None)
         if found is not None:
             return self._left.pop(found)
@@ -53,12 +53,12 @@ class Reader:
         return default
 
     def require(self, name: str, value: Any) -> None:
-        """Note an entry that has another value than the only one that is supported."""
+        """Add a problem if an entry has another value than the only supported value."""
         if (got := self.take(name, value)) != value and (got or value):
             self.problems.append(f"{name}: {shorten(got)}, and only {value!r} is supported")
 
     def refuse_rest(self) -> None:
-        """Note every entry that was not taken and may make a difference."""
+        """Add a problem for every remaining entry that may change the logits."""
         for name, value in self._left.items():
             if name not in NEUTRAL and value not in (None, False, "", [], {}):
                 self.problems.append(
@@ -71,7 +71,7 @@ class Group(NamedTuple):
     """Entries that belong together.
 
     Attributes:
-      read: `read(reader, arguments)` returns more arguments, made of entries.
+      read: `read(reader, arguments)` returns further arguments, converted from entries.
       write: `write(arguments)` returns the entries.
     """
 
@@ -80,7 +80,7 @@ class Group(NamedTuple):
 
 
 def shorten(value: Any) -> str:
-    """Return a value as text of at most 60 letters."""
+    """Return a value as text of at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -103,7 +103,7 @@ def _write_rope(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 ROPE = Group(_read_rope, _write_rope)
-"""One rotation for all blocks. It is written in the older form, which every transformers reads."""
+"""Rotary positions that are the same for all blocks. Written in the older form, which every transformers reads."""
 
 
 def _read_two_ropes(reader: Reader, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _write_two_ropes(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 TWO_ROPES = Group(_read_two_ropes, _write_two_ropes)
-"""One rotation for blocks that see everything, and one for those with a window."""
+"""Different rotary positions for blocks with full attention and for blocks with a window."""
 
 
 def _read_scaling(reader: Reader, entries: dict[str, Any], seq: Any, where: str) -> Scaling | None:
@@ -183,7 +183,7 @@ def _write_scaling(scaling: Any) -> dict[str, Any] | None:
 
 
 def _of_layers(reader: Reader, window: Any, types: Any, depth: Any) -> Any:
-    """Return one window for all blocks, or a list, of the types of all blocks."""
+    """Convert the attention type of each block to a list of windows."""
     if not isinstance(types, list) or set(types) - {_SLIDING, _FULL} or len(types) != depth:
         reader.problems.append(f"layer_types: {shorten(types)}, must be {depth} of {_SLIDING!r} and {_FULL!r}")
         return None
@@ -213,7 +213,7 @@ def _write_switched_window(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 SWITCHED_WINDOW = Group(_read_switched_window, _write_switched_window)
-"""One window for all blocks, if it is switched on."""
+"""One window for all blocks, if `use_sliding_window` is true."""
 
 
 def _read_last_windows(reader: Reader, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,11 +242,15 @@ def _write_last_windows(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 LAST_WINDOWS = Group(_read_last_windows, _write_last_windows)
-"""A window for some blocks, by default for those from `max_window_layers` on, if it is switched on."""
+"""A window for some blocks, by default from block `max_window_layers` on, if `use_sliding_window` is true."""
 
 
 def windows_in_turn(every: int) -> Group:
-    """Return the entries of a family in which every so many-th block sees everything, and all others have a window."""
+    """Make the group of a family in which every n-th block has full attention and all others have a window.
+
+    Args:
+      every: n, if config.json does not say.
+    """
 
     def read(reader: Reader, arguments: Mapping[str, Any]) -> dict[str, Any]:
         reader.take("_sliding_window_pattern", None)
@@ -282,4 +286,4 @@ def _write_expansion(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 EXPANSION = Group(_read_expansion, _write_expansion)
-"""The MLP's width; and entries that are for other heads or for training, which is deterministic unless one says."""
+"""The MLP's width. Entries for other heads and for dropout are ignored."""

@@ -1,12 +1,13 @@
-"""The families of models whose weights can be read: of each the names of its tensors and of its sizes.
+"""The supported families of Hugging Face models, with the names of their tensors and sizes.
 
-A line of a table of names is one of our arrays, the tensor in the files, and how the dimensions of the one become those
-of the other:
+A line in a table of names has the path of our array, the name of the tensor in the files, and the mapping of dimensions
+(tensor > array):
 
     blocks.q_proj.kernel    model.layers.{}.self_attn.q_proj.weight    hd c > c h d
 
-So a tensor [h * d, c] of each block is [c, h, d] of ours. `{}` counts the blocks, which are our first dimension, and
-after it the experts, our second one. A digit is a dimension of that size.
+Here a tensor [h * d, c] of each block becomes a slice [c, h, d] of our array. The first `{}` is the index of the block,
+our first dimension; a second `{}` is the index of the expert, our second dimension. A digit is a dimension of that
+size.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ class Family(NamedTuple):
     """A family of models: the names of its tensors, and of its sizes in config.json.
 
     Attributes:
-      architecture: its name in config.json.
-      model_type: likewise.
+      architecture: the entry "architectures" in config.json.
+      model_type: the entry "model_type" in config.json.
       make: the function of `js.models` that builds the model.
       names: the table of its tensors.
-      sizes: of each argument of `make` the entry of config.json, or "one|other" of two names of it.
-      groups: more entries, which belong together.
+      sizes: for each argument of `make` the name of its entry in config.json; "one|other" if it has two names.
+      groups: groups of entries that are converted together.
       defaults: the values of entries that may be absent.
-      only: entries of which one value alone is supported; also what they are if they are absent.
-      fixed: arguments that are the same for the whole family.
-      unread: entries that make no difference in this family.
-      unused: a pattern of tensors in the files that are no weights.
-      prefix: of the names of most tensors, which older files leave out.
+      only: entries with a single supported value, which is also their default.
+      fixed: arguments that are the same for all models of the family.
+      unread: entries that have no effect in this family.
+      unused: a pattern of tensors in the files that are not weights.
+      prefix: the prefix of most tensors' names, which older files lack.
     """
 
     architecture: str
@@ -63,7 +64,7 @@ class Family(NamedTuple):
     prefix: str = "model."
 
     def rows(self) -> list[list[str]]:
-        """Return the table's rows: ours, theirs, dimensions."""
+        """Return the rows of the table: [path of our array, name of the tensor, mapping of dimensions]."""
         return [line.split(maxsplit=2) for line in self.names.splitlines() if line.strip()]
 
 

@@ -1,4 +1,4 @@
-"""A folder with config.json and safetensors files: one that is named, or the one in the hub's own cache."""
+"""Find a folder with config.json and safetensors files, by its path or in the hub's cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxshard.core.local_path import local_path
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 DRAWING = "generation_config.json"
-"""How tokens of a model are drawn by default."""
+"""The file with the default options of text generation."""
 
 TOKENIZER = (
     "tokenizer.json",
@@ -27,13 +27,13 @@ TOKENIZER = (
 
 
 def find_folder(name: str | os.PathLike[str]) -> Path:
-    """Find a model's folder: the folder itself, or of "owner/name" what the hub's tools have downloaded.
+    """Find a model's folder by its path, or by the model's name "owner/name" in the hub's cache.
 
     Args:
       name: a folder, or the name of a model on the hub. Nothing is downloaded.
 
     Raises:
-      FileNotFoundError: there is neither; the message says how to get one.
+      FileNotFoundError: neither exists; the message says how to download the model.
     """
     folder = local_path(name).expanduser()
     if folder.is_dir():
@@ -74,6 +74,6 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
 
 
 def _cache() -> Path:
-    """The folder in which the hub's tools keep what they download, as their environment variables say."""
+    """Return the cache folder of the hub's tools, by their environment variables."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()

@@ -1,4 +1,4 @@
-"""`js.hf.model` and `js.hf.load`: a folder of Hugging Face's as a model of `js.models`, and its weights on a layout."""
+"""`js.hf.model` and `js.hf.load`: build a model from a Hugging Face folder, and load its weights onto a layout."""
 
 from __future__ import annotations
 
@@ -37,25 +37,26 @@ _POINT = "js.hf.load"
 
 
 def model(folder: str | os.PathLike[str], *, dtype: Any = None, ignore: Iterable[str] = (), **changes: Any) -> Decoder:
-    """Build the model of a folder that transformers wrote, from its config.json: what `js.models.make` gives.
+    """Build the model of a folder that transformers wrote, from its config.json.
 
-    Nothing is downloaded, and no weights are read: `js.hf.load` does that. A new model of this shape is `model.init`.
+    Nothing is downloaded, and no weights are read: use `js.hf.load` for that. `model.init` initialises a new model of
+    this shape at random.
 
     Args:
-      folder: the folder, or "owner/name" of a model in the hub's own cache.
-      dtype: of the parameters, such as "float32"; by default each has the dtype of its tensor in the files, and where
-        there are no files the one in config.json.
-      ignore: entries of config.json that are not supported and make no difference to what the model computes.
-      **changes: arguments of the function of `js.models` in the place of the folder's own, such as `seq=1024`.
+      folder: the folder, or "owner/name" of a model in the hub's cache.
+      dtype: the dtype of the parameters, such as "float32"; by default each parameter has the dtype of its tensor in
+        the files, or without weights the dtype in config.json.
+      ignore: unsupported entries of config.json to ignore, since they do not change the model's logits.
+      **changes: arguments of the function of `js.models` that replace those of the folder, such as `seq=1024`.
 
     Returns:
-      The model, a `js.Stacked` that every engine can run. Dropout rates of the folder are not taken over; a GPT-2 drops
-      with `dropout=0.1`.
+      The model, a `js.Stacked` that every engine can run, as from `js.models.make`. Dropout rates of the folder are
+      ignored; pass `dropout=0.1` for a GPT-2 with dropout.
 
     Raises:
       FileNotFoundError: there is no such folder; the message says how to download a model.
-      ValueError: config.json is of an architecture that is not known (the nearest ones are named), or has entries that
-        are not supported, all by name; what the function of `js.models` refuses.
+      ValueError: config.json has an unknown architecture (the most similar ones are named) or unsupported entries (all
+        by name), or the function of `js.models` refuses the arguments.
 
     Example:
         model = js.hf.model("folder")
@@ -75,24 +76,24 @@ def model(folder: str | os.PathLike[str], *, dtype: Any = None, ignore: Iterable
 def load(folder: str | os.PathLike[str], layout: Layout, *, dtype: Any = None, ignore: Iterable[str] = ()) -> PyTree:
     """Read the weights of a folder that transformers wrote onto a layout. Every process calls this.
 
-    Each process reads the slices of the tensors that its devices hold, one array of one device at a time.
+    Each process reads only the slices that its devices store, one shard of one array at a time.
 
     Args:
       folder: the folder, as in `js.hf.model`, on a disk that all processes see. Its weights are model.safetensors, or
         the files of model.safetensors.index.json.
-      layout: a layout of the model that `js.hf.model` made of the folder.
-      dtype: cast all tensors to it, whatever they are. By default nothing is cast, and a tensor of another dtype than
-        the layout's is refused.
+      layout: a layout of the model that `js.hf.model` built from the folder.
+      dtype: cast all tensors to this dtype. By default nothing is cast, and a tensor whose dtype differs from the
+        layout's is refused.
       ignore: as in `js.hf.model`.
 
     Returns:
-      What `model.init` returns: global arrays in model order, split over the mesh as far as the layout stores them
-      split; for `js.init(..., init_from=)`.
+      Parameters like those of `model.init`: global arrays in model order, sharded over the mesh as the layout stores
+      them; for `js.init(..., init_from=)`.
 
     Raises:
       FileNotFoundError: there is no such folder, or it has no weights.
-      ValueError: a file of the index is missing, one is cut off or damaged; a tensor has no place in the model, an
-        array of the model no tensor, or either another shape or dtype. All are named.
+      ValueError: a file of the index is missing, truncated or damaged; a tensor that the model lacks, an array without
+        a tensor, or a shape or dtype that differs. All are named.
 
     Example:
         model = js.hf.model("folder")
@@ -109,16 +110,17 @@ def load(folder: str | os.PathLike[str], layout: Layout, *, dtype: Any = None, i
     places = _match(config, wanted, found, folder, dtype)
     sources = {name: Source(one.file, one.start, one.tensor.dtype) for name, one in found.items()}
     placed: list[Any] = [None] * len(wanted)
-    for i in sorted(range(len(wanted)), key=lambda i: -math.prod(wanted[i].shape)):  # the least memory beside the most
+    # The largest arrays first, while the fewest others are in memory.
+    for i in sorted(range(len(wanted)), key=lambda i: -math.prod(wanted[i].shape)):
         placed[i] = _place(wanted[i], places[i], sources, layout)
     return jax.tree.unflatten(structure, placed)
 
 
 def _open_weights(config: Config, folder: Path) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Return the tensors in the files by their full names, and what is wrong with the files."""
+    """Return (the tensors in the files by their full names, problems with the files)."""
     found, problems = open_files(folder / WEIGHTS)
     prefix = config.family.prefix
-    if not any(name.startswith(prefix) for name in found):  # the inner model was saved alone, as GPT-2 was
+    if not any(name.startswith(prefix) for name in found):  # only the inner model was saved, as for GPT-2
         found = {name if name.startswith("lm_head.") else prefix + name: one for name, one in found.items()}
     return found, problems
 
@@ -126,7 +128,7 @@ def _open_weights(config: Config, folder: Path) -> tuple[dict[str, StoredTensor]
 def _match(
     config: Config, wanted: list[Entry], found: dict[str, StoredTensor], folder: Path, dtype: Any
 ) -> list[Place]:
-    """Return the place of each array; raise in all processes unless every tensor has one and is what it should be."""
+    """Return the place of each array; raise in all processes if any tensor is missing, unknown or different."""
     places, problems = find_places(config.family, wanted, config.arguments)
     cast = None if dtype is None else str(jnp.dtype(dtype))
     expected = {
@@ -144,19 +146,20 @@ def _match(
     if not problems:
         problems = list_differences(there, expected)
     headline = (
-        f"{folder}: its tensors are not those of this layout, and nothing is left out, or cast unless asked for: make "
-        "the model with js.hf.model of this folder; for another dtype give dtype= to js.hf.model and to js.hf.load"
+        f"{folder}: its tensors differ from this layout, and no tensor is left out, or cast unless asked for: make the "
+        "model with js.hf.model of this folder; for another dtype give dtype= to js.hf.model and to js.hf.load"
     )
     raise_together(problems, ValueError, headline, point=_POINT)
     return places
 
 
 def _repeated_head(config: Config, found: dict[str, StoredTensor], expected: dict[str, str]) -> set[str]:
-    """Return the output matrix of a tied model where the file has it too, and it is the embedding table."""
+    """Return the name of a tied model's output matrix, if the file repeats it and it equals the embedding table."""
     rows = {ours: theirs for ours, theirs, _ in config.family.rows()}
     head, table = found.get("lm_head.weight"), found.get(next(iter(rows.values())))
     if head is None or table is None or "lm_head.weight" in expected or head.tensor[:2] != table.tensor[:2]:
         return set()
+    # Compare some 4 Mi elements at a time, instead of reading both matrices into memory.
     rows_at_once = max(1, (1 << 22) // max(1, head.tensor.size // head.tensor.shape[0]))
     for at in range(0, head.tensor.shape[0], rows_at_once):
         ranges = [Range(at, min(at + rows_at_once, head.tensor.shape[0])), Range(0, head.tensor.shape[1])]
@@ -170,7 +173,7 @@ def _repeated_head(config: Config, found: dict[str, StoredTensor], expected: dic
 
 
 def _place(entry: Entry, place: Place, sources: dict[str, Source], layout: Layout) -> jax.Array:
-    """Read each device's part of an array, one after the other, and put it there."""
+    """Read an array shard by shard, and put each shard on its devices."""
     wanted = entry.shape_saved(layout.mesh).sharding
     sharding = _readable(entry, place, wanted, layout.mesh)
     devices: dict[Any, list[Any]] = {}
@@ -186,11 +189,12 @@ def _place(entry: Entry, place: Place, sources: dict[str, Source], layout: Layou
 
 
 def _readable(entry: Entry, place: Place, wanted: NamedSharding, mesh: Mesh) -> NamedSharding:
-    """Return the sharding itself, or where its parts lie scattered in the files one whose parts lie together.
+    """Return a sharding whose shards are contiguous in the files, if those of the wanted sharding are scattered.
 
-    Then the devices exchange what they have read: to read a column of a matrix is to read all of it.
+    Reading a column of a matrix means reading all of it. So contiguous shards are read, and then exchanged between
+    devices.
     """
-    counted = len(place.counted)  # tensors of their own, so these dimensions stay split as they are
+    counted = len(place.counted)  # these dimensions count tensors, so their sharding may stay
     axes = axes_of(PartitionSpec(*wanted.spec[counted:]))
     if place.run(wanted.shard_shape(entry.shape)) * jnp.dtype(entry.dtype).itemsize >= LEAST_RUN or not axes:
         return wanted
@@ -211,7 +215,7 @@ def _jit_move(wanted: NamedSharding) -> Any:
 
 
 def _set_dtypes(made: Decoder, config: Config, folder: Path, dtype: Any) -> None:
-    """Let `made.init` return parameters in the dtypes of the files, or in `dtype`."""
+    """Make `made.init` return parameters in the dtypes of the files, or in `dtype`."""
     original = made.init_parts
     there = (folder / WEIGHTS).exists() or index_of(folder / WEIGHTS).exists()
     found = _open_weights(config, folder)[0] if there and dtype is None else {}

@@ -1,7 +1,8 @@
-"""Where each of our arrays lies in a family's tensors: the names, and the parts of tensors that a part of ours is.
+"""Map our arrays to a family's tensors: names, dimensions, and slices.
 
-An array of ours is [*counted, *dims]: counted are the blocks (and experts), each of which has a tensor of its own. The
-other dimensions are products of letters, as in "c h3d", and so are those of the tensor, in another order.
+An array of ours is [*counted, *dims]. The counted dimensions are blocks (and experts), each with a tensor of its own.
+Every other dimension is a product of letters, as in "c h3d"; the dimensions of the tensor are products of the same
+letters in another order.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from jaxshard.hf.families import Family
 
 
 class Place(NamedTuple):
-    """Where one of our arrays lies.
+    """The tensors of one of our arrays.
 
     Attributes:
       name: the name of its tensors, with {} for each counted dimension.
@@ -38,28 +39,29 @@ class Place(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The names of its tensors, in the order of the counted dimensions."""
+        """Return the names of its tensors, in the order of the counted dimensions."""
         return [self.name.format(*at) for at in product(*map(range, self.counted))]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of each of its tensors."""
+        """Return the shape of each of its tensors."""
         return tuple(self._size(letters) for letters in self.theirs)
 
     def _size(self, letters: str) -> int:
         return math.prod(self.sizes[letter] for letter in letters)
 
     def run(self, shape: tuple[int, ...]) -> int:
-        """Return how many elements of a part of our array lie together in the files, at least."""
+        """Return how many elements of a shard of this shape are contiguous in the files, at least."""
         lengths = dict(self.sizes)
         for size, letters in zip(shape[len(self.counted) :], self.ours):
             lengths[letters[0]] = -(-size // self._size(letters[1:]))
         order = "".join(self.theirs)
+        # Contiguous are all letters after the last that is read only partly.
         cut = max((at for at, letter in enumerate(order) if lengths[letter] < self.sizes[letter]), default=0)
         return math.prod(lengths[letter] for letter in order[cut:])
 
     def first_dims(self) -> list[int]:
-        """Return our dimensions that are not counted, in the order of the files: parts of the first lie together."""
+        """Return our dimensions that are not counted, in the order of the files: slices of the first are contiguous."""
         order = "".join(self.theirs)
         dims = range(len(self.ours))
         return [len(self.counted) + dim for dim in sorted(dims, key=lambda dim: order.index(self.ours[dim][0]))]
@@ -79,27 +81,27 @@ class Place(NamedTuple):
         wanted, cuts = {letter: Range(0, size) for letter, size in self.sizes.items()}, []
         for (start, end), letters in zip(ranges, self.ours):
             inner = self._size(letters[1:])
-            first = Range(start // inner, -(-end // inner))  # the smallest range of the first letter that has it all
+            first = Range(start // inner, -(-end // inner))  # the smallest range of the first letter that covers it
             wanted[letters[0]] = first
             cuts.append(slice(start - first.start * inner, end - first.start * inner))
         theirs, ours = "".join(self.theirs), "".join(self.ours)
         read = read_part(source, [self.sizes[x] for x in theirs], [wanted[x] for x in theirs])
-        turned = read.transpose([theirs.index(x) for x in ours])
+        transposed = read.transpose([theirs.index(x) for x in ours])
         lengths = [math.prod(wanted[x].end - wanted[x].start for x in letters) for letters in self.ours]
-        return turned.reshape(lengths)[tuple(cuts)]
+        return transposed.reshape(lengths)[tuple(cuts)]
 
     def to_theirs(self, ours: Any) -> Any:
-        """Turn one of our arrays, without its counted dimensions, into the tensor, in NumPy or JAX."""
+        """Convert an array of ours, without counted dimensions, to the tensor, in NumPy or JAX."""
         letters, order = "".join(self.ours), "".join(self.theirs)
-        apart = ours.reshape([self.sizes[x] for x in letters])
-        return apart.transpose([letters.index(x) for x in order]).reshape(self.shape)
+        by_letter = ours.reshape([self.sizes[x] for x in letters])
+        return by_letter.transpose([letters.index(x) for x in order]).reshape(self.shape)
 
 
 def find_places(family: Family, wanted: Iterable[Entry], arguments: Mapping[str, Any]) -> tuple[list[Place], list[str]]:
-    """Find the place of each of our arrays.
+    """Find the tensors of each of our arrays.
 
     Returns:
-      (the places in the order of `wanted`, the names of arrays that have none).
+      (the places in the order of `wanted`, problems: arrays that the family lacks or whose shape does not match).
     """
     rows = {ours: (theirs, dims) for ours, theirs, dims in family.rows()}
     known = {"h": arguments["heads"], "k": arguments.get("kv_heads")}
@@ -120,11 +122,12 @@ def find_places(family: Family, wanted: Iterable[Entry], arguments: Mapping[str,
 
 
 def _solve(dims: tuple[str, ...], shape: tuple[int, ...], known: Mapping[str, Any]) -> dict[str, int] | None:
-    """Return the size of each letter, of which one in a dimension may be unknown; None where they do not fit."""
+    """Return the size of each letter, at most one of which may be unknown in a dimension; None if the shape differs."""
     if len(dims) != len(shape):
         return None
     sizes: dict[str, int] = {}
     for letters, size in zip(dims, shape):
+        # A letter alone is the size of its dimension; in a product all letters but one must be known.
         apart = {x: int(x) if x.isdigit() else known.get(x) for x in letters} if len(letters) > 1 else {letters: size}
         rest = math.prod(x for x in apart.values() if x is not None)
         unknown = [x for x, length in apart.items() if length is None]

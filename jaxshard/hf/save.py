@@ -1,4 +1,4 @@
-"""`js.hf.save`: the model of a run as a folder that transformers opens."""
+"""`js.hf.save`: write the model of a run as a folder that transformers opens."""
 
 from __future__ import annotations
 
@@ -45,26 +45,26 @@ def save(
 ) -> Path:
     """Write the model of a run as a folder that transformers opens. Every process calls this.
 
-    The folder gets config.json and model.safetensors, or several files with an index. A model that `js.hf.model` made
-    is written as the family that it was, and its configuration keeps what it had; any other as the first family of
-    which it can be one. Tensors keep their dtypes. As in `js.save_safetensors`, no host holds more than a piece of
-    16 MiB, and every tensor has a checksum. A tokenizer's files are copied, too.
+    The folder gets config.json and model.safetensors, or several files with an index. A model from `js.hf.model` is
+    written as its own family with its own configuration, any other model as the first family that fits. Tensors keep
+    their dtypes. As in `js.save_safetensors`, no host holds more than 16 MiB of an array at a time, and every tensor
+    has a checksum. A tokenizer's files are copied, too.
 
     Args:
-      folder: the folder, on a disk that all processes see. It must not have a model yet.
-      run: a run, or the stored parameters alone.
-      layout: how they are stored.
-      model: the model, where the layout was not made from its own `init` (as in one that was unpickled).
-      tokenizer: a tokenizer.json, or a folder that has one, which is copied with the files beside it; by default those
-        in the folder of `js.hf.model`.
-      max_bytes: bytes of tensors in one file.
+      folder: the folder, on a disk that all processes see. It must not contain a model.
+      run: a run, or only the stored parameters.
+      layout: the layout of the run.
+      model: the model, if the layout was not made from the model's own `init` (such as an unpickled layout).
+      tokenizer: a tokenizer.json, or a folder that has one; it is copied together with the other files of the
+        tokenizer. By default the tokenizer in the folder of `js.hf.model` is copied.
+      max_bytes: the most bytes of tensors in one file.
 
     Returns:
       The absolute path of the folder.
 
     Raises:
-      ValueError: the model is of no known family: its arguments or arrays that have no place are named.
-      FileExistsError: the folder has a model.
+      ValueError: the model belongs to no known family; names the arguments or arrays that do not match.
+      FileExistsError: the folder contains a model.
       FileNotFoundError: there is no such tokenizer.
       OSError: it could not be written.
 
@@ -99,7 +99,7 @@ def _check_free(folder: Path) -> bool:
 
 
 def _files_beside(config: Config, tokenizer: Path | None) -> dict[str, Path]:
-    """Find the files that are copied, by their names in the new folder: of one tokenizer, never of two.
+    """Return {name in the new folder: file to copy}: generation options, and the files of one tokenizer.
 
     Raises:
       FileNotFoundError: there is no such tokenizer.
@@ -129,13 +129,13 @@ def _write_config(folder: Path, config: Config, beside: dict[str, Path]) -> bool
 
 
 def _outputs(arrays: list[ModelArray], places: list[Place], mesh: Mesh) -> Iterator[Output]:
-    """Yield the tensors of a model: of an array that is counted one for each block, or expert of a block."""
+    """Yield the tensors of a model: for a stacked array one tensor for each block, or for each expert of a block."""
 
     def convert(number: int) -> jax.Array:
         entry, stored = arrays[number]
         return entry.to_saved(stored, mesh)
 
-    # An array is converted once for all of its tensors, and one is kept for each file that is being written.
+    # Convert an array once for all of its tensors. Each process writes a file at a time, so keep one array per process.
     saved = functools.lru_cache(maxsize=jax.process_count())(convert)
 
     for number, ((entry, _), place) in enumerate(zip(arrays, places, strict=True)):
@@ -160,7 +160,7 @@ def _jit_cut(
     theirs: tuple[str, ...],
     sizes: tuple[tuple[str, int], ...],
 ) -> Any:
-    """Return the jitted function of (one of our arrays, numbers of block and expert) that makes a tensor's bits."""
+    """Return a jitted function (one of our arrays, indices of block and expert) -> the tensor, as bits."""
     place = Place("", counted, ours, theirs, dict(sizes))
 
     def cut(x: jax.Array, at: tuple[Any, ...]) -> jax.Array:
@@ -174,7 +174,7 @@ def _jit_cut(
 
 
 def _spec(shape: tuple[int, ...], axes: Iterable[str], mesh: Mesh) -> PartitionSpec:
-    """Split a tensor over the axes that split our array, as far as they divide its dimensions, the largest first."""
+    """Split a tensor over the mesh axes that split our array, each along the largest dimension that it divides."""
     kept: dict[int, tuple[str, ...]] = {}
     for axis in axes:
         left = {dim: size // axis_size(mesh, kept.get(dim, ())) for dim, size in enumerate(shape)}

@@ -1,4 +1,4 @@
-"""Layers that never materialise what is large: attention, experts, and the language model's head.
+"""Layers that never materialise their large intermediate arrays: attention, mixture of experts, the head's loss.
 
 Imports `core/`.
 """

@@ -1,16 +1,16 @@
-"""The loss of a language model's head without logits: in chunks over the vocabulary, each gathered just before use.
+"""The cross-entropy of a language model's head, in chunks over the vocabulary, without an array of all logits.
 
-The head of an 8B model makes bf16[8192, 128256] logits of 8,192 tokens, 2.1 GB, and its output matrix is another 1 GB
-on every device that gathers it. Here both exist one chunk at a time:
+The head of an 8B model makes bf16[8192, 128256] logits of 8,192 tokens, 2.1 GB, and its gathered output matrix takes
+another 1 GB on every device. Here only one chunk of each exists at a time:
 
     forward     for each chunk: gather W[:, chunk]; logits = x W; update max, sum of exponentials, the label's own logit
     backward    for each chunk: gather W[:, chunk] again; logits = x W; dlogits = (softmax - label) * cotangent;
-                dx += dlogits W^T; dW[:, chunk] = x^T dlogits, reduced over devices at once
+                dx += dlogits W^T; dW[:, chunk] = x^T dlogits, reduced over devices immediately
 
-Both gradients come out of one loop, so those of the matrix are reduced before the backward pass of the blocks begins.
+One loop computes both gradients, so the gradient of W is reduced before the backward pass of the blocks begins.
 
-Shape suffixes: N labels (rows times positions), C width, V vocabulary; of a chunk P parts over which a tensor axis
-splits the vocabulary (1 without) and W columns of each.
+Shape suffixes: N labels (rows times positions), C width, V vocabulary; a chunk has W columns in each of P parts, over
+which a tensor axis splits the vocabulary (P = 1 without).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxshard.core.constrain import TOKENS, constrain, is_split, split_count
-from jaxshard.core.cross_entropy import compute_nats, in_vocabulary
+from jaxshard.core.cross_entropy import compute_nats, in_vocabulary, spoil
 from jaxshard.core.loss import Loss, Mean
 from jaxshard.core.marks import is_marking
 from jaxshard.core.weight_chunks import Chunks, cut_weight, parts_in_use
 
 _ONE_CHUNK = 2**25
-"""Logits on a device up to which the vocabulary is not cut: 128 MiB in f32."""
+"""The most logits on a device that are computed in one chunk: 128 MiB in f32."""
 _NOWHERE = jnp.iinfo(jnp.int32).max
-"""The number of a logit that is not there, when the first number is looked for."""
+"""The index of a missing logit: larger than all others, so that the minimum of indices ignores it."""
 
 
 def head_loss(
@@ -49,41 +49,41 @@ def head_loss(
 ) -> Mean | Loss:
     """Compute the cross-entropy of labels under the logits `x @ kernel`, without the array of all logits.
 
-    The vocabulary is cut into chunks. For each the logits are computed in f32 of inputs in their own dtype, and again
-    in the backward pass, which costs one more product of the head. With one chunk the logits are kept instead, as
-    `js.cross_entropy` does.
+    The vocabulary is split into chunks. The logits of each chunk are computed in f32 (from inputs in their own dtype),
+    and recomputed in the backward pass, which costs one more product of the head. With a single chunk the logits are
+    saved instead, as in `js.cross_entropy`.
 
-    If `kernel` is the very array that the engine handed to the loss, from the parameters and neither cast nor computed,
-    its chunks are gathered one after the other (under `js.auto` and `js.explicit`); else it is cut as it is. If a
-    tensor axis splits the vocabulary, each device computes on its own columns.
+    If `kernel` is the parameter that the loss received, neither cast nor computed, its chunks are gathered one at a
+    time (under `js.auto` and `js.explicit`); else the gathered array is split. If a tensor axis splits the vocabulary,
+    each device computes its own columns.
 
-    Collectives: with more than one chunk an all-gather of each chunk of a split kernel in the forward pass and again in
-    the backward pass, and the reduction of its gradient, as the layout says; over a tensor axis that splits the
-    vocabulary all-reduces of three numbers per label, and one of the gradient of `x`.
+    Collectives: with several chunks, an all-gather of each chunk of a sharded kernel in the forward pass and again in
+    the backward pass, and a reduce-scatter or all-reduce of its gradient, by the layout. If a tensor axis splits the
+    vocabulary, also all-reduces of three scalars per label and one all-reduce of the gradient of `x`.
 
     Args:
-      x: what the last block returned, normalized.
+      x: the normalized output of the last block.
       kernel: the output matrix [width, vocab], or with `tied` the embedding table [vocab, width].
       labels: integers from 0 to vocab - 1. The loss of any other label, such as -100, is NaN unless its weight is 0.
-      weights: the weight of each label, which broadcasts to the shape of the labels; 1 by default. Where it is 0 a
-        label is ignored: its loss and all of its gradients are 0, whatever the label and `x` are.
+      weights: the weight of each label, which broadcasts to the shape of the labels; 1 by default. A label with weight
+        0 is ignored: its loss and all of its gradients are 0, even if the label is out of range or `x` is NaN.
       tied: the kernel is an embedding table.
-      chunks: into how many chunks to cut; a few less are taken where that makes even ones. By default as many as make a
-        chunk of logits on one device at most twice as large as `x`, and one chunk where all are at most 128 MiB.
+      chunks: the number of chunks; slightly fewer are used if that makes them equal. By default as many as keep a chunk
+        of logits on one device at most twice as large as `x`, and a single chunk if all logits take at most 128 MiB.
       z_loss: adds `z_loss * log(normaliser)**2` to the loss of each label.
       soft_cap: replaces logits by `soft_cap * tanh(logits / soft_cap)`.
-      accuracy: also report the share of labels that have the largest logit (of equal ones the first counts).
+      accuracy: also report the fraction of labels with the largest logit (the first, if several are equal).
 
     Returns:
       A `js.Mean` of nats per label in f32; with `accuracy` a `js.Loss` of it with a metric "accuracy".
 
     Raises:
-      ValueError: shapes or settings that don't fit; names them.
+      ValueError: shapes or options that do not match; names them.
 
     References:
-      Shoeybi et al. 2019, "Megatron-LM", section 3, for a vocabulary over devices; Wijmans et al. 2024, "Cut Your
-      Losses in Large-Vocabulary Language Models", for one that is not kept; Chowdhery et al. 2022, "PaLM", section 5,
-      for the z-loss.
+      Shoeybi et al. 2019, "Megatron-LM", section 3, for a vocabulary split over devices; Wijmans et al. 2024, "Cut Your
+      Losses in Large-Vocabulary Language Models", for logits that are not saved; Chowdhery et al. 2022, "PaLM", section
+      5, for the z-loss.
 
     Example:
       The head of a `js.Stacked` model:
@@ -98,9 +98,9 @@ def head_loss(
         weights = jnp.ones(labels.shape, jnp.float32)
     else:
         weights = _broadcast(weights, labels.shape)
-        # Before the loss is computed: 0 times the gradient of what is NaN or infinite would be NaN.
+        # Mask x, not the loss: 0 times the gradient of a NaN or infinite value would be NaN.
         x = jnp.where(weights[..., None] == 0, 0, x)
-    # Not as they are: in a chunk -1 numbers what does not count.
+    # Replace labels out of range: -1 would match the padding columns of a chunk, whose index is -1.
     labels = jnp.where(in_vocabulary(labels, vocab), jnp.asarray(labels, jnp.int32), _NOWHERE)
     weights, labels = (_devices_first(one, labels.shape) for one in (weights, labels))
     x_NC, labels_N = _devices_first(x, x.shape[:-1]).reshape(-1, x.shape[-1]), labels.reshape(-1)
@@ -114,7 +114,7 @@ def head_loss(
         nats_N, hits_N = terms.log_sum - terms.own + z_loss * terms.log_sum**2, terms.best == labels_N
     total = weights.sum()
     weights_N = weights.reshape(-1)
-    nats_N = jnp.where((labels_N == _NOWHERE) & (weights_N != 0), jnp.nan, nats_N)
+    nats_N = spoil((labels_N != _NOWHERE) | (weights_N == 0), nats_N)
     loss = Mean((nats_N * weights_N).sum(), total)
     return Loss(loss, metrics={"accuracy": Mean((hits_N * weights_N).sum(), total)}) if accuracy else loss
 
@@ -122,9 +122,9 @@ def head_loss(
 def _whole(
     x_NC: jax.Array, kernel_CV: jax.Array, labels_N: jax.Array, z_loss: float, soft_cap: float | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The loss of each label, and whether it has the largest logit, with all logits at once."""
-    wide = jnp.result_type(x_NC, kernel_CV) == jnp.float32
-    logits_NV = _cap(x_NC @ kernel_CV if wide else _product(x_NC, kernel_CV), soft_cap)
+    """Compute all logits at once; return (the loss of each label, whether it has the largest logit)."""
+    is_f32 = jnp.result_type(x_NC, kernel_CV) == jnp.float32
+    logits_NV = _cap(x_NC @ kernel_CV if is_f32 else _product(x_NC, kernel_CV), soft_cap)
     if is_split("vocab", logits_NV.shape[-1]):
         logits_NV = constrain(logits_NV, (TOKENS, "vocab"))
     nats_N = compute_nats(logits_NV, labels_N)
@@ -135,7 +135,7 @@ def _whole(
 
 @jax.custom_vjp
 def _product(x_NC: jax.Array, kernel_CV: jax.Array) -> jax.Array:
-    """Logits in f32 of narrower inputs. A rule of its own: JAX's would multiply these with gradients in f32."""
+    """Compute logits in f32 from bf16 inputs. A custom_vjp, since JAX's own rule would multiply f32 gradients."""
     return jnp.matmul(x_NC, kernel_CV, preferred_element_type=jnp.float32)
 
 
@@ -154,7 +154,7 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 class _Terms(NamedTuple):
-    """Of each label: the log of the normaliser, its own logit (0 without one), the number of the largest logit."""
+    """For each label: the log of the normaliser, its own logit (0 if out of range), the index of the largest logit."""
 
     log_sum: jax.Array
     own: jax.Array
@@ -162,8 +162,14 @@ class _Terms(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """Of the chunks so far, [N, P]: the largest logit, the sum of exponentials less it, the label's own logit, and the
-    first number of the largest logit (None where nobody asks for it)."""
+    """The online softmax over the chunks so far, [N, P].
+
+    Attributes:
+      most: the largest logit.
+      total: the sum of exp(logit - most).
+      own: the label's own logit.
+      best: the first index of the largest logit; None if accuracy is not asked for.
+    """
 
     most: jax.Array
     total: jax.Array
@@ -175,11 +181,11 @@ class _ChunkedHead(NamedTuple):
     """A head that is computed in chunks.
 
     Attributes:
-      chunks: how the kernel is cut.
-      parts: P.
-      tied: the kernel is [V, C].
-      soft_cap: of the logits.
-      with_best: whether the largest logit is wanted.
+      chunks: how the kernel is split into chunks.
+      parts: P, the parts over which a tensor axis splits the vocabulary.
+      tied: whether the kernel is [V, C].
+      soft_cap: the soft cap of the logits.
+      with_best: whether to find the largest logit, for the accuracy.
     """
 
     chunks: Chunks
@@ -192,7 +198,7 @@ class _ChunkedHead(NamedTuple):
         """Return the terms of each label. Gradients flow to `x_NC` and to the sink."""
         like = None if sink is None else jax.ShapeDtypeStruct(sink.shape, sink.dtype)
 
-        # A rule of its own: JAX's would keep what every chunk computed, and add up the gradients of `x` in its dtype.
+        # A custom_vjp: JAX's own rule would save the logits of every chunk, and sum the gradients of `x` in its dtype.
         @jax.custom_vjp
         def run(x_NC: jax.Array, stored: jax.Array, sink: Any, labels_N: jax.Array) -> _Terms:
             return self._forward(x_NC, stored, labels_N)
@@ -223,10 +229,10 @@ class _ChunkedHead(NamedTuple):
 
         zeros = jnp.zeros((len(labels_N), self.parts), jnp.float32)
         best = jnp.full(zeros.shape, _NOWHERE, jnp.int32) if self.with_best else None
-        # Not -inf: where all columns of a part are padding, the difference to it would be NaN.
+        # The lowest finite value, not -inf: if all columns of a part are padding, -inf - -inf would be NaN.
         lowest = jnp.full(zeros.shape, jnp.finfo(jnp.float32).min)
         found, _ = lax.scan(add, _Running(lowest, zeros, zeros, best), jnp.arange(self.chunks.count))
-        # The parts of the vocabulary are only added here, not in every chunk: that is what devices communicate for.
+        # Combine the parts of the vocabulary once, after the loop: this all-reduces over the tensor axis.
         most_N = found.most.max(-1)
         total_N = (found.total * jnp.exp(found.most - most_N[:, None])).sum(-1)
         best_N = jnp.zeros(labels_N.shape, jnp.int32)
@@ -237,7 +243,7 @@ class _ChunkedHead(NamedTuple):
     def _backward(
         self, saved: tuple[jax.Array, ...], cotangents: _Terms, sink: jax.ShapeDtypeStruct | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """The gradients of `x_NC` and of the kernel, the latter reduced."""
+        """Return (the gradient of `x_NC`, the reduced gradient of the kernel)."""
         x_NC, stored, labels_N, log_sum_N = saved
         labels_N11, log_sum_N11, d_log_sum_N11, d_own_N11 = (
             one[:, None, None] for one in (labels_N, log_sum_N, cotangents.log_sum, cotangents.own)
@@ -266,16 +272,16 @@ class _ChunkedHead(NamedTuple):
         return dx_PNC.sum(0).astype(x_NC.dtype), gradient
 
     def _numbers(self, index: jax.Array) -> jax.Array:
-        """The numbers of the columns of a chunk, int32[P, W]; -1 for those that don't count."""
+        """Return the vocabulary indices of the columns of a chunk, int32[P, W]; -1 for padding."""
         return self.chunks.numbers(index).reshape(self.parts, -1)
 
     def _weight(self, stored: jax.Array, index: jax.Array) -> jax.Array:
-        """A chunk of the kernel with its parts apart, [C, P, W] or, tied, [P, W, C]."""
+        """Return a chunk of the kernel, with its parts as a dimension: [C, P, W] or, tied, [P, W, C]."""
         weight, dim = self.chunks.take(stored, index), self.chunks.dim
         return weight.reshape(*weight.shape[:dim], self.parts, -1, *weight.shape[dim + 1 :])
 
     def _join(self, weight: jax.Array) -> jax.Array:
-        """Undo what `_weight` did to a chunk's shape."""
+        """Merge the dimension of parts again: the inverse of the reshape in `_weight`."""
         dim = self.chunks.dim
         return weight.reshape(*weight.shape[:dim], -1, *weight.shape[dim + 2 :])
 
@@ -294,9 +300,10 @@ class _ChunkedHead(NamedTuple):
 
 
 def _devices_first(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Put the positions that each device has one after the other, where the compiler splits rows [B, T] over both.
+    """Flatten rows and positions [B, T] device by device, if the compiler splits both dimensions.
 
-    Merged as they are, the rows and positions of a device would lie apart, which no sharding of one dimension can say.
+    In a plain reshape to [B * T] the entries of a device would not be contiguous, which no sharding of one dimension
+    can express.
     """
     B, T = shape if len(shape) == 2 else (1, 1)
     over_rows, over_positions = split_count("batch", B), split_count("context", T)
@@ -312,9 +319,10 @@ def _cap(logits: jax.Array, soft_cap: float | None) -> jax.Array:
 
 
 def _default_count(x_NC: jax.Array, vocab: int) -> int:
-    """The number of chunks for `vocab` columns on each device; see `head_loss`."""
+    """Return the default number of chunks for `vocab` columns on each device; see `head_loss`."""
     N, C = x_NC.shape
     N = max(1, N // split_count(TOKENS, N))
+    # Columns per chunk: N x 2 C logits are twice as large as x, and N x (_ONE_CHUNK / N) logits are always allowed.
     return -(-vocab // max(2 * C, _ONE_CHUNK // N))
 
 

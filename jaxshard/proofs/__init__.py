@@ -1,4 +1,4 @@
-"""Proofs about traced programs: a walk that carries facts from inputs to results, and what is proven with it.
+"""Prove properties of a jaxpr: an abstract interpreter (`walk`) and the proofs that use it.
 
 Imports `core/`.
 """

@@ -1,7 +1,7 @@
-"""Whether two traced programs make a result in the same way: the same equations of the same numbers.
+"""Compare two jaxprs: do they compute a result by the same equations with the same literals?
 
-Made to compare traces of one function on inputs of other shapes: `n + x.shape[0]` is `n + 16` in one and `n + 32` in
-the other, while `0.9 * teacher + 0.1 * w` is the same in both.
+It compares two traces of one function on inputs of different shapes: `n + x.shape[0]` is `n + 16` in one trace and
+`n + 32` in the other, while `0.9 * teacher + 0.1 * w` is the same in both.
 """
 
 from __future__ import annotations
@@ -13,35 +13,33 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from jaxshard.core.compat import replace_equations
-from jaxshard.core.jaxpr import eliminate_dead_code, inline_calls, needed_equations, open_jaxpr
+from jaxshard.core.jaxpr import inline_calls, open_jaxpr, results_alone
 
 _COMPARED = (bool, int, float, complex, str, bytes, type(None), np.dtype, np.generic)
-"""Parameters of equations that are compared; others, such as functions, may differ from trace to trace."""
+"""Types of equation parameters that are compared; others, such as functions, may differ from trace to trace."""
 
 
 def made_alike(one: Any, other: Any, result: int) -> bool:
-    """Return whether two programs make a result in the same way.
+    """Return whether two jaxprs compute a result by the same equations with the same literals.
 
     Args:
       one: a closed jaxpr.
-      other: another with as many inputs and results, which may have other shapes.
+      other: a closed jaxpr with as many inputs and results, whose shapes may differ.
       result: the index of the result.
     """
-    one, other = inline_calls(one), inline_calls(other)
-    return _same(_only(one, result), _only(other, result), (one.consts, other.consts))
+    one, other = _alone(one, result), _alone(other, result)
+    return _same(open_jaxpr(one)[0], open_jaxpr(other)[0], (one.consts, other.consts))
 
 
-def _only(program: Any, index: int) -> Any:
-    """Return the program of one result, without what that does not need."""
-    jaxpr, _ = open_jaxpr(program)
-    outs = [jaxpr.outvars[index]]
-    steps, _ = needed_equations(jaxpr.eqns, outs, set())
-    return eliminate_dead_code(replace_equations(jaxpr, jaxpr.invars, outs, steps))[0]
+def _alone(program: Any, index: int) -> Any:
+    """Return the program of one result, calls opened."""
+    alone, _ = results_alone(program, [open_jaxpr(program)[0].outvars[index]])
+    opened = inline_calls(alone)
+    return results_alone(opened, open_jaxpr(opened)[0].outvars)[0]
 
 
 def _same(one: Any, other: Any, consts: tuple[Sequence[Any], Sequence[Any]] = ((), ())) -> bool:
-    """Return whether two jaxprs are the same; variables count by where they are made."""
+    """Return whether two jaxprs are equal up to the names of their variables."""
     if len(one.invars) != len(other.invars) or len(one.outvars) != len(other.outvars):
         return False
     names: dict[Any, Any] = dict(zip(one.invars, other.invars))
@@ -56,11 +54,11 @@ def _same(one: Any, other: Any, consts: tuple[Sequence[Any], Sequence[Any]] = ((
             return False
         return a not in values[0] or _equal(values[0][a], values[1].get(b))
 
-    # Equations without results, such as callbacks, make nothing.
-    steps = [[eqn for eqn in jaxpr.eqns if eqn.outvars] for jaxpr in (one, other)]
-    if len(steps[0]) != len(steps[1]):
+    # Skip equations without results, such as callbacks: no result depends on them.
+    equations = [[eqn for eqn in jaxpr.eqns if eqn.outvars] for jaxpr in (one, other)]
+    if len(equations[0]) != len(equations[1]):
         return False
-    for a, b in zip(*steps):
+    for a, b in zip(*equations):
         if a.primitive is not b.primitive or len(a.invars) != len(b.invars) or len(a.outvars) != len(b.outvars):
             return False
         if not all(map(same_atoms, a.invars, b.invars)) or not _same_parameters(a.params, b.params):
@@ -81,7 +79,7 @@ def _same_parameters(one: Any, other: Any) -> bool:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Return whether two numbers or arrays of a program are the same; those that are traced count by their types."""
+    """Return whether two literals or constants are equal; tracers, which have no value yet, are compared by shape."""
     if any(isinstance(x, jax.core.Tracer) for x in (one, other)):
         return bool(np.shape(one) == np.shape(other))
     return bool(np.array_equal(np.asarray(one), np.asarray(other)))

@@ -1,21 +1,21 @@
-"""Over which mesh axes a value may differ between devices: a domain of `proofs/walk.py`.
+"""Find the mesh axes over which a value may differ between devices: a domain of `proofs/walk.py`.
 
-Inside a `shard_map` every device has values of its own. A fact is the set of axes along which they may differ; over all
-others they are proven equal, bit for bit as far as devices compute alike:
+Inside a `shard_map` every device computes its own values. A fact is the set of mesh axes along which a value may differ
+between devices; along all other axes it is proven equal (bit for bit, if equal programs give equal bits):
 
     def on_device(params, rows):         facts             params: {}, rows: {"data"}
-        loss = f(params, rows)           {"data"}          made of rows
-        total = lax.psum(loss, "data")   {}                a sum over the axis is the same on all of it
+        loss = f(params, rows)           {"data"}          depends on rows
+        total = lax.psum(loss, "data")   {}                a psum has the same result on all devices of the axis
         place = lax.axis_index("data")   {"data"}
-        teacher = 0.9 * teacher + params {}                constants and what is made of equal values are equal
+        teacher = 0.9 * teacher + params {}                computed from equal values and constants
 
-Outside of `shard_map` values are global arrays, of which no device has another. But the results of a `shard_map`
-without `check_vma` may say that they are replicated (`out_specs=P()`) and differ nevertheless: that fact is carried on.
-So is which shards of a split result are equal: what a `shard_map` saves for its backward pass is split over all axes on
-the way, numbers that are equal too.
+Outside of `shard_map` values are global arrays, which are the same for all devices. There are two exceptions. First, a
+result of a `shard_map` without `check_vma` may claim to be replicated (`out_specs=P()`) and still differ; its fact is
+kept. Second, the residuals of the backward pass leave a `shard_map` split over all axes even if their shards are equal;
+the fact about the shards is kept, and holds again where a later `shard_map` reads them.
 
-A name in a fact need not be that of a mesh axis: given to the inputs that hold the rows of one micro-batch, say, it
-reaches all that depends on which micro-batch it is, and no sum over devices takes it away.
+A fact may contain names that are not mesh axes. For example, give the inputs that hold the rows of one micro-batch the
+name "microbatch": it reaches every value that depends on the micro-batch, and no collective removes it.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ EQUAL: Axes = frozenset()
 """The fact about a value that is equal on all devices."""
 
 SUMS = frozenset({"psum", "pmax", "pmin", "all_gather", "pbroadcast"})
-"""Collectives whose result is the same on all devices of their axes, unless they have groups."""
+"""Collectives whose result is equal on all devices of their axes, unless they have `axis_index_groups`."""
 
 EXCHANGES = frozenset(
     {"reduce_scatter", "ppermute", "all_to_all", "ragged_all_to_all", "psend", "precv", "pbroadcast_dynamic"}
     | {"all_gather_reduced", "unreduced_psum", "unreduced_pmax", "unreduced_pmin", "unreduced_reduce_scatter"}
 )  # fmt: skip
-"""Collectives after which devices of their axes have values of their own, or may have."""
+"""Collectives whose result may differ between the devices of their axes."""
 
 
 class Difference(NamedTuple):
@@ -52,8 +52,8 @@ class Difference(NamedTuple):
 
     Attributes:
       over: the axes over which it may differ between devices.
-      shards: of a global array that a `shard_map` made, its spec and the axes over which its shards may differ; () of
-        an array with one number in all places, of which no shards differ; None where nothing is known.
+      shards: for a global array returned by a `shard_map`, (its PartitionSpec, the axes over which its shards may
+        differ). () for an array with equal elements, whose shards never differ. None if nothing is known.
     """
 
     over: Axes = EQUAL
@@ -62,28 +62,28 @@ class Difference(NamedTuple):
 
 _CALLBACKS = frozenset({"pure_callback", "io_callback", "infeed"})
 _REFERENCES = frozenset({"get", "swap", "freeze"})
-"""Primitives that read a `jax.Ref`, whose content the walk does not follow."""
+"""Primitives that read a `jax.Ref`; the walk does not follow the content of references."""
 
 
 def differing(program: Any, facts: Sequence[Axes], manual: Axes = EQUAL) -> list[Axes]:
-    """Return over which axes the results of a program may differ between devices.
+    """Return for each result of a jaxpr the mesh axes over which it may differ between devices.
 
     Args:
       program: a jaxpr, closed or not.
-      facts: the axes over which each of its inputs may differ, flat.
-      manual: the axes of the `shard_map` in which the program was traced; over these the results of callbacks differ.
+      facts: for each of its flat inputs the axes over which it may differ.
+      manual: the axes of the `shard_map` in which the program was traced; results of callbacks differ over these.
     """
     return [fact.over for fact in walk(program, list(map(Difference, facts)), differences(manual))]
 
 
 def differing_results(fn: Callable[..., PyTree], args: tuple[PyTree, ...], facts: PyTree, manual: Axes) -> PyTree:
-    """Trace a function, inside a `shard_map` too, and return over which axes each of its results may differ.
+    """Trace a function and return for each of its results the mesh axes over which it may differ between devices.
 
     Args:
-      fn: the function; it is traced once and not run.
+      fn: the function; it is traced once and not run. The call may itself be inside a `shard_map`.
       args: its arguments, arrays or their shapes.
-      facts: for each argument the axes over which it may differ; a set in place of a tree is that of all its leaves.
-      manual: as in `differing`.
+      facts: for each argument the axes over which it may differ; one set may stand for all leaves of a tree.
+      manual: see `differing`.
 
     Returns:
       A tree like the results, of frozensets.
@@ -99,7 +99,11 @@ def differing_results(fn: Callable[..., PyTree], args: tuple[PyTree, ...], facts
 
 
 def differences(manual: Axes = EQUAL) -> Domain[Difference]:
-    """Make the domain; `manual` are the axes of the `shard_map` in which the program was traced, if it was."""
+    """Make the domain.
+
+    Args:
+      manual: the axes of the `shard_map` in which the program was traced; none if it was traced outside.
+    """
     return Domain(
         literal=lambda value: Difference(),
         constant=lambda array: Difference(),
@@ -115,16 +119,16 @@ def differences(manual: Axes = EQUAL) -> Domain[Difference]:
 def collective_of(equation: Any) -> str | None:
     """Return the name of the collective that an equation issues, such as "psum"; None if it issues none.
 
-    Asynchronous collectives are issued by the primitive that starts them.
+    For an asynchronous collective it is the primitive that starts it.
     """
     name = equation.primitive.name.removesuffix("_start").removesuffix("_invariant")
     return name if name in SUMS or name in EXCHANGES else None
 
 
 def axes_named(equation: Any) -> Axes:
-    """Return the mesh axes that an equation names: those of a collective, or of `axis_index`."""
+    """Return the mesh axes in the parameters of an equation: a collective or `axis_index`."""
     axes = equation.params.get("axes", equation.params.get("axis_name", ()))
-    # Numbers among them are dimensions of a `vmap`.
+    # Integers among them are array dimensions under `vmap`.
     return frozenset(axis for axis in (axes if isinstance(axes, tuple | list) else (axes,)) if isinstance(axis, str))
 
 
@@ -140,6 +144,7 @@ def _join(facts: Sequence[Difference]) -> Difference:
 def _rule(manual: Axes, place: Place, facts: list[Difference]) -> list[Difference] | None:
     equation, name, before = place.equation, place.name, _over(facts)
     if name in _CALLBACKS or name in _REFERENCES:
+        # The host of every device may return another value: differ over all axes of the shard_maps around.
         made = (newly_manual_axes(one.equation.params) for one in place.around if _is_shard_map(one.equation))
         return place.joined(Difference(before.union(manual, *made)))
     if name in SAME:
@@ -160,13 +165,13 @@ def _is_shard_map(equation: Any) -> bool:
 
 
 def _split_over(place: Place, spec: Any) -> Axes:
-    """The axes over which a `shard_map` splits an operand or result; what is unreduced over an axis differs there."""
+    """Return the axes over which a `shard_map` splits an operand or result, or over which it is unreduced."""
     split = frozenset(axes_of(spec)) | frozenset(getattr(spec, "unreduced", ()))
     return split & newly_manual_axes(place.equation.params)
 
 
 class _Rows(NamedTuple):
-    """The spec of an array whose rows, stacked by a scan, are split by this spec."""
+    """The spec of an array that a scan stacked: `row` is the spec of each of its rows."""
 
     row: Any
 
@@ -181,6 +186,7 @@ def _enter(place: Place, facts: list[Difference]) -> list[Difference]:
         return facts[:kept] + [_with_spec(fact, _row_of) for fact in facts[kept:]]
 
     def shard(fact: Difference, spec: Any) -> Difference:
+        # The shards are known if the array is split here as the shard_map that returned it had split it.
         if fact.shards is not None and fact.shards[:1] in ((), (tuple(spec),)):
             return Difference(fact.over.union(*fact.shards[1:]))
         return Difference(fact.over | _split_over(place, spec))
@@ -193,15 +199,15 @@ def _leave(place: Place, facts: list[Difference]) -> list[Difference]:
         _, kept = scan_counts(place.equation.params)
         return facts[:kept] + [_with_spec(fact, _Rows) for fact in facts[kept:]]
 
-    def whole(fact: Difference, spec: Any) -> Difference:
+    def assemble(fact: Difference, spec: Any) -> Difference:
         split = _split_over(place, spec)
         return Difference(fact.over - split, (tuple(spec), fact.over & split) if split else None)
 
-    return [whole(fact, spec) for fact, spec in zip(facts, place.equation.params["out_specs"], strict=True)]
+    return [assemble(fact, spec) for fact, spec in zip(facts, place.equation.params["out_specs"], strict=True)]
 
 
 def _with_spec(fact: Difference, change: Callable[[Any], Any]) -> Difference:
-    """Return the fact with another spec of its shards; without shards where that is None."""
+    """Return the fact with the spec of its shards changed; forget the shards if the new spec is None."""
     if not fact.shards:
         return fact
     spec = change(fact.shards[0])

@@ -1,12 +1,12 @@
-"""Collectives that some devices may never reach: inside a branch, or a loop, on which devices may decide differently.
+"""Find collectives that can deadlock: inside a `cond` or `while` whose predicate may differ between their devices.
 
-A collective returns when all devices of its axes have called it. Inside `lax.cond` on a value that differs over these
-axes some devices call it and the others go on, which no compiler refuses: simulated devices are aborted after 40
-seconds, accelerators wait for ever.
+A collective returns once all devices of its axes have called it. Inside a `lax.cond` whose predicate differs over these
+axes, some devices call it and others do not. No compiler refuses that: simulated devices abort after 40 seconds,
+accelerators wait forever.
 
-    lax.cond(rows.sum() > 0, lambda: lax.psum(x, "data"), ...)          may part: rows differ over "data"
-    lax.cond(lax.psum(rows.sum(), "data") > 0, ...)                     together: the sum is the same on all of "data"
-    lax.cond(lax.axis_index("pipe") == 0, lambda: lax.psum(x, "data"))  together: all of one "data" group agree
+    lax.cond(rows.sum() > 0, lambda: lax.psum(x, "data"), ...)          may hang: rows differ over "data"
+    lax.cond(lax.psum(rows.sum(), "data") > 0, ...)                     safe: the sum is equal over "data"
+    lax.cond(lax.axis_index("pipe") == 0, lambda: lax.psum(x, "data"))  safe: the devices of one "data" group agree
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from jaxshard.proofs.equal import Axes, Difference, axes_named, collective_of, d
 from jaxshard.proofs.walk import Place, walk
 
 CHOICES = {"cond": "which branch lax.cond takes", "while": "how often lax.while_loop iterates"}
-"""Primitives that run their programs for some devices only, or not as often on all of them, and what differs then."""
+"""Primitives on which devices may decide differently, and how an error message names the decision."""
 
 _PAIRWISE = frozenset({"ppermute", "psend", "precv"})
-"""Collectives in which pairs of devices are named: compilers have all devices of the mesh take part in them."""
+"""Collectives between pairs of devices. Compilers make all devices of the mesh take part in them."""
 
 _LAYERS = {
     package_folder("jaxshard.layers.moe"): "js.moe, ",
@@ -41,8 +41,8 @@ class Parting(NamedTuple):
     """A collective that some of its devices may not reach.
 
     Attributes:
-      branch: the equation, a `cond` or `while`, in whose program it is: the outermost of those that may part devices.
-      differ: the mesh axes over which its predicate may differ.
+      branch: the `cond` or `while` equation around it; the outermost whose predicate may differ.
+      differ: the mesh axes over which the predicate may differ.
       collective: the equation of the collective.
       axes: the mesh axes over which it communicates.
     """
@@ -54,7 +54,7 @@ class Parting(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A branch or loop on which devices may decide differently, where the compiler may put collectives of its own.
+    """A `cond` or `while` on which devices may decide differently, and in which the compiler may insert collectives.
 
     Attributes:
       line: `file:line` of the user's code.
@@ -66,12 +66,13 @@ class Choice(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """Findings in a traced program about collectives that devices may not all reach.
+    """The findings of `read_partings` in a jaxpr.
 
     Attributes:
-      partings: the collectives, in the order of the program.
-      choices: other branches and loops that may part devices, where the compiler may put collectives of its own: in a
-        `shard_map` that leaves mesh axes to it, or outside of any. Only the compiled program tells.
+      partings: the collectives that some of their devices may not reach, in the order of the program.
+      choices: other branches and loops on which devices may decide differently, and in which the compiler may insert
+        collectives, since they are outside of any `shard_map` or in one with Auto axes. Only the compiled program shows
+        whether it did.
     """
 
     partings: list[Parting]
@@ -79,7 +80,7 @@ class Reading(NamedTuple):
 
 
 def read_partings(program: Any) -> Reading:
-    """Find the collectives of a traced program that some of their devices may not reach.
+    """Find the collectives of a jaxpr that some of their devices may not reach.
 
     Args:
       program: a jaxpr of global arrays, closed or not, such as `jitted.trace(*args).jaxpr`.
@@ -98,29 +99,30 @@ def read_partings(program: Any) -> Reading:
                 choices[Choice(_line(decisive[-1].equation), decisive[-1].choice.over)] = None
             return
         axes = frozenset(sizes) if kind in _PAIRWISE else axes_named(place.equation) & sizes.keys()
+        # Report only the outermost branch that may separate devices of this collective.
         for one in decisive:
             if differ := one.choice.over & axes:
                 partings.append(Parting(one.equation, differ, place.equation, axes_named(place.equation)))
                 break
 
-    if _has_choices_to_read(program, {}):
+    if _has_choices_to_read(program):
         jaxpr, _ = open_jaxpr(program)
         walk(program, [Difference()] * len(jaxpr.invars), differences(), visit)
     return Reading(partings, tuple(choices))
 
 
 def check_together(program: Any, what: str) -> tuple[Choice, ...]:
-    """Refuse a traced program in which some devices may not reach a collective that others wait in.
+    """Raise if some devices of a traced program may not reach a collective in which others wait for them.
 
     Args:
-      program: as `read_partings` takes it.
-      what: the beginning of the message, such as "the step".
+      program: see `read_partings`.
+      what: the subject of the message, such as "the step".
 
     Returns:
-      The choices of which only the compiled program tells; see `Reading`.
+      The choices that have to be looked up in the compiled program; see `Reading`.
 
     Raises:
-      ValueError: there is such a collective; names the line of each branch, and what is in it.
+      ValueError: there is such a collective; names the line of each branch and its collectives.
     """
     partings, choices = read_partings(program)
     if not partings:
@@ -138,22 +140,24 @@ def check_together(program: Any, what: str) -> tuple[Choice, ...]:
     )
 
 
-def _has_choices_to_read(program: Any, known: dict[Any, bool], inside: str = "automatic") -> bool:
+def _has_choices_to_read(program: Any) -> bool:
     """Whether a program has a `cond` or `while` that matters; most programs have none, and need not be walked.
 
-    `inside` says what is around the program: "automatic" where the compiler places collectives over some axes, so that
-    any `cond` matters; "manual" where it does not; "choice" in a `cond` or `while`, where any collective matters.
+    What is around an equation says what matters: "automatic" where the compiler places collectives over some axes, so
+    that any `cond` does; "manual" where it does not; "choice" in a `cond` or `while`, where any collective does.
     """
-    key = id(program), inside
-    if key not in known:
-        known[key] = any(
-            _is_choice_to_read(equation, inside)
-            or any(
-                _has_choices_to_read(one, known, _around(equation, inside)) for one in jaxprs_in_params(equation.params)
-            )
-            for equation in open_jaxpr(program)[0].eqns
-        )
-    return known[key]
+    seen: set[tuple[int, str]] = set()
+    programs = [(program, "automatic")]
+    while programs:
+        one, inside = programs.pop()
+        if (id(one), inside) in seen:
+            continue
+        seen.add((id(one), inside))
+        for equation in open_jaxpr(one)[0].eqns:
+            if _is_choice_to_read(equation, inside):
+                return True
+            programs += [(inner, _around(equation, inside)) for inner in jaxprs_in_params(equation.params)]
+    return False
 
 
 def _is_choice_to_read(equation: Any, inside: str) -> bool:
@@ -174,12 +178,12 @@ def _around(equation: Any, inside: str) -> str:
 
 
 def _maps_around(place: Place) -> list[dict[str, Any]]:
-    """The parameters of the `shard_map` equations around a place."""
+    """Return the parameters of the `shard_map` equations around a place."""
     return [one.equation.params for one in place.around if one.equation.primitive.name == "shard_map"]
 
 
 def _mesh_around(place: Place) -> tuple[dict[str, int], Axes]:
-    """Return the sizes of a mesh's axes that are larger than 1, and those of them that are manual where a place is."""
+    """Return ({axis: size} of the mesh axes larger than 1 around a place, the manual axes among them)."""
     maps = _maps_around(place)
     sizes = {axis: size for axis, size in dict(maps[-1]["mesh"].shape).items() if size > 1} if maps else {}
     return sizes, frozenset().union(*map(newly_manual_axes, maps)) & sizes.keys()
@@ -201,7 +205,7 @@ def _some(texts: Iterable[str]) -> str:
 
 
 def _describe_collective(equation: Any) -> str:
-    """Say what communicates, and for whom, such as "all_gather of a weight, f32[2,16] over ['data'] (net.py:20)"."""
+    """Describe a collective, for example "all_gather of a weight, f32[2,16] over ['data'] (net.py:20)"."""
     operand = ", ".join(x.aval.str_short(short_dtypes=True) for x in equation.invars[:1])
     line = users_frame(_frames(equation))
     where = f" ({line})" if line else ""
@@ -209,7 +213,7 @@ def _describe_collective(equation: Any) -> str:
 
 
 def _whose(equation: Any) -> str:
-    """Whose collective it is: of a layer of ours, of BatchNorm, of a weight that an engine gathers, or the user's."""
+    """Name the code that issues a collective: a layer of jaxshard, BatchNorm, an engine; "" for the user's own."""
     frames = _frames(equation)
     for frame in frames[: frames.index(users_frame(frames)) if users_frame(frames) else None]:
         path = Path(frame.rpartition(":")[0])
@@ -228,6 +232,6 @@ def _frames(equation: Any) -> list[str]:
 
 
 def _line(equation: Any) -> str:
-    """The user's line of an equation; the innermost outside of JAX where it has none."""
+    """Return the `file:line` of the user's code that made an equation, or else of the innermost code outside of JAX."""
     frames = _frames(equation)
     return users_frame(frames) or next((one for one in frames if "/jax/" not in one), "a line that is not known")

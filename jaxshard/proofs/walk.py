@@ -1,15 +1,15 @@
-"""Facts about the values of a traced program, carried from its inputs to its results (an abstract interpreter).
+"""Propagate facts from the inputs of a jaxpr to its results: an abstract interpreter.
 
-A `Domain` says what a fact is and what an equation makes of the facts about its operands; the walk handles everything
-that runs a program inside: calls, checkpoints, functions with derivatives of their own, `scan`, `while`, `cond` and
-`shard_map`. For a domain whose facts are sets of inputs, "which inputs reach this value":
+A `Domain` defines the facts and the rules by which an equation turns facts about its operands into facts about its
+results. The walk handles every equation that contains a jaxpr: calls, `jax.checkpoint`, custom derivatives, `scan`,
+`while`, `cond` and `shard_map`. For example, let a fact be the set of inputs on which a value depends:
 
     def fn(x, y, z):                                      facts          {x}  {y}  {z}
         c = lax.cond(x > 0, lambda: y, lambda: 2 * y)     c              {x, y}    the branch depends on x
-        _, out = lax.scan(lambda c, z: (c + z, c), c, z)  out            {x, y, z} before the second iteration c has z
+        _, out = lax.scan(lambda c, z: (c + z, c), c, z)  out            {x, y, z} from the second iteration on c has z
 
-Facts about what a loop carries are joined until they hold before every iteration. They have to be hashable, and joining
-must come to an end.
+The facts about a loop's carry are joined until a fixpoint is reached: they then hold before every iteration. Facts must
+be hashable, and repeated joins must reach a fixpoint.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ Fact = TypeVar("Fact", bound=Hashable)
 
 
 class Around(NamedTuple):
-    """An equation whose inner program contains another equation.
+    """An equation, such as a `cond`, that contains the jaxpr of another equation.
 
     Attributes:
       equation: the equation with the program.
-      choice: the fact about the value that decides which branch of a `cond`, or how many iterations of a `while`, run;
-        None for equations that run their program anyway.
+      choice: the fact about the predicate of a `cond` or `while`; None for equations that always run their program.
     """
 
     equation: Any
@@ -40,11 +39,11 @@ class Around(NamedTuple):
 
 
 class Place(NamedTuple):
-    """An equation and where it stands.
+    """An equation and the equations that contain it.
 
     Attributes:
       equation: the equation.
-      around: the equations whose programs it is in, the outermost first.
+      around: the equations that contain it, the outermost first.
     """
 
     equation: Any
@@ -52,7 +51,7 @@ class Place(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the equation's primitive."""
+        """Return the name of the equation's primitive."""
         return str(self.equation.primitive.name)
 
     def joined(self, fact: Fact) -> list[Fact]:
@@ -66,20 +65,21 @@ def _unchanged(place: Place, facts: list[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Domain(Generic[Fact]):
-    """Facts, and what operations make of them.
+    """A kind of facts, and the rules by which equations change them (the transfer functions).
 
     Attributes:
-      literal: the fact about a number that stands in the program.
-      constant: the fact about an array that the traced function closed over.
-      join: the fact about a value of which any of several facts may hold.
-      rule: the facts about the results of an equation, given those about its operands; or None, for control flow and
-        calls whose programs the walk is to follow, and for primitives that the domain does not know.
-      choose: the fact about a result, given that about the value which decides how it comes about, by a branch or the
-        number of iterations, and that about the result itself. By default they are joined.
-      unknown: the facts about the results of a primitive for which there is no rule; the place where a domain says what
-        that means. By default all operands are joined.
-      enter: facts about the operands of a `scan` or `shard_map` as its program sees them (one row, one shard).
-      leave: facts about the results of such a program as the equation returns them.
+      literal: returns the fact about a literal of the jaxpr.
+      constant: returns the fact about an array that the traced function closed over.
+      join: combines several facts, any of which may hold for a value.
+      rule: returns the facts about the results of an equation from the facts about its operands. It returns None for
+        control flow and calls, whose programs the walk follows, and for primitives that the domain does not know.
+      choose: combines the fact about the predicate of a `cond` or `while` with the fact about one of its results. By
+        default they are joined.
+      unknown: returns the facts about the results of a primitive that the domain does not know. By default the facts
+        about all operands are joined.
+      enter: turns the facts about the operands of a `scan` or `shard_map` into facts about the inputs of its jaxpr (one
+        row, one shard).
+      leave: turns the facts about the results of that jaxpr into facts about the results of the equation.
     """
 
     literal: Callable[[Any], Fact]
@@ -93,18 +93,18 @@ class Domain(Generic[Fact]):
 
 
 Visit = Callable[[Place, list[Any]], None]
-"""`visit(place, facts of its operands)`, called for every equation once it is known what holds there."""
+"""`visit(place, facts of its operands)`, called for every equation with its final facts."""
 
 
 def walk(program: Any, facts: Sequence[Fact], domain: Domain[Fact], visit: Visit | None = None) -> list[Fact]:
-    """Return the facts about the results of a program.
+    """Return the facts about the results of a jaxpr.
 
     Args:
       program: a jaxpr, closed or not, such as `jax.make_jaxpr(fn)(*args)`.
-      facts: one for each of its inputs, flat.
-      domain: what facts mean.
-      visit: called for every equation, also of inner programs, with facts that hold in every iteration of the loops
-        around it. A program that several equations call is visited for each of them.
+      facts: one fact for each of its flat inputs.
+      domain: the kind of facts.
+      visit: called for every equation, those of inner jaxprs included, with facts that hold in every iteration of the
+        loops around it. A jaxpr that several equations call is visited once for each call.
 
     Example:
         union = Domain(lambda value: NONE, lambda value: NONE, lambda facts: NONE.union(*facts), lambda *_: None)
@@ -116,8 +116,8 @@ def walk(program: Any, facts: Sequence[Fact], domain: Domain[Fact], visit: Visit
 class _Walker(Generic[Fact]):
     def __init__(self, domain: Domain[Fact]):
         self.domain = domain
-        # Results of programs, by their ids, facts and places. Loops walk their programs several times, and nested ones
-        # would do so exponentially often. The programs are kept, so that no other one gets their ids.
+        # Results of programs, by their ids, facts and places. A loop walks its program until the fixpoint, so without
+        # this cache nested loops take exponentially many walks. The programs are kept alive, so that ids stay unique.
         self.seen: dict[Any, tuple[Any, list[Fact]]] = {}
 
     def program(
@@ -159,11 +159,13 @@ class _Walker(Generic[Fact]):
     def inside(
         self, place: Place, program: Any, facts: Sequence[Fact], visit: Visit | None, choice: Fact | None = None
     ) -> list[Fact]:
-        """Walk a program inside an equation."""
         return self.program(program, facts, (*place.around, Around(place.equation, choice)), visit)
 
     def unknown(self, place: Place, facts: list[Fact], visit: Visit | None) -> list[Fact]:
-        """Take a primitive with one program, of as many inputs and results as it has itself, for a call of that."""
+        """Handle a primitive that the domain does not know.
+
+        A primitive that contains one jaxpr, with as many inputs and results as the primitive has, is taken for a call.
+        """
         programs = list(jaxprs_in_params(place.equation.params))
         sizes = [(len(jaxpr.invars), len(jaxpr.outvars)) for jaxpr, _ in map(open_jaxpr, programs)]
         if sizes == [(len(facts), len(place.equation.outvars))]:
@@ -175,16 +177,16 @@ class _Walker(Generic[Fact]):
         return place.joined(self.domain.join(facts)) if unknown is None else unknown(place, facts)
 
     def join(self, *facts: Sequence[Fact]) -> list[Fact]:
-        """Join lists of facts place by place."""
+        """Join lists of facts elementwise."""
         return [one[0] if len(set(one)) == 1 else self.domain.join(one) for one in zip(*facts, strict=True)]
 
     def choose(self, choice: Fact, results: list[Fact]) -> list[Fact]:
-        """Return facts about results that a choice decides."""
+        """Combine the facts about results with the fact about the predicate on which they depend."""
         choose = self.domain.choose
         return [self.domain.join([choice, one]) if choose is None else choose(choice, one) for one in results]
 
     def settle(self, body: Callable[[list[Fact]], list[Fact]], carry: list[Fact]) -> list[Fact]:
-        """Return facts about what a loop carries that hold before every iteration."""
+        """Return the fixpoint of a loop's carry: facts that hold before every iteration."""
         while (joined := self.join(carry, body(carry))) != carry:
             carry = joined
         return carry
@@ -205,6 +207,7 @@ def _while(walker: _Walker[Any], place: Place, facts: list[Any], visit: Visit | 
         return walker.inside(place, params["body_jaxpr"], [*body, *carry], visit, choice)
 
     carry = walker.settle(iterate, carry)
+    # Visit both jaxprs with the fact about the test, which decides how often they run and is known only now.
     (choice,) = walker.inside(place, params["cond_jaxpr"], [*test, *carry], None)
     if visit is not None:
         walker.inside(place, params["cond_jaxpr"], [*test, *carry], visit, choice)
@@ -220,6 +223,7 @@ def _scan(walker: _Walker[Any], place: Place, facts: list[Any], visit: Visit | N
     def iterate(carry: list[Any], visit: Visit | None = None) -> list[Any]:
         return walker.inside(place, place.equation.params["jaxpr"], [*consts, *carry, *rows], visit)
 
+    # Visit the body only after the fixpoint: facts of earlier iterations may claim too much.
     carry = walker.settle(lambda carry: iterate(carry)[:in_carry], carry)
     return walker.domain.leave(place, [*carry, *iterate(carry, visit)[in_carry:]])
 

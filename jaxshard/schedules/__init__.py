@@ -1,8 +1,8 @@
-"""Schedules of a pipeline as tables: the named ones, your own, what they cost, and pictures of them.
+"""Pipeline schedules as tables: named schedules, your own, their costs, and pictures.
 
-`table` is the table and its rules, `schedule` the public class, `named` makes the usual ones, `runs` says when
-embedding and head run; `stats`, `chart`, `plot` and `file` show a schedule; `buffers` and `packing` turn it into what
-`engines/pipeline` executes. Imports `core/` only.
+`table` has the table and its rules, `schedule` the public class, and `named` the known schedules. `runs` determines
+when embedding and head run. `stats`, `chart`, `page`, `plot` and `file` show a schedule. `buffers` and `packing`
+convert it to the form that `engines/pipeline` executes. Imports `core/` only.
 """
 
 from jaxshard.schedules.named import NAMES as NAMES

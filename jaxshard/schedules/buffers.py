@@ -1,6 +1,7 @@
-"""Buffers for a schedule: which slot every value lies in while it waits, as rows of small numbers, one row per tick.
+"""Assign a buffer slot to every value of a schedule while it waits, as rows of small integers, one row per tick.
 
-A value waits on a device between the event that writes it and the last one that reads it. Each device has four buffers:
+A value waits on a device between the event that writes it and the last event that reads it. Each device has four
+buffers:
 
     buffer    value                                  written by                        last read by
     inbox     input of a chunk                       arrival, or embed for stage 0     its F
@@ -8,14 +9,14 @@ A value waits on a device between the event that writes it and the last one that
     outbox    output of the last stage               F                                 head, which puts dy in its place
               cotangent dy of a chunk's output       arrival, or head                  its B
               cotangent dx of the model's input      B of stage 0                      embed_grad
-    carried   what the weights' gradients need       B                                 its W
+    carried   inputs of the weight gradients         B                                 its W
 
-All devices run one program, so all have buffers as long as the device that needs most. A device without an operation
-computes all the same, on whatever it reads; its slot is -1, to which nothing is written.
+All devices run the same program, so all have buffers of the largest size that any device needs. A device without an
+operation in a tick still computes, on arbitrary values; its slot is -1, and nothing is written.
 
-Slots are given first come, first served: a value takes the lowest slot that is free when it is written. (Lifetimes are
-intervals, for which this needs as few slots as the largest number of values that wait at once.) For
-`one_f_one_b(2, 3)`, the micro-batches in the slots of `kept` during each tick:
+A value takes the lowest slot that is free when it is written. (Lifetimes are intervals, so this needs the fewest slots
+possible: the largest number of values that wait at the same time.) For `one_f_one_b(2, 3)`, the micro-batches in the
+slots of `kept` during each tick:
 
     tick       0 1 2 3 4 5
     device 0 F 0 1 2                        f_kept =  0 1 2 - - -      b_kept = - - - 0 1 2
@@ -44,12 +45,12 @@ from jaxshard.schedules.runs import Run, embed_grad_runs, embed_runs, head_runs,
 from jaxshard.schedules.schedule import Schedule
 from jaxshard.schedules.table import Op
 
-# The events of a tick, in their order. A time is (tick, event), so times compare as they follow each other.
+# The events of a tick, in their order. A time is (tick, event), so times compare in order.
 _EMBED, _FORWARD, _HEAD, _BACKWARD, _EMBED_GRAD, _WEIGHTS, _ARRIVAL = range(7)
 _Time = tuple[int, int]
 
 _BUFFER_OF = {"input": "inbox", "kept": "kept", "cotangent": "outbox", "result": "outbox", "carried": "carried"}
-"""The buffer of each kind of value. A last stage's output and the cotangent that takes its place are one value."""
+"""The buffer of each kind of value. The last stage's output and the cotangent that replaces it count as one value."""
 
 _SLOT_COLUMNS = (
     "f_inbox", "f_kept", "f_outbox", "b_outbox", "b_kept", "b_result", "b_carried", "w_carried", "arrive_f", "arrive_b"
@@ -57,7 +58,7 @@ _SLOT_COLUMNS = (
 
 
 class Value(NamedTuple):
-    """A value that waits in a buffer: its kind (see `_BUFFER_OF`), of which stage and micro-batch."""
+    """A value that waits in a buffer: its kind (see `_BUFFER_OF`), stage and micro-batch."""
 
     kind: str
     stage: int
@@ -65,7 +66,7 @@ class Value(NamedTuple):
 
 
 class Lifetime(NamedTuple):
-    """From when until when a value waits, and on which device."""
+    """The device on which a value waits, and the times at which it is written and last read."""
 
     device: int
     value: Value
@@ -79,18 +80,19 @@ class BufferPlan:
 
     Attributes:
       schedule: the table.
-      rows: columns of integers by name, [ticks, devices] or, where all devices do alike, [ticks]:
-        - "f_chunk", "f_microbatch", "b_...", "w_...": what the operation works on; microbatch -1 where there is none.
+      rows: columns of integers by name, [ticks, devices] or, if they are equal for all devices, [ticks]:
+        - "f_chunk", "f_microbatch", "b_...", "w_...": the chunk and micro-batch of the operation; micro-batch -1 if
+          there is no operation.
         - "f_inbox", "f_kept", "f_outbox", "b_outbox", "b_kept", "b_carried", "b_result", "w_carried": the slots that it
-          reads and writes ("b_result" is where stage 0 puts dx for the embedding), -1 where there is none.
-        - "arrive_f", "arrive_b": the slots for what the neighbours sent, written at the end of the tick; -1 likewise.
+          reads and writes, or -1 ("b_result" is for stage 0's dx, for the embedding).
+        - "arrive_f", "arrive_b": the slots for values from neighbours, written at the end of the tick, or -1.
         - "f", "b", "w" [ticks]: 1 if any device has such an operation.
-        - "embed", "head", "embed_grad" [ticks]: the number of the run that happens in the tick, -1 without one.
+        - "embed", "head", "embed_grad" [ticks]: the index of the run in the tick, or -1.
       runs: for "embed", "head" and "embed_grad" the arrays
-        members [runs + 1, devices]: the micro-batch on which each device works, -1 without one;
+        members [runs + 1, devices]: the micro-batch of each device, or -1;
         slots [runs + 1, devices, devices]: on each device the slot of each member's value. Only the first (for "head"
-        the last) device has the values, the others have -1 throughout.
-        The last row is that of no run, which the number -1 stands for: no micro-batches and no slots.
+        the last) device has the values, all others have -1.
+        The last row is for the index -1, no run: it has no micro-batches and no slots.
       sizes: the lengths of the buffers.
     """
 
@@ -101,13 +103,13 @@ class BufferPlan:
 
 
 def plan_buffers(schedule: Schedule) -> BufferPlan:
-    """Return the plan of a verified schedule, every buffer as short as can be."""
+    """Plan the buffers of a verified schedule, with the fewest slots possible."""
     runs = {"embed": embed_runs(schedule), "head": head_runs(schedule), "embed_grad": embed_grad_runs(schedule)}
     return _plan(schedule, schedule.ops, runs)
 
 
 def plan_forward_buffers(schedule: Schedule) -> BufferPlan:
-    """Return the plan of a schedule's forwards alone, which evaluation runs."""
+    """Plan the buffers of only the forward operations of a schedule, for evaluation."""
     ops = [op for op in schedule.ops if op.kind == "F"]
     runs = {"embed": embed_runs(schedule), "head": output_runs(schedule), "embed_grad": []}
     return _plan(schedule, ops, runs)
@@ -115,7 +117,7 @@ def plan_forward_buffers(schedule: Schedule) -> BufferPlan:
 
 def _plan(schedule: Schedule, ops: Sequence[Op], runs: dict[str, list[Run]]) -> BufferPlan:
     slots, sizes = _assign_slots(_lifetimes(schedule, ops, runs))
-    ticks, last = ops[-1].tick + 1, schedule.stages * schedule.chunks - 1
+    ticks, last = ops[-1].tick + 1, schedule.stages * schedule.chunks - 1  # `last` is the index of the last stage
     shape = ticks, schedule.stages
     rows: dict[str, np.ndarray] = {f"{kind}_chunk": np.full(shape, 0) for kind in "fbw"}
     rows |= {f"{kind}_microbatch": np.full(shape, -1) for kind in "fbw"}
@@ -127,7 +129,7 @@ def _plan(schedule: Schedule, ops: Sequence[Op], runs: dict[str, list[Run]]) -> 
     for name, these in runs.items():
         for number, run in enumerate(these):
             rows[name][run.tick] = number
-    # Where the values of a run are: their kind and stage, and the device that has them all.
+    # The kind and stage of the values of a run, and the device that has them.
     p = schedule.stages
     wanted = {"embed": ("input", 0, 0), "head": ("cotangent", last, p - 1), "embed_grad": ("result", 0, 0)}
     arrays = {name: _run_arrays(runs[name], p, *of, slots) for name, of in wanted.items()}
@@ -135,7 +137,7 @@ def _plan(schedule: Schedule, ops: Sequence[Op], runs: dict[str, list[Run]]) -> 
 
 
 def _lifetimes(schedule: Schedule, ops: Sequence[Op], runs: dict[str, list[Run]]) -> Iterator[Lifetime]:
-    """Every value that operations and runs leave for others, as in the table at the top of this file."""
+    """Yield the lifetime of every value, as in the table at the top of this file."""
     last, split = schedule.stages * schedule.chunks - 1, schedule.splits_backward
     at = {schedule.key(op): op.tick for op in ops}
     tick_of = {name: {m: run.tick for run in these for m in run.microbatches} for name, these in runs.items()}
@@ -145,7 +147,7 @@ def _lifetimes(schedule: Schedule, ops: Sequence[Op], runs: dict[str, list[Run]]
             now = op.tick, _FORWARD
             arrival = (at["F", stage - 1, m], _ARRIVAL) if stage else (tick_of["embed"][m], _EMBED)
             yield Lifetime(device, Value("input", stage, m), arrival, now)
-            # Without a B (in evaluation) nothing is kept, and the last stage's output waits for the head alone.
+            # Without a B (in evaluation) no residuals are kept, and the last stage's output waits only for the head.
             if ("B", stage, m) in at:
                 yield Lifetime(device, Value("kept", stage, m), now, (at["B", stage, m], _BACKWARD))
             elif stage == last:
@@ -161,17 +163,17 @@ def _lifetimes(schedule: Schedule, ops: Sequence[Op], runs: dict[str, list[Run]]
 
 
 def _assign_slots(lifetimes: Iterable[Lifetime]) -> tuple[dict[Value, int], dict[str, int]]:
-    """(the slot of every value, the length of every buffer)."""
+    """Return (the slot of every value, the length of every buffer)."""
     by_buffer = defaultdict(list)
     for device, value, written, last_read in lifetimes:
         by_buffer[device, _BUFFER_OF[value.kind]].append((written, last_read, value))
     slots: dict[Value, int] = {}
     sizes = dict.fromkeys(_BUFFER_OF.values(), 0)
     for (_, buffer), lives in by_buffer.items():
-        free_from: list[_Time] = []  # for each slot, when its value was read for the last time
+        free_from: list[_Time] = []  # for each slot, the time at which its value is last read
         for written, last_read, value in sorted(lives):
             slot = next((i for i, free in enumerate(free_from) if free <= written), len(free_from))
-            # Replaces the slot's time, or appends one where no slot was free.
+            # Replaces the slot's time, or appends a slot if none is free.
             free_from[slot : slot + 1] = [last_read]
             slots[value] = slot
         sizes[buffer] = max(sizes[buffer], len(free_from))
@@ -179,7 +181,7 @@ def _assign_slots(lifetimes: Iterable[Lifetime]) -> tuple[dict[Value, int], dict
 
 
 def _write_operation(rows: dict[str, np.ndarray], schedule: Schedule, op: Op, slots: dict[Value, int]) -> None:
-    """Write an operation into its row: its own numbers, and the slot for its result at the device that receives it."""
+    """Write an operation into its row: its own columns, and the slot for its result on the receiving device."""
     stage, m, last = schedule.stage(op), op.microbatch, schedule.stages * schedule.chunks - 1
     here, kind = (op.tick, op.device), op.kind.lower()
 
@@ -213,7 +215,7 @@ def _write_operation(rows: dict[str, np.ndarray], schedule: Schedule, op: Op, sl
 def _run_arrays(
     runs: list[Run], devices: int, kind: str, stage: int, owner: int, slots: dict[Value, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(members, slots) of runs whose values, of that kind and stage, are all on one device, the owner."""
+    """Return (members, slots) of runs whose values, of the given kind and stage, are all on the device `owner`."""
     members = np.full((len(runs) + 1, devices), -1)
     places = np.full((len(runs) + 1, devices, devices), -1)
     for number, run in enumerate(runs):
@@ -224,7 +226,7 @@ def _run_arrays(
 
 
 def _narrow(x: np.ndarray) -> np.ndarray:
-    """The numbers as int8, int16 or int32, whichever holds them: they become constants of the program."""
+    """Convert integers to the smallest of int8, int16, int32 that fits, as they become constants of the program."""
     for dtype in (np.int8, np.int16):
         if np.abs(x).max(initial=0) <= np.iinfo(dtype).max:
             return x.astype(dtype)

@@ -1,4 +1,4 @@
-"""A schedule as text: ticks from left to right, a line per device and kind of operation.
+"""Draw a schedule as text: ticks from left to right, a line per device and kind of operation.
 
 zero_bubble: 2 stages, 3 micro-batches; a cell is micro-batch
 tick       0 1 2 3 4 5
@@ -19,9 +19,9 @@ WIDTH = 120
 
 
 def draw_chart(schedule: Table, *, width: int = WIDTH) -> str:
-    """Return the table as lines of at most `width` characters: the first ticks that fit, and how many do not.
+    """Return the table as lines of at most `width` characters: the first ticks that fit, and the number of others.
 
-    A cell holds the micro-batch, in front of it the chunk where a device has several.
+    A cell contains the micro-batch, or "chunk.micro-batch" if a device has several chunks.
     """
     cells = {(op.device, op.kind, op.tick): _cell(op, schedule) for op in schedule.ops}
     kinds = KINDS if schedule.splits_backward else KINDS[:2]

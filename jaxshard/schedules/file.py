@@ -1,4 +1,4 @@
-"""A schedule as a CSV file: a line of sizes, a line of column names, a line per operation.
+"""Read and write a schedule as a CSV file: a line of sizes, a line of column names, a line per operation.
 
     # stages=2 microbatches=2 chunks=1 name=mine
     tick,device,op,chunk,microbatch
@@ -6,8 +6,8 @@
     1,0,F,0,1
     ...
 
-The first line may be left out, and any of its parts: a size is then one more than the largest number of its column, and
-the name is that of the file.
+The first line, and each part of it, is optional: a missing size is one more than the largest value in its column, and a
+missing name is that of the file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NUMBER = re.compile("[0-9]{1,9}")
 
 
 class Contents(NamedTuple):
-    """The fields of a table, as a file has them."""
+    """The fields of a table in a file."""
 
     name: str
     stages: int
@@ -42,8 +42,8 @@ def read_csv(path: Path) -> Contents:
 
     Raises:
       OSError: the file can't be read.
-      ValueError: names every line that is no operation; where all are, every operation that is wrong with its line, and
-        every one that is missing.
+      ValueError: names every line that is not an operation. If all lines are, it names every wrong operation with its
+        line, and every missing operation.
     """
     text = _decoded(path)
     first, _, rest = text.partition("\n")
@@ -89,7 +89,7 @@ def _decoded(path: Path) -> str:
 
 
 def _head(line: str, wrong: list[str]) -> dict[str, str]:
-    """The sizes and the name in the first line, whatever stands behind name= included."""
+    """Parse the sizes and the name in the first line; the name is all of the text after name=."""
     words, named, name = line.removeprefix("#").strip().partition("name=")
     head = {}
     for word in words.split():
@@ -105,7 +105,7 @@ def _head(line: str, wrong: list[str]) -> dict[str, str]:
 
 
 def _rows(text: str, skipped: int, wrong: list[str]) -> Iterator[tuple[int, Op]]:
-    """The operations with the numbers of their lines; what is wrong in the others is added to `wrong`."""
+    """Yield (line number, operation); add problems with other lines to `wrong`."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     titles = False
     try:

@@ -1,7 +1,8 @@
-"""The named schedules, in the fused form that one program for all devices wants: a tick has an F slot and a B slot.
+"""The named schedules, in a form for a single program for all devices: a tick has an F slot and a B slot.
 
-A tick costs the slots that any device uses, so a device with nothing to do in a slot waits for the others. With every
-device's forwards gapless, one tick later from device to device, only p - 1 slots of a kind are idle per device:
+A tick costs the time of every slot that any device uses, so a device without an operation in a slot waits for the
+others. Every device runs its forwards without gaps, one tick after the device before. So only p - 1 slots of a kind are
+idle per device:
 
     bubble = (p - 1) / v / (m + (p - 1) / v)                      for gpipe and one_f_one_b (v = 1) and interleaved
     bubble = (p - 1) / v / (m (F + B) / (F + dX) + (p - 1) / v)   for zero_bubble, whose W slots never wait
@@ -21,7 +22,7 @@ from jaxshard.schedules.table import Op, check_sizes
 
 
 class _Group(NamedTuple):
-    """Micro-batches that go through one chunk after the other together: the first one, and how many."""
+    """Micro-batches that go through all chunks together: the first, and their number."""
 
     start: int
     size: int
@@ -30,7 +31,8 @@ class _Group(NamedTuple):
 def gpipe(stages: int, microbatches: int) -> Schedule:
     """Make GPipe: all forwards, then all backwards in the same order of micro-batches.
 
-    Takes any number of micro-batches; every device stashes all m of them at its peak. Source: Huang et al. 2019.
+    It takes any number of micro-batches; every device stores the residuals of all m at its peak. Source: Huang et al.
+    2019.
 
     Args:
       stages: the devices of the pipeline, p.
@@ -51,8 +53,8 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """Make 1F1B, a forward and a backward in every tick between warm-up and cool-down: `interleaved` with one chunk.
 
-    Device s stashes min(m, D + p - 2 s) micro-batches at its peak, whatever m is. D, the tick of the first backward, is
-    p - 2 + ceil(m / ceil(m / p)), so 2 (p - 1) or less. Source: Narayanan et al. 2021, section 2.2.
+    Device s stores the residuals of min(m, D + p - 2 s) micro-batches at its peak. D, the tick of the first backward,
+    is p - 2 + ceil(m / ceil(m / p)), so at most 2 (p - 1) for any m. Source: Narayanan et al. 2021, section 2.2.
 
     Args:
       stages: the devices of the pipeline, p.
@@ -71,10 +73,11 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 def interleaved(stages: int, microbatches: int, *, chunks: int = 2) -> Schedule:
     """Make interleaved 1F1B: a forward and a backward of one chunk in every tick; the bubble shrinks by v.
 
-    Micro-batches go in floor(m / p) groups whose sizes differ by at most one, each group through all chunks before the
-    next one begins. Device s stashes min(m v, D + p - 2 s) pairs of chunk and micro-batch at its peak; a pair is a v-th
-    of a device's blocks. D, the tick of the first backward, is p - 2 + max((v - 1) g + ceil(g / ceil(g / p))) over the
-    sizes g of the groups: p (v + 1) - 2 if p divides m. Source: Narayanan et al. 2021, section 2.2.
+    Micro-batches form floor(m / p) groups whose sizes differ by at most one. Each group goes through all chunks before
+    the next begins. At its peak device s stores the residuals of min(m v, D + p - 2 s) pairs of chunk and micro-batch;
+    a chunk is 1 / v of a device's blocks. D, the tick of the first backward, is p - 2 + max((v - 1) g + ceil(g /
+    ceil(g / p))) over the sizes g of the groups: p (v + 1) - 2 if p divides m. Source: Narayanan et al. 2021, section
+    2.2.
 
     Args:
       stages: the devices of the pipeline, p.
@@ -92,12 +95,11 @@ def interleaved(stages: int, microbatches: int, *, chunks: int = 2) -> Schedule:
 
 
 def zero_bubble(stages: int, microbatches: int, *, chunks: int = 2) -> Schedule:
-    """Make `interleaved` with the weights' gradients as operations of their own, W, whose slots are never idle.
+    """Make `interleaved` with the weights' gradients as separate operations, W, whose slots are never idle.
 
-    No device waits for another's W. So all devices do the W of a position in one tick: that in which device 0, the
-    last, does its B. The slots of W are therefore never idle between the first and the last. Device s stashes
-    min(m v, D + p - s) pairs at its peak, with the D of `interleaved`.
-    Source: Qi et al. 2024.
+    No device waits for another device's W. So all devices run the W of a position in the same tick, in which device 0,
+    the last, runs its B. Between the first and the last W there are no idle slots of W. At its peak device s stores the
+    residuals of min(m v, D + p - s) pairs of chunk and micro-batch, with D as in `interleaved`. Source: Qi et al. 2024.
 
     Args:
       stages: the devices of the pipeline, p.
@@ -121,29 +123,29 @@ def _fused(stages: int, microbatches: int, chunks: int, *, split: bool) -> tuple
             f"{microbatches} micro-batches over {stages} stages are too few to keep every device busy; use at least "
             f"{stages} micro-batches, at most {microbatches} stages, or gpipe"
         )
-    # With one chunk per device nothing comes around the ring.
+    # With a single chunk per device no micro-batch returns to the first device, so one group is enough.
     groups = _groups(microbatches, stages) if chunks > 1 else [_Group(0, microbatches)]
     first = _first_backward(stages, groups, chunks)
     forwards, backwards = _forwards(stages, groups, chunks), list(_backwards(stages, groups, chunks, first=first))
-    # The tick of device 0, the last one, on all devices.
+    # On all devices in the tick of device 0, which is the last.
     weights = (op._replace(kind="W", tick=op.tick + op.device) for op in backwards) if split else ()
     return (*forwards, *backwards, *weights)
 
 
 def _groups(microbatches: int, stages: int) -> list[_Group]:
-    """floor(m / p) groups, the larger ones first; none has fewer than p, else a chunk would wait for the one before."""
+    """Make floor(m / p) groups, the larger first. With fewer than p members a chunk would wait for the previous one."""
     size, larger = divmod(microbatches, microbatches // stages)
     sizes = [size + (i < larger) for i in range(microbatches // stages)]
     return [_Group(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
 def _first_backward(stages: int, groups: list[_Group], chunks: int) -> int:
-    """The smallest tick for the last device's first backward.
+    """Return the smallest tick for the last device's first backward.
 
-    The losses of a run, up to p micro-batches of a group, are computed at once, one per device, in the tick of the
-    last forward of the run: none of their backwards may come earlier. (A run is a batch of losses, see `runs.py`; a
-    group is cut into as few runs as possible, of nearly equal length.) In the sequence of forwards the group's last
-    chunk begins at position (v - 1) size, in that of backwards at position 0: hence the second term below.
+    The losses of a run (up to p micro-batches of a group, see `runs.py`) are computed together, one per device, in the
+    tick of the run's last forward, so no backward of the run may be earlier. A group is split into as few runs as
+    possible, of nearly equal length. In the sequence of forwards the group's last chunk begins at position
+    (v - 1) size, in the sequence of backwards at position 0: hence the second term below.
     """
     return max(stages - 1 + (chunks - 1) * size + _longest_run(size, stages) - 1 for _, size in groups)
 
@@ -166,7 +168,7 @@ def _backwards(stages: int, groups: list[_Group], chunks: int, *, first: int) ->
 
 
 def _positions(groups: list[_Group], chunks: range) -> Iterator[tuple[int, int, int]]:
-    """Position, chunk and micro-batch of what a device does, without a gap: a group, its chunks, its members."""
+    """Yield (position, chunk, micro-batch) of a device's operations without gaps: by group, then chunk, then member."""
     position = 0
     for start, size in groups:
         for chunk in chunks:
@@ -182,17 +184,17 @@ _NAMED: dict[str, Callable[..., Schedule]] = {
     "zero_bubble": zero_bubble,
 }
 _MOST_FORWARDS = 2**16
-"""Of the largest table that is made: the program of a step holds the table."""
+"""The most forwards of a table: the table is a constant in the program of a step."""
 
 NAMES = tuple(_NAMED)
-"""The names that `named` knows; it also takes 1f1b for one_f_one_b, and - for _.
+"""The names of schedules for `named`, which also accepts 1f1b for one_f_one_b, and - for _.
 
 Example:
     [js.schedules.named(name, 4, 8).stats().bubble for name in js.schedules.NAMES]
 """
 
 ONE_CHUNK = ("gpipe", "one_f_one_b")
-"""The schedules whose devices hold one chunk each.
+"""The names of the schedules with a single chunk per device.
 
 Example:
     chunks = {name: 1 if name in js.schedules.ONE_CHUNK else 2 for name in js.schedules.NAMES}
@@ -200,10 +202,10 @@ Example:
 
 
 def full_name(name: str) -> str:
-    """Return which of `NAMES` is meant.
+    """Convert another spelling of a name to the name in `NAMES`.
 
     Raises:
-      ValueError: none is.
+      ValueError: there is no such name.
 
     Example:
         >>> full_name("1f1b"), full_name("zero-bubble")
@@ -217,13 +219,13 @@ def full_name(name: str) -> str:
 
 
 def named(name: str, stages: int, microbatches: int, *, chunks: int | None = None) -> Schedule:
-    """Return the schedule of that name.
+    """Make a schedule by its name.
 
     Args:
       name: one of `NAMES`, or another spelling (see there).
       stages: the devices of the pipeline, p.
-      microbatches: m.
-      chunks: chunks per device, by default as many as the schedule has by default: 1 or 2.
+      microbatches: the number of micro-batches, m.
+      chunks: chunks per device; by default 1 or 2, as in the function of that name.
 
     Raises:
       ValueError: there is no such schedule, or it has one chunk per device and `chunks` is another number.

@@ -1,7 +1,7 @@
-"""Columns of small numbers packed into 32-bit words.
+"""Pack columns of small integers into 32-bit words.
 
-A schedule's table is a constant of the program, read row by row; packed it is short in the program's text and a device
-reads one or two words per tick. A column takes as many bits as its numbers need above their smallest one:
+A schedule's table is a constant in the compiled program, which reads a row per tick. Packed, the constant is small, and
+a device reads only one or two words per tick. A column takes the bits that its values need above their minimum:
 
     column        values      low   bits        word 0 of a row
     f_chunk       0, 1          0     1         bit  0
@@ -20,7 +20,7 @@ BITS = 32
 
 
 class _Field(NamedTuple):
-    """The place of a column: its number is `low + ((words[word] >> shift) & mask)`."""
+    """The place of a column: its value is `low + ((words[word] >> shift) & mask)`."""
 
     word: int
     shift: int
@@ -29,10 +29,10 @@ class _Field(NamedTuple):
 
 
 def pack_columns(columns: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Callable[[Any], dict[str, Any]]]:
-    """Pack columns of integers, all of one shape.
+    """Pack columns of integers of equal shapes.
 
     Returns:
-      (words, unpack): `words` is uint32 [*shape, number of words]; `unpack(words[i])` gives the int32 numbers of row i
+      (words, unpack): `words` is uint32 [*shape, number of words]; `unpack(words[i])` returns the int32 values of row i
       by column, for NumPy and JAX arrays of any leading shape.
     """
     fields: dict[str, _Field] = {}
@@ -40,7 +40,7 @@ def pack_columns(columns: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Callabl
     for name, values in columns.items():
         low = int(values.min())
         width = (int(values.max()) - low).bit_length()
-        if shift + width > BITS:  # no number lies in two words
+        if shift + width > BITS:  # no value spans two words
             word, shift = word + 1, 0
         fields[name] = _Field(word, shift, (1 << width) - 1, low)
         shift += width

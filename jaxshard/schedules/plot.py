@@ -1,4 +1,4 @@
-"""Pictures of schedules: a bar per operation over time. They need matplotlib (extra viz)."""
+"""Plot schedules by matplotlib (extra viz): a bar per operation over time."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ NAMES = {"F": "forward", "B": "backward", "W": "weights' gradients"}
 """The operations in words."""
 
 _SMALL = SIZE - 2
-"""Points of the numbers in bars."""
+"""The font size of the micro-batches in bars, in points."""
 
 
 def plot_schedule(schedule: Schedule, path: str | os.PathLike[str], *, costs: Costs = Costs()) -> None:  # noqa: B008
-    """Write a picture of a schedule: what each device does when, in lockstep and asynchronously.
+    """Write a picture of a schedule: the operations of each device over time, in lockstep and asynchronously.
+
+    Chunks have different shades, the first the lightest.
 
     Args:
       schedule: the schedule.
-      path: the file; its suffix says its kind: .png, .svg, .pdf.
-      costs: how long operations take. Chunks have shades of their own, the first one the lightest.
+      path: the file, with the suffix .png, .svg or .pdf.
+      costs: the time of each kind of operation.
 
     Raises:
       ImportError: matplotlib is not installed.
-      ValueError: a suffix that is none of these.
+      ValueError: another suffix.
 
     Example:
         js.schedules.plot_schedule(js.schedules.interleaved(4, 8), "schedule.svg")
@@ -41,7 +43,7 @@ def plot_schedule(schedule: Schedule, path: str | os.PathLike[str], *, costs: Co
 
 
 def schedule_figure(schedule: Schedule, *, costs: Costs = Costs()) -> Figure:  # noqa: B008 - frozen
-    """Return the picture that `plot_schedule` writes, as a figure of matplotlib that no window holds.
+    """Return the picture of `plot_schedule` as a matplotlib figure, which is not shown in a window.
 
     Raises:
       ImportError: matplotlib is not installed.
@@ -68,7 +70,7 @@ def schedule_figure(schedule: Schedule, *, costs: Costs = Costs()) -> Figure:  #
 
 
 def _legend(schedule: Schedule) -> list[Patch]:
-    """The colours of the operations, and the shades of the chunks where there are several."""
+    """Make the legend: the colours of the operations, and the shades of the chunks if there are several."""
     from matplotlib.patches import Patch
 
     kinds = {op.kind for op in schedule.ops}

@@ -1,14 +1,14 @@
-"""When embedding and head run: on up to p micro-batches at once, one per device of the pipeline.
+"""Determine when embedding and head run: on up to p micro-batches at once, one per device of the pipeline.
 
-They belong to no stage. In one program every device computes them whenever one does, so they work on a run of
-micro-batches, each device on its own. For one_f_one_b(2, 3):
+Embedding and head belong to no stage. All devices run the same program, so when one device computes them, all do. So
+they run on several micro-batches at once (a run), one per device. For one_f_one_b(2, 3):
 
     tick          0 1 2 3 4 5      embed_runs       tick 0 (0, 1), tick 2 (2)     before its first forward
     device 0 F    0 1 2            head_runs        tick 2 (0, 1), tick 3 (2)     after its last forward
              B          0 1 2      embed_grad_runs  tick 4 (0, 1), tick 5 (2)     after its last backward
     device 1 F      0 1 2
              B        0 1 2        The B of 0 in tick 2 needs the head's result of the same tick, so the head can't wait
-                                   for micro-batch 2: a run is cut short where a backward needs one of its members.
+                                   for micro-batch 2: a run ends early if a backward needs one of its members.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Run(NamedTuple):
     """One run of embedding or head.
 
     Attributes:
-      tick: when.
-      microbatches: at most one per device, in the order of their operations.
+      tick: the tick of the run.
+      microbatches: its micro-batches, at most one per device, in the order of their operations.
 
     Example:
         [(run.tick, run.microbatches) for run in js.schedules.head_runs(js.schedules.gpipe(2, 2))]
@@ -35,10 +35,10 @@ class Run(NamedTuple):
 
 
 def head_runs(schedule: Table) -> list[Run]:
-    """Return the runs that compute losses and the gradients that backwards start from, between F and B of their ticks.
+    """Return the runs that compute losses and their gradients, between the F and B slots of their ticks.
 
-    A run collects forwards of the last stage in the order of ticks until it has one per device, or until the next one
-    would come after the backward of a member. Its tick is that of its last forward.
+    A run collects forwards of the last stage in the order of ticks until it has one per device, or until the next
+    forward would come after the backward of a member. Its tick is that of its last forward.
 
     Example:
         [(run.tick, run.microbatches) for run in js.schedules.head_runs(js.schedules.gpipe(2, 2))]
@@ -51,20 +51,20 @@ def head_runs(schedule: Table) -> list[Run]:
         if op.tick > limit or len(runs[-1]) == schedule.stages:
             runs.append([])
             limit = backward[op.microbatch]
-        # No member's backward may come before the run: the run ends at the earliest of them.
+        # No member's backward may come before the run, so the run ends at the earliest backward of its members.
         runs[-1].append(op)
         limit = min(limit, backward[op.microbatch])
     return [Run(run[-1].tick, _members(run)) for run in runs]
 
 
 def output_runs(schedule: Table) -> list[Run]:
-    """Return the runs of the head without backwards, as in evaluation: each in the tick of its last forward."""
+    """Return the runs of the head in evaluation, which has no backwards: each in the tick of its last forward."""
     last = schedule.stages * schedule.chunks - 1
     return [Run(run[-1].tick, _members(run)) for run in _in_runs(schedule, "F", last)]
 
 
 def embed_runs(schedule: Table) -> list[Run]:
-    """Return the runs that compute what the first stage takes in, before F: each in the tick of its first forward.
+    """Return the runs that compute the first stage's inputs, before the F slot: each in the tick of its first forward.
 
     Example:
         [(run.tick, run.microbatches) for run in js.schedules.embed_runs(js.schedules.gpipe(2, 2))]
@@ -73,7 +73,7 @@ def embed_runs(schedule: Table) -> list[Run]:
 
 
 def embed_grad_runs(schedule: Table) -> list[Run]:
-    """Return the runs that take gradients back through the embedding, after B: each in the tick of its last B.
+    """Return the runs of the embedding's backward pass, after the B slot: each in the tick of its last B.
 
     Example:
         [(run.tick, run.microbatches) for run in js.schedules.embed_grad_runs(js.schedules.gpipe(2, 2))]

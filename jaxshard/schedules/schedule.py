@@ -1,4 +1,4 @@
-"""A schedule: a verified table with its figures, its chart and its file."""
+"""`Schedule`: a verified table with statistics, a chart and a CSV file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxshard.schedules.table import Table
 class Schedule(Table):
     """A schedule of a pipeline: a table of operations, verified when it is made.
 
-    p = `stages` devices form the pipeline, each with `chunks` parts of the model: part k = chunk * p + device. `print`
+    The pipeline has p = `stages` devices, each with `chunks` parts of the model: part k = chunk * p + device. `print`
     shows the table:
 
         print(js.schedules.one_f_one_b(2, 3))
@@ -29,40 +29,40 @@ class Schedule(Table):
 
     Args:
       name: one line of text.
-      stages: the devices of the pipeline.
-      microbatches: into how many micro-batches a batch is cut.
-      chunks: parts of the model on each device.
+      stages: the number of devices of the pipeline.
+      microbatches: the number of micro-batches of a batch.
+      chunks: the number of parts of the model on each device.
       ops: `Op` entries (tick, device, kind, chunk, microbatch), in any order.
 
     Raises:
-      TypeError: an entry of `ops` is no operation.
-      ValueError: names every operation that is missing, doubled, out of range or premature.
+      TypeError: an entry of `ops` is not an operation.
+      ValueError: names every operation that is missing, duplicated, out of range or too early.
     """
 
     def stats(self, costs: Costs = Costs()) -> Stats:  # noqa: B008 - frozen
-        """Return bubbles and stash at these costs; by default a backward takes twice as long as a forward."""
+        """Return bubbles and stored residuals at these costs; by default a backward costs twice a forward."""
         return compute_stats(self, costs)
 
     def chart(self, *, width: int = WIDTH) -> str:
-        """Return the table as text in lines of at most `width` characters; a note tells what does not fit."""
+        """Return the table as text in lines of at most `width` characters, with a note about ticks that do not fit."""
         return draw_chart(self, width=width)
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str]) -> Schedule:
         """Read the schedule in a file with the columns tick,device,op,chunk,microbatch.
 
-        Its first line may be a comment with sizes, `# stages=4 microbatches=16 chunks=2 name=mine`; a size that is not
-        there is one more than the largest number of its column.
+        Its first line may be a comment with sizes, `# stages=4 microbatches=16 chunks=2 name=mine`; a missing size is
+        one more than the largest value in its column.
 
         Raises:
           OSError: the file can't be read.
-          ValueError: names every line that is no operation, else every operation that is missing, doubled, out of
-            range or premature.
+          ValueError: names every line that is not an operation, else every operation that is missing, duplicated, out
+            of range or too early.
         """
         return cls(*file.read_csv(local_path(path)))
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the file that `from_csv` reads, sizes and name included."""
+        """Write a CSV file for `from_csv`, with sizes and name."""
         file.write_csv(local_path(path), self)
 
     def __str__(self) -> str:

@@ -1,10 +1,10 @@
-"""What a schedule costs: its idle time, in lockstep and not, and how much devices keep between forward and backward.
+"""Compute the costs of a schedule: its bubble, and the residuals that devices store between forward and backward.
 
 In lockstep, as `engines/pipeline` runs a table, all devices go through each slot of each tick together: a slot that any
-device uses costs its time to all. For one_f_one_b(2, 3) with F = 1 and B = 2 (`print` shows the table) the F slots of
-ticks 0 to 3 and the B slots of ticks 2 to 5 are used: 4 F + 4 B = 12, of which each device works 3 F + 3 B = 9, so the
-bubble is 1/4. Asynchronously, as a program per device would run it, each device starts an operation when the one before
-it is done and its inputs are there.
+device uses costs its time on all devices. For one_f_one_b(2, 3) with F = 1 and B = 2 (`print` shows the table) the F
+slots of ticks 0 to 3 and the B slots of ticks 2 to 5 are used: 4 F + 4 B = 12, of which each device works 3 F + 3 B =
+9, so the bubble is 1/4. Asynchronously, with a program per device, each device starts an operation when the previous
+one has ended and its inputs have arrived.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from jaxshard.schedules.table import KINDS, Key, Kind, Op, Table
 
 @dataclass(frozen=True)
 class Costs:
-    """Time of a micro-batch on a whole device, all of its chunks, in any unit.
+    """The time of a micro-batch on a device, for all of its chunks, in any unit.
 
     Attributes:
-      F: the forward.
-      B: the whole backward.
-      W: of B the weights' gradients, for schedules that split them off; half of B by default.
+      F: the time of the forward.
+      B: the time of the backward, including the weights' gradients.
+      W: the part of B for the weights' gradients, for schedules with separate W operations; half of B by default.
 
     Example:
         >>> Costs(F=1.0, B=2.0).weights
@@ -43,29 +43,29 @@ class Costs:
 
     @property
     def weights(self) -> float:
-        """The time of the weights' gradients, given or not."""
+        """Return the time of the weights' gradients."""
         return self.B / 2 if self.W is None else self.W
 
     def of_op(self, kind: Kind, schedule: Table) -> float:
-        """Return the time of one operation, which is of one chunk."""
+        """Return the time of one operation, on one chunk."""
         weights = self.weights if schedule.splits_backward else 0.0
-        whole = {"F": self.F, "B": self.B - weights, "W": weights}[kind]
-        return whole / schedule.chunks
+        all_chunks = {"F": self.F, "B": self.B - weights, "W": weights}[kind]
+        return all_chunks / schedule.chunks
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Figures of a schedule, without embedding, head and communication.
+    """Statistics of a schedule, without embedding, head and communication.
 
     A bubble is the idle fraction of the time from the first operation to the end of the last.
 
     Attributes:
-      ticks: how many ticks the table has.
-      bubble: where all devices go through each tick together, and a tick costs every slot that any device uses.
-      bubble_async: where each device runs its own operations in the table's order, as soon as their inputs are there.
-      peak_stash: per device the largest number of pairs of chunk and micro-batch between their F and the end of their
-        backward; within a tick F comes before B before W.
-      head_runs: how often the head runs, each time on up to one micro-batch per device.
+      ticks: the number of ticks of the table.
+      bubble: the bubble if all devices go through each tick together, and a tick costs every slot that any device uses.
+      bubble_async: the bubble if each device runs its operations in the table's order, as soon as their inputs arrive.
+      peak_stash: per device the largest number of pairs of chunk and micro-batch whose residuals are stored, from their
+        F to the end of their backward; within a tick F comes before B before W.
+      head_runs: the number of runs of the head, each on up to one micro-batch per device.
 
     Example:
         stats = js.schedules.one_f_one_b(4, 8).stats()
@@ -90,7 +90,7 @@ class Stats:
 
 
 class Span(NamedTuple):
-    """An operation with the times at which it starts and ends."""
+    """An operation with its start and end time."""
 
     op: Op
     start: float
@@ -98,13 +98,13 @@ class Span(NamedTuple):
 
 
 def compute_stats(schedule: Table, costs: Costs) -> Stats:
-    """Return the figures of a schedule at these costs."""
+    """Return the statistics of a schedule at these costs."""
     useful = schedule.microbatches * (costs.F + costs.B)
     end = max(span.end for span in lockstep_spans(schedule, costs))
     end_async = max(span.end for span in asynchronous_spans(schedule, costs))
     return Stats(
         ticks=schedule.ticks,
-        # Rounding must not make a full schedule's bubble negative.
+        # Rounding must not make the bubble of a schedule without idle time negative.
         bubble=max(0.0, 1 - useful / end),
         bubble_async=max(0.0, 1 - useful / end_async),
         peak_stash=peak_stash(schedule),
@@ -113,7 +113,7 @@ def compute_stats(schedule: Table, costs: Costs) -> Stats:
 
 
 def lockstep_spans(schedule: Table, costs: Costs) -> list[Span]:
-    """Return when each operation runs if all devices go through every slot of every tick together."""
+    """Return the times of all operations if all devices go through every slot of every tick together."""
     cost = {kind: costs.of_op(kind, schedule) for kind in KINDS}
     spans: list[Span] = []
     end, slot = 0.0, (-1, "")
@@ -125,12 +125,12 @@ def lockstep_spans(schedule: Table, costs: Costs) -> list[Span]:
 
 
 def asynchronous_spans(schedule: Table, costs: Costs) -> list[Span]:
-    """Return when each operation runs if every device does its own in order, each as soon as its inputs are there."""
+    """Return the times of all operations if every device runs its own in order, as soon as their inputs arrive."""
     cost = {kind: costs.of_op(kind, schedule) for kind in KINDS}
     free = [0.0] * schedule.stages
     done: dict[Key, float] = {}
     spans = []
-    # Whatever an operation needs stands before it in the table.
+    # The inputs of an operation come before it in the table.
     for op in schedule.ops:
         start = max([free[op.device], *(done[key] for key in schedule.inputs(op))])
         done[schedule.key(op)] = free[op.device] = start + cost[op.kind]
@@ -139,10 +139,10 @@ def asynchronous_spans(schedule: Table, costs: Costs) -> list[Span]:
 
 
 def peak_stash(schedule: Table) -> tuple[int, ...]:
-    """Return, per device, the largest number of pairs of chunk and micro-batch between F and the end of backward."""
+    """Return per device the largest number of pairs of chunk and micro-batch whose residuals are stored."""
     freed_by = "W" if schedule.splits_backward else "B"
     held, peak = [0] * schedule.stages, [0] * schedule.stages
     for op in schedule.ops:
-        held[op.device] += (op.kind == "F") - (op.kind == freed_by)
+        held[op.device] += (op.kind == "F") - (op.kind == freed_by)  # +1, -1 or 0
         peak[op.device] = max(peak[op.device], held[op.device])
     return tuple(peak)

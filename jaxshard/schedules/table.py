@@ -1,13 +1,13 @@
-"""What every device of a pipeline does in every tick: a table of operations, verified when it is made.
+"""`Table`: the operations of every device of a pipeline in every tick, verified when the table is made.
 
-p devices stand in a ring, each holds v chunks of the model: stage k = chunk * p + device, of p v stages. With p = 2 and
-v = 2 a micro-batch goes around the ring twice:
+The p devices form a ring, and each has v chunks of the model: stage k = chunk * p + device, of p v stages. With p = 2
+and v = 2 a micro-batch goes around the ring twice:
 
     device 0: stage 0 ──> device 1: stage 1 ──> device 0: stage 2 ──> device 1: stage 3 ──> loss
               chunk 0               chunk 0               chunk 1               chunk 1
 
-In one tick a device does at most one forward (F), then one backward (B), then one weight gradient (W): the slots of the
-tick. All devices go through a tick together, and what is sent in it can be used from the next tick on.
+In a tick a device runs at most one forward (F), then one backward (B), then one weight gradient (W): the slots of the
+tick. All devices go through a tick together, and values sent in a tick can be used from the next tick on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from jaxshard.core.tree import raise_all
 
 Kind = Literal["F", "B", "W"]
-"""The kind of an operation: forward, backward, or of the backward the weights' gradients alone.
+"""The kind of an operation: "F" forward, "B" backward, "W" only the weights' gradients of the backward.
 
 Example:
     [op.kind for op in js.schedules.gpipe(2, 2).ops]    # "F", "B" or "W"
@@ -31,16 +31,16 @@ KINDS: tuple[Kind, ...] = ("F", "B", "W")
 """The kinds of operations, in the order of the slots of a tick."""
 
 Key: TypeAlias = tuple[Kind, int, int]
-"""(kind, stage, micro-batch): what has to be done exactly once."""
+"""(kind, stage, micro-batch) of an operation, which must occur exactly once."""
 
 _SHOWN = 20
-"""How many problems an error lists; the rest is counted."""
+"""The most problems that an error lists; further problems are only counted."""
 
 
 class Op(NamedTuple):
-    """One operation: its kind ("F", "B" or "W"), when, where, and on which chunk of the device and micro-batch.
+    """One operation: its tick, device, kind ("F", "B" or "W"), chunk of the device, and micro-batch.
 
-    All numbers count from 0.
+    All indices count from 0.
 
     Example:
         op = js.schedules.gpipe(2, 2).ops[0]
@@ -55,7 +55,7 @@ class Op(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A reason why a table can't run; `op` is the operation that is wrong, None for one that is missing."""
+    """A reason why a table can't run; `op` is the wrong operation, or None for a missing operation."""
 
     op: Op | None
     text: str
@@ -65,14 +65,14 @@ class Problem(NamedTuple):
 class Table:
     """A table of operations that can run, in the order of ticks, then of slots, then of devices.
 
-    `stages` is p, the devices of the pipeline; with `chunks` on each, the model has stages * chunks stages.
-    In that order everything comes after what it depends on, so devices that run their own operations one after the
-    other, each as soon as its input is there, can't deadlock either. With W operations in the table a B is the
-    gradient of its stage's input alone; without any it is the weights' gradient too.
+    `stages` is p, the number of devices; with `chunks` on each, the model has stages * chunks stages. In this order
+    every operation comes after its inputs. So devices that run their own operations in order, each as soon as its
+    inputs arrive, can't deadlock either. If the table has W operations, a B computes only the gradient of its stage's
+    input; otherwise it also computes the weights' gradients.
 
     Raises:
-      TypeError: a size or an entry of the table that is no whole number, or no operation.
-      ValueError: whatever `verify` finds.
+      TypeError: a size that is not an integer, or an entry of the table that is not an operation.
+      ValueError: the problems that `verify` finds.
     """
 
     name: str
@@ -90,45 +90,45 @@ class Table:
 
     @property
     def ticks(self) -> int:
-        """The number of ticks of the table."""
+        """Return the number of ticks of the table."""
         return self.ops[-1].tick + 1
 
     @property
     def splits_backward(self) -> bool:
-        """True if the weights' gradients are operations of their own."""
+        """Return True if the weights' gradients are separate operations."""
         return any(op.kind == "W" for op in self.ops)
 
     def stage(self, op: Op) -> int:
-        """Return the stage of the model that an operation works on: 0 holds the first blocks."""
+        """Return the stage of the model on which an operation works; stage 0 has the first blocks."""
         return op.chunk * self.stages + op.device
 
     def key(self, op: Op) -> Key:
-        """Return what the operation does, whenever and wherever that is."""
+        """Return (kind, stage, micro-batch) of an operation."""
         return op.kind, self.stage(op), op.microbatch
 
     def inputs(self, op: Op) -> list[Key]:
-        """Return what has to be done before an operation, by another stage in an earlier tick or by its own slot."""
+        """Return the operations that must come before an operation, in an earlier tick or in an earlier slot."""
         return [key for key, _ in _inputs(self.key(op), self.stages * self.chunks)]
 
     def verify(self) -> None:
-        """Raise one ValueError that names every operation that is missing, doubled, out of range or premature.
+        """Raise one ValueError that names every operation that is missing, duplicated, out of range or too early.
 
-        Every stage does one F and one B for every micro-batch, and one W if the table has any. An F comes at least a
-        tick after the F of the stage before, a B at least a tick after the B of the stage behind; the last stage's B
-        may stand in the tick of its F, and a W in the tick of its B. A device does at most one operation of a kind in
-        a tick, and no tick is empty: nothing is renumbered silently.
+        Every stage runs one F and one B for every micro-batch, and one W if the table has any. An F comes at least a
+        tick after the F of the previous stage, a B at least a tick after the B of the next stage. The last stage's B
+        may be in the tick of its F, and a W in the tick of its B. A device runs at most one operation of a kind in a
+        tick, and no tick is empty: ticks are never renumbered silently.
         """
         found = find_problems(self.ops, self.stages, self.microbatches, self.chunks)
         raise_all((problem.text for problem in found), ValueError, f"the schedule {self.name!r} can't run:")
 
 
 def is_name(text: str) -> bool:
-    """Return whether a schedule may have this name: one line of text that a file can hold."""
+    """Return whether a schedule may have this name: one line of text that can be written to a CSV file."""
     return text.isprintable() and bool(text) and text == text.strip()
 
 
 def check_sizes(stages: int, microbatches: int, chunks: int) -> None:
-    """Raise a TypeError or ValueError unless all three are whole numbers above zero."""
+    """Raise a TypeError or ValueError unless all three are positive integers."""
     for name, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{name} must be a whole number, got {value!r}")
@@ -137,7 +137,7 @@ def check_sizes(stages: int, microbatches: int, chunks: int) -> None:
 
 
 def find_problems(ops: Sequence[Op], stages: int, microbatches: int, chunks: int) -> list[Problem]:
-    """Return what keeps operations, in any order, from being a table that can run: the first 20 reasons."""
+    """Return the reasons why operations, in any order, are not a table that can run: the first 20."""
     depth = stages * chunks
     found: list[Problem] = []
     good = []
@@ -165,7 +165,7 @@ def find_problems(ops: Sequence[Op], stages: int, microbatches: int, chunks: int
 
 
 def shorten(texts: Sequence[str]) -> list[str]:
-    """Return the first 20 texts, and how many more there are."""
+    """Return the first 20 texts, and the number of further texts."""
     more = len(texts) - _SHOWN
     return [*texts[:_SHOWN], f"and {more} more"] if more > 0 else list(texts)
 
@@ -175,7 +175,7 @@ def _order(op: Op) -> tuple[int, int, int, int, int]:
 
 
 def _as_op(entry: Iterable[Any]) -> Op:
-    """The entry as an `Op` with Python's own integers."""
+    """Convert an entry to an `Op` with Python integers."""
     try:
         tick, device, kind, chunk, microbatch = entry
         numbers = [operator.index(x) for x in (tick, device, chunk, microbatch)]
@@ -205,13 +205,13 @@ def _shared_slots(ops: Iterable[Op]) -> Iterator[Problem]:
 
 
 def _inputs(key: Key, depth: int) -> list[tuple[Key, int]]:
-    """The operations that one needs, each with the number of ticks by which it must be earlier."""
+    """Return the operations that an operation needs, each with the number of ticks by which it must be earlier."""
     kind, stage, microbatch = key
     if kind == "F":
         return [(("F", stage - 1, microbatch), 1)] if stage > 0 else []
     if kind == "W":
         return [(("B", stage, microbatch), 0)]
-    # That its own F is over follows from the others for all stages but the last.
+    # A stage's B also needs its own F. For all stages except the last that follows from the B of the next stage.
     return [(("B", stage + 1, microbatch), 1)] if stage + 1 < depth else [(("F", stage, microbatch), 0)]
 
 
@@ -227,10 +227,10 @@ def _premature(done: dict[Key, Op], depth: int) -> Iterator[Problem]:
 def _missing(
     done: dict[Key, Op], kinds: Sequence[Kind], stages: int, chunks: int, microbatches: int
 ) -> tuple[int, list[Problem]]:
-    """(how many operations are missing, the first of them)."""
+    """Return (the number of missing operations, problems for the first of these)."""
     depth = stages * chunks
     count = len(kinds) * depth * microbatches - sum(key[0] in kinds for key in done)
-    # Lazily, and no further than needed: the sizes in a file may ask for far more than the file has.
+    # Lazily, and only as far as needed: the sizes in a file may demand far more operations than the file has.
     wanted: Iterator[Key] = ((kind, stage, i) for kind in kinds for stage in range(depth) for i in range(microbatches))
     missing = (key for key in wanted if key not in done)
     return count, [Problem(None, f"{_name(key, stages)} is missing") for key in islice(missing, min(count, _SHOWN))]

@@ -25,7 +25,6 @@ from jaxshard.core.types import PyTree
 from jaxshard.distributed.watchdog import waits_for_devices
 from jaxshard.engines.auto import auto, make_move
 from jaxshard.engines.just_in_time import make_opaque_run, users_code
-from jaxshard.training.batch import check_batch
 from jaxshard.training.placing import place_model
 from jaxshard.training.state import TrainState, check_run
 from jaxshard.training.views import use_stored
@@ -134,7 +133,7 @@ def attribution(
         raise ValueError(f"attribution: target must be a class, int[{rows}] or a function, got {classes.dtype}")
     start = _baseline_like(inputs, baseline, embed is not None)
     padded = jax.tree.map(partial(_pad, count=padding), (inputs, start, classes))
-    check_batch(layout, abstract(padded[0]), 1, whole=True)
+    layout.plan_batch(padded[0]).check(1, whole=True)
     check_narrowing(padded, "the inputs")
     question = _Question(apply, embed, target if callable(target) else None, method, steps, layout)
     scale = baseline if start is None else 0.0

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxshard.adapt.stacked import Stacked
-from jaxshard.core.batch_rows import check_several_batches, describe_differing, name_those_without, row_counts
+from jaxshard.core.batch import check_several_batches, describe_differing, name_those_without, row_counts
 from jaxshard.core.collectives import NATIVE, Sums
 from jaxshard.core.foreign_arrays import as_arrays, convert_foreign
 from jaxshard.core.known_model import check_function, known_evaluate
@@ -35,12 +35,11 @@ from jaxshard.engines.counted_rows import make_mean_check
 from jaxshard.engines.engine import Engine
 from jaxshard.engines.explicit import combine_over, explicit
 from jaxshard.engines.just_in_time import MakeMove, make_opaque_run, users_code
-from jaxshard.engines.manual import manual_axes_of, on_each_device, row_specs, stored_specs
+from jaxshard.engines.manual import on_each_device, row_specs, stored_specs
 from jaxshard.engines.moves import make_move as make_explicit_move
 from jaxshard.engines.pipeline.evaluate import make_evaluate
 from jaxshard.engines.positionwise import make_position_check
 from jaxshard.optim.averaging import averaged_params
-from jaxshard.training.batch import check_batch
 from jaxshard.training.checked_jit import checked_jit
 from jaxshard.training.owned_state import split_owned
 from jaxshard.training.state import TrainState, check_run
@@ -120,7 +119,7 @@ def make_eval_step(
             )
         padded = jax.tree.map(lambda x, has_rows: _pad_rows(x, size) if has_rows else x, batch, mask)
         if abstract(padded) != checked:
-            check_batch(layout, abstract(padded), 1, whole=on_devices is None)
+            layout.plan_batch(padded).check(1, whole=on_devices is None)
             checked = abstract(padded)
             check_single_rows = make_mean_check(layout, eval_fn, size, frozenset(), with_key=False)
         check_narrowing(batch, "the batch")
@@ -291,7 +290,7 @@ def _make_device_evaluation(eval_fn: EvalFn, layout: Layout, engine: Engine | No
 
 def _make_ordered(eval_fn: EvalFn, layout: Layout, sums: Sums) -> Evaluate:
     """Make the evaluation in which every device evaluates its own rows and sums are taken in one order."""
-    rows_over, manual = layout.batch_axes, manual_axes_of(layout)
+    rows_over, manual = layout.batch_axes, layout.manual_axes
     compute = make_compute(eval_fn, layout, make_explicit_move(layout, explicit()))
     check_positions = make_position_check(layout, eval_fn, known_evaluate(eval_fn), manual, with_key=False)
     check_means = make_mean_check(layout, eval_fn, axis_size(layout.mesh, rows_over), manual, with_key=False)

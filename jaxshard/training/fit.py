@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxshard.core.batch_rows import check_several_batches
+from jaxshard.core.batch import check_several_batches
 from jaxshard.core.compat import forget_profile
 from jaxshard.core.counts import check_count
 from jaxshard.core.file_errors import errno_of

@@ -12,12 +12,10 @@ from jaxshard.core.known_model import check_function
 from jaxshard.core.layout import Layout, check_layout
 from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.settings import own_settings
-from jaxshard.core.tree import abstract
 from jaxshard.core.types import LossFn, PyTree
 from jaxshard.distributed.watchdog import waits_for_devices
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine, check_engine
-from jaxshard.training.batch import check_batch
 from jaxshard.training.checked_jit import checked_jit
 from jaxshard.training.residuals import check_residuals, with_residuals
 from jaxshard.training.state import TrainState, check_run
@@ -72,7 +70,7 @@ def value_and_grad(
     def gradient(run: TrainState, batch: PyTree) -> tuple[jax.Array, PyTree]:
         check_run(layout, run)
         batch = as_arrays("the batch", batch)
-        check_batch(layout, abstract(batch), engine.microbatches, whole=engine.shows_whole_batch)
+        layout.plan_batch(batch).check(engine.microbatches, whole=engine.shows_whole_batch)
         check_narrowing(batch, "the batch")
         with own_settings(layout.mesh):
             run = with_residuals(run, layout, residuals)

@@ -13,7 +13,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxshard.core.batch_rows import check_no_lists, warn_of_patterns
+from jaxshard.core.batch import check_no_lists, warn_of_patterns
 from jaxshard.core.compat import NonFiniteResult
 from jaxshard.core.foreign_arrays import as_arrays
 from jaxshard.core.known_model import check_call, check_is_function
@@ -30,7 +30,6 @@ from jaxshard.distributed.watchdog import waits_for_devices
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine, check_engine
 from jaxshard.proofs.parting import Choice, check_together
-from jaxshard.training.batch import check_batch
 from jaxshard.training.first_step import FirstStep, exchanges_ragged
 from jaxshard.training.local_step import LocalStep
 from jaxshard.training.residuals import check_residuals, with_residuals
@@ -230,7 +229,7 @@ class Step:
         """Take one step as a part of the program that the user traces: nothing is compiled, donated or waited for."""
         check_run(self.layout, run)
         check_residuals(run, self.layout, self._residuals)
-        check_batch(self.layout, abstract(batch), self.engine.microbatches, whole=self.engine.shows_whole_batch)
+        self.layout.plan_batch(batch).check(self.engine.microbatches, whole=self.engine.shows_whole_batch)
         shardings = run_shardings(self.layout, self._residuals)
         in_shardings, everywhere = (shardings, self.layout.batch_shardings(batch)), self._whole()
         inside = jax.jit(self._step, in_shardings=in_shardings, out_shardings=(shardings, everywhere))
@@ -314,7 +313,7 @@ class Step:
         shapes = abstract(batch)
         if self._jitted is None or (self._compiled is None and shapes != self._batch):
             warn_of_patterns(self.layout.strategy, shapes)
-            check_batch(self.layout, shapes, self.engine.microbatches, whole=self.engine.shows_whole_batch)
+            self.layout.plan_batch(shapes).check(self.engine.microbatches, whole=self.engine.shows_whole_batch)
             check_run(self.layout, run)
             check_residuals(run, self.layout, self._residuals)
             shardings = run_shardings(self.layout, self._residuals)

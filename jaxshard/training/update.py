@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jax.extend.core import Literal
 
 from jaxshard.core.collectives import Sums
 from jaxshard.core.factorizations import one_matrix_at_a_time
-from jaxshard.core.jaxpr import open_jaxpr, replace_values
+from jaxshard.core.jaxpr import Program, assign
 from jaxshard.core.layout import Layout, put_back, select
 from jaxshard.core.mesh import shares_threads
 from jaxshard.core.transform import as_transform
@@ -162,27 +161,16 @@ def _update_with_kept_state(
     the new moment that is written (`mu`), not another one that only it needs: an array that was computed from the old
     moment when that is already overwritten, for which the compiler would copy the old moment of every parameter.
     """
-    closed, shapes = jax.make_jaxpr(tx.update, return_shape=True)(grads, old_state, params)
-    check_opt_state_kept(layout, old_state, shapes[1])
+    program = Program.trace(tx.update, grads, old_state, params)
     if shares_threads(layout.mesh):
-        closed = one_matrix_at_a_time(closed)
-    jaxpr, _ = open_jaxpr(closed)
-    old = jax.tree.leaves(old_state)
-    state_vars = jaxpr.outvars[len(jaxpr.outvars) - len(old) :]
-    made = {var for equation in jaxpr.eqns for var in equation.outvars}
-    old_of = {var: x for var, x in zip(state_vars, old, strict=True) if not isinstance(var, Literal) and var in made}
-
-    def keep(var: Any, value: jax.Array) -> jax.Array:
-        return keep_old_unless(ok, value, old_of[var]) if var in old_of else value
-
-    leaves = replace_values(closed, jax.tree.leaves((grads, old_state, params)), keep)
-    updates, state = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-    # What no equation makes (a gradient as it is, a number), and one array at two places, was not kept above.
-    kept = [
-        new if not isinstance(var, Literal) and old_of.get(var) is x else keep_old_unless(ok, new, x)
-        for var, new, x in zip(state_vars, jax.tree.leaves(state), old, strict=True)
-    ]
-    return updates, jax.tree.unflatten(jax.tree.structure(state), kept)
+        program = program.replace_closed(one_matrix_at_a_time(program.closed))
+    updates, state = program.out
+    check_opt_state_kept(layout, old_state, jax.tree.map(lambda atom: atom.aval, state))
+    given = assign(program.args, (grads, old_state, params))
+    kept = keep_old_unless(ok, program.run(state, given), old_state)
+    of_state = zip(jax.tree.leaves(state), jax.tree.leaves(kept), strict=True)
+    made = {var: x for var, x in of_state if not isinstance(var, Literal) and var not in given}
+    return program.run(updates, given | made, effects=True), kept
 
 
 def _subtract(new: jax.Array, old: jax.Array) -> jax.Array:

@@ -60,6 +60,7 @@ def test_values_and_gradients_are_those_of_the_merged_weight(name, base):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), ours, merged)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_neither_the_weight_nor_its_gradient_is_made(name):
     fn, shape, inputs = PRODUCTS[name]

@@ -94,7 +94,8 @@ def net_loss(model, batch, rngs: nnx.Rngs | None = None):
     return js.Mean(jnp.square(y - 1).sum(), y.size)
 
 
-@pytest.mark.parametrize("units", [pytest.param([], marks=pytest.mark.slow), [Block]], ids=["whole", "units"])
+@pytest.mark.slow
+@pytest.mark.parametrize("units", [[], [Block]], ids=["whole", "units"])
 def test_an_nnx_module_called_with_rngs_equals_one_device(units):
     """As `assert_equal_runs`, against a loop that merges the module itself."""
     model = js.nnx(Net, net_loss)
@@ -109,6 +110,7 @@ def test_an_nnx_module_called_with_rngs_equals_one_device(units):
     assert_equal_runs(trace, one_device(Toy(model.init, by_hand, X)))
 
 
+@pytest.mark.slow
 def test_an_nnx_module_is_evaluated_without_rngs():
     model, tx = js.nnx(Net, net_loss), optax.sgd(0.1)
     layout = js.layout(FSDP, js.make_mesh(data=8), model.init, tx)

@@ -121,6 +121,7 @@ def noise_toy() -> Toy:
     return Toy(*js.linen(Noise(), loss, batch), batch)
 
 
+@pytest.mark.slow
 def test_dropout_under_auto_is_that_of_flax_bit_for_bit():
     toy = noise_toy()
     trace, _ = sharded(toy, js.fsdp(min_size=0), mesh(), js.auto(), steps=2)

@@ -1,13 +1,10 @@
 """`js.lora` in several processes: the losses of one, a base that no checkpoint holds, and one export."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-import textwrap
 
 import pytest
+
+from tests.distributed.launched import printed_together
 
 PROGRAM = """
     import json, sys
@@ -47,19 +44,7 @@ PROGRAM = """
 
 def start(folder, processes):
     folder.mkdir()
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), address]
-    started = [
-        subprocess.Popen(
-            [*command, str(index), str(processes), str(folder)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        )
-        for index in range(processes)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=400)[0] for process in started]
-    assert [process.returncode for process in started] == [0] * processes, "\n".join(outputs)
+    outputs = printed_together(PROGRAM, str(folder), count=processes)
     return [json.loads(next(line for line in out.splitlines() if line.startswith("{"))) for out in outputs]
 
 

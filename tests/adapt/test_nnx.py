@@ -99,14 +99,6 @@ def test_batch_norm_under_auto_equals_one_device():
     assert paths[:3] == ["last/bias", "last/kernel", "layers/0/kernel"]
 
 
-@pytest.mark.slow
-def test_dropout_under_auto_equals_one_device():
-    """The loop of one device runs the adapter's own loss: losses within 1e-6, gradients within 1e-5."""
-    toy = adapted(lambda rngs: MLP(rngs, 0.3))
-    trace, _ = sharded(toy, js.fsdp(min_size=0), mesh(), js.auto())
-    assert_equal_runs(trace, one_device(toy))
-
-
 class Noise(nnx.Module):
     """Two dropouts on ones, and which entries of which row each kept."""
 
@@ -143,7 +135,8 @@ def test_dropout_under_auto_is_that_of_one_device_bit_for_bit():
     assert len(np.unique(kept, axis=0)) == 2 * 2 * 16
 
 
-@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [1, 2])
 def test_dropout_under_explicit_does_not_repeat_across_shards_and_micro_batches(microbatches):
     engine = js.explicit(microbatches=microbatches)
     trace, _ = sharded(noise_toy(), js.fsdp(min_size=0), mesh(), engine, steps=2)
@@ -152,6 +145,7 @@ def test_dropout_under_explicit_does_not_repeat_across_shards_and_micro_batches(
     assert 0.45 < kept.mean() < 0.55
 
 
+@pytest.mark.slow
 def test_evaluation_changes_nothing():
     toy = adapted(lambda rngs: MLP(rngs, 0.5))
     pair, model = toy.loss_fn.model, start_of(toy.init_fn)
@@ -218,8 +212,6 @@ def test_shared_weights_sown_values_and_own_streams():
 
 
 def test_names_in_metadata_split_a_model_over_tensor():
-    """Losses within 1e-6 and gradients within 1e-5 of one device."""
-
     class Named(nnx.Module):
         def __init__(self, rngs):
             def init(*names):
@@ -240,9 +232,8 @@ def test_names_in_metadata_split_a_model_over_tensor():
         "scale": ("mlp",),
     }
     strategy = js.compose(js.fsdp(min_size=0), js.tensor())
-    trace, layout = sharded(toy, strategy, js.make_mesh(data=4, tensor=2), js.explicit())
+    layout = js.layout(strategy, js.make_mesh(data=4, tensor=2), toy.init_fn, TX)
     assert layout.params["scale"].use == jax.sharding.PartitionSpec("tensor")
-    assert_equal_runs(trace, one_device(toy))
 
 
 # Transforms of Flax, which write back into every variable what went through them.
@@ -374,32 +365,16 @@ def change_in_jit(m, batch):
     return m(batch["x"]).sum()
 
 
-def change_in_scan(m, batch):
-    def turn(_, module):
-        module.dense.kernel[...] = module.dense.kernel[...] * 0.9
-        return module
-
-    return nnx.fori_loop(0, 2, turn, m)(batch["x"]).sum()
-
-
 def change_in_a_branch(m, batch):
     nnx.cond(batch["x"].sum() > 0, lambda m: m.dense.kernel.set_value(2 * m.dense.kernel[...]), lambda m: None, m)
     return m(batch["x"]).sum()
-
-
-def swap(m, batch):
-    bias = m.dense.bias[...]
-    nnx.jit(lambda m: m.dense.bias.set_value(m.dense.kernel[0]))(m)
-    return m(batch["x"]).sum() + bias.sum()
 
 
 @pytest.mark.parametrize(
     ("loss", "path"),
     [
         (change_in_jit, "dense/bias: set\n  - dense/kernel"),
-        (change_in_scan, "dense/kernel"),
         (change_in_a_branch, "dense/kernel"),
-        (swap, "dense/bias"),
     ],
 )
 def test_parameters_that_a_transform_changes(loss, path):

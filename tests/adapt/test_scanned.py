@@ -8,13 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen as nn
-from optax import contrib
 
 import jaxshard as js
-from jaxshard.checks.collectives.found import collectives
 from tests.toys import (
     CLASSES,
     Toy,
@@ -157,20 +154,6 @@ def test_pipelined(rate):
         assert 1e-4 < worst(abs(a - b) for a, b in zip(trace.losses, expected.losses, strict=True)) < 1
 
 
-@SLOW
-def test_weights_are_gathered_block_by_block_and_cast_before():
-    """6 arrays of each of 3 blocks forward and at least 3 again backward, all in bf16."""
-    model = model_of()
-    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), model.init, optax.sgd(0.1))
-    engine = js.explicit(remat="nothing", compute_dtype=jnp.bfloat16)
-    step = js.make_step(model.loss, optax.sgd(0.1), layout, engine=engine)
-    found = [one for one in collectives(step.compile(classes()), layout.mesh) if one.kind == "all-gather"]
-    assert sum(one.count for one in found) >= BLOCKS * (6 + 3)
-    lowered = step.lower(classes()).as_text()
-    gathers = [line for line in lowered.splitlines() if "all_gather" in line]
-    assert gathers and all("bf16" in line for line in gathers if "tensor<" in line)
-
-
 def test_dropout_is_drawn_for_every_block_and_only_once_before_them():
     """Blocks that only drop: each takes another half, from its own key; the head adds what the embedding kept."""
 
@@ -207,13 +190,6 @@ def test_names_of_dimensions():
     assert names["blocks"]["Dense_0"]["kernel"] == ("blocks", "embed", "mlp")
     assert names["blocks"]["Dense_1"]["kernel"] == ("blocks", None, None)
     assert names["Embed_0"]["embedding"] == (None, None)
-
-
-def test_transforms_that_stacking_changes_are_refused():
-    model = model_of()
-    layout = js.layout(js.ddp(), js.make_mesh(data=8), model.init, contrib.muon(0.1))
-    with pytest.raises(ValueError, match=r"scale_by_muon.*js\.optim\.per_block"):
-        js.make_step(model.loss, contrib.muon(0.1), layout)
 
 
 # Bad input.

@@ -13,7 +13,6 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxshard as js
-from jaxshard.checks.collectives.found import collectives
 from tests.toys import (
     CLASSES,
     FEATURES,
@@ -184,7 +183,7 @@ EXPLICIT = js.explicit(remat="nothing", microbatches=2)
         pytest.param("linen", js.auto(), id="linen, auto", marks=SLOW),
         pytest.param("linen", EXPLICIT, id="linen, explicit", marks=SLOW),
         pytest.param("nnx, tied", js.auto(), id="nnx, tied, auto", marks=SLOW),
-        pytest.param("nnx, tied", EXPLICIT, id="nnx, tied, explicit"),
+        pytest.param("nnx, tied", EXPLICIT, id="nnx, tied, explicit", marks=SLOW),
     ],
 )
 def test_sharded(name, engine):
@@ -205,16 +204,6 @@ def test_pipelined(name):
     engine = js.pipelined(microbatches=4, schedule="one_f_one_b")
     trace, _ = sharded_run(toy, strategy, js.make_mesh(data=4, pipe=2), engine, steps=2)
     assert_equal_runs(trace, one_device(toy, steps=2))
-
-
-def test_weights_are_gathered_block_by_block():
-    """Embedding and head once, in 4 arrays; the 6 of each of 3 blocks forward and, but for two biases, backward."""
-    model = models()["linen"]
-    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), model.init, TX)
-    compiled = js.make_step(model.loss, TX, layout, engine=js.explicit(remat="nothing")).compile(classes())
-    found = collectives(compiled, layout.mesh)
-    gathers = sum(one.count for one in found if one.kind == "all-gather")
-    assert 4 + BLOCKS * (6 + 3) <= gathers <= 4 + BLOCKS * (6 + 6)
 
 
 def test_names_of_dimensions():

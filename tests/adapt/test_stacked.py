@@ -151,7 +151,9 @@ def gathers(loss_fn, model, **options) -> int:
     return sum(one.count for one in found if one.kind == "all-gather")
 
 
-@pytest.mark.parametrize(("remat", "backward"), [("everything", 1), ("nothing", 2), ("dots", 2)])
+@pytest.mark.parametrize(
+    ("remat", "backward"), [("everything", 1), ("nothing", 2), pytest.param("dots", 2, marks=pytest.mark.slow)]
+)
 def test_weights_are_gathered_in_every_turn_of_the_loop_forward_and_backward(remat, backward):
     """The embedding and the head once; of each of 3 blocks two weights forward, and backward those that it needs."""
     model = model_of()

@@ -41,6 +41,7 @@ def test_the_pictures_name_the_curves_that_they_show(curves, look):
     assert f"docs/pictures/loss_curves_{look}.svg" in (ROOT / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_pictures_are_made_from_a_record(curves, tmp_path):
     pytest.importorskip("matplotlib")
     losses = {"one device": [3.0, 2.0], "fsdp": [3.0, 2.002]}

@@ -36,16 +36,21 @@ def layout(devices: int = 2) -> js.Layout:
     return js.layout(js.fsdp("data", min_size=0), js.make_mesh(jax.devices()[:devices], data=devices), init_fn, TX)
 
 
-def new_run(step: int = 0, devices: int = 2) -> js.TrainState:
-    run = js.init(init_fn, TX, layout(devices), 0)
-    return run._replace(step=jax.device_put(np.int32(step), run.step.sharding))
+@cache
+def step() -> js.Step:
+    return js.make_step(loss_fn, TX, layout())
 
 
 @cache
 def start() -> js.TrainState:
-    return new_run()
+    return js.init(init_fn, TX, layout(), 0)
 
 
 def at(step: int) -> js.TrainState:
     """The same run at some step."""
     return start()._replace(step=jax.device_put(np.int32(step), start().step.sharding))
+
+
+def new_run(step: int = 0) -> js.TrainState:
+    """The same run in arrays of its own, which a step may be given."""
+    return jax.tree.map(lambda x: x.copy(), at(step))

@@ -27,7 +27,7 @@ def tuned(base="int8"):
 
 
 def layouts(base="int8"):
-    mesh = js.make_mesh(data=8)
+    mesh = js.make_mesh(jax.devices()[:2], data=2)
     return [js.layout(strategy, mesh, tuned(base).init, TX) for strategy in (js.fsdp(min_size=0), js.ddp())]
 
 
@@ -98,7 +98,7 @@ def test_another_base_is_refused_by_name(trained):
         js.restore(folder, layouts("bf16")[0], init_from=base)
     with pytest.raises(ValueError, match="give it again as init_from="):
         js.restore(folder, layouts()[0])
-    plain = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), init_fn, TX)
+    plain = js.layout(js.fsdp(min_size=0), js.make_mesh(jax.devices()[:2], data=2), init_fn, TX)
     with pytest.raises(ValueError, match=r"init_from is for models of js\.lora"):
         js.restore(folder, plain, init_from=base)
 
@@ -107,7 +107,7 @@ def test_safetensors_hold_the_merged_model_and_load_as_a_base(trained, tmp_path)
     _, run, _ = trained
     layout = layouts()[0]
     file = js.save_safetensors(tmp_path / "merged.safetensors", run, layout)
-    plain = js.layout(js.ddp(), js.make_mesh(data=8), init_fn, TX)
+    plain = js.layout(js.ddp(), js.make_mesh(jax.devices()[:2], data=2), init_fn, TX)
     merged = js.load_safetensors(file, plain)
     logical = js.logical(run, layout).params
     assert_same(merged, js.merge_lora(logical))

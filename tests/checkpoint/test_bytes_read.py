@@ -1,12 +1,8 @@
 """What `restore` reads, counted by TensorStore: along the axis that was saved, a process reads its part alone."""
 
-import os
-import socket
-import subprocess
-import sys
-import textwrap
-
 import pytest
+
+from tests.distributed.launched import printed_together
 
 WHOLE = 2 * 2048 * 1024 * 4
 
@@ -47,19 +43,7 @@ PROGRAM = """
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_a_process_reads_its_part(processes, tmp_path):
     """Along another axis each of its devices needs a part of everything, and reads no more than all of it."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), address]
-    started = [
-        subprocess.Popen(
-            [*command, str(index), str(processes), str(tmp_path / "run")],
-            stdout=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        )
-        for index in range(processes)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=240)[0] for process in started]
-    assert [process.returncode for process in started] == [0] * processes, outputs
+    outputs = printed_together(PROGRAM, str(tmp_path / "run"), count=processes)
     counts = [line.split()[1:] for output in outputs for line in output.splitlines() if line.startswith("read ")]
     assert len(counts) == processes
     for same, other in counts:

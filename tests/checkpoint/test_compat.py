@@ -1,8 +1,6 @@
 """Private and undocumented names of Orbax and TensorStore: each test bears the name of what it would miss."""
 
 import inspect
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -111,12 +109,6 @@ def test_ocdbt_keeps_arrays_in_few_files(saved, tmp_path):
     store.save_arrays(tmp_path, {"one": blocks_of(ARRAYS["array 0"])}, "alone")
     counts = [sum(path.is_file() for path in folder.rglob("*")) for folder in (saved, tmp_path)]
     assert abs(counts[0] - counts[1]) <= 2 < len(ARRAYS), counts
-
-
-def test_orbax_is_not_imported_with_the_package():
-    """It takes half a second, which those who save nothing must not pay."""
-    code = "import sys, jaxshard as js; js.save, js.restore, js.Checkpointer; print('orbax.checkpoint' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout == b"False\n"
 
 
 def test_zarr_json_says_shape_and_dtype_of_every_array(saved):

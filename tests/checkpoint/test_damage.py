@@ -2,7 +2,6 @@
 
 import shutil
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +11,6 @@ from jaxshard.checkpoint import reader
 from jaxshard.checkpoint.checksums import list_files
 from jaxshard.checkpoint.manifest import MANIFEST
 from jaxshard.commands.main import main
-from tests.checkpoint.runs import assert_same
 from tests.checkpoint.small import layout, new_run
 
 
@@ -37,49 +35,6 @@ class Loads:
         monkeypatch.setattr(
             reader.store, "load_arrays", lambda *args: (self.folders.append(args[0].name), load(*args))[1]
         )
-
-
-def assert_refused(root, name, loads, run, capsys=None):
-    """By `restore`, which reads no array; the step before is found, with `capsys` restored, and the command tells."""
-    with pytest.raises(ValueError, match="20") as caught:
-        js.restore(root, layout(), step=20)
-    assert f"{root / '20' / name}: " in str(caught.value).replace(f"{MANIFEST} is missing", f"{MANIFEST}: missing")
-    assert js.latest_step(root, intact=True) == 10 and loads.folders == []
-    if capsys is not None:
-        assert_same(js.restore(root, layout(), step=10), run)
-        assert loads.folders == ["10"]
-        loads.folders.clear()
-        assert main(["checkpoint", "verify", str(root)]) == 1
-        shown = capsys.readouterr().out
-        assert str(root / "20" / name) in shown and "step 10: intact" in shown
-
-
-FAST, ALL = (32, 8), pytest.param(200, 50, marks=pytest.mark.slow, id="all")
-
-
-@pytest.mark.parametrize(("flips", "cuts"), [FAST, ALL])
-def test_every_flipped_bit_and_every_cut_is_refused(flips, cuts, steps, monkeypatch, capsys):
-    """Bits are drawn from the bits of all files together, cuts from all files alike; the seed is fixed."""
-    root, run, _ = steps
-    loads, numbers = Loads(monkeypatch), np.random.default_rng(0)
-    names = [name for name in names_of(root) if (root / "20" / name).stat().st_size]
-    sizes = np.array([(root / "20" / name).stat().st_size for name in names])
-    found, touched = 0, set()
-    for count in range(flips + cuts):
-        # Every other one in a file drawn alike: the large ones are 95 of 100 bits.
-        weights = sizes / sizes.sum() if count % 2 and count < flips else None
-        name = names[numbers.choice(len(names), p=weights)]
-        file = root / "20" / name
-        before = file.read_bytes()
-        at = int(numbers.integers(len(before)))
-        changed = bytearray(before)
-        changed[at] ^= 1 << int(numbers.integers(8))
-        file.write_bytes(changed if count < flips else before[:at])
-        assert_refused(root, name, loads, run, capsys if count % 10 == 0 else None)
-        file.write_bytes(before)
-        found, touched = found + 1, touched | {name}
-    assert found == flips + cuts and len(touched) >= min(len(names), 6)
-    assert js.latest_step(root, intact=True) == 20
 
 
 EDITS = st.tuples(

@@ -110,13 +110,6 @@ def test_what_is_no_lock_is_not_touched(kind, tmp_path):
     assert target.read_text() == "as it was" and [path.name for path in root.iterdir()] == [LOCK]
 
 
-def test_an_owner_s_text_is_shown_as_text(tmp_path):
-    then = "open(sys.argv[1] + '/.lock', 'wb').write(b'\\x1b[31m\\xff' * 200); print('held', flush=True); input()"
-    with another_training(tmp_path, then), pytest.raises(BlockingIOError) as caught:
-        hold(tmp_path)
-    assert str(caught.value).isprintable() and len(str(caught.value)) < 700
-
-
 def test_where_there_are_no_locks_it_is_said(tmp_path, monkeypatch):
     def refuse(*args):
         raise OSError(lock.errno.ENOLCK, "No locks available")
@@ -155,24 +148,3 @@ def test_what_the_launcher_starts_again_after_a_kill_gets_the_lock(tmp_path):
     )
     assert ended.returncode == 0 and ended.stdout.count("done 1") == 2, (ended.stdout, ended.stderr)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["1", "2"]
-
-
-@pytest.mark.slow
-def test_a_second_jaxshard_train_is_refused_before_it_compiles(tmp_path):
-    train = [
-        sys.executable,
-        "-m",
-        "jaxshard",
-        "train",
-        "--checkpoint",
-        str(tmp_path / "run"),
-        "--steps",
-        "1",
-        "--resume",
-    ]
-    with another_training(tmp_path / "run"):
-        ended = subprocess.run(
-            train, timeout=300, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
-        )
-    assert ended.returncode == 2 and "is training into this folder" in ended.stderr, (ended.stdout, ended.stderr)
-    assert "compiling" not in ended.stdout and "Traceback" not in ended.stderr

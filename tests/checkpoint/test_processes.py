@@ -1,22 +1,17 @@
 """Two processes save into one folder and one restores, and the other way round."""
 
-import os
-import socket
-import subprocess
-import sys
-import textwrap
-
 import pytest
 
 import jaxshard as js
 from jaxshard.checkpoint.checksums import find_damage
 from jaxshard.checkpoint.reader import describe
 from tests.checkpoint.runs import assert_same, made
+from tests.distributed.launched import printed_together
 
 PROGRAM = """
     import sys
     import jax
-    address, index, count, action, root, which = sys.argv[1:]
+    address, index, count, root, which, action = sys.argv[1:]
     jax.config.update("jax_num_cpu_devices", 8 // int(count))
     jax.distributed.initialize(address, int(count), int(index))
     import threading
@@ -75,20 +70,7 @@ PROGRAM = """
 
 def in_processes(count, action, root, name="three"):
     """What each of them printed."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    arguments = [sys.executable, "-c", textwrap.dedent(PROGRAM), address]
-    started = [
-        subprocess.Popen(
-            [*arguments, str(index), str(count), action, str(root), name],
-            stdout=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        )
-        for index in range(count)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=240)[0] for process in started]
-    assert [process.returncode for process in started] == [0] * count, outputs
-    return outputs
+    return printed_together(PROGRAM, str(root), name, action, count=count)
 
 
 def bytes_below(folder):

@@ -55,14 +55,6 @@ def test_every_array_that_differs_is_named_and_nothing_is_cast(root):
     assert sum("opt_state/0/" in line and line.endswith("not in the layout") for line in lines) == 9
 
 
-def test_a_frozen_parameter_has_no_optimizer_state(root):
-    frozen = js.layout(
-        js.ddp("data"), js.make_mesh(jax.devices()[:2], data=2), init_fn, TX, trainable=lambda path: path != "w"
-    )
-    with pytest.raises(ValueError, match=r"opt_state/0/mu/w: float32\[48, 24\] in the checkpoint, not in the layout"):
-        js.restore(root, frozen)
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -178,7 +170,7 @@ def test_dtypes_survive(tmp_path):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e5m2", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2"])
 def test_every_bit_of_a_padded_array_survives(dtype, tmp_path):
     """NaN with any payload among them, which passes through no float on the way."""
     size = 35 * np.dtype(dtype).itemsize

@@ -25,11 +25,11 @@ from jaxshard.core.tree import Leaf
 from tests.checks.flips import flipped, flipped_copies
 from tests.engines.programs import tpu
 from tests.optim.owners.shampoo import shampoo
+from tests.toys import normal
 
 
 def init_fn(key):
-    kernel = jax.random.normal(key, (16, 24))
-    return js.Model({"dense": {"kernel": kernel, "bias": jnp.zeros(24)}}, {"mean": jnp.zeros(24)})
+    return js.Model({"dense": {"kernel": normal(0, 16, 24), "bias": jnp.zeros(24)}}, {"mean": jnp.zeros(24)})
 
 
 def loss_fn(model, batch, key):
@@ -103,7 +103,8 @@ def test_the_majority_decides(sums, odd):
     assert [[device.id for device in one.differ] for one in found] == ([odd] if odd else [])
 
 
-@pytest.mark.parametrize("name", ["ddp", "hsdp"])
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("name", ["hsdp", "ddp"])
 def test_a_flipped_bit_is_found_with_leaf_and_device(name):
     layout, step, run = made(name)
     run, _ = step(run, BATCH)

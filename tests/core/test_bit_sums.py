@@ -7,8 +7,8 @@ import pytest
 
 from jaxshard.core.bit_sums import bit_sum
 
-FLOATS = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
-INTEGERS = ["int32", "uint32", "int16", "uint8", "int8"]
+DTYPES = ["float32", "bfloat16", "float8_e4m3fn", "int32", "uint8"]
+OTHERS = ["float16", "float8_e5m2", "uint32", "int16", "int8"]
 
 
 @jax.jit
@@ -33,7 +33,8 @@ def check(dtype):
     assert found.dtype == np.uint32 and len(set(found.tolist())) == 1 + 8 * host.nbytes
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS])
+@pytest.mark.fast_cases(5)
+@pytest.mark.parametrize("dtype", [*DTYPES, *OTHERS])
 def test_every_flipped_bit_changes_it(dtype):
     check(dtype)
 
@@ -48,8 +49,9 @@ def test_every_flipped_bit_of_wide_elements_changes_it(dtype):
 @pytest.mark.parametrize("dtype", ["int4", "uint4", "bool", "complex64"])
 def test_dtypes_without_bytes_of_their_own(dtype):
     values = [False, True] if dtype == "bool" else [0, 1, 2, 3, 1j] if dtype == "complex64" else [0, 1, 2, 3, 7]
-    arrays = [jnp.zeros(5, dtype).at[2].set(value) for value in jnp.array(values, dtype)]
-    assert len(set(np.asarray(sums(arrays)).tolist())) == len(values)
+    arrays = np.zeros((len(values), 5), jnp.dtype(dtype))
+    arrays[:, 2] = values
+    assert len(set(np.asarray(sums(list(arrays))).tolist())) == len(values)
 
 
 def test_keys_zeros_and_numbers_that_are_none():

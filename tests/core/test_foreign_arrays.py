@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jaxshard as js
+from tests.toys import normal
 
 TX = optax.sgd(0.1)
 X = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
@@ -74,7 +75,7 @@ class DataLoader:
 
 
 def init_fn(key):
-    return {"w": jax.random.normal(key, (4, 3))}
+    return {"w": normal(0, 4, 3)}
 
 
 def loss_fn(params, batch, key=None):
@@ -92,8 +93,13 @@ def step():
     return js.make_step(loss_fn, TX, layout(), engine=js.explicit())
 
 
-def start(**options):
-    return js.init(init_fn, TX, layout(), 0, **options)
+@cache
+def first():
+    return js.init(init_fn, TX, layout(), 0)
+
+
+def start():
+    return js.clone(first())
 
 
 def last_loss(batches):
@@ -114,7 +120,12 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loader_of_torch_trains_as_numpy_does(way):
-    assert last_loss(WAYS[way]()) == last_loss(DataLoader(np.asarray))
+    assert last_loss(WAYS[way]()) == numpy_loss()
+
+
+@cache
+def numpy_loss():
+    return last_loss(DataLoader(np.asarray))
 
 
 @cache
@@ -129,26 +140,22 @@ def gradient():
 
 BATCH = {"x": X[:8], "y": Y[:8]}
 CALLS = {
-    "evaluate": lambda b: js.evaluate(eval_step(), start(), [b])["loss"],
-    "value_and_grad": lambda b: gradient()(start(), b)[0],
-    "make_apply": lambda b: js.make_apply(lambda params, x: (x @ params["w"]).sum(), layout())(start(), b["x"]),
-    "attribution": lambda b: js.attribution(
-        lambda params, x: x @ params["w"], start(), b["x"], layout(), target=b["y"]
-    ).values.sum(),
-    "init_from": lambda b: start(init_from={"w": b["x"][:4, :3]}).params["w"].sum(),
+    "evaluate": lambda b: js.evaluate(eval_step(), first(), [b])["loss"],
+    "value_and_grad": lambda b: gradient()(first(), b)[0],
+    "make_apply": lambda b: js.make_apply(lambda params, x: (x @ params["w"]).sum(), layout())(first(), b["x"]),
+    "init_from": lambda b: js.init(init_fn, TX, layout(), 0, init_from={"w": b["x"][:4, :3]}).params["w"].sum(),
     "windows": lambda b: js.data.windows(b["y"], batch=2, seq=3, seed=0).rows(0, np.arange(2))["tokens"].sum(),
+    "attribution": lambda b: js.attribution(
+        lambda params, x: x @ params["w"], first(), b["x"], layout(), target=b["y"]
+    ).values.sum(),
     "audit": lambda b: js.audit(js.make_step(loss_fn, TX, layout()), b).found_bytes,
     "predict": lambda b: js.plan.predict(layout(), loss_fn, b, tx=TX).as_dict(),
     "parity": lambda b: js.parity(init_fn, loss_fn, TX, js.ddp(), js.make_mesh(data=8), b).ok,
 }
 
 
-SLOW = ("attribution", "audit", "predict", "parity")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CALLS]
-)
+@pytest.mark.fast_cases(5)
+@pytest.mark.parametrize("name", CALLS)
 def test_tensors_are_taken_by_all_that_takes_arrays(name):
     tensors = jax.tree.map(Tensor, BATCH)
     assert CALLS[name](tensors) == CALLS[name](BATCH)
@@ -156,14 +163,14 @@ def test_tensors_are_taken_by_all_that_takes_arrays(name):
 
 def test_what_numpy_has_no_dtype_for_is_read_by_dlpack():
     half = X[:8].astype(jnp.bfloat16)
-    found = gradient()(start(), {"x": Tensor(half, dtype="torch.bfloat16"), "y": Tensor(Y[:8])})[0]
-    assert found == gradient()(start(), {"x": half, "y": Y[:8]})[0]
+    found = gradient()(first(), {"x": Tensor(half, dtype="torch.bfloat16"), "y": Tensor(Y[:8])})[0]
+    assert found == gradient()(first(), {"x": half, "y": Y[:8]})[0]
 
 
 def test_a_tensor_that_requires_a_gradient_is_named_with_what_to_write():
     batch = {"x": Tensor(X[:8], requires_grad=True), "y": Tensor(Y[:8])}
     message = r"(?s)can't be read; pass NumPy arrays\n  - x: torch.Tensor: .* Use tensor.detach\(\).numpy\(\)"
-    for call in (lambda: step()(start(), batch), lambda: eval_step()(start(), batch), lambda: step().compile(batch)):
+    for call in (lambda: step()(start(), batch), lambda: eval_step()(first(), batch), lambda: step().compile(batch)):
         with pytest.raises(TypeError, match=message):
             call()
 
@@ -178,7 +185,7 @@ def test_lists_of_numbers_are_refused_with_what_to_write():
         lambda: step()(start(), columns),
         lambda: step()(start(), {"x": X[:8], "y": Y[:8].tolist()}),
         lambda: step()(start(), {"x": X[:8].tolist(), "y": Y[:8]}),
-        lambda: eval_step()(start(), columns),
+        lambda: eval_step()(first(), columns),
         lambda: next(js.batches([columns], layout())),
         lambda: next(js.local_batches([columns], layout())),
         lambda: next(js.batches(js.data.examples(rows, batch=8, seed=None), layout())),

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxshard as js
@@ -264,6 +264,7 @@ def test_optimizer_state_is_split_as_its_parameter_and_nothing_else_is_named():
     assert rows and all(p.placement.store == jax.P(None) for p in rows)
 
 
+@settings(max_examples=25)
 @given(rows=st.integers(1, 64), columns=st.integers(1, 64), parts=st.sampled_from([2, 4, 8]))
 def test_any_unnamed_matrix_is_split_along_its_long_side_or_whole(rows, columns, parts):
     placement = layout({"Dense_0": {"kernel": (rows, columns)}}, parts=parts).params["Dense_0"]["kernel"]

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 
 import jaxshard as js
 from jaxshard.core.mesh import MeshById
-from tests.toys import quick_compile
+from tests.toys import normal, quick_compile
 
 pytestmark = pytest.mark.fast_cases(1)
 
@@ -27,8 +27,7 @@ AUTO = (AxisType.Auto,) * 2
 
 
 def init_fn(key):
-    up, down = jax.random.split(key)
-    return {"up": jax.random.normal(up, (16, 32)) / 4, "down": jax.random.normal(down, (32, 4)) / 4}
+    return {"up": normal(0, 16, 32) / 4, "down": normal(1, 32, 4) / 4}
 
 
 def loss_fn(params, batch, key):
@@ -57,8 +56,8 @@ def train(engine, folder):
 
 
 SETTINGS = {
-    "another mesh": lambda: jax.set_mesh(jax.make_mesh((2, 4), ("a", "b"), axis_types=AUTO)),
     "a mesh of explicit axes": lambda: jax.set_mesh(jax.make_mesh((8,), ("data",))),
+    "another mesh": lambda: jax.set_mesh(jax.make_mesh((2, 4), ("a", "b"), axis_types=AUTO)),
     "its own mesh": lambda: jax.set_mesh(MESH),
     "a transfer guard": lambda: jax.transfer_guard("disallow"),
     "strict dtypes": lambda: jax.numpy_dtype_promotion("strict"),
@@ -68,7 +67,6 @@ SETTINGS = {
 
 
 ENGINES = {"explicit": js.explicit(), "auto": js.auto()}
-FAST = ("a mesh of explicit axes", "a transfer guard")
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +74,8 @@ def expected(tmp_path_factory):
     return functools.cache(lambda name: train(ENGINES[name], tmp_path_factory.mktemp(name)))
 
 
-@pytest.mark.parametrize("engine", ["explicit", pytest.param("auto", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "setting", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
-)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_the_same_numbers_under_any_setting(setting, engine, expected, tmp_path):
     """Bit for bit."""
     with quick_compile():
@@ -91,14 +87,7 @@ def test_the_same_numbers_under_any_setting(setting, engine, expected, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "setting",
-    [
-        "a mesh of explicit axes",
-        pytest.param("another mesh", marks=pytest.mark.slow),
-        pytest.param("a transfer guard", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("setting", ["a mesh of explicit axes", "another mesh", "a transfer guard"])
 def test_parity_and_audit_under_settings(setting):
     with quick_compile(), SETTINGS[setting]():
         assert js.parity(init_fn, loss_fn, TX, js.fsdp(min_size=0), MESH, BATCH, engine=js.explicit()).ok

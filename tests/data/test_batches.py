@@ -6,7 +6,6 @@ import itertools
 import json
 import threading
 import time
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -80,12 +79,6 @@ def test_rows_of_the_processes_are_the_batch(source, count):
         jax.tree.map(np.testing.assert_array_equal, joined, whole)
 
 
-def test_processes_may_hold_the_same_rows():
-    np.testing.assert_array_equal(local_rows(Process(1, 4, copies=2), (16,)), np.arange(4, 8))
-    for index in (0, 1):
-        np.testing.assert_array_equal(local_rows(Process(index, 2, copies=8), (16,)), np.arange(16))
-
-
 def test_global_batches_by_number_end():
     whole = [{"x": np.arange(16, dtype=np.float32) + step, "rate": np.float32(step)} for step in range(5)]
     made = list(data.batches(whole, Rows("data", data=8), start=2))
@@ -95,25 +88,6 @@ def test_global_batches_by_number_end():
     stream = data.batches(whole, Rows("data", data=8))
     next(stream)
     assert stream.position == 1
-
-
-def test_what_several_processes_compare_of_their_first_batch(monkeypatch):
-    """The same of a source and of batches by number; leaves without rows as they are."""
-    compared = []
-    peers = SimpleNamespace(agree=lambda point, facts: compared.append((point, facts)))
-    monkeypatch.setattr(module, "peers_of", lambda mesh: peers)
-    whole = [Spy().rows(step, np.arange(16)) for step in range(5)]
-    data.batches(Spy(), Rows("data", data=8), start=2)
-    data.batches(whole, Rows("data", data=8), start=2)
-    assert compared[0] == compared[1]
-    point, facts = compared[0]
-    assert point == "js.batches" and facts["start"] == "2"
-    assert facts["batch x"] == "float32[16, 3]" and "(2.0, 2.0, 2.0)" in facts["first row of the data, x"]
-
-    data.batches([{"x": np.zeros((16, 3)), "rate": np.float32(0.5)}], Rows("data", data=8))
-    assert compared[2][1]["batch rate"] == "float32[]" and "(0.5)" in compared[2][1]["first row of the data, rate"]
-    data.batches(whole, Rows("data", data=8), start=5)
-    assert len(compared) == 3, "there is no first batch after the last"
 
 
 def test_global_batches_in_turn():

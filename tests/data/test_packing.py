@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxshard as js
@@ -20,6 +20,7 @@ def numbered(sizes, **options):
     return data.documents([np.arange(end - size, end) + 1 for size, end in zip(sizes, ends, strict=True)], **options)
 
 
+@settings(max_examples=40)
 @given(SIZES, st.integers(1, 17))
 def test_every_token_comes_once_and_predicts_the_next_of_its_document(sizes, seq):
     docs = numbered(sizes)
@@ -37,6 +38,7 @@ def test_every_token_comes_once_and_predicts_the_next_of_its_document(sizes, seq
     assert facts["cut"] == sum(size > seq for size in sizes)
 
 
+@settings(max_examples=40)
 @given(SIZES, st.integers(1, 17))
 def test_segments_are_whole_and_positions_begin_in_each(sizes, seq):
     docs = numbered(sizes)
@@ -60,6 +62,7 @@ def test_segments_are_whole_and_positions_begin_in_each(sizes, seq):
     assert source.epoch_rows <= 2 * -(-sum(sizes) // seq)
 
 
+@settings(max_examples=40)
 @given(SIZES, st.randoms())
 def test_answers_alone_are_learned(sizes, random):
     answers = [np.array([random.random() < 0.5 for _ in range(size)]) for size in sizes]

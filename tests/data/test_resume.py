@@ -66,6 +66,7 @@ def test_a_resumed_run_is_the_run(open_at, tmp_path):
     assert jnp.array_equal(whole.params["w"], resumed.params["w"])
 
 
+@pytest.mark.slow
 def test_a_program_may_end_with_batches_under_way():
     code = """
 import numpy as np, time, jaxshard as js, optax

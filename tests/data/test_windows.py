@@ -39,17 +39,6 @@ def test_an_epoch_has_every_window_once():
     assert (source.rows(0, np.arange(4))["tokens"] != source.rows(25, np.arange(4))["tokens"]).any()
 
 
-def test_a_batch_may_be_larger_than_an_epoch():
-    source = data.windows(np.arange(31, dtype=np.uint8), batch=7, seq=10, seed=0)
-    starts = source.rows(0, np.arange(7))["tokens"][:, 0]
-    assert sorted(starts[:3]) == sorted(starts[3:6]) == [0, 10, 20]
-
-
-def test_seeds_differ():
-    rows = [data.windows(TOKENS, batch=8, seq=10, seed=seed).rows(0, np.arange(8))["tokens"] for seed in (0, 1)]
-    assert (rows[0] != rows[1]).any()
-
-
 def test_rows_outside_the_batch_are_refused():
     with pytest.raises(ValueError, match="rows 3 to 8 of a batch of 8"):
         data.windows(TOKENS, batch=8, seq=10, seed=0).rows(0, np.arange(3, 9))

@@ -49,13 +49,38 @@ BEGIN = """
 """How the programs of these tests begin: a small model and its data."""
 
 
-def processes(program: str, *arguments: str, count: int = 2, seconds: float = 200.0) -> list[Ended]:
-    """How processes ended that ran a program together."""
+def free_address() -> str:
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+        return f"localhost:{free.getsockname()[1]}"
+
+
+def printed_together(program: str, *arguments: str, count: int) -> list[str]:
+    """What processes printed that ran a program together and ended well.
+
+    Its arguments are the coordinator's address, the number of the process, how many there are, and these.
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), free_address()]
+    started = [
+        subprocess.Popen(
+            [*command, str(index), str(count), *arguments],
+            stdout=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        )
+        for index in range(count)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=400)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * count, outputs
+    return outputs
+
+
+def processes(program: str, *arguments: str, count: int = 2, seconds: float = 200.0) -> list[Ended]:
+    """How processes ended that ran a program together."""
     code = textwrap.dedent(BEGIN) + textwrap.dedent(program)
-    there = {"JAX_PLATFORMS": "cpu", "JAXSHARD_COORDINATOR_ADDRESS": address, "JAXSHARD_NUM_PROCESSES": str(count)}
+    there = {
+        "JAX_PLATFORMS": "cpu",
+        "JAXSHARD_COORDINATOR_ADDRESS": free_address(),
+        "JAXSHARD_NUM_PROCESSES": str(count),
+    }
     started = [
         subprocess.Popen(
             [sys.executable, "-c", code, *arguments],

@@ -56,12 +56,6 @@ def test_a_store_that_does_not_answer_keeps_nobody_from_ending(play, monkeypatch
     over.set()
 
 
-def test_one_process_has_nobody_to_tell(play):
-    play(None, 0, count=1)
-    failures.report_failure("it left with status 1", 1)
-    failures.part()
-
-
 def test_process_0_leaves_after_those_that_answer(play, monkeypatch):
     monkeypatch.setattr(failures, "_INTERVAL", 0.1)
     monkeypatch.setattr(failures, "_ANSWER", 0.1)
@@ -110,26 +104,3 @@ def test_a_process_that_ends_by_itself_is_not_ended(play, monkeypatch):
     failures.part()
     thread.join(60)
     assert not thread.is_alive() and store.notes["jaxshard/parting/2"] == "left"
-
-
-def test_a_process_whose_own_failure_is_the_only_one_goes_on_looking(play, monkeypatch):
-    monkeypatch.setattr(failures, "_INTERVAL", 0.01)
-    store = Store()
-    play(store, 1)
-    failures.report_failure("ValueError: wrong", 1)
-    thread = threading.Thread(target=failures._watch, args=(store, 1, 3))
-    thread.start()
-    time.sleep(0.2)
-    assert thread.is_alive()
-    failures._closed.set()
-    thread.join(60)
-
-
-def test_a_store_that_is_gone_ends_the_looking(play, monkeypatch):
-    class Gone(Store):
-        def key_value_dir_get(self, key):
-            raise RuntimeError("UNAVAILABLE: failed to connect")
-
-    play(Gone(), 1)
-    monkeypatch.setattr(failures, "_INTERVAL", 0.01)
-    failures._watch(Gone(), 1, 2)

@@ -29,6 +29,7 @@ def test_a_dictionary_as_the_store():
     check_store(Store())
 
 
+@pytest.mark.slow
 def test_the_store_of_jax():
     program = """
         import sys

@@ -50,16 +50,6 @@ def test_a_kill_changes_nothing(tmp_path):
     killed(tmp_path, ["save"], 12, 1)
 
 
-@pytest.mark.slow
-def test_three_kills_change_nothing(tmp_path):
-    killed(tmp_path, ["save", "start", "step"], 20, 1)
-
-
-@pytest.mark.slow(sampled=False)  # many minutes
-def test_twenty_kills_change_nothing(tmp_path):
-    killed(tmp_path, ["step", "save", "start", "save"] * 5, 80, 2)
-
-
 @pytest.mark.slow(sampled=False)  # many minutes
 @pytest.mark.parametrize("seed", [0])
 def test_kills_of_any_process_change_nothing(seed, tmp_path):

@@ -68,7 +68,7 @@ def test_all_wait_for_a_late_process_and_name_it(late, address, capsys):
         assert len(lines) <= 2, "one process speaks for all"
 
 
-@pytest.mark.parametrize("bind", [None, "[::]", "0.0.0.0", "127.0.0.1"])
+@pytest.mark.parametrize("bind", [None, "[::]"])
 def test_the_port_is_free_again_for_the_next_meeting(bind, address):
     bind = None if bind is None else f"{bind}:{address.split(':')[1]}"
     for _ in range(3):

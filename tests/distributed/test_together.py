@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from jaxshard.distributed import together
-from tests.distributed.launched import processes
 from tests.distributed.store import members
 from tests.distributed.store import together as in_threads
 
@@ -38,11 +37,6 @@ def simulated(monkeypatch):
         return in_threads([lambda i=i, peers=peers: call(i, peers) for i, peers in enumerate(members(3))])
 
     return run
-
-
-def test_numbers_of_all_processes(simulated):
-    assert simulated(lambda index: together.gather_ints(10 * index, "point")) == [[0, 10, 20]] * 3
-    assert simulated(lambda index: together.failed_processes(index != 1, "point")) == [[0, 2]] * 3
 
 
 def test_problems_of_one_process_are_raised_in_all(simulated):
@@ -82,21 +76,3 @@ def test_a_process_on_its_own():
     with pytest.raises(ValueError, match=r"wrong\n  - a$"):
         together.raise_together(["a"], ValueError, "wrong", point="alone")
     assert together.call_in_first_process(lambda: True, "alone") is True
-
-
-@pytest.mark.slow
-def test_two_processes_of_which_one_is_late():
-    program = """
-        from jaxshard.distributed.together import call_in_first_process, raise_together
-        time.sleep(3 * index)
-        try:
-            raise_together(["w: damaged"] if index else [], ValueError, "bad", point="reading")
-        except ValueError as error:
-            print("raised", str(error).splitlines()[1:])
-        print("answer", call_in_first_process(lambda: index == 0, "preparing"))
-    """
-    first, second = processes(program)
-    assert (first.status, second.status) == (0, 0), first.err + second.err
-    ours = [[line for line in one.out.splitlines() if not line.startswith("[Gloo]")] for one in (first, second)]
-    assert ours[0] == ["raised ['  - process 1 found something wrong, and names it']", "answer True"]
-    assert ours[1] == ["raised ['  - w: damaged']", "answer True"]

@@ -15,7 +15,7 @@ import pytest
 import jaxshard as js
 from jaxshard.distributed import watchdog as module
 from jaxshard.distributed.watchdog import Beat, Watchdog, locate_thread, name_culprits, waits_for_devices, write_report
-from tests.distributed.store import Store, members, together
+from tests.distributed.store import members, together
 
 
 @pytest.fixture
@@ -48,21 +48,6 @@ def test_the_limit_follows_the_median_and_the_first_step_has_none(clock):
         clock.now += 1
         watchdog(number, None)
     assert watchdog.limit == 60
-
-
-def test_pauses_belong_to_no_step(clock):
-    watchdog = Watchdog(least=1, factor=2)
-    watchdog(1, None)
-    clock.now += 3
-    with watchdog.paused():
-        clock.now += 500
-        with watchdog.paused():
-            clock.now += 500
-        clock.now += 500
-        watchdog(2, None)
-        clock.now += 500
-    clock.now += 1
-    assert watchdog.limit == 6 and watchdog._take_beat(0).seconds == 1 and not watchdog._take_beat(0).paused
 
 
 def test_fit_pauses_it_for_evaluation_and_callbacks(clock):
@@ -103,28 +88,6 @@ def test_who_is_accused(beats, silent, expected):
     text = write_report(beat(5), 60.0, beats, silent)
     assert text.startswith("jaxshard: watchdog: step 6 takes 70 s, more than the limit of 60 s\n")
     assert "a: step 5 done 70 s ago" in text and "at data.py:30 read" in text
-
-
-def test_where_a_thread_stands():
-    released, places = [], {}
-
-    def busy():
-        while not released:
-            time.sleep(0.01)
-
-    # The innermost line of Python is one of JAX's, as it is in a collective.
-    space = {"released": released, "sleep": time.sleep}
-    file = str(Path(jax.__file__).parent / "made_up.py")
-    exec(compile("def block():\n    while not released: sleep(0.01)", file, "exec"), space)
-    for name, function in (("busy", busy), ("waits", space["block"])):
-        thread = threading.Thread(target=function, daemon=True)
-        thread.start()
-        time.sleep(0.05)
-        places[name] = locate_thread(thread.ident)
-    released.append(True)
-    assert places["waits"][0] and "made_up.py:2 block" in places["waits"][1]
-    assert not places["busy"][0] and "test_watchdog.py" in places["busy"][1]
-    assert locate_thread(-1) == (False, "(ended)")
 
 
 def stands(function):
@@ -237,22 +200,6 @@ def test_nobody_is_accused_while_a_process_saves(monkeypatch, ended, capfd):
     assert ended == []
     text = capfd.readouterr().err
     assert text.count("for process 1 (host b): evaluates, saves or prints") == 1 and "held up" not in text
-
-
-def test_without_the_store_every_process_watches_itself(monkeypatch, ended, capfd):
-    class Gone(Store):
-        def key_value_set(self, key, value, allow_overwrite=False):
-            if "/watch/" in key:
-                raise RuntimeError("UNAVAILABLE: failed to connect")
-
-    monkeypatch.setattr(module, "all_peers", lambda: members(2, Gone())[0])
-    with Watchdog(least=0.2, factor=1) as watchdog:
-        watchdog(1, None)
-        watchdog(2, None)
-        give_up = time.monotonic() + 60
-        while not ended and time.monotonic() < give_up:
-            time.sleep(0.05)
-    assert ended == [75] and "can't be reached: UNAVAILABLE" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("options", [{"least": 0}, {"factor": 0.5}])

@@ -1,5 +1,6 @@
 """The commands that the pages print, and the files that a reader has when typing them."""
 
+import functools
 import itertools
 import json
 import os
@@ -70,6 +71,7 @@ class Printed(NamedTuple):
         return shlex.split(self.text, comments=True)
 
 
+@functools.cache
 def printed_by(page: Path) -> list[Printed]:
     """The commands in the indented and fenced blocks and in the tables of a page, and those quoted elsewhere."""
     lines = page.read_text(encoding="utf-8").splitlines()
@@ -96,6 +98,7 @@ def printed_by(page: Path) -> list[Printed]:
     return sorted(found, key=lambda one: one.line)
 
 
+@functools.cache
 def why_not_accepted(command: Printed) -> str:
     """Return what the parser says of a command and of the one behind `launch ... --`; "" where it accepts them."""
     words = [word for word in command.words if word != "..."]

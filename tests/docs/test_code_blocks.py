@@ -24,6 +24,7 @@ NEEDS = {"finetuning": "tokenizers", "profiling": "libtpu"}
 LONG = ("planner", "models", "pipelines", "experts", "loops", "long_context", "finetuning", "generation", "weights")
 LONG += ("engines", "contract", "collectives", "choose_a_strategy", "faults", "debugging", "profiling")
 LONG += ("placements", "fsdp2", "deepspeed", "megatron", "maxtext", "pmap", "claims", "troubleshooting")
+LONG += ("checks", "architecture", "memory_estimate", "replicas", "checkpoints", "optimizers", "peers", "restarts")
 LONG += ("planner_table", "cli", "programs", "matrix_optimizers", "wire", "model_state", "pictures", "local_steps")
 """Pages whose programs take long to compile."""
 

@@ -11,7 +11,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import optax
 import pytest
 from sitetools.docstring import example_of, pieces_of
@@ -48,6 +47,8 @@ def test_an_example_runs(name: Name, program: dict[str, Any], tmp_path: Path, mo
         pytest.importorskip(NEEDS[name.full])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    import matplotlib.pyplot as plt  # which takes longer than everything else here
+
     plt.switch_backend("Agg")
     namespace = {**program, **HELPERS, "run": js.clone(program["run"])}  # a step takes the arrays of a run
     code = "\n".join(piece.text for piece in pieces_of(example_of(name.docstring)) if piece.is_code)

@@ -3,8 +3,6 @@
 import re
 import tomllib
 
-import pytest
-
 from jaxshard.core.compat import NEWEST_TESTED
 from tests.docs.pages import PAGES, ROOT
 
@@ -58,26 +56,3 @@ def test_the_readme_names_the_versions_of_jax_that_are_tested():
     newest = ".".join(map(str, NEWEST_TESTED))
     text = " ".join(README.read_text().split())
     assert f"JAX {oldest} on" in text and f"JAX {newest}, the newest" in text
-
-
-@pytest.mark.parametrize(
-    ("page", "theirs", "ours"),
-    [
-        ("deepspeed", "offload_optimizer", "js.offload"),
-        ("deepspeed", "zero_quantized_gradients", "js.wire.int8"),
-        ("fsdp2", "CPUOffloadPolicy", "js.offload"),
-        ("fsdp2", "enable_fsdp_float8_all_gather", "js.wire.fp8"),
-        ("fsdp2", "DiLoCo", "js.local"),
-        ("megatron", "--optimizer-cpu-offload", "js.offload"),
-        ("megatron", "--non-persistent-ckpt-type local", "js.MemoryCheckpointer"),
-        ("maxtext", "optimizer_memory_host_offload", "js.offload"),
-        ("maxtext", "enable_emergency_checkpoint", "js.MemoryCheckpointer"),
-        ("maxtext", "enable_diloco", "js.local"),
-    ],
-)
-def test_what_exists_is_in_the_table_of_terms_and_not_among_what_is_missing(page, theirs, ours):
-    text = (ROOT / "docs" / "coming_from" / f"{page}.md").read_text(encoding="utf-8")
-    rows = [line for line in text.splitlines() if line.startswith("|") and theirs in line]
-    assert rows and ours in rows[0].split("|")[2]
-    missing = text.split("## What has no counterpart")[1].split("\n## ")[0]
-    assert f"- `{theirs}`" not in missing

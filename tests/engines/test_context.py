@@ -69,11 +69,6 @@ def check(model, axes, batch, engine, how="gather"):
 
 
 @pytest.mark.slow
-def test_packed_rows_under_explicit_to_1e_6():
-    check(llama(), {"data": 2, "context": 4}, packed_rows(), js.explicit(microbatches=2))
-
-
-@pytest.mark.slow
 def test_dropout_is_that_of_one_device():
     check(gpt(dropout=0.3, depth=1), {"context": 2}, plain_rows(), js.explicit())
 
@@ -100,22 +95,16 @@ QUERIES = 4 * 8 * 8 * 4
 
 
 @pytest.mark.slow
-def test_a_context_adds_its_gathers_alone():
-    strategy = js.compose(js.ddp("data"), js.context("context"))
-    found = found_over_context(llama(), {"data": 2, "context": 4}, plain_rows(), js.explicit(), strategy)
-    # Keys and values of two blocks, which keep everything for the backward pass, and their gradients.
-    assert found == {("all-gather", KEYS): 4, ("reduce-scatter", KEYS): 4}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
+        # Keys and values of two blocks, which keep everything for the backward pass, and their gradients.
+        ("gather", {("all-gather", KEYS): 4, ("reduce-scatter", KEYS): 4}),
         # Queries and output of two blocks, forward and backward. Keys and values have as many heads as devices.
         ("ulysses", {("all-to-all", QUERIES): 8, ("all-to-all", KEYS // 4): 8}),
     ],
 )
-def test_other_forms_add_their_collectives_alone(how, expected):
+def test_a_context_adds_its_collectives_alone(how, expected):
     strategy = js.compose(js.ddp("data"), js.context("context", how=how))
     assert found_over_context(llama(), {"data": 2, "context": 4}, plain_rows(), js.explicit(), strategy) == expected
 

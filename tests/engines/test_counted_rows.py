@@ -79,19 +79,6 @@ def test_a_weight_of_the_rows_is_not(name):
     compiled(model_of(lambda nats: nats.size), name)
 
 
-@pytest.mark.parametrize(("engine", "traces"), [(js.explicit(), 2), (js.explicit(microbatches=2), 3)], ids=["1", "2"])
-def test_how_often_a_loss_is_traced(engine, traces):
-    """For the check of its means and its gradient, and for the weights of all micro-batches if there are several."""
-    model, seen = model_of(lambda nats: nats.size), []
-
-    def loss(params, batch, key):
-        seen.append(batch["x"].shape)
-        return model.loss(params, batch, key)
-
-    js.make_step(loss, TX, js.layout(js.ddp(), mesh_of({"data": 4}), model.init, TX), engine=engine).lower(BATCH)
-    assert len(seen) == traces
-
-
 def test_where_the_whole_batch_is_seen_any_weight_is_right():
     model = model_of(lambda nats: 16.0)
     expected = float(model.loss(model.init(jax.random.key(0)), BATCH, None).value)

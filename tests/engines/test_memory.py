@@ -19,7 +19,7 @@ from jaxshard.plan.topology import topology_mesh
 from tests.engines.programs import gpt_program, setups, torus_setups, tpu
 from tests.toys import cross_entropy, quick_compile
 
-pytestmark = pytest.mark.fast_cases(2)
+pytestmark = pytest.mark.fast_cases(1)
 
 PyTree = Any
 TX = optax.adam(1e-3)
@@ -71,7 +71,7 @@ ARGUMENTS = {
     "fsdp": 52_424,  # 4 x (4,361 + 2 x 4,341 + 1) + 248
     "hsdp": 104_008,  # 4 x (8,673 + 2 x 8,633 + 1) + 248
 }
-ENGINES = [(strategy, js.explicit()) for strategy in ARGUMENTS] + [("zero1", js.auto()), ("fsdp", js.auto())]
+ENGINES = [(strategy, js.explicit()) for strategy in reversed(ARGUMENTS)] + [("zero1", js.auto()), ("fsdp", js.auto())]
 
 
 @pytest.mark.parametrize(("strategy", "engine"), ENGINES, ids=lambda x: x if isinstance(x, str) else type(x).__name__)
@@ -115,7 +115,7 @@ def six_blocks(engine: Any, *, rows: int = 8, opaque: bool = False) -> Any:
     return program.compiled.memory_analysis()
 
 
-@pytest.mark.parametrize(("remat", "limit"), [pytest.param("dots", 45e6, marks=pytest.mark.slow), ("nothing", 35e6)])
+@pytest.mark.parametrize(("remat", "limit"), [("nothing", 35e6), ("dots", 45e6)])
 def test_one_block_at_a_time_is_whole(remat, limit):
     memory = six_blocks(js.explicit(remat=remat))
     assert memory.temp_size_in_bytes <= limit
@@ -150,6 +150,7 @@ def test_scattering_each_micro_batch_holds_no_whole_gradients():
     assert end >= 150e6
 
 
+@pytest.mark.fast_cases(18)
 @pytest.mark.parametrize(
     ("shape", "dtype", "expected"),
     [
@@ -231,17 +232,3 @@ def test_compiled_arguments_on_a_torus(strategy, engine):
     assert layout.argument_bytes(BATCH) == ARGUMENTS[strategy]
     assert tiled_argument_bytes(layout, BATCH) == TILED[strategy]
     assert argument_bytes(layout, engine) == TILED[strategy]
-
-
-@tpu
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ARGUMENTS)
-def test_compiled_arguments_of_blocks_on_a_torus(strategy):
-    """Width 64: many a shard is less than a tile."""
-    mesh = topology_mesh("v5e:2x4", x=2, y=4)
-    sizes = {"vocab": 256, "width": 64, "depth": 3, "heads": 4, "seq": 16}
-    program = gpt_program(mesh, torus_setups(0)[strategy], js.explicit(), **sizes)
-    batch = {"tokens": jax.ShapeDtypeStruct((16, 17), jnp.int32)}
-    predicted = tiled_argument_bytes(program.layout, batch)
-    assert program.compiled.memory_analysis().argument_size_in_bytes == predicted
-    assert predicted > program.layout.argument_bytes(batch)

@@ -31,10 +31,6 @@ def cross_entropy(params, x, targets):
     return js.Mean(nats.sum(), nats.size)
 
 
-def good_loss(params, batch, key):
-    return cross_entropy(params, embed(params, batch["tokens"]), batch["targets"])
-
-
 def mixing_loss(params, batch, key):
     x = embed(params, batch["tokens"])
     x = x + jnp.arange(x.shape[1])[:, None] / 9
@@ -65,20 +61,8 @@ def test_all_places_are_in_the_error():
     assert "js.auto()" in text
 
 
-@pytest.mark.slow
-def test_the_same_loss_without_them_is_compiled():
-    assert "all-reduce" in step_of(good_loss, js.explicit()).compile(BATCH).as_text()
-
-
 def test_other_engines_and_contexts_of_one_device_do_not_ask():
     step_of(mixing_loss, js.explicit(), data=4, context=1).compile(BATCH)
-
-
-@pytest.mark.slow
-def test_auto_is_right_for_it():
-    strategy = js.compose(js.fsdp(("data", "context"), min_size=0), js.context("context"))
-    mesh = mesh_of(data=2, context=2)
-    js.parity(init, mixing_loss, TX, strategy, mesh, BATCH, engine=js.auto()).check()
 
 
 def stacked(block):
@@ -114,18 +98,6 @@ def test_evaluation_in_stages_is_read_too(axis):
             step(run, BATCH)
     else:
         assert np.isfinite(step(run, BATCH)["loss"].value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", [js.explicit(microbatches=2), js.auto()], ids=["explicit", "auto"])
-def test_losses_of_routing_are_those_of_whole_rows_to_1e_6(engine):
-    """Balance is a product of sums over positions: of a device's own alone it would be another number."""
-    model = js.models.moe(
-        vocab=32, width=16, depth=2, heads=4, kv_heads=2, hidden=16, seq=LENGTH, experts=4, k=2, balance=0.5, z=0.1
-    )
-    strategy = js.compose(js.fsdp(("data", "context"), min_size=0), js.context("context"))
-    mesh = mesh_of(data=2, context=2)
-    js.parity(model.init, model.loss, TX, strategy, mesh, BATCH, engine=engine).check()
 
 
 def test_an_evaluation_in_which_devices_see_their_own_positions_is_read_too():

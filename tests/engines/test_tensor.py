@@ -6,23 +6,18 @@ import itertools
 from functools import cache
 
 import jax
-import optax
 import pytest
 
 import jaxshard as js
-from jaxshard.checks.collectives.compare import audit
 from jaxshard.checks.collectives.found import Collective, arrays_only, collectives
 from jaxshard.plan.topology import topology_mesh
 from tests.engines.programs import Program, gpt_program, tpu
-from tests.toys import Trace, assert_equal_runs, one_device, quick_compile, sharded
+from tests.toys import Trace, assert_equal_runs, one_device, quick_compile, recording_step, sharded, trained
 from tests.zoo import GLOBAL_VIEW_ONLY, ZOO
-
-pytestmark = pytest.mark.fast_cases(1)
 
 DATA = {"tensor alone": None, "zero2": js.zero2(min_size=0), "fsdp": js.fsdp(min_size=0)}
 ENGINES = {"auto": js.auto(), "explicit": js.explicit()}
-# "dropout" is "linen" with random numbers, "tied" with fewer weights.
-SLOW = ("linen", "dropout", "tied", "lstm", "llama", "nnx")
+FAST = ("gpt", 4, "fsdp", "explicit")
 
 
 def cells():
@@ -30,10 +25,8 @@ def cells():
         alone = data == "tensor alone"
         if (engine == "explicit" and (model in GLOBAL_VIEW_ONLY or alone)) or (parts == 8 and not alone):
             continue
-        fast = data == "fsdp" and parts == 4 and model not in SLOW
-        fast &= engine == ("auto" if model in GLOBAL_VIEW_ONLY else "explicit") and model != "resnet"
-        marks = () if fast else (pytest.mark.slow,)
-        yield pytest.param(model, parts, data, engine, marks=marks)
+        cell = (model, parts, data, engine)
+        yield pytest.param(*cell, marks=() if cell == FAST else pytest.mark.slow)
 
 
 def setup(parts: int, data: str, rules=js.RULES) -> tuple[js.Strategy, jax.sharding.Mesh]:
@@ -50,12 +43,14 @@ def reference(model: str) -> Trace:
 
 @pytest.mark.parametrize(("model", "parts", "data", "engine"), list(cells()))
 def test_every_model_equals_one_device(model, parts, data, engine):
-    strategy, mesh = setup(parts, data)
-    trace, layout = sharded(ZOO[model](), strategy, mesh, ENGINES[engine])
-    assert_equal_runs(trace, reference(model))
-    split = [p for p in layout.placed() if p.role == "param" and "tensor" in str(p.placement.use)]
-    total = sum(p.leaf.size for p in layout.placed() if p.role == "param")
-    assert sum(p.leaf.size for p in split) >= 0.75 * total
+    toy = ZOO[model]()
+    step = recording_step(toy, *setup(parts, data), ENGINES[engine])
+    assert_equal_runs(trained(step, toy), reference(model))
+    params = [p for p in step.layout.placed() if p.role == "param"]
+    split = sum(p.leaf.size for p in params if "tensor" in str(p.placement.use))
+    assert split >= 0.75 * sum(p.leaf.size for p in params)
+    if (parts, data) == (4, "fsdp") and engine == ("auto" if model in GLOBAL_VIEW_ONLY else "explicit"):
+        check_communication(model, step, toy)
 
 
 SEQUENCE = [("sequence", "split"), *js.RULES]
@@ -88,10 +83,10 @@ def totals(found: list[Collective]) -> dict[str, int]:
     return sums
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_block_costs_two_all_reduces_forward_and_two_backward(engine):
+@pytest.mark.slow
+def test_a_block_costs_two_all_reduces_forward_and_two_backward_under_auto_too():
     """On CPU. Two more for the embedding's output and its gradient's, and three numbers per label for the loss."""
-    found = over("tensor", program(engine=ENGINES[engine], data=js.ddp()))
+    found = over("tensor", program(engine=js.auto(), data=js.ddp()))
     assert totals(found) == {"all-reduce": (2 * 4 + 2) * ACTIVATION + 3 * PER_LABEL}
     assert {one.axes for one in found} == {("tensor",)}
 
@@ -149,16 +144,11 @@ OVER_TENSOR = {
 }
 
 
-@pytest.mark.parametrize("model", [pytest.param(m, marks=() if m == "experts" else pytest.mark.slow) for m in ZOO])
-def test_what_every_model_communicates_over_the_tensor_axis(model):
-    """On CPU under fsdp x tensor: no weight and no logits, and where blocks are pairs of layers all-reduces alone."""
-    toy, (strategy, mesh) = ZOO[model](), setup(4, "fsdp")
-    tx = optax.sgd(toy.rate)
-    layout = js.layout(strategy, mesh, toy.init_fn, tx)
-    engine = ENGINES["auto" if model in GLOBAL_VIEW_ONLY else "explicit"]
-    step = js.make_step(toy.loss_fn, tx, layout, engine=engine)
-    assert not [one for one in audit(step, toy.batch).surprises if "never" in str(one)]
-    found = [one for one in arrays_only(collectives(step.compile(toy.batch), mesh)) if one.axes == ("tensor",)]
+def check_communication(model, step, toy):
+    """Over tensor no weight and no logits, and where blocks are pairs of layers all-reduces alone."""
+    comparison = js.audit(step, toy.batch)
+    assert not [one for one in comparison.surprises if "never" in str(one)]
+    found = [one for one in arrays_only(comparison.found) if one.axes == ("tensor",)]
     kinds = {kind: 4 * size for kind, size in totals(found).items()}
     assert kinds == pytest.approx(OVER_TENSOR[model], rel=0.02 if model == "lstm" else 0)
 

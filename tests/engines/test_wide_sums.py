@@ -14,7 +14,7 @@ from jaxshard.engines.wide_sums import sum_in, widen_sums
 from jaxshard.plan.topology import topology_mesh
 from tests.engines.programs import elements, gpt_program, setups, tpu
 
-pytestmark = pytest.mark.fast_cases(3)
+pytestmark = pytest.mark.fast_cases(2)
 
 ROWS = 264  # 33 on each of 8 devices; one of them weighs nothing
 EXACT, ROUNDED = 263, 264
@@ -104,7 +104,7 @@ def test_the_largest_gradient_is_exact(loss):
     assert gradient(loss, js.auto(compute_dtype=jnp.bfloat16)).max() == EXACT
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "hsdp"])
+@pytest.mark.parametrize("name", ["zero2", "hsdp", "ddp", "zero1"])
 def test_in_every_strategy(name):
     axes, strategy = setups(0)[name]
     assert gradient(product, js.auto(compute_dtype=jnp.bfloat16), None, axes, strategy).max() == EXACT

@@ -73,6 +73,7 @@ def test_nnx_goes_on_where_it_was_saved(capsys: pytest.CaptureFixture[str], tmp_
     assert after[-1] < before[0] - 1
 
 
+@pytest.mark.slow
 def test_plain_trains(capsys: pytest.CaptureFixture[str]):
     load("plain").main(steps=50)
     printed = capsys.readouterr().out

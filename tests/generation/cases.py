@@ -39,6 +39,7 @@ LAYOUTS = {
 }
 
 
+@cache
 def layout_of(model, name):
     strategy, axes = LAYOUTS[name]
     devices = jax.devices()[: int(np.prod(list(axes.values())))]

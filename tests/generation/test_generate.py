@@ -118,7 +118,7 @@ def softmax_attention(q, k, v, **_):
         ({"attend": softmax_attention}, "block never calls js.attention"),
         ({"mix": lambda x: jnp.cumsum(x, axis=1)}, r"sees others by js.attention alone(.|\n)*cumsum"),
         ({"attend": in_a_loop}, "calls js.attention in a loop"),
-        ({"causal": False}, "with causal=False a query's keys are not those before it"),
+        ({"causal": False}, "with causal=False a query's keys are not the cached earlier positions"),
         ({"bias": jnp.zeros(())}, "with a bias a query's keys are not"),
         ({"attend": lambda q, k, v, **_: js.attention(q, k[:, :1], v[:, :1], causal=False)}, "generation|1 keys"),
     ],
@@ -131,7 +131,7 @@ def test_models_that_a_cache_would_make_wrong_are_refused(changes, message):
 
 def test_a_limit_of_capacity_is_refused():
     model = js.models.moe(**LLAMA, experts=4, k=2, capacity=1.0)
-    with pytest.raises(ValueError, match=r"capacity counts the tokens of whole rows, but .* the cache of js.generate"):
+    with pytest.raises(ValueError, match=r"capacity counts the tokens of full rows, but .* the cache of js.generate"):
         js.generate(model, params_of(model), layout_of(model, "one device"), [[1]], length=4)
 
 

@@ -1,8 +1,5 @@
 """Fine-tuning beside torch with transformers: the same 50 steps of AdamW on the same packed batches, in f32."""
 
-import json
-
-import jax
 import numpy as np
 import optax
 import pytest
@@ -105,37 +102,3 @@ def test_fifty_steps_have_the_losses_of_torch_to_1e_3(case, mesh, engine, rate, 
     expected = train_with_torch(theirs, batches, [rate] * STEPS)
     assert expected[-1] < expected[0]
     assert show(f"{case} on {mesh}", np.array(losses), expected, capsys) < 1e-3
-
-
-@pytest.mark.slow
-def test_the_command_trains_as_torch_does_to_1e_3(tmp_path, monkeypatch, capsys):
-    """Relative, in every step, from records in JSON lines; the command's schedule of learning rates is torch's, too."""
-    pytest.importorskip("torch")
-    pytest.importorskip("tokenizers")
-    from jaxshard.commands.main import main
-    from jaxshard.commands.pretrained import RECIPE
-    from tests.data.small_tokenizer import make_word_tokenizer
-    from tests.hf.transformers_models import write
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    theirs = write("llama", tmp_path / "model")
-    make_word_tokenizer(tmp_path / "model", VOCAB)
-    rng = np.random.default_rng(0)
-
-    def words(most):
-        return " ".join(f"w{i}" for i in rng.integers(0, VOCAB - 1, rng.integers(1, most)))
-
-    records = [{"prompt": words(6), "completion": f" {words(20)}"} for _ in range(300)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
-    flags = ["--data", str(tmp_path / "a.jsonl"), "--batch", ROWS, "--seq", SEQ, "--steps", STEPS, "--lr", RATE]
-    model = ["--model", f"hf:{tmp_path / 'model'}", "--mesh", "data=4,tensor=2"]
-    assert main(["train", *model, *map(str, flags), "--sample", "0", "--json", "-"]) == 0
-    losses = np.array(json.loads(capsys.readouterr().out)["losses"])
-
-    corpus = js.data.tokenize(tmp_path / "a.jsonl", js.data.tokenizer(tmp_path / "model"))
-    source = js.data.packed(corpus.train, batch=ROWS, seq=SEQ, seed=0)
-    batches = [source.rows(step, np.arange(ROWS)) for step in range(STEPS)]
-    schedule = optax.warmup_cosine_decay_schedule(RATE / (RECIPE.warmup + 1), RATE, RECIPE.warmup, STEPS, RATE / 20)
-    monkeypatch.setattr("tests.hf.test_fine_tuning.DECAY", RECIPE.weight_decay)
-    expected = train_with_torch(theirs, batches, jax.vmap(schedule)(np.arange(STEPS)))
-    assert show("jaxshard train --model hf:llama", losses, expected, capsys) < 1e-3

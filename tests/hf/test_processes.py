@@ -1,15 +1,10 @@
 """Several processes load and save together, and each reads the bytes that its devices hold."""
 
-import os
-import socket
-import subprocess
-import sys
-import textwrap
-
 import numpy as np
 import pytest
 
 from jaxshard.checkpoint.safetensors.reader import open_files
+from tests.distributed.launched import printed_together
 from tests.hf.checkpoints import draw, write_folder
 
 PROGRAM = """
@@ -46,19 +41,7 @@ PROGRAM = """
 @pytest.mark.parametrize("processes", [2, 4])
 def test_processes_read_their_share_and_write_together(processes, tmp_path):
     folder = write_folder(tmp_path, "gemma2")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), address]
-    started = [
-        subprocess.Popen(
-            [*command, str(index), str(processes), str(folder)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        )
-        for index in range(processes)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=240)[0] for process in started]
-    assert [process.returncode for process in started] == [0] * processes, outputs
+    outputs = printed_together(PROGRAM, str(folder), count=processes)
     counts = [line.split()[1:] for output in outputs for line in output.splitlines() if line.startswith("read ")]
     assert len(counts) == processes
     assert all(int(read) == int(held) for read, held in counts), counts

@@ -1,4 +1,4 @@
-"""Every family against transformers itself: logits under every layout, and folders written back."""
+"""What a run writes for every family is opened by transformers itself, bit for bit."""
 
 import numpy as np
 import pytest
@@ -6,8 +6,6 @@ import pytest
 import jaxshard as js
 from tests.hf.checkpoints import CASES, ROWS, VOCAB
 from tests.hf.test_families import LAYOUTS, TX, load
-
-EXPERTS = {"experts": (js.compose(js.fsdp("data", min_size=0), js.expert()), {"data": 2, "expert": 4})}
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -21,20 +19,6 @@ def opened(request, tmp_path_factory):
     model = write(request.param, folder)
     tokens = np.random.default_rng(1).integers(0, VOCAB, (4 * ROWS, 48))
     return request.param, folder, tokens, logits(model, tokens)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*LAYOUTS, *EXPERTS])
-def test_logits_of_random_tokens(opened, name):
-    case, folder, tokens, wanted = opened
-    if name == "experts" and not case.startswith(("mixtral", "qwen3_moe")):
-        return
-    model, layout, params = load(folder, *(LAYOUTS | EXPERTS)[name])
-    run = js.init(model.init, TX, layout, 0, init_from=params)
-    found = js.make_apply(lambda params, tokens: js.models.logits(model, params, tokens), layout)(run, tokens)
-    difference = np.abs(np.asarray(found) - wanted).max()
-    print(f"{case} {name}: {difference:.1e} of logits up to {np.abs(wanted).max():.1f}")
-    assert difference < 1e-4
 
 
 @pytest.mark.slow

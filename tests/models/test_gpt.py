@@ -7,7 +7,6 @@ from operator import itemgetter
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jaxshard as js
@@ -61,29 +60,7 @@ def noisy(model):
 # Sizes.
 
 
-@pytest.mark.parametrize(
-    ("name", "params"),
-    [
-        ("gpt2", 124_439_808),
-        pytest.param("gpt2-medium", 354_823_168, marks=pytest.mark.slow),
-        pytest.param("gpt2-large", 774_030_080, marks=pytest.mark.slow),
-        ("gpt2-xl", 1_557_611_200),
-    ],
-)
-def test_published_parameter_counts(name, params):
-    shape = SIZES[name].shape
-    assert count(gpt(**shape)) == params
-    assert count(gpt(**shape, tied=False)) == params + shape["vocab"] * shape["width"]
-    assert count(gpt(**shape | {"vocab": 256})) == params - (50257 - 256) * shape["width"]
-
-
-@pytest.mark.parametrize(("name", "millions"), [("gpt-1m", 1), ("gpt-10m", 10)])
-def test_small_sizes(name, millions):
-    shape = SIZES[name].shape
-    assert 0.9 < count(gpt(**shape)) / (millions * 1e6) < 1.1
-    assert shape["width"] % 8 == shape["heads"] % 8 == 0
-
-
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", SIZES)
 def test_recipes(name):
     recipe = SIZES[name].recipe
@@ -91,17 +68,19 @@ def test_recipes(name):
     for steps in (None, 1, 7):
         tx = recipe.optimizer(steps)
         assert js.optim.check_elementwise(tx, params)
-        updates, _ = tx.update(params, tx.init(params), params)
+        updates = jax.jit(lambda params, tx=tx: tx.update(params, tx.init(params), params)[0])(params)
         assert all(bool((jnp.abs(leaf) > 0).all()) for leaf in jax.tree.leaves(updates))
 
 
 def test_the_learning_rate_warms_up_and_decays():
     tx = Recipe(batch=8, steps=100, learning_rate=1e-2, warmup=10, weight_decay=0.0).optimizer()
     params = jnp.zeros(())
-    state, sizes = tx.init(params), []
-    for _ in range(100):
-        updates, state = tx.update(jnp.ones(()), state, params)
-        sizes.append(-float(updates))
+
+    @jax.jit
+    def updates():
+        return jax.lax.scan(lambda state, grad: tx.update(grad, state, params)[::-1], tx.init(params), jnp.ones(100))[1]
+
+    sizes = (-updates()).tolist()
     assert sizes[0] == pytest.approx(1e-2 / 11, rel=1e-3)
     assert max(sizes) == pytest.approx(1e-2, rel=1e-3) and sizes.index(max(sizes)) == 10
     assert sizes[-1] == pytest.approx(1e-2 / 20, rel=0.02)
@@ -158,12 +137,12 @@ def reference_logits(params, tokens, heads):
     return np.stack(rows)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_logits_and_loss_equal_a_plain_reference(tied):
     """f32 against f64: 2e-5 of the largest logit, loss 1e-6 relative."""
     model = small(tied=tied)
     params = noisy(model)
-    batch = batch_of(positions=9)
+    batch = batch_of()
     expected = reference_logits(params, batch["tokens"][:, :-1], heads=4)
     got = compiled(logits, model)(params, batch["tokens"][:, :-1])
     assert np.abs(got - expected).max() < 2e-5 * np.abs(expected).max()
@@ -182,37 +161,17 @@ def test_tied_heads_have_no_matrix_of_their_own():
     assert untied["lm_head"]["kernel"].shape == (32, 65)
 
 
-@pytest.mark.slow
-def test_the_scan_equals_a_loop_over_blocks():
-    """Loss to 1e-6, gradients to 1e-5 of each leaf's largest."""
-    model, batch = small(), batch_of()
-    params = noisy(model)
-
-    def looped(params):
-        rest = {"embed": params["embed"], "head": params["head"]}
-        x = model.embed(rest, batch, None)
-        for layer in range(SMALL["depth"]):
-            x = model.block(jax.tree.map(itemgetter(layer), params["blocks"]), x, None)
-        return model.head(rest, x, batch, KEY).value
-
-    loss, grads = jax.jit(jax.value_and_grad(lambda p: model.loss(p, batch, KEY).value))(params)
-    expected, expected_grads = jax.jit(jax.value_and_grad(looped))(params)
-    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
-    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected_grads))
-    for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
-        assert float(jnp.abs(got - want).max()) <= 1e-5 * max(float(jnp.abs(want).max()), 1e-3 * largest)
+def test_no_position_sees_a_later_one():
+    model = small(tied=True)
+    params, tokens = noisy(model), np.asarray(batch_of()["tokens"][:, :12])
+    for position in (1, 5, 11):
+        changed = np.where(np.arange(12) < position, tokens, 0)
+        before, after = (np.asarray(compiled(logits, model)(params, t)) for t in (tokens, changed))
+        np.testing.assert_array_equal(before[:, :position], after[:, :position])
+        assert (before[:, position:] != after[:, position:]).any()
 
 
-@pytest.mark.parametrize("position", [1, 5, 11])
-def test_no_position_sees_a_later_one(position):
-    model = small()
-    params, tokens = noisy(model), batch_of()["tokens"][:, :12]
-    before, after = (compiled(logits, model)(params, t) for t in (tokens, tokens.at[:, position:].set(0)))
-    np.testing.assert_array_equal(before[:, :position], after[:, :position])
-    assert (before[:, position:] != after[:, position:]).any()
-
-
-@pytest.mark.parametrize("vocab", [pytest.param(65, marks=pytest.mark.slow), 5000])
+@pytest.mark.parametrize("vocab", [65, pytest.param(5000, marks=pytest.mark.slow)])
 def test_an_untrained_model_knows_nothing(vocab):
     model = small(vocab=vocab)
     loss = compiled(model.loss)(born(model), batch_of(rows=16, vocab=vocab), KEY)
@@ -239,6 +198,7 @@ def test_weighted_losses():
     assert all(not leaf.any() for leaf in jax.tree.leaves(nothing))
 
 
+@pytest.mark.slow
 def test_low_precision_parameters_give_a_loss_in_f32():
     """bf16 has 8 bits: 1 % of the loss."""
     model, batch = small(), batch_of()
@@ -249,28 +209,6 @@ def test_low_precision_parameters_give_a_loss_in_f32():
     loss = compiled(model.loss)(low, batch, KEY)
     assert loss.totals[0].dtype == jnp.float32
     assert float(loss.value) == pytest.approx(float(compiled(model.loss)(params, batch, KEY).value), rel=1e-2)
-
-
-@pytest.mark.slow
-def test_it_learns():
-    model = small()
-    batch = {"tokens": (jnp.arange(13) * 5 + jnp.arange(8)[:, None]) % 65}
-    params, tx = born(model), optax.adam(1e-2)
-
-    @jax.jit
-    def step(params, state):
-        grads = jax.grad(lambda p: model.loss(p, batch, KEY).value)(params)
-        updates, state = tx.update(grads, state)
-        return optax.apply_updates(params, updates), state
-
-    state = tx.init(params)
-    for _ in range(60):
-        params, state = step(params, state)
-    results = compiled(model.evaluate)(params, batch)
-    assert float(results["loss"].value) < 0.1 and float(results["accuracy"].value) > 0.98
-    # Once learnt, the likeliest continuation is the sequence itself.
-    likeliest = compiled(logits, model)(params, batch["tokens"][:2, :7]).argmax(-1)
-    np.testing.assert_array_equal(likeliest[:, 5:], batch["tokens"][:2, 6:8])
 
 
 @pytest.mark.parametrize(
@@ -303,10 +241,17 @@ def test_dropout_is_the_same_for_a_row_wherever_it_is():
     whole = loss_of(params, last, jax.random.key(3))
     assert float(apart.value) == pytest.approx(float(whole.value), rel=1e-6)
     assert float(loss_of(params, last, jax.random.key(4)).value) != float(whole.value)
+
+
+@pytest.mark.slow
+def test_nothing_is_dropped_in_evaluation():
+    model, batch = small(dropout=0.4), batch_of()
+    params = noisy(model)
     evaluated, plain = (compiled(m.evaluate)(params, batch)["loss"].value for m in (model, small()))
     assert float(evaluated) == pytest.approx(float(plain), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_dropout_drops_its_share_and_keeps_the_mean():
     """0.25 of 64 x 12 x 32 entries within 5 sigma; the others a third larger."""
     params = noisy(small())

@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import jaxshard as js
-from jaxshard.cost.flops import model_flops
 from tests.toys import Toy, assert_equal_runs, mask, one_device, sharded
 
 SIZES = {"vocab": 64, "width": 32, "depth": 2, "heads": 4, "kv_heads": 2, "hidden": 24, "experts": 8, "k": 2, "seq": 8}
@@ -58,29 +57,6 @@ def test_a_mesh_equals_one_device(mesh, engine, kind):
     assert_equal_runs(trace, reference(kind))
 
 
-def shapes_of(model):
-    return jax.eval_shape(model.init, jax.random.key(0))
-
-
-@pytest.mark.slow
-def test_the_sizes_have_the_parameters_that_were_published():
-    """In billions: 46.7, 30.5 and 16.4."""
-    counts = {name: sum(x.size for x in jax.tree.leaves(shapes_of(js.models.make(name)))) for name in PUBLISHED}
-    assert counts == PUBLISHED
-
-
-PUBLISHED = {"mixtral-8x7b": 46_702_792_704, "qwen3-30b-a3b": 30_532_122_624, "deepseek-16b": 16_375_728_128}
-
-
-def test_flops_are_those_of_the_experts_that_a_token_takes():
-    """A Llama whose MLP is as wide as k and the shared experts, and the router."""
-    common = {name: size for name, size in SIZES.items() if name not in ("hidden", "experts", "k")}
-    batch = {"tokens": jax.ShapeDtypeStruct((ROWS, 9), np.int32)}
-    moe, plain = js.models.moe(**SIZES, shared=1), js.models.llama(**common, hidden=3 * SIZES["hidden"])
-    counts = [model_flops(model.loss, shapes_of(model), batch, jax.random.key(0)) for model in (moe, plain)]
-    assert counts[0] - counts[1] == 2 * (2 * ROWS * 8 * 32 * 8)
-
-
 @pytest.mark.slow
 def test_biases_move_by_the_sign_of_how_much_more_an_expert_was_chosen():
     model = js.models.moe(**SIZES | {"depth": 1, "balance": 0.0, "bias_rate": 0.25})
@@ -108,38 +84,6 @@ def test_biases_move_by_the_sign_of_how_much_more_an_expert_was_chosen():
 def test_what_makes_no_sense_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         js.models.moe(**SIZES | changes)
-
-
-@pytest.mark.slow
-def test_over_a_tensor_axis_the_outputs_of_experts_are_summed_at_once():
-    """By one all-reduce, not by halves that go from device to device."""
-    axes, strategy = MESHES["tensor alone"]
-    toy = moe_toy("softmax")
-    layout = js.layout(strategy, js.make_mesh(**axes), toy.init_fn, optax.sgd(0.1))
-    comparison = js.audit(js.make_step(toy.loss_fn, optax.sgd(0.1), layout, engine=js.explicit()), toy.batch)
-    assert comparison.ok and not comparison.missing, str(comparison)
-    assert {row["kind"] for row in comparison.rows() if row["axis"] == "tensor"} == {"all-reduce"}
-
-
-@pytest.mark.slow
-def test_the_audit_finds_what_is_promised_and_nothing_else():
-    """Over `expert` all-to-alls, a gather of counts, and what fsdp moves of arrays that are no expert's."""
-    axes, strategy = MESHES["expert=4"]
-    toy = moe_toy("softmax")
-    layout = js.layout(strategy, js.make_mesh(**axes), toy.init_fn, optax.sgd(0.1))
-    report = js.audit(js.make_step(toy.loss_fn, optax.sgd(0.1), layout, engine=js.explicit()), toy.batch)
-    assert report.ok and not report.missing, str(report)
-    rows = {(row["kind"], row["axis"]): (row["promised"], row["bytes"]) for row in report.rows()}
-    assert rows["all-to-all", "expert"][0] is None
-    exact = {key: sizes for key, sizes in rows.items() if key not in ALSO_FOUND}
-    assert all(promised == found for promised, found in exact.values()), rows
-    # No array of experts over their axis: 3 of [8, 32, 24] in two blocks, gathered over data alone, by the quarter.
-    experts = [one for one in report.promised if "/experts/" in one.what]
-    assert {one.axes for one in experts} == {("data",)}
-    assert {one.elements for one in experts} == {(2 * 32 * 24, 2 * 32 * 24)}
-
-
-ALSO_FOUND = {("all-to-all", "expert"), ("all-gather", "expert")}
 
 
 @pytest.mark.slow
@@ -176,22 +120,3 @@ def test_evaluation_counts_loads_and_takes_short_batches(engine):
                 assert np.asarray(found["load"].value).sum() == len(batch["tokens"]) * 8 * 2 * 2
             else:
                 assert 0 < found["drop_rate"].value < 1
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_spread_experts_is_restored_on_any_mesh(tmp_path):
-    model, tx = js.models.moe(**SIZES), optax.sgd(0.1, momentum=0.9)
-    axes, strategy = MESHES["expert=4"]
-    layout = js.layout(strategy, js.make_mesh(**axes), model.init, tx)
-    run = js.init(model.init, tx, layout, 0)
-    js.save(tmp_path, run, layout)
-    saved = jax.device_get(js.logical(run, layout).params)
-    others = [
-        ({"data": 8}, js.fsdp(min_size=0)),
-        MESHES["expert=2"],
-        ({"pipe": 2, "expert": 4}, js.compose(js.expert(), js.pipeline(chunks=1))),
-    ]
-    for axes, strategy in others:
-        other = js.layout(strategy, js.make_mesh(**axes), model.init, tx)
-        restored = js.logical(js.restore(tmp_path, other), other).params
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), saved)

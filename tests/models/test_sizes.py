@@ -21,10 +21,11 @@ def count(name, **changes):
     [
         ("gpt2", 124_439_808),
         ("gpt2-xl", 1_557_611_200),
-        ("llama2-7b", 6_738_415_616),
         ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),
         ("llama3-405b", 405_853_388_800),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("deepseek-16b", 16_375_728_128),
     ],
 )
 def test_the_published_numbers_of_parameters(name, parameters):

@@ -6,8 +6,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxshard.optim.dynamic_map import decode_magnitude, decode_signed, encode_magnitude, encode_signed
+from jaxshard.optim import dynamic_map
 
+from . import fast_jit
+
+decode_magnitude, encode_magnitude, decode_signed, encode_signed = (
+    fast_jit(function, static_argnums=1 if "magnitude" in function.__name__ else ())
+    for function in (
+        dynamic_map.decode_magnitude,
+        dynamic_map.encode_magnitude,
+        dynamic_map.decode_signed,
+        dynamic_map.encode_signed,
+    )
+)
 CODES = np.arange(256, dtype=np.uint8)
 
 

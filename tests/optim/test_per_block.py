@@ -63,13 +63,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in ("lamb", "averaged", "adafactor, factored") else ())
-        for name in TRANSFORMS
-    ],
-)
+@pytest.mark.parametrize("name", TRANSFORMS)
 def test_equals_the_unstacked_model(name: str) -> None:
     """Parameters after three steps to 1e-5 of the largest."""
     plain = optax.with_extra_args_support(TRANSFORMS[name]())

@@ -18,8 +18,6 @@ from jaxshard.checks.collectives.found import collectives
 
 from . import fast_jit
 
-pytestmark = pytest.mark.fast_cases(2)
-
 P = PartitionSpec
 B, T, C, F, STEPS = 4, 8, 6, 16, 3
 SPECS = {
@@ -147,17 +145,16 @@ def used_on_split(path: str) -> bool:
 CASES = {
     # ZeRO over data inside; what is partial is named, or known from types where gradients vary over the axis, or
     # everything whole is summed by jax.grad already.
-    "named": (sequence_parallel, "zero2", False, used_on_split, ("data",)),
     "typed": (sequence_parallel, "zero2", True, None, ("data", "tensor")),
+    "named": (sequence_parallel, "zero2", False, used_on_split, ("data",)),
     "typed and named": (sequence_parallel, "zero1", True, used_on_split, ("data", "tensor")),
     "summed by grad": (sequence_parallel, "zero2", True, None, ("data",)),
     "whole gradients": (whole_activations, "zero2", False, lambda path: False, ("data",)),
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow) if case == "typed and named" else case for case in CASES]
-)
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("case", CASES)
 def test_a_data_and_a_tensor_axis_equal_one_device(case: str, expected: Any) -> None:
     """Parameters to 1e-5 after three steps of clipped momentum, ZeRO over the data axis inside."""
     loss, stage, check_vma, named, vary = CASES[case]
@@ -175,20 +172,6 @@ def test_a_data_and_a_tensor_axis_equal_one_device(case: str, expected: Any) -> 
     assert trace["up"]["kernel"].addressable_shards[0].data.size == C * F // 8, "split over both axes"
     assert trace["norm"]["scale"].addressable_shards[0].data.size == C // 2
     assert_same_on_all_devices(params)
-
-
-def test_a_tensor_axis_alone(expected: Any) -> None:
-    """Parameters to 1e-5: `tx` checked by the wrapper, its clipping over the tensor axis."""
-    tx = optim.tensor(transform("tensor"), "tensor", SPECS, partial=jax.tree.map(lambda s: s == P(), SPECS))
-    params = make_params()
-    states = optim.tensor_state_specs(tx, params, SPECS, make_mesh())
-    assert states[1][0].trace == SPECS
-    vary, rows = (), P(None, "tensor")
-    init, step = make_step(tx, sequence_parallel, states, check_vma=False, rows=rows, vary=vary)
-    state = init(params)
-    for number in range(STEPS):
-        params, state = jax.block_until_ready(step(params, state, data(number)))
-    assert_close(params, expected)
 
 
 @pytest.mark.slow
@@ -333,6 +316,7 @@ def test_specs_that_do_not_fit_are_refused() -> None:
         trace(optim.tensor(optax.sgd(0.1), "tensor", wrong), check_vma=True)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "tx, name",
     [(optax.clip_by_global_norm(1.0), "clip_by_global_norm: reduce_sum"), (optax.lamb(0.1), "scale_by_trust_ratio")],

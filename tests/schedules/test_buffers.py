@@ -183,19 +183,19 @@ def delayed(draw):
 
 
 @given(schedule=schedules(p=6, v=3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 def test_named_schedules_find_what_they_need(schedule):
     check(schedule)
 
 
 @given(schedule=delayed())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=24, deadline=None)
 def test_delayed_tables_find_what_they_need(schedule):
     check(schedule)
 
 
 @given(schedule=st.one_of(schedules(p=6, v=3), delayed()))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 def test_what_is_kept_is_the_peak_stash(schedule):
     """Where a B ends it; where a W does, what it needs is carried on."""
     plan = plan_buffers(schedule)

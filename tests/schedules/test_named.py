@@ -31,7 +31,7 @@ def test_bubbles_of_4_stages_and_16_micro_batches(schedule, bubble):
 
 @pytest.mark.parametrize("name", SPLITS)
 @given(size=sizes(p=6), cost=costs)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_every_operation_comes_once_and_after_its_inputs(name, size, cost):
     p, m, v = size
     schedule = make(name, *size)
@@ -56,7 +56,7 @@ def first_backward(p, m, v):
 
 
 @given(size=sizes())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 def test_stashes_have_the_size_of_the_formula(size):
     p, m, v = size
     first = first_backward(p, m, v)
@@ -71,7 +71,7 @@ def test_stashes_have_the_size_of_the_formula(size):
 
 
 @given(size=sizes())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_what_they_share(size):
     p, m, v = size
     plain, split = interleaved(p, m, chunks=v), zero_bubble(p, m, chunks=v)
@@ -83,7 +83,7 @@ def test_what_they_share(size):
 
 
 @given(st.integers(1, 8), st.integers(1, 20))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_gpipe_takes_any_number_of_micro_batches_and_mixes_no_kinds(p, m):
     schedule = gpipe(p, m)
     assert runs(schedule.ops, p, m, 1)

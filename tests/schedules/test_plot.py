@@ -27,16 +27,6 @@ def test_bars_stand_where_operations_run():
     ]
 
 
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_the_legend_has_the_shades_of_the_chunks(chunks):
-    pytest.importorskip("matplotlib")
-    (legend,) = schedule_figure(zero_bubble(2, 3, chunks=chunks)).legends
-    shades = {text.get_text(): patch.get_facecolor() for text, patch in zip(legend.get_texts(), legend.get_patches())}
-    named = {name: shade for name, shade in shades.items() if name.startswith("chunk")}
-    assert list(named) == ([] if chunks == 1 else ["chunk 0", "chunk 1", "chunk 2"])
-    assert sorted(named.values(), reverse=True) == list(named.values()) and len(set(named.values())) == len(named)
-
-
 @pytest.mark.parametrize(("suffix", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
 def test_the_suffix_says_the_kind_of_file(tmp_path, suffix, begins):
     pytest.importorskip("matplotlib")

@@ -43,7 +43,7 @@ def simulated(schedule, costs, parts):
 
 
 @given(schedule=schedules(p=4, v=2, m=6), forward=st.integers(1, 3), backward=st.integers(1, 3))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_the_asynchronous_bubble_is_that_of_a_simulation(schedule, forward, backward):
     split = schedule.splits_backward
     costs = {"F": forward, "B": backward if split else 2 * backward, "W": backward}
@@ -53,7 +53,7 @@ def test_the_asynchronous_bubble_is_that_of_a_simulation(schedule, forward, back
 
 
 @given(schedule=schedules(p=4, v=2, m=6))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_stash_counts_what_waits(schedule):
     end = "W" if schedule.splits_backward else "B"
     for device in range(schedule.stages):

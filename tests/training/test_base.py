@@ -10,7 +10,7 @@ import jaxshard as js
 from jaxshard.core.placement import View
 from jaxshard.training.base import _checksum, checksum_base
 
-pytestmark = pytest.mark.fast_cases(2)
+pytestmark = pytest.mark.fast_cases(1)
 
 WHOLE = View((7, 5), (7, 5), (7, 5))
 

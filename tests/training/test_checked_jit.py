@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import jaxshard as js
+from tests.toys import normal
 
 WIDTH = 8
 ROWS = 16
@@ -37,8 +38,7 @@ def mean(x):
 
 
 def init(key):
-    up, out = jax.random.split(key)
-    return {"w": jax.random.normal(up, (WIDTH, WIDTH)) / 3, "out": jax.random.normal(out, (WIDTH, 512)) / 3}
+    return {"w": normal(0, WIDTH, WIDTH) / 3, "out": normal(1, WIDTH, 512) / 3}
 
 
 def make(loss, engine, init_fn=init, strategy=FSDP, **axes):

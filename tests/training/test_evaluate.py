@@ -9,11 +9,9 @@ import optax
 import pytest
 
 import jaxshard as js
-from jaxshard.models.decoder import logits
-from jaxshard.models.gpt import gpt
-from tests.toys import linen_toy, mask, quick_compile
+from tests.toys import mask, normal, quick_compile
 
-pytestmark = pytest.mark.fast_cases(2)
+pytestmark = pytest.mark.fast_cases(1)
 
 TX = optax.sgd(0.1)
 
@@ -25,7 +23,7 @@ def _compile():
 
 
 def init_fn(key):
-    return js.Model({"w": jax.random.normal(key, (13, 3))}, {"shift": jnp.arange(3.0)})
+    return js.Model({"w": normal(0, 13, 3)}, {"shift": jnp.arange(3.0)})
 
 
 def eval_fn(model, batch):
@@ -57,15 +55,16 @@ def layout(request):
 
 
 def exact(batch):
-    return {name: float(x.value) for name, x in eval_fn(init_fn(jax.random.key(0)), batch).items()}
+    return {name: float(x.value) for name, x in jax.jit(eval_fn)(init_fn(None), batch).items()}
 
 
-@pytest.mark.parametrize("count", [16, 21, 35, 5])
+@pytest.mark.parametrize("count", [21, 16, 35, 5])
 def test_batches_with_a_short_last_one_equal_exact_evaluation(layout, count):
     """Within 1e-6: 16 rows at a time, the last batch of 16, 5, 3 or the only one of 5."""
     run = js.init(init_fn, TX, layout, 0)
     result = js.evaluate(js.make_eval_step(eval_fn, layout), run, cut(rows(count), 16))
     assert result == pytest.approx(exact(rows(count)), rel=1e-6)
+    assert not any(x.is_deleted() for x in jax.tree.leaves((run.params, run.state)))
 
 
 def test_one_batch_gives_open_means():
@@ -79,7 +78,7 @@ def test_one_batch_gives_open_means():
 
 
 def test_sums_over_many_batches_neither_wrap_nor_drift():
-    """Tokens beyond 2**31 exactly, and a mean of 20,000 batches within 1e-9 of the numbers of a batch."""
+    """Tokens beyond 2**31 exactly, and a mean of 5,000 batches within 1e-9 of the numbers of a batch."""
     layout = js.layout(js.ddp(), js.make_mesh(data=8), init_fn, TX)
     run = js.init(init_fn, TX, layout, 0)
 
@@ -95,7 +94,7 @@ def test_sums_over_many_batches_neither_wrap_nor_drift():
     assert found == {"tokens": 73 * 2**26, "flags": 13, "most": 2**26}  # a short batch is evaluated row by row
 
     one = {"loss": js.Mean(jnp.float32(21.6), jnp.float32(8)) + js.Mean(jnp.float32(5), jnp.float32(0))}
-    mean = js.evaluate(lambda run, batch: one, run, range(20_000))["loss"]
+    mean = js.evaluate(lambda run, batch: one, run, range(5_000))["loss"]
     assert mean == pytest.approx(float(np.float32(21.6)) / 8, rel=1e-9)
 
 
@@ -121,9 +120,7 @@ def test_a_metric_of_several_numbers_is_named():
         js.evaluate(lambda run, batch: {"load": js.Sum(jnp.ones(3))}, None, [0])
 
 
-@pytest.mark.parametrize(
-    "engine", [js.explicit(), js.explicit(microbatches=2), js.auto(microbatches=2)], ids=["each", "two", "auto"]
-)
+@pytest.mark.parametrize("engine", [js.explicit(microbatches=2), js.auto(microbatches=2)], ids=["two", "auto"])
 def test_small_integers_and_flags_do_not_wrap_within_a_batch(engine):
     def loss_fn(model, batch, key):
         small = js.Sum(batch["x"].max().astype(jnp.int8) + jnp.int8(100))
@@ -153,13 +150,6 @@ def test_what_is_infinite_in_the_padding_does_not_leak():
     assert float(step(run, ones)["loss"].value) == 0
 
 
-def test_the_run_is_not_donated():
-    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), init_fn, TX)
-    run, step = js.init(init_fn, TX, layout, 0), js.make_eval_step(eval_fn, layout)
-    step(run, rows(16))
-    assert not any(x.is_deleted() for x in jax.tree.leaves((run.params, run.state)))
-
-
 def test_scalars_of_a_batch_count_for_every_row():
     def scaled(model, batch):
         return {"loss": batch["scale"] * eval_fn(model, batch)["loss"]}
@@ -171,55 +161,6 @@ def test_scalars_of_a_batch_count_for_every_row():
         assert value == pytest.approx(2 * exact(rows(count))["loss"], rel=1e-6)
 
 
-# Models.
-
-
-@pytest.mark.slow
-def test_a_linen_model_with_sizes_that_do_not_divide():
-    """1e-6 against the loss on one device, 11 of 16 rows."""
-    toy = linen_toy()
-    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), toy.init_fn, TX)
-    run = js.init(toy.init_fn, TX, layout, 0)
-    step = js.make_eval_step(lambda model, batch: {"loss": toy.loss_fn(model, batch, None)}, layout)
-    step(run, toy.batch)
-    part = jax.tree.map(lambda x: x[:11], toy.batch)
-    expected = toy.loss_fn(jax.jit(toy.init_fn)(jax.random.key(0)), part, None).value
-    assert float(step(run, part)["loss"].value) == pytest.approx(float(expected), rel=1e-6)
-
-
-@pytest.fixture(scope="module")
-def stacked():
-    model = gpt(vocab=33, width=16, depth=3, heads=2, seq=8, dropout=0.5)
-    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), model.init, TX)
-    with quick_compile():
-        return model, layout, js.init(model.init, TX, layout, 0), jax.jit(model.init)(jax.random.key(0))
-
-
-def tokens(count):
-    rng = np.random.default_rng(4)
-    return {"tokens": rng.integers(0, 33, (count, 9), dtype=np.int32), "weights": mask((16, 8))[:count]}
-
-
-@pytest.mark.slow
-def test_a_stacked_model_is_evaluated_block_by_block(stacked):
-    """1e-6 against one device; nothing is dropped without keys."""
-    model, layout, run, params = stacked
-    step = js.make_eval_step(model.evaluate, layout)
-    for count in (16, 13):
-        result = {name: float(x.value) for name, x in step(run, tokens(count)).items()}
-        expected = {name: float(x.value) for name, x in model.evaluate(params, tokens(count)).items()}
-        assert result == pytest.approx(expected, rel=1e-6)
-        assert set(result) == {"loss", "accuracy"}
-
-
-@pytest.mark.slow
-def test_predictions_from_a_sharded_run(stacked):
-    model, layout, run, params = stacked
-    apply = js.make_apply(lambda params, tokens: logits(model, params, tokens), layout)
-    prompt = tokens(3)["tokens"][:, :5]
-    np.testing.assert_allclose(apply(run, prompt), logits(model, params, prompt), atol=1e-5)
-
-
 def test_predictions_see_the_state():
     layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), init_fn, TX)
     run = js.init(init_fn, TX, layout, 0)
@@ -229,14 +170,15 @@ def test_predictions_see_the_state():
 # Bad input.
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def split():
     layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), init_fn, TX)
     return js.init(init_fn, TX, layout, 0), js.make_eval_step(eval_fn, layout), layout
 
 
 def test_a_batch_larger_than_the_first(split):
-    run, step, _ = split
+    run, _, layout = split
+    step = js.make_eval_step(eval_fn, layout)
     step(run, rows(9))  # padded to 16
     with pytest.raises(ValueError, match="an evaluation batch has 17 rows, more than the 16 of the first one"):
         step(run, rows(17))

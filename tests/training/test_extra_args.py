@@ -13,7 +13,7 @@ from optax import contrib
 
 import jaxshard as js
 from jaxshard.training.extra_args import find_extra_args
-from tests.toys import quick_compile, tree_error
+from tests.toys import normal, quick_compile, tree_error
 
 RNG = np.random.default_rng(0)
 BATCH = {"x": RNG.normal(size=(16, 13)).astype(np.float32), "y": RNG.normal(size=(16, 3)).astype(np.float32)}
@@ -28,7 +28,7 @@ def _compile():
 
 
 def init_fn(key):
-    return {"w": jax.random.normal(key, (13, 3)), "b": jnp.zeros((3,))}
+    return {"w": normal(0, 13, 3), "b": jnp.zeros((3,))}
 
 
 def loss_fn(params, batch, key):
@@ -63,6 +63,7 @@ def sharded(tx: Any, strategy: Any, engine: Any) -> tuple[list[float], Any]:
     for _ in range(STEPS):
         run, metrics = step(run, BATCH)
         losses.append(float(metrics["loss"]))
+    assert step.guarded
     return losses, js.logical(run, layout).params
 
 
@@ -120,11 +121,6 @@ def test_which_arguments_an_optimizer_uses():
     assert find_extra_args(optax.GradientTransformationExtraArgs(empty, ignoring), params) == ((), False)
 
 
-def test_steps_of_line_searches_are_guarded():
-    layout = js.layout(ZERO2, js.make_mesh(data=8), init_fn, optax.lbfgs())
-    assert js.make_step(loss_fn, optax.lbfgs(), layout).guarded
-
-
 @pytest.mark.slow
 def test_parity_gives_both_sides_the_same_stand_in():
     report = js.parity(init_fn, loss_fn, optax.polyak_sgd(1.0), FSDP, js.make_mesh(data=8), BATCH)
@@ -156,7 +152,8 @@ def test_lookahead_without_its_parameters_says_how_to_make_them():
         js.make_step(loss_fn, tx, layout)
 
 
-@pytest.mark.parametrize("engine", [js.auto(), pytest.param(js.explicit(), marks=pytest.mark.slow)])
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("engine", [js.auto(), js.explicit()])
 def test_lookahead_takes_the_gradients_of_the_fast_parameters_within_1e_5(engine):
     tx = optax.chain(
         optax.clip_by_global_norm(1.0), optax.lookahead(optax.adam(0.1), sync_period=2, slow_step_size=0.5)

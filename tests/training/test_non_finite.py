@@ -15,7 +15,7 @@ from jaxshard.training.records import Reader
 from tests.checkpoint.runs import assert_same
 from tests.engines.pipeline.pipes import small_gpt, stack_toy
 from tests.engines.programs import Program, scalar_traffic
-from tests.toys import quick_compile
+from tests.toys import normal, quick_compile
 
 pytestmark = pytest.mark.fast_cases(2)
 
@@ -31,17 +31,17 @@ def mesh(**axes):
 
 
 GPT = {
+    "explicit": (js.zero2(min_size=0), {"data": 8}, js.explicit(microbatches=2, compute_dtype=jnp.bfloat16)),
     "one device": (js.ddp(), {"data": 1}, js.auto()),
     "auto": (js.fsdp(min_size=0), {"data": 8}, js.auto()),
-    "explicit": (js.zero2(min_size=0), {"data": 8}, js.explicit(microbatches=2, compute_dtype=jnp.bfloat16)),
     "hsdp": (js.hsdp(min_size=0), {"replica": 2, "data": 4}, js.explicit(scatter="end")),
     "tensor": (js.compose(js.fsdp(min_size=0), js.tensor()), {"data": 2, "tensor": 2}, js.explicit()),
     "pipelined": (js.pipeline(), {"pipe": 2}, js.pipelined(microbatches=4)),
 }
-SLOW = {"hsdp", "tensor", "one device", "pipelined"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in GPT])
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("name", GPT)
 def test_a_bad_step_changes_nothing_but_its_number(name):
     """NaN in the weight of one row; the steps after it are those of a run that never had its batch, bit for bit."""
     strategy, axes, engine = GPT[name]
@@ -75,7 +75,7 @@ def test_a_bad_step_changes_nothing_but_its_number(name):
 
 
 def init_fn(key):
-    params = {"a": jax.random.normal(key, (13, 3)), "b": jnp.ones((3,)), "c": jnp.ones((3,)), "d": jnp.ones((16,))}
+    params = {"a": normal(0, 13, 3), "b": jnp.ones((3,)), "c": jnp.ones((3,)), "d": jnp.ones((16,))}
     return js.Model(params, {"seen": jnp.zeros(()), "key": jax.random.key(3)})
 
 
@@ -96,14 +96,24 @@ def numbered(step, **changes):
 
 
 @cache
-def made(devices=8, engine=None, trainable=lambda path: True):
-    layout = js.layout(js.fsdp(min_size=0), mesh(data=devices), init_fn, TX, trainable=trainable)
+def first():
+    return js.init(init_fn, TX, made()[0], 0)
+
+
+def start():
+    return js.clone(first())
+
+
+@cache
+def made(engine=None, trainable=lambda path: True):
+    layout = js.layout(js.fsdp(min_size=0), mesh(data=8), init_fn, TX, trainable=trainable)
     step = js.make_step(loss_fn, TX, layout, engine=engine or js.explicit())
     with quick_compile():
         step.compile(numbered(0))
     return layout, step
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("engine", [js.auto(), js.explicit()], ids=["auto", "explicit"])
 def test_which_gradient_is_not_finite_is_known(engine):
     """The last one: 3e38 times the sum of 16 ones is infinite, its gradients of 3e38 / 16 are not."""
@@ -122,19 +132,8 @@ def test_which_gradient_is_not_finite_is_known(engine):
 
 
 def test_a_finite_gradient_whose_square_overflows_is_not_bad():
-    layout, step = made()
-    _, metrics = step(js.init(init_fn, TX, layout, 0), numbered(0, y=1e24))
+    _, metrics = made()[1](start(), numbered(0, y=1e24))
     assert not metrics["bad"] and math.isinf(metrics["grad_norm"]) and math.isfinite(metrics["loss"])
-
-
-@pytest.mark.slow
-def test_single_device_and_mesh_agree_on_what_is_bad():
-    flags = []
-    for devices in (1, 8):
-        layout, step = made(devices)
-        _, metrics = step(js.init(init_fn, TX, layout, 0), numbered(0, y=np.nan))
-        flags.append((metrics["bad"].paths, np.asarray(metrics["bad"].flags).tolist()))
-    assert flags[0] == flags[1]
 
 
 class Rows:
@@ -152,16 +151,14 @@ class Rows:
 
 
 def fit(batches, *, steps=6, **options):
-    layout, step = made()
     history = []
-    run = js.fit(js.init(init_fn, TX, layout, 0), step, batches, steps=steps, callbacks=[history.append], **options)
+    run = js.fit(start(), made()[1], batches, steps=steps, callbacks=[history.append], **options)
     return run, history
 
 
 def never_given(*left_out, steps=6):
     """The run to which these batches were never given."""
-    layout, step = made()
-    run = js.init(init_fn, TX, layout, 0)
+    run, step = start(), made()[1]
     for number in range(steps):
         if number in left_out:
             run = run._replace(step=run.step + 1)
@@ -175,7 +172,7 @@ def test_raise_names_step_loss_and_leaves_and_hands_out_the_run():
     history = []
     with pytest.raises(js.BadStep, match=r"step 4 is bad: loss nan, the gradient is not finite of d\. .*skip") as bad:
         js.fit(
-            js.init(init_fn, TX, layout, 0), made()[1], js.batches(Rows(n3={"y": np.nan}), layout), steps=6,
+            start(), made()[1], js.batches(Rows(n3={"y": np.nan}), layout), steps=6,
             callbacks=[history.append],
         )  # fmt: skip
     assert bad.value.step == 4 and [record.metrics["bad"] for record in history] == [0, 0, 0, 1]
@@ -203,6 +200,7 @@ def test_skipping_forever_ends():
         fit(always, steps=100, bad_steps="skip")
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("bad", "every", "steps"), [(4, 3, [4, 5, 6]), (5, 4, [5, 6])], ids=["middle", "last"])
 def test_rollback_equals_skip_when_all_before_was_well(bad, every, steps, tmp_path):
     layout, _ = made()
@@ -216,6 +214,7 @@ def test_rollback_equals_skip_when_all_before_was_well(bad, every, steps, tmp_pa
     assert js.latest_step(tmp_path) == 6 and batches.position == 6
 
 
+@cache
 def spoiling():
     """Plain descent whose loss is zero until a parameter is infinite."""
 
@@ -248,25 +247,23 @@ def test_rollback_heals_a_run_that_was_spoiled(tmp_path):
     assert js.latest_step(tmp_path) == 6
 
 
-@pytest.mark.parametrize(
-    "engine", [pytest.param(js.auto(), marks=pytest.mark.slow), js.explicit()], ids=["auto", "explicit"]
-)
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("engine", [js.explicit(), js.auto()], ids=["explicit", "auto"])
 def test_an_update_that_is_not_finite_is_blamed_on_its_own_step(engine):
     """From finite gradients: the step, its cause and the parameter are named, under every policy."""
     tx = optax.chain(optax.masked(optax.scale(np.inf), {"a": False, "b": False, "c": False, "d": True}), optax.sgd(1.0))
     layout = js.layout(js.fsdp(min_size=0), mesh(data=8), init_fn, tx)
     step = js.make_step(loss_fn, tx, layout, engine=engine)
-    _, metrics = step(js.init(init_fn, tx, layout, 0), numbered(0))
+    start = js.init(init_fn, tx, layout, 0)
+    _, metrics = step(js.clone(start), numbered(0))
     assert metrics["bad"] and metrics["bad"].grads == () and metrics["bad"].params == ("d",)
     what = "all gradients are finite, but the update made infinite or NaN d. The run is spoiled. Go back to a saved one"
     with pytest.raises(js.BadStep, match=f"this step is bad: .*{what}"):
         js.check_finite(metrics)
     for policy in ("raise", "skip"):
         with pytest.raises(js.BadStep, match=f"step 1 is bad: .*{what}") as error:
-            js.fit(js.init(init_fn, tx, layout, 0), step, [numbered(0)] * 3, steps=3, bad_steps=policy)
+            js.fit(js.clone(start), step, [numbered(0)] * 3, steps=3, bad_steps=policy)
         assert error.value.step == 1
-    unguarded = js.make_step(loss_fn, tx, layout, guarded=False)
-    assert "bad" not in unguarded(js.init(init_fn, tx, layout, 0), numbered(0))[1]
 
 
 def test_the_last_update_of_a_training_is_looked_at():
@@ -294,11 +291,12 @@ def test_parameters_that_were_infinite_before_are_nobodys_fault():
     assert not metrics["bad"] and np.isinf(run.params["mask"]).sum() == 4
 
 
+@pytest.mark.slow
 def test_rollback_gives_up_when_it_does_not_help(tmp_path):
     layout, _ = made()
     batches = js.batches(Rows(**{f"n{number}": {"y": np.nan} for number in range(2, 20)}), layout)
     with js.Checkpointer(tmp_path, layout, every=100) as checkpointer:
-        checkpointer.save(js.init(init_fn, TX, layout, 0))
+        checkpointer.save(first())
         with pytest.raises(js.BadStep, match=r"step 6 is bad: .*after 3 returns to step 0: .*learning rate"):
             fit(batches, steps=20, bad_steps=js.Rollback(checkpointer.restore, limit=3))
 
@@ -329,13 +327,12 @@ def test_rollback_without_a_saved_run_or_batches_that_go_back(tmp_path):
 
 def test_accelerators_learn_of_it_one_step_late():
     """The run that comes with the error has taken the next step, too."""
-    layout, step = made()
     batches = [numbered(number, **({"y": np.nan} if number == 2 else {})) for number in range(6)]
     with pytest.MonkeyPatch.context() as patch:
         late = property(lambda self: True, lambda self, value: None)
         patch.setattr(Reader, "_late", late, raising=False)
         with pytest.raises(js.BadStep, match="step 3 is bad") as bad:
-            js.fit(js.init(init_fn, TX, layout, 0), step, batches, steps=6)
+            js.fit(start(), made()[1], batches, steps=6)
     assert bad.value.step == 3 and int(bad.value.run.step) == 4
 
 
@@ -370,7 +367,7 @@ OWN_RULES = {
 
 
 def quiet_init(key):
-    return {"a": jax.random.normal(key, (13, 3)), "b": jnp.ones((3,))}
+    return {"a": normal(0, 13, 3), "b": jnp.ones((3,))}
 
 
 def quiet_loss(params, batch, key):
@@ -394,16 +391,9 @@ def one_device_states(tx, batches):
         yield jax.device_get((params, state))
 
 
-def own_rules():
-    """Every optimizer under every engine, the fast ones under one of them."""
-    cells = itertools.product(enumerate(OWN_RULES), enumerate([js.auto, js.explicit]))
-    return [
-        pytest.param(name, engine, id=f"{name}-{engine.__name__}", marks=[] if i % 2 == j else [pytest.mark.slow])
-        for (i, name), (j, engine) in cells
-    ]
-
-
-@pytest.mark.parametrize(("name", "engine"), own_rules())
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("name", OWN_RULES)
+@pytest.mark.parametrize("engine", [js.auto, js.explicit])
 def test_an_optimizer_with_a_rule_of_its_own_counts_skips_and_lets_through_as_on_one_device(name, engine):
     """Four bad steps in a row among eight: apply_if_finite(2) skips two of them, and lets the others through."""
     tx = OWN_RULES[name]()

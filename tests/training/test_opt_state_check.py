@@ -9,12 +9,13 @@ import optax
 import pytest
 
 import jaxshard as js
+from tests.toys import normal
 
 BATCH = {"x": np.random.default_rng(0).normal(size=(16, 9)).astype(np.float32)}
 
 
 def init_fn(key):
-    vector, matrix = jax.random.normal(key, (9,)), jax.random.normal(key, (9, 5))
+    vector, matrix = normal(0, 9), normal(1, 9, 5)
     return {"w": vector, "h": vector.astype(jnp.bfloat16), "m": matrix, "hm": matrix.astype(jnp.bfloat16)}
 
 
@@ -39,19 +40,15 @@ def step_of(tx, strategy):
 FSDP = js.fsdp(min_size=0)
 MIXED = {
     "adamw": (injected(optax.adamw), FSDP, "inner_state/0/mu/h"),
+    "owners": (injected(optax.contrib.muon), FSDP, "inner_state/inner_states/adam/inner_state/0/mu/h"),
     "sgd": (injected(optax.sgd, momentum=0.9), js.zero1(min_size=0), "inner_state/0/trace/h"),
     "chain": (chained, FSDP, "1/inner_state/0/mu/h"),
     "offload": (injected(optax.adamw), js.compose(FSDP, js.offload()), "inner_state/0/mu/h"),
-    "owners": (injected(optax.contrib.muon), FSDP, "inner_state/inner_states/adam/inner_state/0/mu/h"),
 }
 
 
-SLOW = ("sgd", "chain")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in MIXED]
-)
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("name", MIXED)
 def test_dtypes_that_change_are_refused_with_what_keeps_them(name):
     make, strategy, path = MIXED[name]
     message = rf"(?s)static_args=.*  - {path}: bfloat16\[9\] becomes float32\[9\]"

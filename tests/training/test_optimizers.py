@@ -209,13 +209,8 @@ FAST = [name for name in CASES if name in TYPICAL or name not in ALIASES | WRAPP
 """Every third of the typical ones and of what this package makes itself; the slow test runs every case."""
 
 
-@pytest.mark.parametrize(
-    ("name", "strategy"),
-    [
-        pytest.param(name, [*STRATEGIES][i % 2], marks=[pytest.mark.slow] * (name in ("noisy_sgd", "lars")))
-        for i, name in enumerate(FAST)
-    ],
-)
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize(("name", "strategy"), [(name, [*STRATEGIES][i % 2]) for i, name in enumerate(FAST)])
 def test_updates_equal_one_device_within_1e_5(name: str, strategy: str) -> None:
     check(name, STRATEGIES[strategy])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import optax
 import pytest
 
 import jaxshard as js
-from tests.toys import quick_compile
+from tests.toys import normal, quick_compile
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
 STRATEGIES = {"ddp": js.ddp(), "zero2": js.zero2(min_size=0), "fsdp": js.fsdp(min_size=0)}
@@ -23,7 +25,7 @@ def _compile():
 
 
 def init_fn(key):
-    return {"w": jax.random.normal(key, (13, 3)), "b": jnp.zeros((3,))}
+    return {"w": normal(0, 13, 3), "b": jnp.zeros((3,))}
 
 
 def loss_fn(params, batch, key):
@@ -47,35 +49,39 @@ def made(strategy, engine, tx=TX):
 
 def one_device():
     """The plain loop: losses and parameters after `STEPS` steps."""
+
+    @jax.jit
+    def step(params, state, batch, key):
+        loss, grads = jax.value_and_grad(lambda params: loss_fn(params, batch, key).value)(params)
+        updates, state = TX.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
     params = init_fn(jax.random.key(0))
     state, key, losses = TX.init(params), jax.random.fold_in(jax.random.key(0), 1), []
     for number in range(STEPS):
-        folded = jax.random.fold_in(key, number)
-        loss, grads = jax.value_and_grad(lambda p, b, k: loss_fn(p, b, k).value)(params, batch_of(number), folded)
-        updates, state = TX.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        params, state, loss = step(params, state, batch_of(number), jax.random.fold_in(key, number))
         losses.append(float(loss))
     return losses, params
 
 
-def scan(step):
-    return jax.jit(lambda run, batches: jax.lax.scan(step, run, batches), donate_argnums=0)
+@cache
+def scanned(strategy, engine):
+    """A layout, its first run, a step, and a program of the user's that scans over steps."""
+    layout, run, step = made(STRATEGIES[strategy], engine)
+    scan = jax.jit(lambda run, batches: jax.lax.scan(step, run, batches), donate_argnums=0)
+    return layout, run, step, scan.lower(run, batches()).compile()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("strategy", "engine"),
-    [
-        ("fsdp", js.explicit()),
-        pytest.param("fsdp", js.auto(microbatches=2), marks=pytest.mark.slow),
-        pytest.param("ddp", js.auto(), marks=pytest.mark.slow),
-        pytest.param("zero2", js.explicit(), marks=pytest.mark.slow),
-    ],
+    [("fsdp", js.explicit()), ("fsdp", js.auto(microbatches=2)), ("ddp", js.auto()), ("zero2", js.explicit())],
     ids=["fsdp-explicit", "fsdp-auto-2", "ddp-auto", "zero2-explicit"],
 )
 def test_a_scan_over_steps_equals_one_device_within_1e_6(strategy, engine):
-    layout, run, step = made(STRATEGIES[strategy], engine)
-    lies = jax.tree.map(lambda x: x.sharding, run)
-    run, metrics = scan(step)(run, batches())
+    layout, start, step, scan = scanned(strategy, engine)
+    lies = jax.tree.map(lambda x: x.sharding, start)
+    run, metrics = scan(js.clone(start), batches())
     jax.block_until_ready(metrics)
     losses, params = one_device()
     np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-6)
@@ -91,9 +97,8 @@ def test_a_scan_over_steps_equals_one_device_within_1e_6(strategy, engine):
 
 
 def test_a_scan_gathers_and_scatters_once_a_step():
-    layout, run, step = made(STRATEGIES["fsdp"], js.explicit())
-    found = js.collectives(scan(step).lower(run, batches()).compile(), layout.mesh)
-    assert {(c.kind, c.shapes, c.count) for c in found if c.kind != "all-reduce"} == {
+    layout, _, _, scan = scanned("fsdp", js.explicit())
+    assert {(c.kind, c.shapes, c.count) for c in js.collectives(scan, layout.mesh) if c.kind != "all-reduce"} == {
         ("all-gather", ((16, 3),), STEPS),
         ("all-gather", ((8,),), STEPS),
         ("reduce-scatter", ((16, 3),), STEPS),
@@ -103,7 +108,7 @@ def test_a_scan_gathers_and_scatters_once_a_step():
 
 def test_jit_of_a_step_gives_the_bits_of_the_step_and_donates_what_it_is_told():
     _, run, step = made(STRATEGIES["zero2"], js.explicit())
-    _, again, _ = made(STRATEGIES["zero2"], js.explicit())
+    again = js.clone(run)
     jitted = jax.jit(step, donate_argnums=0)
     for number in range(2):
         run, _ = step(run, batch_of(number))
@@ -144,10 +149,10 @@ def test_steps_mapped_over_runs_and_differentiated_equal_one_device_within_1e_5(
 
 
 def test_a_bad_step_in_a_scan_is_named():
-    _, run, step = made(STRATEGIES["fsdp"], js.auto())
+    _, run, _, scan = scanned("fsdp", js.explicit())
     many = batches()
     many["x"][1, 0, 0] = np.nan
-    _, metrics = scan(step)(run, many)
+    _, metrics = scan(js.clone(run), many)
     assert metrics["bad"] and metrics["bad"].grads == ("b", "w")
     with pytest.raises(js.BadStep, match=r"loss \[0\.\d+, nan, 0\.\d+\], the gradients of all 2 parameters"):
         js.check_finite(metrics)

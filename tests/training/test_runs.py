@@ -1,5 +1,7 @@
 """Copies of runs, runs with other parameters, gradients alone, and runs described."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,12 +11,13 @@ import pytest
 import jaxshard as js
 from tests.checkpoint.runs import assert_same
 from tests.notebook_page import check_shows_text
+from tests.toys import normal
 
 BATCH = {"x": np.random.default_rng(0).normal(size=(16, 13)).astype(np.float32)}
 
 
 def init_fn(key):
-    params = {"a": {"kernel": jax.random.normal(key, (13, 3))}, "b": jnp.ones(3), "c": jnp.ones(3)}
+    params = {"a": {"kernel": normal(0, 13, 3)}, "b": jnp.ones(3), "c": jnp.ones(3)}
     return js.Model(params, {"seen": jnp.zeros(())})
 
 
@@ -24,9 +27,19 @@ def loss_fn(model, batch, key):
     return js.Loss(js.Mean(rows.sum(), len(rows)), state={"seen": model.state["seen"] + 1})
 
 
-def made(tx, *, strategy=None, trainable=lambda path: path != "c"):
-    layout = js.layout(strategy or js.fsdp(min_size=0), js.make_mesh(data=8), init_fn, tx, trainable=trainable)
+def made(tx, *, trainable=lambda path: path != "c"):
+    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), init_fn, tx, trainable=trainable)
     return layout, js.init(init_fn, tx, layout, 0), js.make_step(loss_fn, tx, layout)
+
+
+DESCENT = optax.sgd(0.1)
+
+
+@cache
+def descent():
+    """A run that no step is given, and its layout."""
+    layout, run, _ = made(DESCENT)
+    return layout, run
 
 
 def test_a_clone_outlives_the_step_and_goes_on_alike():
@@ -85,7 +98,8 @@ def test_other_meshes_and_guards_make_no_difference():
     assert float(loss) == float(gradient(run, BATCH)[0])
 
 
-@pytest.mark.parametrize("opt_state", [pytest.param("keep", marks=pytest.mark.slow), "reset"])
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("opt_state", ["reset", "keep"])
 def test_other_parameters_keep_or_reset_the_optimizer(opt_state):
     """Against plain optax with the same choice."""
     tx = optax.adam(0.1)
@@ -110,20 +124,19 @@ def test_other_parameters_keep_or_reset_the_optimizer(opt_state):
 
 
 def test_a_model_brings_its_state_along():
-    tx = optax.sgd(0.1)
-    layout, run, _ = made(tx)
+    layout, run = descent()
     model = js.Model(js.logical(run, layout).params, {"seen": np.float32(7)})
-    assert float(js.replace_params(run, model, tx, layout, opt_state="keep").state["seen"]) == 7
+    assert float(js.replace_params(run, model, DESCENT, layout, opt_state="keep").state["seen"]) == 7
 
 
 @pytest.mark.parametrize(
     ("tx", "names"),
     [
-        (lambda: js.optim.averaged(optax.sgd(0.1), 0.9), "average"),
+        (lambda: optax.chain(optax.lion(0.1), js.optim.averaged(optax.sgd(0.1), 0.9)), "1/average"),
         (lambda: optax.contrib.schedule_free_sgd(0.1), "z/"),
-        (lambda: optax.chain(optax.lion(0.1), js.optim.averaged(optax.sgd(0.1), 0.9)), "1/"),
     ],
 )
+@pytest.mark.fast_cases(1)
 def test_state_that_was_made_from_the_old_parameters_is_not_kept(tx, names):
     tx = tx()
     layout, run, _ = made(tx)
@@ -134,28 +147,28 @@ def test_state_that_was_made_from_the_old_parameters_is_not_kept(tx, names):
 
 
 def test_what_does_not_fit_is_refused():
-    tx = optax.sgd(0.1)
-    layout, run, _ = made(tx)
+    layout, run = descent()
     params = js.logical(run, layout).params
     with pytest.raises(ValueError, match=r"the model does not fit the layout(.|\n)*b: "):
-        js.replace_params(run, params | {"b": np.ones(4, np.float32)}, tx, layout, opt_state="keep")
+        js.replace_params(run, params | {"b": np.ones(4, np.float32)}, DESCENT, layout, opt_state="keep")
     with pytest.raises(ValueError, match=r"the model has other dtypes than the layout(.|\n)*b: float64"):
-        js.replace_params(run, params | {"b": np.ones(3)}, tx, layout, opt_state="keep")
+        js.replace_params(run, params | {"b": np.ones(3)}, DESCENT, layout, opt_state="keep")
     with pytest.raises(ValueError, match='opt_state must be "keep" or "reset", got \'new\''):
-        js.replace_params(run, params, tx, layout, opt_state="new")
+        js.replace_params(run, params, DESCENT, layout, opt_state="new")
     with pytest.raises(ValueError, match="tx is not the one"):
         js.replace_params(run, params, optax.adam(0.1), layout, opt_state="reset")
 
 
-@pytest.mark.parametrize("engine", [None, js.explicit(microbatches=2)], ids=["auto", "explicit"])
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("engine", [js.explicit(microbatches=2), None], ids=["explicit", "auto"])
 def test_gradients_alone_are_those_of_one_device(engine):
-    layout, run, _ = made(optax.sgd(0.1))
+    layout, run = descent()
     gradient = js.value_and_grad(loss_fn, layout, engine)
     loss, grads = gradient(run, BATCH)
     assert grads["c"] is None
     params = js.logical(run, layout).params
-    expected, wanted = jax.value_and_grad(
-        lambda p: loss_fn(js.Model(p, {"seen": jnp.zeros(())}), BATCH, None).value.value
+    expected, wanted = jax.jit(
+        jax.value_and_grad(lambda p: loss_fn(js.Model(p, {"seen": jnp.zeros(())}), BATCH, None).value.value)
     )(params)
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
     for name in ("a", "b"):
@@ -189,5 +202,5 @@ def test_a_run_is_described():
         assert words in text, text
     assert max(map(len, text.splitlines())) <= 200
     check_shows_text(found)
-    plain = made(optax.sgd(0.1))
-    assert "not in the optimizer's state" in str(js.describe(plain[1], plain[0]))
+    layout, run = descent()
+    assert "not in the optimizer's state" in str(js.describe(run, layout))

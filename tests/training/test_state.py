@@ -17,7 +17,7 @@ from jaxshard.training.state import check_run, init_program, run_key
 from tests.notebook_page import read
 from tests.toys import TOYS, model_order, quick_compile
 
-pytestmark = pytest.mark.fast_cases(2)
+pytestmark = pytest.mark.fast_cases(1)
 
 MESH = {"data": 8}
 
@@ -54,8 +54,8 @@ def small(strategy=None, mesh=None):
 
 @pytest.mark.parametrize(
     ("toy", "strategy"),
-    [("gpt", js.fsdp(min_size=0)), ("linen", js.zero1(min_size=0)), ("nnx", js.fsdp(min_size=0))],
-    ids=["gpt", "linen", "nnx"],
+    [("linen", js.fsdp(min_size=0)), ("gpt", js.fsdp(min_size=0)), ("nnx", js.zero1(min_size=0))],
+    ids=["linen", "gpt", "nnx"],
 )
 def test_parameters_are_bit_for_bit_those_of_one_device(toy, strategy):
     toy = TOYS[toy]()
@@ -64,6 +64,8 @@ def test_parameters_are_bit_for_bit_those_of_one_device(toy, strategy):
     params = jax.jit(toy.init_fn)(jax.random.key(7))
     assert_bits(model_order(layout.params, run.params), params)
     assert_bits(model_order(layout.opt_state, run.opt_state), TX.init(params))
+    shown = js.logical(run, layout)
+    assert_bits((shown.params, shown.opt_state), (params, TX.init(params)))
     assert int(run.step) == 0
     assert_bits(jax.random.key_data(run.key), jax.random.key_data(run_key(jax.random.key(7))))
 
@@ -118,9 +120,8 @@ def test_80_megabytes_are_born_with_temporaries_of_at_most_two_shards(model):
 
 def test_seeds_and_keys_are_the_same():
     layout = small()
-    runs = [js.init(small_init, TX, layout, key) for key in (3, jax.random.key(3), jax.random.PRNGKey(3))]
-    for run in runs[1:]:
-        assert_bits(run.params, runs[0].params)
+    one, other = (js.init(small_init, TX, layout, key) for key in (3, jax.random.PRNGKey(3)))
+    assert_bits(one.params, other.params)
 
 
 # Given parameters.
@@ -131,8 +132,8 @@ def given(key=5):
 
 
 SOURCES = {
-    "numpy": lambda model: model,
     "python scalars": lambda model: model._replace(params=model.params | {"scale": float(model.params["scale"])}),
+    "numpy": lambda model: model,
     "jax": lambda model: jax.tree.map(jnp.asarray, model),
     "one device": lambda model: jax.device_put(model, jax.devices()[3]),
     "some devices": lambda model: jax.device_put(
@@ -153,7 +154,7 @@ def test_given_parameters_are_copied_as_they_are(source):
     assert_bits(jax.random.key_data(run.key), jax.random.key_data(run_key(jax.random.key(0))))
 
 
-@pytest.mark.parametrize("source", ["numpy", "jax", "one device", "all devices"])
+@pytest.mark.parametrize("source", ["all devices", "numpy", "jax", "one device"])
 def test_given_parameters_outlive_the_donated_run(source):
     layout, model = small(js.ddp()), SOURCES[source](given())
     run = js.init(small_init, TX, layout, 0, init_from=model)
@@ -188,21 +189,10 @@ def test_given_parameters_that_do_not_fit_are_all_named():
 # Model order.
 
 
-@pytest.mark.parametrize("toy", ["nnx", "linen"])
-def test_the_logical_run_is_that_of_one_device(toy):
-    toy = TOYS[toy]()
-    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(**MESH), toy.init_fn, TX)
-    params = jax.jit(toy.init_fn)(jax.random.key(0))
-    shown = js.logical(js.init(toy.init_fn, TX, layout, 0), layout)
-    assert_bits(shown.params, params)
-    assert_bits(shown.opt_state, TX.init(params))
-
-
 def test_a_run_goes_from_layout_to_layout_and_comes_back():
     layouts = [
         small(),
-        small(js.ddp(), js.make_mesh(jax.devices()[:3], data=3)),
-        small(js.fsdp(("x", "data"), min_size=0), js.make_mesh(jax.devices()[:4], x=2, data=2)),
+        small(js.fsdp(("x", "data"), min_size=0), js.make_mesh(jax.devices()[:6], x=3, data=2)),
         small(),
     ]
     run = js.init(small_init, TX, layouts[0], 0)

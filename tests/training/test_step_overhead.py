@@ -11,6 +11,7 @@ import pytest
 import jaxshard as js
 from jaxshard.checks.collectives import hlo
 from tests.checkpoint.runs import assert_same
+from tests.toys import normal
 
 COUNT, WIDTH = 3, 64
 MATRIX = ("f32", (WIDTH // 8, WIDTH))  # a device's part of a parameter or moment
@@ -18,7 +19,7 @@ ENGINES = {"auto": js.auto, "explicit": js.explicit}
 
 
 def init_fn(key):
-    return {f"w{i}": jax.random.normal(k, (WIDTH, WIDTH)) / 8 for i, k in enumerate(jax.random.split(key, COUNT))}
+    return {f"w{i}": normal(i, WIDTH, WIDTH) / 8 for i in range(COUNT)}
 
 
 def loss_fn(params, batch, key):
@@ -48,7 +49,8 @@ def copies(compiled):
     return sum(entry[name].opcode == "copy" and hlo.arrays(entry[name].type) == (MATRIX,) for name in entry.lines)
 
 
-@pytest.mark.parametrize("engine", ["auto", pytest.param("explicit", marks=pytest.mark.slow)])
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_the_guard_copies_nothing_and_everything_donated_is_updated_in_place(engine):
     """One copy per parameter is left, on a CPU: the norm of the update reads the old one when the new one is written.
 
@@ -84,7 +86,8 @@ def test_gathered_parameters_do_not_wait_beside_the_old_ones():
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * WIDTH * WIDTH * 4  # of eight
 
 
-@pytest.mark.parametrize("kind", ["TPU v5p", pytest.param("TPU v5 lite", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["TPU v5p", "TPU v5 lite"])
 def test_what_a_tpu_gathers_after_an_update_is_the_same_bit_for_bit(kind, monkeypatch):
     """With SparseCores a result is chosen from what is gathered, without them nothing is held back."""
 
@@ -118,6 +121,7 @@ def odd_transform():
     return optax.GradientTransformation(init, update)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_kind_of_state_is_the_optimizers_after_a_good_step_and_the_old_one_after_a_bad_one(engine):
     tx = odd_transform()
@@ -129,13 +133,15 @@ def test_every_kind_of_state_is_the_optimizers_after_a_good_step_and_the_old_one
     assert metrics["bad"]
     assert_same(run._replace(step=before.step), before)
 
-    grads = jax.grad(lambda params: loss_fn(params, batch(), None).value)(params)
+    @jax.jit
+    def plain(params, state):
+        updates, state = tx.update(jax.grad(lambda params: loss_fn(params, batch(), None).value)(params), state)
+        return optax.apply_updates(params, updates), state
+
     for _ in range(2):
         run, metrics = step(run, batch())
         assert not metrics["bad"]
-        updates, state = tx.update(grads, state)
-        params = optax.apply_updates(params, updates)
-        grads = jax.grad(lambda params: loss_fn(params, batch(), None).value)(params)
+        params, state = plain(params, state)
     both = zip(jax.tree.leaves((run.params, run.opt_state)), jax.tree.leaves((params, state)), strict=True)
     for ours, expected in both:
         np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)

@@ -59,8 +59,7 @@ def loops(jaxpr: Any) -> set[int]:
     return here.union(*(loops(open_jaxpr(one)[0]) for e in jaxpr.eqns for one in jaxprs_in_params(e.params)))
 
 
-@pytest.mark.parametrize("split", [js.fsdp(min_size=0), js.ddp()])
-@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize(("split", "stacked"), [(js.fsdp(min_size=0), True), (js.ddp(), False)])
 def test_only_stacked_blocks_come_one_at_a_time(split: js.Strategy, stacked: bool) -> None:
     """Turns of loops as literals: 3 of the blocks [3, 8, 16]; none of embed [1003, 16], bias [77] and the scalar."""
 

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jaxshard as js
-from tests.toys import Toy, assert_equal_runs, one_device, quick_compile, sharded
+from tests.toys import Toy, assert_equal_runs, normal, one_device, quick_compile, recording_step, sharded, trained
 
 FSDP = js.fsdp(min_size=0)
 SPLIT = js.compose(FSDP, js.without_rows("table"))
@@ -42,8 +42,7 @@ def graphs():
 
 
 def init_fn(key):
-    keys = jax.random.split(key)
-    return {"message": jax.random.normal(keys[0], (4, 13)) / 4, "out": jax.random.normal(keys[1], (13, 3)) / 4}
+    return {"message": normal(0, 4, 13) / 4, "out": normal(1, 13, 3) / 4}
 
 
 def graph_loss(params, batch, key):
@@ -80,22 +79,29 @@ def test_graphs_run_unmarked_under_auto_and_what_is_whole_is_said_once():
     assert placed["nodes"].store == placed["senders"].store.__class__(None, None)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "engine",
-    [
-        js.explicit(microbatches=2),
-        *(pytest.param(engine, marks=pytest.mark.slow) for engine in (js.auto(), js.auto(microbatches=2))),
-    ],
+    [js.explicit(microbatches=2), js.auto(), js.auto(microbatches=2)],
     ids=["explicit-2", "auto", "auto-2"],
 )
-def test_named_tables_are_whole_in_every_micro_batch(engine):
+def test_named_tables_are_whole_in_every_micro_batch_and_not_communicated(engine):
     """As `assert_equal_runs`."""
     toy = Toy(init_fn, table_loss, table_batch(), 0.01)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trace, layout = sharded(toy, SPLIT, mesh(), engine)
-    assert_equal_runs(trace, one_device(toy))
-    assert layout.rows_mask(toy.batch) == {"x": True, "y": True, "table": False, "scale": False}
+        step = recording_step(toy, SPLIT, mesh(), engine)
+        assert_equal_runs(trained(step, toy), one_device(toy))
+    assert step.layout.rows_mask(toy.batch) == {"x": True, "y": True, "table": False, "scale": False}
+    audit = js.audit(step, toy.batch)
+    assert audit.ok
+    if engine == js.explicit(microbatches=2):
+        assert sorted((c.kind, s) for c in audit.found for s in c.shapes if s) == [
+            ("all-gather", (4, 16)),
+            ("all-gather", (16, 3)),
+            ("reduce-scatter", (4, 16)),
+            ("reduce-scatter", (16, 3)),
+        ]
 
 
 @pytest.mark.slow
@@ -126,36 +132,17 @@ def test_stages_of_a_pipeline_have_tables_whole():
     assert_equal_runs(trace, one_device(toy))
 
 
-def test_a_table_is_not_communicated():
-    tx = optax.sgd(0.1)
-    layout = js.layout(SPLIT, mesh(), init_fn, tx)
-    step = js.make_step(table_loss, tx, layout, engine=js.explicit())
-    found = js.collectives(step.compile(table_batch()), layout.mesh)
-    assert sorted((c.kind, s) for c in found for s in c.shapes if s) == [
-        ("all-gather", (4, 16)),
-        ("all-gather", (16, 3)),
-        ("reduce-scatter", (4, 16)),
-        ("reduce-scatter", (16, 3)),
-    ] and js.audit(step, table_batch()).ok  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "engine",
-    [js.explicit(), pytest.param(js.auto(microbatches=2), marks=pytest.mark.slow)],
-    ids=["explicit", "auto-2"],
-)
+@pytest.mark.parametrize("engine", [js.explicit(), js.auto(microbatches=2)], ids=["explicit", "auto-2"])
 def test_where_the_loss_sees_some_rows_arrays_without_rows_must_be_named(engine):
     tx = optax.sgd(0.1)
     layout = js.layout(FSDP, mesh(), init_fn, tx)
-    run, step = js.init(init_fn, tx, layout, 0), js.make_step(table_loss, tx, layout, engine=engine)
     message = (
         r"(?s)same number of rows \(dim 0\), got table: 9, x: 16, y: 16; use js.auto\(\) .* or name those.*without_rows"
     )
     with pytest.raises(ValueError, match=message):
-        step(run, table_batch())
+        js.make_step(table_loss, tx, layout, engine=engine).lower(table_batch())
     with pytest.raises(ValueError, match=message):
         js.parity(init_fn, table_loss, tx, FSDP, mesh(), table_batch(), engine=engine)
-    assert js.parity(init_fn, table_loss, tx, SPLIT, mesh(), table_batch(), engine=engine).ok
 
 
 def test_evaluation_pads_rows_and_no_tables():
@@ -166,7 +153,7 @@ def test_evaluation_pads_rows_and_no_tables():
         return {"loss": table_loss(params, batch, None)}
 
     params = init_fn(jax.random.key(0))
-    means = [eval_fn(params, batch)["loss"] for batch in batches]
+    means = [jax.jit(eval_fn)(params, batch)["loss"] for batch in batches]
     expected = sum(float(m.totals[0]) for m in means) / sum(float(m.weights[0]) for m in means)
     layout = js.layout(SPLIT, mesh(), init_fn, tx)
     run = js.init(init_fn, tx, layout, 0)

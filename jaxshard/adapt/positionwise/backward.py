@@ -1,7 +1,7 @@
-"""The rules of `jax.custom_vjp`: a backward pass that its author wrote may mix what the forward pass keeps apart.
+"""Check `jax.custom_vjp` functions: a hand-written backward pass may mix positions even if the forward pass does not.
 
-Gradients are the other way round: that of a sum is the same for all positions, and that of a value that all positions
-use is a sum over them.
+Facts about gradients are reversed: the gradient of a sum over positions is the same for all positions, and the gradient
+of a value that all positions use is a sum over positions.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from jaxshard.adapt.positionwise.shares import is_share
 
 
 def is_custom_vjp(pair: Pair) -> bool:
-    """Return whether an equation calls a function with a backward pass of its own."""
+    """Return whether an equation calls a `jax.custom_vjp` function."""
     return pair.name.startswith("custom_vjp_call")
 
 
 def is_float(dtype: Any) -> bool:
-    """Return whether values of a dtype have gradients."""
+    """Return whether values of a dtype have gradients: floating or complex."""
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def trace_backward(eqn: Any) -> Any:
-    """Trace the backward pass of a call, `fn(operands, gradients of results) -> gradients`, floating ones alone."""
+    """Trace the backward pass of a call as a jaxpr (operands, cotangents) -> gradients, of the floating arrays only."""
     operands = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
     results = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.outvars]
 
@@ -46,12 +46,12 @@ def trace_backward(eqn: Any) -> Any:
 
 
 def fact_of_cotangent(fact: Fact) -> Fact:
-    """Return the fact about the gradient of a value."""
+    """Return the expected fact about the gradient of a value."""
     return SAME if is_share(fact) else Fact(Kind.SUM) if fact.kind is Kind.SAME else fact
 
 
 def fits(fact: Fact, gradient: Fact) -> bool:
-    """Return whether a gradient is one of a value of which `fact` holds."""
+    """Return whether the fact about a gradient is the expected one, given the fact about its value."""
     if gradient.zero or gradient.kind is Kind.LOST:
         return True
     expected = fact_of_cotangent(fact)

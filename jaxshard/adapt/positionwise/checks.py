@@ -1,4 +1,4 @@
-"""Checks that several rules share, of operands that say what is taken and of numbers that go with positions."""
+"""Checks that several rules share: of operands such as indices, and of values that count positions."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from jaxshard.adapt.positionwise.shares import is_share, refuse
 
 
 def check_degrees(facts: Sequence[Fact]) -> None:
-    """Raise where a number that depends on how many positions there are goes with them."""
+    """Raise if a value that depends on the number of positions is combined with positions."""
     if any(fact.degree for fact in facts if fact.kind is Kind.SAME):
         raise Mixes("combines positions with a number that depends on how many there are", "number")
 
 
 def plain(pair: Pair, facts: list[Fact]) -> Fact | None:
-    """Return the fact of a result where nothing depends on positions; else None."""
+    """Return the fact of a result if no operand depends on positions; else None."""
     if all(fact.kind is Kind.SAME for fact in facts) and not pair.grown():
         return SAME if not any(fact.degree for fact in facts) else None
     return None
 
 
 def check_same(pair: Pair, facts: Sequence[Fact]) -> None:
-    """Raise where numbers that say what is taken, such as the start of a slice, depend on positions."""
+    """Raise if operands that select elements, such as the start of a slice, depend on positions."""
     for fact in facts:
         if is_share(fact):
             raise refuse(pair, fact)
         if fact.kind is Kind.ALONG:
-            raise Mixes("takes what single positions say")
+            raise Mixes("selects elements by the values of single positions")
         if fact.degree:
-            raise Mixes("takes what the number of positions says", "number")
+            raise Mixes("selects elements by the number of positions", "number")
 
 
 def moved(pair: Pair, facts: list[Fact], dim: Callable[[int], int]) -> Fact:
-    """Return the fact of the first operand, whose dimensions are moved by `dim`; the others only say what is taken."""
+    """Return the fact of the first operand with its dimension moved by `dim`; the others only select elements."""
     fact, *others = facts
     check_same(pair, others)
     return fact._replace(dim=dim(fact.dim)) if fact.kind is Kind.ALONG else fact

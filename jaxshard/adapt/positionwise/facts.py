@@ -1,14 +1,14 @@
-"""What the proof knows of one value: how what a device has of it relates to the same value in a run on one device.
+"""Facts of the proof: how a value on one of n devices relates to the same value in a run on one device.
 
     kind    on one device             on device i of n                              examples
-    SAME    a value                   the same, divided by n**degree                weights, x.shape[1] (degree 1)
+    SAME    a value                   the value divided by n**degree                weights, x.shape[1] (degree 1)
     ALONG   one entry per position    the entries of its own positions              tokens, activations
-    SUM     a sum over positions      a share: all add up to n**degree times it     x.sum(1), x.mean(1) (degree 1)
-    MAX     a maximum over positions  a share: the largest of all is it             x.max(1)
-    LOST    anything                  anything, and what is to blame is reported    attention weights [T, T]
+    SUM     a sum over positions      a share; the shares add up to n**degree * sum x.sum(1), x.mean(1) (degree 1)
+    MAX     a maximum over positions  a share; the largest share is the maximum     x.max(1)
+    LOST    anything                  unknown; the reason was reported              attention weights [T, T]
 
 Dimension dim of an ALONG value has the size outer * T * inner for T positions: index (o * T + t) * inner + i belongs to
-position t. So rows and positions that were merged, [B, T, C] -> [B * T, C], are followed, and back.
+position t. So the proof can follow reshapes that merge rows and positions, [B, T, C] -> [B * T, C], and split them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 
 class Kind(Enum):
-    """The kinds of the table above."""
+    """The kinds of the table at the top of the file."""
 
     SAME = "same"
     ALONG = "along"
@@ -30,17 +30,17 @@ class Kind(Enum):
 
 
 class Fact(NamedTuple):
-    """A statement about one value.
+    """A fact about one value.
 
     Attributes:
-      kind: as in the table at the top of the file.
-      dim: of ALONG, where the positions are.
-      outer: of ALONG, how many times all positions come one after the other in that dimension; 0 if the value is
-        constant along it, so that any way to read the dimension is right.
-      inner: of ALONG, how many neighbours belong to one position.
-      degree: of SAME and SUM; `ODD` where it is none.
-      zero: the value is zero, which is any share of anything.
-      cause: of SUM and MAX, the place that made it.
+      kind: see the table at the top of the file.
+      dim: for ALONG, the dimension of the positions.
+      outer: for ALONG, how often the sequence of all positions is repeated in that dimension; 0 if the value is
+        constant along it, so that any order of its entries is right.
+      inner: for ALONG, how many adjacent entries belong to one position.
+      degree: for SAME and SUM, see the table; `ODD` if the value is no power of n times another.
+      zero: the value is zero, so it is a valid share of any sum.
+      cause: for SUM and MAX, the equation that made it (a `report.Cause`).
     """
 
     kind: Kind
@@ -57,12 +57,12 @@ class Fact(NamedTuple):
 
     @property
     def shares(self) -> float:
-        """The degree of this value as a share of a sum: n equal values add up to n times each."""
+        """Return the degree of this value as a share of a sum: n equal values add up to n times the value."""
         return 1 - self.degree if self.kind is Kind.SAME else self.degree
 
 
 ODD = math.nan
-"""The degree of a number that depends on how many positions there are, but is no power of that."""
+"""The degree of a value that depends on the number of positions, but not as a power of it."""
 
 SAME = Fact(Kind.SAME)
 LOST = Fact(Kind.LOST)
@@ -79,12 +79,12 @@ def constant_along(dim: int) -> Fact:
 
 
 class Mixes(Exception):
-    """An equation does something that is not right on a part of the positions.
+    """Raised for an equation that gives a wrong result on a part of the positions.
 
     Args:
-      what: completes the sentence "reduce_max at model.py:12 ...".
+      what: the predicate of the sentence "reduce_max at model.py:12 ...".
       fix: a key of `report.FIXES`.
-      cause: a place that is to blame instead of the equation itself.
+      cause: the equation to report instead of this one.
     """
 
     def __init__(self, what: str, fix: str = "auto", cause: Any = None):
@@ -110,7 +110,7 @@ def is_consistent(fact: Fact, one: Sequence[int], two: Sequence[int], parts: int
 
 
 def guess(one: Sequence[int], two: Sequence[int], parts: int) -> Fact:
-    """Guess a fact of a value by its shapes, to go on behind something that is reported already."""
+    """Guess the fact of a value from its shapes, to continue after a problem that was reported already."""
     if len(one) != len(two):
         return LOST
     dims = differing(one, two)
@@ -119,7 +119,7 @@ def guess(one: Sequence[int], two: Sequence[int], parts: int) -> Fact:
 
 
 def same_positions(facts: Sequence[Fact]) -> Fact:
-    """Return the fact of a value whose position t is made of position t of all these ALONG values.
+    """Return the fact of a value whose position t depends only on position t of all these ALONG values.
 
     Raises:
       Mixes: their positions are in different dimensions, or in another order within one.
@@ -134,14 +134,14 @@ def reshaped(fact: Fact, one: Sequence[int], new: Sequence[int], new_dims: Seque
     """Follow positions through a reshape.
 
     Args:
-      fact: of the operand, ALONG.
-      one: its shape.
+      fact: the fact of the operand, ALONG.
+      one: the shape of the operand.
       new: the new shape.
       new_dims: the new dimensions whose size depends on the number of positions.
       length: the number of positions.
 
     Returns:
-      The fact of the result, or None where its positions are in no one dimension.
+      The fact of the result, or None if its positions are not in a single dimension.
     """
     if len(new_dims) != 1:
         return None
@@ -154,6 +154,7 @@ def reshaped(fact: Fact, one: Sequence[int], new: Sequence[int], new_dims: Seque
         if (before, after) == (old_before, old_after):
             return constant_along(dim)
         fact = along(fact.dim, one[fact.dim] // length)
+    # Elements before and after the positions, counted over all dimensions, do not change in a reshape.
     outer, inner = old_before * fact.outer, old_after * fact.inner
     if outer % before or inner % after or outer // before * length * (inner // after) != new[dim]:
         return None

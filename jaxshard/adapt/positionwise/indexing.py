@@ -1,4 +1,4 @@
-"""Slices, gathers and scatters: which elements are taken from an array, or written into it."""
+"""The rules of slice, gather and scatter."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from jaxshard.adapt.positionwise.shares import is_share, refuse, sum_of
 
 
 def gather(pair: Pair, facts: list[Fact]) -> list[Fact]:
-    """Return the fact of what is taken from an array by indices."""
+    """Return the fact of the result of a gather."""
     table, indices = facts
     numbers, sizes = pair.params["dimension_numbers"], pair.params["slice_sizes"]
     for fact in facts:
         if is_share(fact):
             raise refuse(pair, fact)
     shape = pair.out_shapes()[0]
-    rows = [dim for dim in range(len(shape)) if dim not in numbers.offset_dims]  # one for each but the last of indices
+    # The dimensions of the result that come from the indices: one for each dimension of the indices except the last.
+    rows = [dim for dim in range(len(shape)) if dim not in numbers.offset_dims]
     found: list[Fact] = []
     if indices.kind is Kind.ALONG:
         if indices.dim == len(pair.shapes(1)[0]) - 1:
-            raise Mixes("takes what all positions say together")
+            raise Mixes("makes one index of the values of several positions")
         found.append(indices._replace(dim=rows[indices.dim]))
     if table.kind is Kind.ALONG:
         dim = table.dim
@@ -28,9 +29,9 @@ def gather(pair: Pair, facts: list[Fact]) -> list[Fact]:
             of_indices = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(dim)]
             found.append(table._replace(dim=rows[of_indices]))
             if indices.kind is not Kind.ALONG or indices.dim != of_indices:
-                raise Mixes("takes positions by others", "gather")
+                raise Mixes("takes positions by the values of other positions", "gather")
         elif dim in numbers.start_index_map or not pair.is_whole(0, dim, sizes, pair.two.params["slice_sizes"]):
-            raise Mixes("takes positions by their number", "gather")
+            raise Mixes("takes positions by their index", "gather")
         else:
             kept = [
                 d for d in range(len(sizes)) if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
@@ -40,12 +41,12 @@ def gather(pair: Pair, facts: list[Fact]) -> list[Fact]:
     if not found:
         return [SAME]
     if len({fact.dim for fact in found}) > 1:
-        raise Mixes("takes positions by others", "gather")
+        raise Mixes("takes positions by the values of other positions", "gather")
     return [same_positions(found)]
 
 
 def slice_of(pair: Pair, facts: list[Fact]) -> list[Fact]:
-    """Return the fact of a slice, or of a dynamic one."""
+    """Return the fact of the result of a slice or dynamic_slice."""
     fact, *starts = facts
     if fact.kind is Kind.ALONG:
         if not pair.is_whole(0, fact.dim, *pair.out_shapes()):
@@ -54,12 +55,12 @@ def slice_of(pair: Pair, facts: list[Fact]) -> list[Fact]:
         raise Mixes("takes as much of an array as there are positions", "positions")
     one, two = (eqn.params.get("start_indices", ()) for eqn in (pair.one, pair.two))
     if any(a != b for a, b in zip(one, two, strict=True)):
-        raise Mixes("takes what the number of positions says", "number")
+        raise Mixes("selects elements by the number of positions", "number")
     return [moved(pair, [fact, *starts], lambda dim: dim)]
 
 
 def dynamic_update_slice(pair: Pair, facts: list[Fact]) -> list[Fact]:
-    """Return the fact of an array into which a slice is written."""
+    """Return the fact of the result of a dynamic_update_slice."""
     array, update, *starts = facts
     check_same(pair, starts)
     if is_share(array) or is_share(update):
@@ -75,7 +76,7 @@ def dynamic_update_slice(pair: Pair, facts: list[Fact]) -> list[Fact]:
 
 
 def scatter(pair: Pair, facts: list[Fact]) -> list[Fact]:
-    """Return the fact of an array into which updates are written, or added, by indices."""
+    """Return the fact of the result of a scatter."""
     into, indices, updates = facts
     if found := plain(pair, facts):
         return [found]
@@ -102,13 +103,16 @@ def scatter(pair: Pair, facts: list[Fact]) -> list[Fact]:
 
 
 def _count(pair: Pair, facts: list[Fact]) -> Fact:
-    """Of scatters into an array without positions: zeros[experts] with a one added for each position is a sum."""
+    """Return the fact of a scatter into an array without positions.
+
+    Allowed is only counting: adding one entry per position to zeros, such as zeros[experts], is a sum over positions.
+    """
     into, indices, updates = facts
     numbers = pair.params["dimension_numbers"]
     window = numbers.update_window_dims
     apart = indices.kind is not Kind.ALONG or indices.dim != len(pair.shapes(1)[0]) - 1
     if pair.name != "scatter-add" or not into.zero or not apart or updates.kind is not Kind.ALONG:
-        raise Mixes("writes what single positions say")
+        raise Mixes("writes the values of single positions")
     if updates.dim in window:
         raise Mixes("writes to some of the positions", "shift")
     if indices.kind is Kind.ALONG:

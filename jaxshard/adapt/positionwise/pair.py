@@ -1,4 +1,4 @@
-"""One equation of the loss, twice: as it is for all positions, and for the share of one device."""
+"""One equation of the loss in both traces: for all positions, and for one device's positions."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from jaxshard.adapt.positionwise.facts import Mixes, differing
 
 _LAYOUT = frozenset({"sharding", "out_sharding", "accuracy", "name", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd"})
-"""Parameters that say nothing about values, or are functions that can't be compared."""
+"""Parameters that do not affect values, or are functions, which can't be compared."""
 
 _SIZES = frozenset({"shape", "new_sizes", "start_indices", "limit_indices", "slice_sizes", "sizes", "results"})
-"""Parameters that may depend on the number of positions, because rules look at the shapes that they make."""
+"""Parameters that may depend on the number of positions, since the rules look at the resulting shapes."""
 
 
 class Pair(NamedTuple):
@@ -19,7 +19,7 @@ class Pair(NamedTuple):
 
     Attributes:
       one: the equation for all positions.
-      two: the equation for one device's share.
+      two: the equation for one device's positions.
       length: the number of all positions.
       parts: the number of devices.
       axes: the mesh axes that split positions.
@@ -41,11 +41,11 @@ class Pair(NamedTuple):
         return params
 
     def shapes(self, operand: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of an operand."""
+        """Return the shapes of an operand in both traces."""
         return self.one.invars[operand].aval.shape, self.two.invars[operand].aval.shape
 
     def out_shapes(self, result: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of a result."""
+        """Return the shapes of a result in both traces."""
         return self.one.outvars[result].aval.shape, self.two.outvars[result].aval.shape
 
     def grown(self, result: int = 0) -> list[int]:
@@ -53,7 +53,7 @@ class Pair(NamedTuple):
         return differing(*self.out_shapes(result))
 
     def is_whole(self, operand: int, dim: int, sizes: tuple[int, ...], other_sizes: tuple[int, ...]) -> bool:
-        """Return whether sizes, in both traces, take all of a dimension of an operand."""
+        """Return whether sizes, in both traces, cover a dimension of an operand completely."""
         one, two = self.shapes(operand)
         return sizes[dim] == one[dim] and other_sizes[dim] == two[dim]
 
@@ -63,7 +63,7 @@ class Pair(NamedTuple):
         return [name for name in one if name not in _LAYOUT and not _equal(one[name], two.get(name))]
 
     def check_unchanged(self, names: Set[str] | None = None) -> None:
-        """Raise `Mixes` where one of these parameters, by default any but sizes, depends on the number of positions."""
+        """Raise `Mixes` if one of these parameters, by default all except sizes, depends on the number of positions."""
         found = [name for name in self.changed() if (name not in _SIZES if names is None else name in names)]
         if found:
             raise Mixes(f"has a parameter {found[0]!r} that depends on how many positions there are", "choice")
@@ -73,6 +73,6 @@ def _equal(one: Any, two: Any) -> bool:
     if callable(one) or hasattr(one, "eqns") or hasattr(one, "jaxpr"):
         return True  # programs are walked through
     try:
-        return bool(one == two or (one != one and two != two))  # NaN fills what a gather has no number for
+        return bool(one == two or (one != one and two != two))  # the fill value of a gather may be NaN
     except (TypeError, ValueError):
         return False

@@ -1,4 +1,4 @@
-"""The proof that a loss treats positions one by one."""
+"""Prove that a loss treats every position independently."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ def find_mixing(
     axes: tuple[str, ...] = (),
     manual: Mapping[str, int] | None = None,
 ) -> list[Finding]:
-    """Find what keeps devices from running a loss each on their own part of the positions.
+    """Find the operations of a loss that give wrong results if each device runs it on a part of the positions.
 
-    An empty list is a proof: for any order of the positions and equal parts of them, the totals, weights and metrics
-    that the loss returns for the parts combine to those that it returns for all positions, and so do the gradients
-    (rules of `jax.custom_vjp` and `jax.custom_jvp` are taken to be derivatives). `js.attention` and `js.positions`
-    stand for what they are on all positions.
+    An empty list is a proof: for any order of the positions and any split into equal parts, the totals, weights,
+    metrics and gradients of the parts combine to those of all positions. (The proof trusts that `jax.custom_vjp` and
+    `jax.custom_jvp` rules are derivatives, and that `js.attention` and `js.positions` see all positions.)
 
     Args:
       loss_fn: returns a `js.Mean`, a `js.Loss` or, in an evaluation, metrics by name.
       args: its arguments for all positions, trees of shapes.
-      dims: for each leaf of `args`, the dimension in which it has its positions, or None.
+      dims: for each leaf of `args`, its dimension of positions, or None.
       parts: the number of parts, which divides the number of positions.
       axes: the mesh axes that split the positions.
-      manual: the sizes of mesh axes that the loss may name.
+      manual: the sizes of mesh axes whose names the loss may use in collectives.
 
     Raises:
       ValueError: arrays have different numbers of positions, or `parts` does not divide them.
@@ -65,17 +64,17 @@ def find_mixing(
     walk = Walk(length, parts, axes)
     facts = [SAME if dim is None else along(dim) for dim in dims]
     found = results.unflatten(walk.closed(one, two, facts))
-    if not walk.findings:  # else what is known of the results is a guess
+    if not walk.findings:  # after a finding the facts about the results are guesses
         _check_results(walk, found)
     return walk.findings
 
 
 def returning_loss(loss_fn: Callable[..., Any]) -> Callable[..., Loss]:
-    """Make a function that returns what `loss_fn` does as a `js.Loss`, also where that is metrics by name."""
+    """Wrap a loss so that it returns a `js.Loss`, also if it returns metrics by name."""
 
     def run(*args: Any) -> Loss:
         output = loss_fn(*args)
-        # An evaluation: metrics by name, "loss" among them, which is no name for a metric of a loss.
+        # An evaluation returns metrics by name, including "loss", which as_loss would refuse as a metric's name.
         return Loss(Mean(0.0, 1.0), metrics=output) if isinstance(output, dict) else as_loss(output)
 
     return run
@@ -93,7 +92,12 @@ def _common_length(args: PyTree, dims: Sequence[int | None], parts: int) -> int:
 
 
 def _check_results(walk: Walk, loss: Any) -> None:
-    """Note results that devices can't combine; `loss` is a `Loss` with facts in place of arrays."""
+    """Add a finding for every result that can't be combined over devices.
+
+    Args:
+      walk: the walk, to whose findings they are added.
+      loss: a `js.Loss` with facts in place of arrays.
+    """
     for name, metric in ({"the loss": loss.value} | loss.metrics).items():
         for text, facts in _why_not_combined(metric):
             cause = next((fact.cause for fact in facts if fact.cause is not None), None)
@@ -109,7 +113,7 @@ def _check_results(walk: Walk, loss: Any) -> None:
         elif fact.kind is not Kind.LOST and not (
             fact.kind in (Kind.SAME, Kind.SUM) and (fact.zero or fact.shares == 1)
         ):
-            text = "is not the mean over devices of what each has of it"
+            text = "is not the mean of its values on all devices"
             walk.findings.append(Finding(f"the state {path_str(path)}", text, "the loss", "", "", ""))
 
 
@@ -130,7 +134,7 @@ def _why_not_combined(metric: Any) -> Iterator[tuple[str, tuple[Fact, ...]]]:
             if Kind.LOST in kinds or total.zero or weight.zero:
                 continue
             if not kinds <= {Kind.SAME, Kind.SUM}:
-                yield "is a js.Mean of what is no sum over the positions", (total, weight)
+                yield "is a js.Mean of a value that is not a sum over the positions", (total, weight)
             elif math.isnan(total.degree + weight.degree):
                 yield "depends on how many positions there are", (total, weight)
             elif total.shares != weight.shares:
@@ -143,8 +147,8 @@ def _why_not_combined(metric: Any) -> Iterator[tuple[str, tuple[Fact, ...]]]:
         for fact in leaves:
             is_sum = fact.kind in (Kind.SAME, Kind.SUM) and fact.shares == 0
             if fact.kind is not Kind.LOST and not fact.zero and not is_sum:
-                yield "is a js.Sum of what is no sum over the positions", (fact,)
+                yield "is a js.Sum of a value that is not a sum over the positions", (fact,)
     elif isinstance(metric, Max):
         for fact in leaves:
             if fact.kind not in (Kind.LOST, Kind.MAX) and not (fact.kind is Kind.SAME and fact.degree == 0):
-                yield "is a js.Max of what is no maximum over the positions", (fact,)
+                yield "is a js.Max of a value that is not a maximum over the positions", (fact,)

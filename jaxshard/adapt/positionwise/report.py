@@ -1,4 +1,4 @@
-"""What was found, where in the user's code, and what to do about it."""
+"""Report findings: the operation, its line in the user's code, and what to write instead."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _PROOF = package_folder("jaxshard.adapt.positionwise")
 
 FIXES = {
     "attention": "attend by js.attention, which brings the keys and values of other devices",
-    "positions": "take the numbers of positions from js.positions(T), such as table[js.positions(T)]",
-    "shift": "have the shifted array in the batch, such as targets beside tokens",
+    "positions": "take the indices of positions from js.positions(T), such as table[js.positions(T)]",
+    "shift": "have the shifted array in the batch, such as tokens and targets",
     "sum": "return js.Mean(total, weight) of plain sums over the positions",
     "number": "count by a sum over the positions, such as mask.sum()",
-    "choice": "choose it before the loss is made, for whole rows",
-    "random": "draw for each position by a key of its own, folded with js.positions(T)",
+    "choice": "choose it outside of the loss, by the length of full rows",
+    "random": "draw for each position with its own key, folded with js.positions(T)",
     "gather": "take along the last dimension, by jnp.take_along_axis",
     "experts": "route by js.moe",
     "blocks": "leave the positions in one dimension (js.head_loss computes a loss in chunks)",
@@ -31,21 +31,21 @@ FIXES = {
 
 
 class Cause:
-    """The place of an equation: itself and the calls around it, the outermost first. Each is equal to itself alone."""
+    """The place of an equation: the equation, and the calls around it, the outermost first. Compared by identity."""
 
     def __init__(self, pair: Pair, calls: tuple[Any, ...]):
         self.pair, self.calls = pair, calls
 
 
 class Finding(NamedTuple):
-    """An operation that is not right on a part of the positions.
+    """An operation that gives a wrong result on a part of the positions.
 
     Attributes:
-      operation: the primitive.
-      what: what it does, a sentence without its subject.
+      operation: the name of the primitive.
+      what: the predicate of a sentence about the operation.
       where: file:line in the user's code.
       via: file:line in the library that this line calls, or "".
-      shapes: of the operands and results, such as "f32[2,8] -> f32[2]".
+      shapes: the shapes of operands and results, such as "f32[2,8] -> f32[2]".
       fix: what to write instead, or "".
     """
 
@@ -63,14 +63,14 @@ class Finding(NamedTuple):
 
 
 def make_finding(pair: Pair, refusal: Mixes, calls: Sequence[Any]) -> Finding:
-    """Make a finding of an equation that was refused inside of some calls, the outermost first."""
+    """Make a finding from a refused equation and the calls around it, the outermost first."""
     cause = refusal.cause or Cause(pair, tuple(calls))
     where, via = locate([cause.pair.one, *reversed(cause.calls)])
     return Finding(cause.pair.name, refusal.what, where, via, _shapes(cause.pair), FIXES[refusal.fix])
 
 
 def _shapes(pair: Pair) -> str:
-    """The arrays of an equation that depend on positions, all where none does; the first of many."""
+    """Return the shapes of the arrays of an equation that depend on positions (or of all); three at most."""
 
     def texts(side: str) -> str:
         both = list(zip(getattr(pair.one, side), getattr(pair.two, side), strict=False))
@@ -98,10 +98,10 @@ def locate(equations: Sequence[Any]) -> tuple[str, str]:
 
 
 def own_frames(eqn: Any) -> list[tuple[str, int]]:
-    """List (file, line) of the frames of an equation, innermost first, without those of JAX.
+    """List (file, line) of the frames of an equation, innermost first, without frames of JAX.
 
-    It ends where the program around it began to be traced. Programs of jitted functions are kept and used again, and
-    what is outside of them in their frames belongs to whoever called them first.
+    The list ends where tracing of the jaxpr around the equation began. JAX caches the jaxprs of jitted functions, so
+    the outer frames belong to the first caller, which may be another.
     """
     found = []
     for file, line, function in equation_frames(eqn):
@@ -126,10 +126,10 @@ def _short(file: str) -> str:
 
 
 def explain(findings: Sequence[Finding], axes: Sequence[str]) -> str:
-    """Make the text of an error of what was found."""
+    """Make the error message for these findings."""
     lines = "\n".join(f"  {finding}" for finding in findings)
     return (
         f"js.context over {list(axes)}: each device runs the loss on its own positions, which is right if everything "
         f"but js.attention treats them one by one. It does not:\n{lines}\nOr use js.auto(), under which the loss sees "
-        "whole rows."
+        "full rows."
     )

@@ -29,9 +29,8 @@ from jaxshard.adapt.positionwise.prove import returning_loss
 from jaxshard.adapt.positionwise.rules import has_rule
 from jaxshard.adapt.positionwise.shares import is_share
 from jaxshard.adapt.positionwise.walk import Walk
-from jaxshard.core.compat import replace_equations
-from jaxshard.core.jaxpr import eliminate_dead_code, open_jaxpr, trace_or_none
-from jaxshard.core.loss import Mean, explain_weight
+from jaxshard.core.jaxpr import open_jaxpr, results_alone, trace_or_none
+from jaxshard.core.loss import Loss, Mean, explain_weight
 from jaxshard.core.types import PyTree
 
 _ROW_BY_ROW = frozenset({"iota", "random_bits", "random_split", "random_gamma", "rng_bit_generator", "gather"})
@@ -124,9 +123,8 @@ def find_unequal_means(
     two, structure = trace(size)
     if two is None:
         return []
-    atoms, numbers = _results(two, structure)
     with_rows = [var for var, found in zip(open_jaxpr(two)[0].invars, has_rows, strict=True) if found]
-    if all(_counts_rows(two, mean, numbers[name], with_rows) for name, mean in atoms.items()):
+    if all_count_rows(two, structure.unflatten(open_jaxpr(two)[0].outvars), with_rows):
         return []
     one, other = trace(size * parts)
     if one is None or structure != other:
@@ -134,14 +132,36 @@ def find_unequal_means(
     # Silent: nobody reads what the walk refuses, and backward passes make no totals.
     walk = _RowWalk(size * parts, parts, silent=1)
     facts = _means(structure.unflatten(walk.closed(one, two, [along(0) if found else SAME for found in has_rows])))
-    _, numbers = _results(one, structure)
-    return [name + text for name, mean in facts.items() for text in _explain(mean, numbers[name], parts)]
+    means = _means(structure.unflatten(open_jaxpr(one)[0].outvars))
+    return [name + text for name, mean in facts.items() for text in _explain(mean, _numbers(one, means[name]), parts)]
 
 
-def _results(program: Any, structure: Any) -> tuple[dict[str, Mean], dict[str, Mean]]:
-    """Return the means of a program as its variables, and with the values of those that are numbers."""
-    outs = open_jaxpr(program)[0].outvars
-    return _means(structure.unflatten(outs)), _means(structure.unflatten([_number(program, atom) for atom in outs]))
+def all_count_rows(program: Any, loss: Loss, rows: Sequence[Any]) -> bool:
+    """Return whether the means of a loss and of its metrics are right by what is seen in the program of a part.
+
+    A weight is made of the rows, or it is the number that its total adds up, or it is 1 beside a total that is not made
+    of the rows, as in a penalty. For all other means the programs of a part and of the whole batch have to be compared.
+
+    Args:
+      program: that of a part of the rows.
+      loss: its result, of the program's variables; a `js.Loss` without a value for metrics alone.
+      rows: the inputs that have rows.
+    """
+
+    def is_right(total: Any, weight: Any, number: float | None) -> bool:
+        if _reads(program, weight, rows):
+            return True
+        if number is None:
+            return False
+        if not _reads(program, total, rows):
+            return number == 1 and _number(program, total) is None
+        return number in _fitting_weights(program, total, rows[0].aval.shape[0])
+
+    return all(
+        is_right(*one)
+        for mean in _means(loss).values()
+        for one in zip(mean.totals, mean.weights, _numbers(program, mean), strict=True)
+    )
 
 
 def _means(loss: Any) -> dict[str, Mean]:
@@ -153,36 +173,37 @@ def _is_integer(pair: Pair) -> bool:
     return bool(np.issubdtype(pair.one.outvars[0].aval.dtype, np.integer))
 
 
-def _counts_rows(program: Any, mean: Mean, numbers: Mean, rows: Sequence[Any]) -> bool:
-    """Return whether every weight is made of the rows, or is the number of the entries that its total adds up.
-
-    Args:
-      program: that of a part of the rows.
-      mean: its totals and weights, as variables.
-      numbers: its totals and weights, those that are numbers.
-      rows: the arguments that have rows.
-    """
-    return all(
-        _reads(program, weight, rows) or (number is not None and _entries(program, total) == number)
-        for total, weight, number in zip(mean.totals, mean.weights, numbers.weights, strict=True)
-    )
-
-
 def _reads(program: Any, atom: Any, rows: Sequence[Any]) -> bool:
     jaxpr, _ = open_jaxpr(program)
     if isinstance(atom, Literal):
         return False
-    _, used = eliminate_dead_code(replace_equations(jaxpr, jaxpr.invars, [atom], jaxpr.eqns))
+    _, used = results_alone(program, [atom])
     return any(found and var in rows for var, found in zip(jaxpr.invars, used, strict=True))
 
 
-def _entries(program: Any, atom: Any) -> int | None:
-    """How many entries a total is the sum of; None where that is not seen, as where the sum is scaled."""
-    while (eqn := _maker(program, atom)) is not None and eqn.primitive.name in ("neg", "convert_element_type"):
-        (atom,) = eqn.invars
-    if eqn is None or eqn.primitive.name != "reduce_sum":
-        return None
-    return int(math.prod(eqn.invars[0].aval.shape))
+def _fitting_weights(program: Any, total: Any, rows: int) -> set[float]:
+    """Return which numbers make a right mean of a total: how many rows or entries a sum has, 1 for the mean of them.
+
+    None of them where it is not seen what the total is.
+    """
+    factor, divisor, eqn = 1.0, 1.0, _maker(program, total)
+    while eqn is not None and eqn.primitive.name != "reduce_sum":
+        operands = sorted(eqn.invars, key=lambda atom: isinstance(atom, Literal))
+        number = _number(program, operands[-1])
+        if eqn.primitive.name == "mul" and number is not None:
+            factor *= number
+        elif eqn.primitive.name == "div" and number is not None and operands == eqn.invars:
+            divisor *= number
+        elif eqn.primitive.name not in ("neg", "convert_element_type"):
+            return set()
+        eqn = _maker(program, operands[0])
+    if eqn is None:
+        return set()
+    entries = math.prod(eqn.invars[0].aval.shape)
+    if divisor == entries:
+        return {1.0}
+    # A factor may be 1 / entries too.
+    return set() if divisor != 1 or math.isclose(factor * entries, 1, rel_tol=1e-6) else {float(rows), float(entries)}
 
 
 def _number(program: Any, atom: Any) -> float | None:
@@ -201,13 +222,18 @@ def _number(program: Any, atom: Any) -> float | None:
     return None if one is None else one * math.prod(eqn.invars[0].aval.shape)
 
 
+def _numbers(program: Any, mean: Mean) -> list[float | None]:
+    """Return the weights of a mean that are numbers in the program, None for the others."""
+    return [_number(program, weight) for weight in mean.weights]
+
+
 def _maker(program: Any, atom: Any) -> Any | None:
     """The equation that makes a variable; None for an argument or a number."""
     return next((eqn for eqn in open_jaxpr(program)[0].eqns for var in eqn.outvars if var is atom), None)
 
 
-def _explain(facts: Any, numbers: Any, parts: int) -> Iterator[str]:
-    for total, weight, number in zip(facts.totals, facts.weights, numbers.weights, strict=True):
+def _explain(facts: Any, numbers: Sequence[float | None], parts: int) -> Iterator[str]:
+    for total, weight, number in zip(facts.totals, facts.weights, numbers, strict=True):
         known = all(fact.kind in (Kind.SAME, Kind.SUM) and not math.isnan(fact.degree) for fact in (total, weight))
         if not known or total.zero or weight.zero or total.shares == weight.shares:
             continue

@@ -1,7 +1,7 @@
-"""What each primitive does to positions: from the facts about its operands, those about its results.
+"""The rule of each primitive: compute the facts about its results from the facts about its operands.
 
-A rule gets an equation in both traces and the facts about its operands, and returns a fact for each result or raises
-`Mixes`. A primitive without a rule may do anything: it is refused where an operand or a result depends on positions.
+A rule gets an equation in both traces and the facts about its operands. It returns a fact for each result or raises
+`Mixes`. A primitive without a rule is refused if an operand or a result depends on positions.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Rule = Callable[[Pair, list[Fact]], list[Fact]]
 
 
 def apply_rule(pair: Pair, facts: list[Fact]) -> list[Fact]:
-    """Return the facts about the results of an equation that calls no program.
+    """Return the facts about the results of an equation that contains no jaxpr.
 
     Raises:
-      Mixes: it is not right on a part of the positions, or not known.
+      Mixes: its results are wrong on a part of the positions, or the primitive is unknown.
     """
     name = pair.name
     if name in WITHOUT_RESULT:
@@ -45,7 +45,7 @@ def apply_rule(pair: Pair, facts: list[Fact]) -> list[Fact]:
 
 
 def has_rule(name: str) -> bool:
-    """Return whether anything is known of a primitive."""
+    """Return whether a primitive has a rule."""
     return _rule_of(name) is not _unknown
 
 
@@ -188,7 +188,7 @@ def _dot_general(pair: Pair, facts: list[Fact]) -> list[Fact]:
             place = contract[side].index(fact.dim)
             other = facts[1 - side]
             if other.kind is not Kind.ALONG or other.dim != contract[1 - side][place]:
-                raise Mixes("adds up products of positions with what has none", "sum")
+                raise Mixes("sums products of positions with an array that has none", "sum")
             same_positions([fact, other._replace(dim=fact.dim)])
             return [Fact(Kind.SUM)]
         if fact.dim in batch[side]:
@@ -277,14 +277,14 @@ def _random_bits(pair: Pair, facts: list[Fact]) -> list[Fact]:
         raise refuse(pair, keys)
     drawn = [name for name in pair.changed() if name == "shape"]
     if drawn:
-        raise Mixes("draws random numbers for the positions, and on each device the same", "random")
+        raise Mixes("draws random numbers for the positions, the same on each device", "random")
     return [keys]
 
 
 def _random_wrap(pair: Pair, facts: list[Fact]) -> list[Fact]:
     (words,) = facts
     if words.kind is Kind.ALONG and words.dim >= len(pair.out_shapes()[0]):
-        raise Mixes("makes keys of several positions each")
+        raise Mixes("makes one key from several positions")
     check_same(pair, [words] if words.kind is not Kind.ALONG else [])
     return [words]
 
@@ -302,6 +302,7 @@ def _convolution(pair: Pair, facts: list[Fact]) -> list[Fact]:
         return [array._replace(dim=numbers.out_spec[0])]
     if array.dim in window:
         at = window.index(array.dim)
+        # A window of size 1 without stride, dilation or padding: the convolution is a product at each position.
         one_by_one = pair.shapes(1)[0][numbers.rhs_spec[2 + at]] == params["window_strides"][at] == params[
             "lhs_dilation"
         ][at] == 1 and tuple(params["padding"][at]) == (0, 0)
@@ -311,13 +312,16 @@ def _convolution(pair: Pair, facts: list[Fact]) -> list[Fact]:
 
 
 def _sum_over_devices(pair: Pair, facts: list[Fact]) -> list[Fact]:
-    """Of the user's own: over axes that do not split positions, or of shares over all that do."""
+    """Return the facts about a psum in the user's code.
+
+    Allowed are sums over axes that do not split positions, and sums of shares over all axes that do.
+    """
     axes = set(pair.params["axes"])
     whole = bool(pair.axes) and axes >= set(pair.axes) and pair.params.get("axis_index_groups") is None
     if whole and all(fact.kind is Kind.SUM and not fact.degree for fact in facts):
         return [SAME] * len(facts)
     if any(fact.kind is Kind.MAX or fact.degree for fact in facts) or axes & set(pair.axes):
-        raise Mixes("adds over devices what each has a share of", "sum")
+        raise Mixes("sums over devices a value of which each has a share", "sum")
     return facts
 
 
@@ -334,7 +338,7 @@ def _mark(pair: Pair, facts: list[Fact]) -> list[Fact]:
         shape = list(pair.shapes(number)[0])
         if dim == "sum":
             if (fact.kind is not Kind.SUM or fact.degree) and not fact.zero:
-                raise Mixes(f"gets an array {shape} that is no sum over the positions", "mark")
+                raise Mixes(f"gets an array {shape} that is not a sum over the positions", "mark")
             continue
         if is_share(fact):
             raise refuse(pair, fact, f"{who} gets it")

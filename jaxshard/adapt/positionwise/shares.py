@@ -1,8 +1,9 @@
-"""What may be done with sums and maxima of which each device has its share, and with numbers of positions.
+"""Rules for shares: partial sums and maxima over a device's positions, and for values that count positions.
 
-A loss adds up over positions and hands totals to `js.Mean` and `js.Sum`, which are added over devices. So until then
-only what is linear may be done with a sum: f(a) + f(b) = f(a + b). A number such as `x.shape[1]` is n times smaller on
-each of n devices, so that x.sum() / x.shape[1] adds up to n times too much, as a weight of 1 does: degree 1.
+A loss sums over its positions and passes totals to `js.Mean` and `js.Sum`, which are summed over devices. Before that
+only linear functions may be applied to a partial sum: f(a) + f(b) = f(a + b). A value such as `x.shape[1]` is n times
+smaller on each of n devices, so the shares of x.sum() / x.shape[1] add up to n times the value on one device, like n
+weights of 1: degree 1.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ _SUMS = frozenset({"add", "sub", "add_any"})
 
 
 def is_share(fact: Fact) -> bool:
-    """Return whether each device has its share of the value alone."""
+    """Return whether each device has only a share of the value."""
     return fact.kind in (Kind.SUM, Kind.MAX)
 
 
 def refuse(pair: Pair, share: Fact, how: str = "") -> Mixes:
-    """Make the error for what needs a sum or maximum over all positions where there are only shares of it."""
+    """Make the error for an operation that needs the complete sum or maximum, while each device has a share."""
     what = "sum" if share.kind is Kind.SUM else "maximum"
     how = how or f"{pair.name} needs all of it"
     return Mixes(f"is a {what} over the positions, of which each device has a share, but {how}", "sum", share.cause)
 
 
 def combine_numbers(pair: Pair, facts: Sequence[Fact]) -> Fact:
-    """Return the fact of an elementwise function of values that are the same on all devices, but for their degree."""
+    """Return the fact of an elementwise function of SAME values, that is, of their degrees."""
     name = pair.name
     degrees = [fact.degree for fact in facts]
     if not any(degrees):
@@ -58,10 +59,10 @@ def combine_numbers(pair: Pair, facts: Sequence[Fact]) -> Fact:
 
 
 def combine_shares(pair: Pair, facts: Sequence[Fact]) -> Fact:
-    """Return the fact of an elementwise function of sums or maxima, and of values that are the same on all devices.
+    """Return the fact of an elementwise function of shares and SAME values.
 
     Raises:
-      Mixes: the function is not linear, or no maximum.
+      Mixes: the function is not linear (for sums), or not a maximum (for maxima).
     """
     share = next(fact for fact in facts if is_share(fact))
     maximum = share.kind is Kind.MAX
@@ -99,7 +100,7 @@ def _is_integer(pair: Pair) -> bool:
 
 
 def sum_of(pair: Pair, facts: Sequence[Fact]) -> Fact:
-    """Return the fact of values of which one or the other is taken, or that are added: all must be shares alike."""
+    """Return the fact of a sum of values, or of a choice between them: all must be shares of one kind and degree."""
     share = next(fact for fact in facts if is_share(fact))
     if share.kind is Kind.MAX and not all(fact.kind is Kind.MAX for fact in facts):
         raise refuse(pair, share)
@@ -109,10 +110,11 @@ def sum_of(pair: Pair, facts: Sequence[Fact]) -> Fact:
 
 
 def number(one: Any, two: Any, parts: int) -> Fact:
-    """Return the fact of a number in the program, or of an array of them, given its values in both traces."""
+    """Return the fact of a literal or constant array, given its values in both traces."""
     a, b = np.asarray(one), np.asarray(two)
     if a.dtype == b.dtype and (np.array_equal(a, b) or a.tobytes() == b.tobytes()):
         return SAME._replace(zero=a.dtype.kind in "iuf" and not a.any())
+    # A scalar whose two values differ by a power of `parts`, such as x.shape[1] or 1 / x.shape[1].
     if a.shape == b.shape == () and a.dtype.kind in "iuf":
         for degree in (1, -1, 2, -2, 0.5, -0.5):
             if np.isclose(float(a), float(b) * parts**degree, rtol=1e-6, atol=0):

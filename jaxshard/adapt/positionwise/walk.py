@@ -1,6 +1,6 @@
-"""Two traces of one program, walked through equation by equation, into calls, loops and branches.
+"""Walk two traces of one program equation by equation, into calls, loops and branches.
 
-What an equation does is asked in `rules`. One that is refused is noted with its place, and the walk goes on with a
+`rules` has the rule of each primitive. A refused equation is recorded with its place, and the walk continues with a
 guess, so that all places are found at once.
 """
 
@@ -43,10 +43,11 @@ class Walk:
       length: the number of all positions.
       parts: the number of devices that split them.
       axes: the mesh axes that split them.
-      findings: what was refused so far.
-      calls: the calls around the program at hand, the outermost first.
-      silent: nothing is noted, while the facts about the carry of a loop are looked for.
-      outer_rules: how many rules of `jax.custom_vjp` are around; what they call is never differentiated by its own.
+      findings: the refused equations so far.
+      calls: the calls around the current program, the outermost first.
+      silent: above 0, nothing is recorded: during the fixpoint iteration of a loop's carry.
+      outer_rules: how many `jax.custom_vjp` calls are around the current program. Only the backward pass of the
+        outermost is checked, since the inner ones never run.
     """
 
     length: int
@@ -58,7 +59,7 @@ class Walk:
     outer_rules: int = 0
 
     def closed(self, one: Any, two: Any, facts: Sequence[Fact]) -> list[Fact]:
-        """Return the facts about the results of two closed programs; what these do not need is left out."""
+        """Return the facts about the results of two closed jaxprs, after dead code elimination."""
         (jaxpr, used), (other, other_used) = eliminate_dead_code(one), eliminate_dead_code(two)
         kept = [needed or also for needed, also in zip(used, other_used, strict=True)]
         if used != other_used:
@@ -67,7 +68,7 @@ class Walk:
         return self._run(jaxpr, other, consts, other_consts, [fact for fact, keep in zip(facts, kept) if keep])
 
     def program(self, one: Any, two: Any, facts: Sequence[Fact]) -> list[Fact]:
-        """Return the facts about the results of a program, given those about its arguments."""
+        """Return the facts about the results of a jaxpr, given the facts about its arguments."""
         (jaxpr, consts), (other, other_consts) = open_jaxpr(one), open_jaxpr(two)
         return self._run(jaxpr, other, consts, other_consts, facts)
 
@@ -84,7 +85,7 @@ class Walk:
         return [self._read(known, a, b) for a, b in zip(jaxpr.outvars, other.outvars, strict=True)]
 
     def _is_alike(self, one: Any, two: Any) -> bool:
-        """Return whether both programs have the same equations of the same values; note the first that differs."""
+        """Return whether both jaxprs have the same equations on the same variables; record the first that differs."""
         twins: dict[Any, Any] = {}
 
         def are_twins(these: Sequence[Any], those: Sequence[Any]) -> bool:
@@ -101,7 +102,7 @@ class Walk:
             twins.update(zip(these, those, strict=False))
         for eqn, twin in zip(one.eqns, two.eqns, strict=False):
             if eqn.primitive is not twin.primitive or len(eqn.invars) != len(twin.invars):
-                # Of a table as long as a row, table[:T] is a slice on a part of the positions alone.
+                # With a table as long as a row, table[:T] is a slice only in the trace on a part of the positions.
                 if cut := next((one for one in (eqn, twin) if one.primitive.name in _SLICES), None):
                     return differs(cut, cut, "takes as much of an array as there are positions", "positions")
                 return differs(eqn, twin, f"is {twin.primitive.name} on a part of the positions")
@@ -110,7 +111,7 @@ class Walk:
             twins.update(zip(eqn.outvars, twin.outvars, strict=False))
         if len(one.eqns) != len(two.eqns):
             longer = max(one.eqns, two.eqns, key=len)[min(len(one.eqns), len(two.eqns))]
-            return differs(longer, longer, "runs for some numbers of positions alone")
+            return differs(longer, longer, "runs only for some numbers of positions")
         if not are_twins(one.outvars, two.outvars):
             made = [eqn for eqn in one.eqns if set(eqn.outvars) & variables(one.outvars)] or self.calls
             if made:
@@ -121,7 +122,7 @@ class Walk:
         return True
 
     def constant(self, var: Any, twin: Any, value: Any, other: Any, jaxpr: Any) -> Fact:
-        """Return the fact of a constant of a program, given its values in both traces."""
+        """Return the fact of a constant of the jaxpr, given its values in both traces."""
         if value is other:
             return SAME
         user = next((eqn for eqn in jaxpr.eqns if var in eqn.invars), None)
@@ -138,7 +139,7 @@ class Walk:
         return number(atom.val, twin.val, self.parts) if isinstance(twin, Literal) else LOST
 
     def equation(self, pair: Pair, facts: list[Fact]) -> list[Fact]:
-        """Return the facts about the results of an equation, given those about its operands."""
+        """Return the facts about the results of an equation, given the facts about its operands."""
         shapes = [pair.out_shapes(index) for index in range(len(pair.one.outvars))]
         if pair.name in _PROGRAMS or pair.name in CALLS:
             with self._inside(pair):
@@ -158,24 +159,25 @@ class Walk:
                 return self.after_refusal(pair, facts)
         for fact, both in zip(found, shapes, strict=True):
             if not is_consistent(fact, *both, self.parts, self.length):
-                if not self.findings:  # else it follows from one of them: tokens[:, 1:] makes many such shapes
+                if not self.findings:  # else an earlier finding explains it: tokens[:, 1:] makes many such shapes
                     self.note(pair, Mixes("makes an array whose shape depends on the number of positions", "positions"))
                 return [LOST] * len(found)
         return found
 
     def after_refusal(self, pair: Pair, facts: Sequence[Fact]) -> list[Fact]:
-        """Return the facts with which the walk goes on behind an equation that was refused."""
+        """Return the facts with which the walk continues after a refused equation."""
         del facts
         return [self.guess(*pair.out_shapes(index)) for index in range(len(pair.one.outvars))]
 
     def guess(self, one: Sequence[int], two: Sequence[int]) -> Fact:
-        """Return what is taken to be so of a value of these shapes behind something that was refused."""
+        """Guess the fact of a value from its shapes, after a refused equation."""
         return guess(one, two, self.parts)
 
     def _with_cause(self, fact: Fact, pair: Pair) -> Fact:
-        """Remember the place of an equation that makes a sum or maximum over positions."""
+        """Record the place of an equation that makes a sum or maximum over positions."""
         if math.isnan(fact.degree):
-            fact = fact._replace(degree=ODD)  # facts are compared, and this number is equal to itself alone
+            # Facts are compared, and NaN != NaN, but tuples compare identical objects as equal: use one NaN object.
+            fact = fact._replace(degree=ODD)
         new = is_share(fact) and fact.cause is None
         return fact._replace(cause=Cause(pair, tuple(self.calls))) if new else fact
 
@@ -186,14 +188,15 @@ class Walk:
         self.calls.pop()
 
     def note(self, pair: Pair, refusal: Mixes) -> None:
-        """Note what is refused and where."""
+        """Record a refused equation as a finding."""
         if not self.silent:
             finding = make_finding(pair, refusal, self.calls)
             if all((finding.where, finding.fix) != (known.where, known.fix) for known in self.findings):
-                self.findings.append(finding)  # one for each line and mistake: a softmax alone has two
+                self.findings.append(finding)  # one per line and fix: a single softmax has two refused equations
 
     def settle(self, run: Callable[[list[Fact]], list[Fact]], carry: list[Fact], pair: Pair) -> list[Fact]:
-        """Return facts about the carry of a loop that hold before each of its turns."""
+        """Return the fixpoint of a loop's carry: facts that hold before every iteration."""
+        # Every join that changes a fact weakens it, and each fact can be weakened twice at most.
         for _ in range(2 + 2 * len(carry)):
             self.silent += 1
             after = run(carry)
@@ -202,10 +205,10 @@ class Walk:
             if joined == carry:
                 return carry
             carry = joined
-        raise AssertionError("facts only lose what they know")
+        raise AssertionError("the joins of a loop's carry reach no fixpoint")
 
     def join(self, pair: Pair, one: Fact, two: Fact) -> Fact:
-        """Return the fact about a value of which one or the other holds."""
+        """Return the fact about a value for which either of two facts holds."""
         if one == two:
             return one
         if Kind.LOST in (one.kind, two.kind):
@@ -220,7 +223,7 @@ class Walk:
         except Mixes as refusal:
             self.note(pair, refusal)
             return LOST
-        self.note(pair, Mixes("has branches or turns that treat positions differently"))
+        self.note(pair, Mixes("has branches or iterations that treat positions differently"))
         return LOST
 
 
@@ -237,7 +240,7 @@ def _call(walk: Walk, pair: Pair, facts: list[Fact]) -> list[Fact]:
 
 
 def _check_backward(walk: Walk, pair: Pair, facts: list[Fact], results: list[Fact]) -> None:
-    """Note what mixes positions in the backward pass of a `jax.custom_vjp`."""
+    """Record equations that mix positions in the backward pass of a `jax.custom_vjp`."""
     lost = any(fact.kind is Kind.LOST for fact in (*facts, *results))
     if lost or walk.silent or all(fact.kind is Kind.SAME for fact in facts):
         return
@@ -300,13 +303,13 @@ def _check_choice(pair: Pair, choice: Fact) -> None:
     if is_share(choice):
         raise refuse(pair, choice, "which branch runs depends on it")
     if choice.kind is Kind.ALONG:
-        raise Mixes("runs what the positions say")
+        raise Mixes("chooses a branch or ends a loop by the values of positions")
     if choice.degree:
-        raise Mixes("runs what the number of positions says", "number")
+        raise Mixes("chooses a branch or ends a loop by the number of positions", "number")
 
 
 def _shard_map(walk: Walk, pair: Pair, facts: list[Fact]) -> list[Fact]:
-    """Of the user's own: followed where it does not split the positions."""
+    """Walk into a `shard_map` of the user's code, if it does not split the positions."""
     in_specs, out_specs = pair.params["in_specs"], pair.params["out_specs"]
     for fact, spec in zip(facts, in_specs, strict=True):
         if fact.kind is Kind.ALONG and len(spec) > fact.dim and spec[fact.dim] is not None:
@@ -323,7 +326,7 @@ _SLICES = frozenset({"slice", "dynamic_slice"})
 _PROGRAM_PARAMS = frozenset(
     {"num_consts", "num_carry", "reverse", "cond_nconsts", "body_nconsts", "in_specs", "out_specs"}
 )
-"""Parameters of equations with programs that say what becomes of their operands."""
+"""Parameters of control flow that determine how operands become inputs of the inner jaxprs."""
 
 _PROGRAMS: dict[str, Callable[[Walk, Pair, list[Fact]], list[Fact]]] = {
     "scan": _scan,

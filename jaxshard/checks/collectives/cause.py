@@ -7,43 +7,35 @@ all-reduce over tensor, f32[4, 8, 32], dot_general at model.py:80
 
 from __future__ import annotations
 
-from jaxshard.checks.collectives.describe import place_of
 from jaxshard.checks.collectives.found import Collective
-from jaxshard.checks.collectives.trail import PRODUCTS, SCATTERED, Trail, module_of, operation_of, pass_of
+from jaxshard.checks.collectives.trail import COLLECTIVES, PRODUCTS, SCATTERED, operation_of, pass_of
 from jaxshard.core.text_table import first_words
 
-_SUMS = ("all-reduce", "reduce-scatter")
 _CUTS = ("concatenate", "dynamic_slice", "dynamic_update_slice", "pad", "rev", "roll", "slice", "split")
 _PARTS = ("dynamic_slice", "dynamic_update_slice", "gather", "slice", "squeeze")
 _FOLDS = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "merge", "transpose")
 _LOOKUPS = ("gather", "take", "select_n", "_take")
-_IN_PROGRAM = ("all_gather", "all_to_all", "ppermute", "psum", "psum_scatter", "pmax", "pmin", "reduce_scatter")
-_CONSTRAINT = "sharding_constraint"
 
 
 def array_words(one: Collective) -> str:
     """Name the first array of a collective: the argument that it is, or the operation and line that compute it."""
-    trail = _trail(one)
-    shape = f"{one.dtype}{list(one.shapes[0])}"
-    if trail.arguments:
-        return f"{first_words(trail.arguments)}, {shape}"
-    floats = one.dtype.startswith(("f", "bf"))
-    when = pass_of(one.op_name)
-    made = _operation(trail.maker, trail.made_at)
-    scope = module_of(one.op_name)
-    words = ("" if floats else "indices ") + shape
-    words += f", made by {made}" if made else ""
-    words += f" of {scope}" if scope and made else ""
-    return f"{words} in the {when}" if when else words
+    dtype, shape = one.arrays[0]
+    array = f"{dtype}{list(shape)}"
+    if one.trail.arguments:
+        return f"{first_words(one.trail.arguments)}, {array}"
+    words = array if dtype.startswith(("f", "bf")) else f"indices {array}"
+    made, when = _operation(one.trail.maker, one.trail.made_at), pass_of(one.op_name)
+    return words + (f", made by {made}" if made else "") + (f" in the {when}" if when else "")
 
 
 def cause(one: Collective) -> str:
-    """Say why a compiler, or the program itself, moves the first array of a collective."""
-    own = operation_of(one.op_name)
-    if own in _IN_PROGRAM:
+    """Say why a compiler, or the program itself, moves the first array of a collective; "" without its trail."""
+    own, over = operation_of(one.op_name), "+".join(one.axes)
+    if not one.trails:
+        return ""
+    if own in COLLECTIVES:
         return f"the program itself has it, as {own}"
-    over = "+".join(one.axes)
-    if one.kind in _SUMS:
+    if one.kind in ("all-reduce", "reduce-scatter"):
         return _cause_of_sum(one, own, over)
     if one.kind == "all-gather":
         return _cause_of_gather(one, own, over)
@@ -56,9 +48,8 @@ def cause(one: Collective) -> str:
 
 
 def _cause_of_sum(one: Collective, own: str, over: str) -> str:
-    trail = _trail(one)
-    maker = own if own in PRODUCTS else trail.maker or own
-    if trail.arguments:
+    maker = own if own in PRODUCTS else one.trail.maker or own
+    if one.trail.arguments:
         return f"a gather over {over} that is written as a sum of what is zero on all devices but one"
     if maker in PRODUCTS:
         return f"{maker} contracts a dimension that is split over {over}: every device has a part of the sum"
@@ -72,23 +63,19 @@ def _cause_of_sum(one: Collective, own: str, over: str) -> str:
 
 
 def _cause_of_gather(one: Collective, own: str, over: str) -> str:
-    trail = _trail(one)
-    dim = "" if trail.dim is None else f"dimension {trail.dim}, split over {over}, "
-    need = f"{dim}whole" if dim else f"it whole over {over}"
-    if own == _CONSTRAINT:
+    trail = one.trail
+    need = f"it whole over {over}" if trail.dim is None else f"dimension {trail.dim}, split over {over}, whole"
+    if own == "sharding_constraint":
         return f"a constraint asks for {need}: {_operation(trail.reader, trail.read_at) or 'nothing near'} reads it"
     if own in _PARTS:
         along = "a dimension" if trail.dim is None else f"dimension {trail.dim}"
         return f"{own} takes a part along {along}, which is split over {over}: for that every device has all of it"
-    reader = trail.reader or own
-    place = trail.read_at or place_of(one)
-    return f"{_operation(reader, place) or place} needs {need}"
+    return f"{_operation(trail.reader or own, trail.read_at or one.place)} needs {need}"
 
 
 def _cause_of_permute(one: Collective, own: str, over: str) -> str:
-    trail = _trail(one)
-    name = own or trail.reader
-    if trail.maker == SCATTERED:
+    name = own or one.trail.reader
+    if one.trail.maker == SCATTERED:
         return f"a sum is scattered over {over} in shards of whole tiles: neighbours exchange what lies beyond theirs"
     if name in PRODUCTS:
         return f"shards go around a ring over {over}, while {name} multiplies one after the other"
@@ -102,7 +89,7 @@ def _cause_of_permute(one: Collective, own: str, over: str) -> str:
 
 def _ends(one: Collective, own: str) -> tuple[str, str]:
     """What makes the array and what reads it."""
-    trail = _trail(one)
+    trail = one.trail
     made = first_words(trail.arguments) or _operation(trail.maker, trail.made_at) or own or "what makes it"
     return made, _operation(trail.reader, trail.read_at) or own or "what reads it"
 
@@ -110,7 +97,3 @@ def _ends(one: Collective, own: str) -> tuple[str, str]:
 def _operation(name: str, line: str) -> str:
     name = "the loop" if name == "while" else name
     return " at ".join(filter(None, (name, line)))
-
-
-def _trail(one: Collective) -> Trail:
-    return one.trails[0] if one.trails else Trail()

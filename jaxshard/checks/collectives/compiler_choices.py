@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxshard.checks.collectives.expected import Expected, Shape
-from jaxshard.checks.collectives.groups import covering_axes, groups_across_slices, groups_on_slices
+from jaxshard.checks.collectives.groups import covering_axes, groups_across_slices, slice_members
 from jaxshard.checks.collectives.parameters import Parameter, expert_axes, longest_dim, rank_of, tensor_axes
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_size, slice_indices
@@ -75,14 +75,13 @@ def feature_gathers(layout: Layout, parameters: Sequence[Parameter], compute_dty
     Such are scale and bias of a norm after a product whose columns are split, and the norm's averages.
     """
     tensor = tensor_axes(layout)
-    vectors = [(one.path, one.shape, one.dtype) for one in parameters if not set(axes_of(one.param.use)) & set(tensor)]
-    state = jax.tree_util.tree_leaves_with_path(layout.shapes.state)
-    vectors += [(path_str(path), tuple(x.shape), x.dtype) for path, x in state]
-    for path, shape, dtype in vectors:
-        if rank_of(path, shape) == 1:
-            dtype = compute_dtype or dtype
-            most, what = 2 * math.prod(shape[:-1]), f"features of {path}"
-            yield Expected("all-gather", tensor, shape[-1:], dtype, 0, most, what, instead_of=what)
+    whole = [(one.path, one) for one in parameters if not set(axes_of(one.param.use)) & set(tensor)]
+    state = [(path_str(path), x) for path, x in jax.tree_util.tree_leaves_with_path(layout.shapes.state)]
+    for path, x in (*whole, *state):
+        if rank_of(path, x.shape) == 1:
+            most, what = 2 * math.prod(x.shape[:-1]), f"features of {path}"
+            dtype = compute_dtype or x.dtype
+            yield Expected("all-gather", tensor, tuple(x.shape[-1:]), dtype, 0, most, what, instead_of=what)
 
 
 def fewest_features(layout: Layout, size: int) -> int:
@@ -101,7 +100,7 @@ def border_permutes(one: Expected, shard: Shape) -> Expected:
     most = 0 if one.most is None or padded == shard else 2 * one.most
     what = f"borders of the {one.what}"
     form = replace(one, kind="collective-permute", shape=padded, least=0, most=most, what=what, unpadded=1)
-    return replace(form, instead_of=one.instead_of or one.what)
+    return replace(form, instead_of=one.name)
 
 
 def ring_permutes(one: Expected, shard: Shape, parts: int) -> Expected:
@@ -113,7 +112,7 @@ def ring_permutes(one: Expected, shard: Shape, parts: int) -> Expected:
     most = None if one.most is None else one.most * (parts + 1)
     what = f"shards of the {one.what}, around a ring"
     form = replace(one, kind="collective-permute", shape=shard, least=0, most=most, what=what, unpadded=None, stack=1)
-    return replace(form, instead_of=one.instead_of or one.what)
+    return replace(form, instead_of=one.name)
 
 
 def between_slices(mesh: Mesh, expected: Iterable[Expected]) -> Iterator[Expected]:
@@ -128,9 +127,7 @@ def between_slices(mesh: Mesh, expected: Iterable[Expected]) -> Iterator[Expecte
         yield from expected
         return
     across = covering_axes(groups_across_slices(slices), mesh)
-    inside = covering_axes(
-        tuple(groups_on_slices((tuple(range(slices.size // len(np.unique(slices)))),), slices)), mesh
-    )
+    inside = covering_axes(slice_members(slices), mesh)
     for one in expected:
         crossed, own = (tuple(axis for axis in one.axes if axis in axes) for axes in (across, inside))
         if one.shape == () and not one.axes:  # scalars, in a row of a tile
@@ -141,10 +138,9 @@ def between_slices(mesh: Mesh, expected: Iterable[Expected]) -> Iterator[Expecte
             kinds = _PARTS if own and one.kind in _PARTS else (one.kind,)
             shape = tuple(size + -size % tile for size, tile in zip(one.shape, _tiles(one.shape)))
             form = replace(one, shape=shape, least=0, unpadded=None, pooled=True)
-            for kind, axes in itertools.product(kinds, (crossed, own)):
-                if axes:
-                    yield replace(form, kind=kind, axes=axes)
-                    form = replace(form, instead_of=one.instead_of or one.what)
+            for kind, axes in itertools.product(kinds, filter(None, (crossed, own))):
+                yield replace(form, kind=kind, axes=axes)
+                form = replace(form, instead_of=one.name)
 
 
 def _tiles(shape: Shape) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxshard.checks.collectives.asynchronous import find_start, operands_of, starts_computation
-from jaxshard.checks.collectives.hlo import Computation, Op, Scope
+from jaxshard.checks.collectives.hlo import Op, Scope
 
 Path = tuple[int, ...]
 """Indices into nested tuples, the outermost first."""
@@ -30,7 +30,6 @@ _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "maximum": max,
     "minimum": min,
 }
-_MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}
 
 
 def resolve(scope: Scope, name: str, path: Path = ()) -> tuple[Scope, Op, Path]:
@@ -86,73 +85,63 @@ def _is_unchanged(scope: Scope, loop: Op, index: int) -> bool:
     return at.computation is body and op.opcode == "parameter" and path == (index,)
 
 
-def integer(scope: Scope, name: str, path: Path = ()) -> int | None:
-    """Return the value of an integer scalar where it is made of constants alone, else None."""
+class _Turn(NamedTuple):
+    """One of the first iterations of a loop, and what it begins with."""
+
+    scope: Scope
+    loop: Op
+    number: int
+
+    def element(self, index: int) -> int | None:
+        """The integer in one element of the loop's carry."""
+        if self.number == 0:
+            return integer(self.scope, self.loop.operands[0], (index,))
+        body = self.scope.enter(self.loop, self.loop.callee("body"))
+        return integer(body, body.computation.root, (index,), self._replace(number=self.number - 1))
+
+
+def integer(scope: Scope, name: str, path: Path = (), turn: _Turn | None = None) -> int | None:
+    """Return the value of an integer scalar that is made of constants, and of what a loop's `turn` begins with."""
     scope, op, path = resolve(scope, name, path)
     if op.opcode == "constant":
         return int(op.inside) if re.fullmatch(r"-?\d+", op.inside) else None
+    if op.opcode == "parameter" and turn is not None and scope.caller is turn.loop and len(path) == 1:
+        return turn.element(path[0])
     if op.opcode not in _ARITHMETIC or path:
         return None
-    left, right = (integer(scope, operand) for operand in op.operands)
+    left, right = (integer(scope, operand, (), turn) for operand in op.operands)
     return None if left is None or right is None else _ARITHMETIC[op.opcode](left, right)
 
 
 def trip_count(scope: Scope, loop: Op) -> int | None:
     """Return how often the body of a while loop runs: what the compiler noted, else from its counter, else None.
 
-    TPU programs carry no note. A counter is an element of the carry that starts at a constant, moves by a constant and
-    is compared with a constant; the compiler writes `limit > i` as well as `i < limit`.
+    TPU programs carry no note. There the condition compares two integers whose distance changes by the same amount in
+    each of the first turns: a counter and its limit.
     """
     if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.notes):
         return int(noted[1])
-    body, condition = (scope.enter(loop, loop.callee(name)) for name in ("body", "condition"))
+    condition = scope.enter(loop, loop.callee("condition"))
     inner, compare, _ = resolve(condition, condition.computation.root)
-    counter = _find_counter(inner, compare, condition.computation) if compare.opcode == "compare" else None
-    if counter is None:
+    if compare.opcode != "compare":
         return None
-    start = integer(scope, loop.operands[0], (counter.element,))
-    limit = integer(inner, counter.other)
-    step = _counter_step(body, counter.element)
-    if start is None or limit is None or not step:
+    distances = []
+    for turn in (_Turn(scope, loop, number) for number in range(3)):
+        left, right = (integer(inner, operand, (), turn) for operand in compare.operands)
+        if left is None or right is None:
+            return None
+        distances.append(left - right)
+    first, second, third = distances
+    return _count_turns(first, second - first, compare) if third - second == second - first else None
+
+
+def _count_turns(distance: int, step: int, compare: Op) -> int | None:
+    """The turns of `while distance <compared with> 0: distance += step`; None where it runs away from 0."""
+    direction = compare.attribute("direction")
+    if direction in ("GT", "GE") or (direction == "NE" and distance > 0):
+        distance, step = -distance, -step
+    if direction in ("LE", "GE"):
+        distance -= 1
+    if step <= 0 or direction == "EQ" or (direction == "NE" and distance % step):
         return None
-    direction = compare.attribute("direction") or ""
-    return _count_turns(start, limit, step, _MIRRORED.get(direction, direction) if counter.is_second else direction)
-
-
-class _Counter(NamedTuple):
-    """An operation of which one operand is the counter of a loop: its element of the carry, and the other operand."""
-
-    element: int
-    other: str
-    is_second: bool
-
-
-def _find_counter(scope: Scope, op: Op, owner: Computation) -> _Counter | None:
-    """Find which operand is an element of the loop's carry, if any; `owner` is the loop's body or condition."""
-    left, right = op.operands
-    for name, other, is_second in ((left, right, False), (right, left, True)):
-        at, maker, path = resolve(scope, name)
-        if maker.opcode == "parameter" and at.computation is owner and len(path) == 1:
-            return _Counter(path[0], other, is_second)
-    return None
-
-
-def _counter_step(scope: Scope, index: int) -> int | None:
-    """The constant that a loop's body adds to element `index` of its carry; None where it does something else."""
-    at, op, path = resolve(scope, scope.computation.root, (index,))
-    if op.opcode not in ("add", "subtract") or path:
-        return None
-    counter = _find_counter(at, op, scope.computation)
-    if counter is None or counter.element != index or (op.opcode == "subtract" and counter.is_second):
-        return None
-    amount = integer(at, counter.other)
-    return amount if amount is None or op.opcode == "add" else -amount
-
-
-def _count_turns(start: int, limit: int, step: int, direction: str) -> int | None:
-    """The turns of `while i <direction> limit: i += step`; None where the counter runs away from the limit."""
-    if direction == "NE":
-        turns, rest = divmod(limit - start, step)
-        return turns if rest == 0 and turns >= 0 else None
-    stops = {"LT": limit, "LE": limit + 1} if step > 0 else {"GT": limit, "GE": limit - 1}
-    return len(range(start, stops[direction], step)) if direction in stops else None
+    return len(range(distance, 0, step))

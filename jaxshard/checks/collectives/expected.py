@@ -18,7 +18,7 @@ from jaxshard.core.tree import bytes_of
 
 Shape = tuple[int, ...]
 
-_BITS = {jnp.dtype(jnp.int8): "s8", jnp.dtype(jnp.uint8): "u8", jnp.dtype(jnp.uint16): "u16"}
+_SENT = ("int8", "uint8", "uint16")
 """Integers as which the engines send numbers in fewer bits."""
 
 
@@ -74,11 +74,10 @@ class Expected:
     @property
     def wire_dtype(self) -> str:
         """The dtype as a compiled program writes it, "bf16" or "s8"; "" of wider integers and where none is."""
-        if self.dtype is not None and jnp.dtype(self.dtype) in _BITS:
-            return _BITS[jnp.dtype(self.dtype)]
-        if self.dtype is None or not jnp.issubdtype(self.dtype, jnp.floating):
+        name = "" if self.dtype is None else str(jnp.dtype(self.dtype).name)
+        if name not in _SENT and not (name and jnp.issubdtype(self.dtype, jnp.floating)):
             return ""
-        return str(jnp.dtype(self.dtype).name).replace("float", "f").replace("_", "")
+        return name.replace("uint", "u").replace("int", "s").replace("float", "f").replace("_", "")
 
     @property
     def name(self) -> str:
@@ -121,6 +120,11 @@ def gather_stages(
         for stage in [axes] if at_once else [(axis,) for axis in axes]:
             shape[dim] *= axis_size(mesh, stage)
             yield replace(one, axes=stage, shape=tuple(shape))
+
+
+def common_axes(one: Placement, two: Placement) -> list[str]:
+    """Return the axes by which both placements split the same dimensions of the stored array."""
+    return [axis for dim, axis in split_dims(one.store) if (dim, axis) in split_dims(two.store)]
 
 
 def as_travels(one: Expected, travels: Iterable[Travel]) -> Iterator[Expected]:

@@ -7,8 +7,7 @@ counts, branches. Of a mesh (x=2, y=4) and a scan of 12 turns around
 
 comes the record
 
-    Collective(kind="all-reduce", axes=("y",), count=12, dtype="f32", shapes=((64, 16),), sizes=(4096,),
-               source="/home/user/model.py:22", ...)
+    Collective(kind="all-reduce", axes=("y",), count=12, arrays=(("f32", (64, 16)),), source="/home/user/model.py:22")
 
 Not seen: communication inside custom kernels (remote copies of Pallas) and transfers to the host.
 """
@@ -17,9 +16,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,15 +26,16 @@ from jax.stages import Compiled
 
 from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.asynchronous import users
+from jaxshard.checks.collectives.counts import grouped, number_str, total
 from jaxshard.checks.collectives.groups import UNKNOWN, Groups, find_groups
+from jaxshard.checks.collectives.operation import Operation, origin_of
 from jaxshard.checks.collectives.overlap import is_synchronous
-from jaxshard.checks.collectives.source import find_source, find_user
 from jaxshard.checks.collectives.trail import Trail, find_trail
 from jaxshard.checks.collectives.transfers import is_transfer, transfer_kind
-from jaxshard.checks.collectives.walk import Executed, add_counts, executed, is_fused
+from jaxshard.checks.collectives.walk import Executed, executed, is_fused
 from jaxshard.core.compat import device_order
 from jaxshard.core.mesh import mesh_str, slice_indices
-from jaxshard.core.text_table import align_columns
+from jaxshard.core.text_table import Table
 
 KINDS = (
     "all-reduce",
@@ -48,61 +47,47 @@ KINDS = (
     "collective-broadcast",
 )
 """The opcodes that communicate, in the order of summaries."""
-
+SUMS = ("all-reduce", "reduce-scatter")
+"""Those of them that add up."""
 
 # Only lines that match one of these are parsed.
 _COLLECTIVE = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(| (?:send|recv)\(.*_xla_megascale_transfer_type=")
 
 
-@dataclass(frozen=True)
-class Collective:
-    """One collective operation of a compiled program, as one device sees it.
+@dataclass(frozen=True, kw_only=True)
+class Collective(Operation):
+    """One collective operation of a compiled program, as one device sees it: an `Operation` of one of `KINDS`.
+
+    Its arrays are whole: the result of an all-gather, the operand of all others; several where the compiler combined
+    operations.
 
     Attributes:
-      kind: one of `KINDS`.
       axes: the mesh axes it communicates over, in mesh order; `("?",)` where its groups match no product of mesh axes.
-      count: executions per step, the trip counts of enclosing loops multiplied; None where one of them is not known.
-      dtype: the dtype as compiled (the CPU compiler promotes bf16 collectives to f32).
-      shapes: the shapes of the whole arrays: the result of an all-gather, the operand of all others; several where the
-        compiler combined operations.
-      sizes: bytes of each of them in one execution.
-      source: `file:line` of the innermost frame in the user's code, or in this package for what an engine does itself;
-        `near file:line`, where the operand comes from, if the compiler lost it; else the operation's name.
-      frames: `file:line` of all frames, from the innermost outwards.
-      op: the operation's name in the program.
-      op_name: the path of JAX names that led to it.
       groups: groups, or pairs of source and target, of positions in `mesh.devices.flat`.
       conditional: True in a branch of a conditional; `count` is then of a step that always takes that branch.
-      user: `file:line` of the nearest operation of the user's code, else of a library, that uses the result, or "".
       synchronous: True if the device waits for it, False if it computes meanwhile (see `overlap.py`).
       trails: for every array where it comes from and goes to; () in records written by hand.
     """
 
-    kind: str
     axes: tuple[str, ...]
-    count: int | None
-    dtype: str
-    shapes: tuple[tuple[int, ...], ...]
-    sizes: tuple[int, ...]
-    source: str
-    frames: tuple[str, ...]
-    op: str
-    op_name: str
-    groups: Groups
+    groups: Groups = ()
     conditional: bool = False
-    user: str = ""
     synchronous: bool = True
     trails: tuple[Trail, ...] = ()
 
     @property
-    def bytes(self) -> int | None:
-        """Bytes of the whole arrays times `count`; None where that is unknown."""
-        return None if self.count is None else self.count * sum(self.sizes)
+    def trail(self) -> Trail:
+        """Where its first array comes from and goes to."""
+        return self.trails[0] if self.trails else Trail()
 
     @property
-    def elements(self) -> int:
-        """Elements of the largest array."""
-        return max(math.prod(shape) for shape in self.shapes)
+    def title(self) -> str:
+        """Its kind and axes."""
+        return f"{self.kind} over {'+'.join(self.axes)}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the collective for JSON."""
+        return super().as_dict() | {"axis": "+".join(self.axes)}
 
 
 @dataclass(frozen=True)
@@ -162,16 +147,13 @@ def collectives(compiled: Compiled | str, mesh: Mesh) -> tuple[Collective, ...]:
 
 def locate(module: hlo.Module, mesh: Mesh) -> tuple[tuple[Executed, Collective], ...]:
     """Read the collectives out of a parsed program, each with one place where it is executed."""
-    found: dict[tuple[str, str, bool], tuple[Executed, Collective]] = {}
-    for one in executed(module, _COLLECTIVE):
-        record = _make_record(mesh, one.scope, one.op)
-        # A computation that is called from several places is found several times.
-        if record is not None:
-            key = (one.scope.computation.name, one.op.name, record.synchronous)
-            _, known = found.get(key, (one, replace(record, count=0, conditional=True)))
-            count = add_counts(known.count, one.times)
-            found[key] = one, replace(known, count=count, conditional=known.conditional and one.conditional)
-    return tuple(found.values())
+    # A computation that is called from several places is found several times, and may be waited for in some of them.
+    found = grouped(
+        executed(module, _COLLECTIVE),
+        lambda one: (one.scope.computation.name, one.op.name, is_synchronous(one.scope, one.op)),
+    )
+    records = ((of[0], _make_record(mesh, of, key[-1])) for key, of in found.items())
+    return tuple((executed, record) for executed, record in records if record is not None)
 
 
 def _check_mesh(compiled: Compiled | str, module: hlo.Module, mesh: Mesh) -> None:
@@ -207,31 +189,24 @@ def _kind_of(scope: hlo.Scope, op: hlo.Op) -> str | None:
     return "reduce-scatter" if sliced else kind
 
 
-def _make_record(mesh: Mesh, scope: hlo.Scope, op: hlo.Op) -> Collective | None:
-    """The record of one execution of an operation, None where no device communicates with another."""
+def _make_record(mesh: Mesh, executions: Sequence[Executed], synchronous: bool) -> Collective | None:
+    """The record of the executions of an operation, None where no device communicates with another."""
+    scope, op = executions[0].scope, executions[0].op
     kind = _kind_of(scope, op)
-    if kind is None:
-        return None
-    groups, axes = find_groups(scope, op, kind, mesh)
-    if not axes:
+    groups, axes = ((), ()) if kind is None else find_groups(scope, op, mesh)
+    if kind is None or not axes:
         return None
     arrays = hlo.arrays(op.type)[:1] if is_transfer(op) else _whole_arrays(scope, op, kind, len(groups[0]))
-    source = find_source(scope, op)
     return Collective(
         kind=kind,
         axes=axes,
-        count=1,
-        dtype="+".join(dict.fromkeys(dtype for dtype, _ in arrays)),
-        shapes=tuple(shape for _, shape in arrays),
-        sizes=tuple(hlo.nbytes(array) for array in arrays),
-        source=source.line,
-        frames=source.frames,
-        op=op.name,
-        op_name=source.op_name,
+        count=total(one.times for one in executions),
+        arrays=arrays,
         groups=groups,
-        user=find_user(scope, op),
-        synchronous=is_synchronous(scope, op),
+        conditional=all(one.conditional for one in executions),
+        synchronous=synchronous,
         trails=tuple(find_trail(scope, op, part) for part in range(len(arrays))),
+        **origin_of(scope, op),
     )
 
 
@@ -289,28 +264,19 @@ def split_scalars(
     Example:
         arrays, scalars = split_scalars(js.collectives(step.compile(batch), mesh))
     """
-    found = tuple(found)
-
-    def select(large: bool) -> Iterator[Collective]:
-        for one in found:
+    arrays: list[Collective] = []
+    scalars: list[Collective] = []
+    for one in found:
+        for kept, large in ((arrays, True), (scalars, False)):
             if parts := [part for part, shape in enumerate(one.shapes) if (math.prod(shape) > above) is large]:
-                yield pick(one, parts)
-
-    return tuple(select(True)), tuple(select(False))
+                kept.append(pick(one, parts))
+    return tuple(arrays), tuple(scalars)
 
 
 def pick(one: Collective, parts: Sequence[int]) -> Collective:
-    """Return a collective with some of its arrays, given by their numbers."""
-    shapes, sizes = tuple(one.shapes[part] for part in parts), tuple(one.sizes[part] for part in parts)
-    dtypes = one.dtype.split("+")
-    if len(dtypes) > 1:  # those that the arrays have by their sizes
-        dtypes = [dtype for dtype in dtypes if any(map(partial(_has_dtype, dtype), shapes, sizes))]
+    """Return a collective with some of its arrays, given by their indices."""
     trails = tuple(one.trails[part] for part in parts) if one.trails else ()
-    return replace(one, shapes=shapes, sizes=sizes, dtype="+".join(dtypes), trails=trails)
-
-
-def _has_dtype(dtype: str, shape: tuple[int, ...], size: int) -> bool:
-    return hlo.nbytes((dtype, shape)) == size
+    return replace(one, arrays=tuple(one.arrays[part] for part in parts), trails=trails)
 
 
 def summary(found: Iterable[Collective]) -> tuple[Row, ...]:
@@ -320,12 +286,12 @@ def summary(found: Iterable[Collective]) -> tuple[Row, ...]:
         rows = js.plan.summary(js.collectives(step.compile(batch), mesh))
         print(js.plan.table(rows))
     """
-    rows: dict[tuple[str, tuple[str, ...]], Row] = {}
-    for one in found:
-        row = rows.get((one.kind, one.axes), Row(one.kind, one.axes, 0, 0))
-        count, size = add_counts(row.count, one.count), add_counts(row.bytes, one.bytes)
-        rows[one.kind, one.axes] = Row(one.kind, one.axes, count, size, row.conditional or one.conditional)
-    return tuple(sorted(rows.values(), key=lambda row: (KINDS.index(row.kind), row.axes)))
+    groups = grouped(found, lambda one: (one.kind, one.axes))
+    rows = [
+        Row(*key, total(one.count for one in of), total(one.bytes for one in of), any(one.conditional for one in of))
+        for key, of in groups.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: (KINDS.index(row.kind), row.axes)))
 
 
 def table(rows: Iterable[Row]) -> str:
@@ -347,16 +313,14 @@ def table(rows: Iterable[Row]) -> str:
     rows = tuple(rows)
     if not rows:
         return "no collectives"
-    cells = [("collective", "axis", "count", "bytes")]
-    for row in rows:
-        count = "?" if row.count is None else f"{row.count:,}"
-        size = "?" if row.bytes is None else f"{row.bytes:,}"
-        cells.append((row.kind, "+".join(row.axes), count + "*" * row.conditional, size))
-    lines = align_columns(cells, "<<>>")
-    if any(row.count is None for row in rows):
-        lines.append("count ?: inside a loop whose number of turns is only known while it runs")
-    if any(row.conditional for row in rows):
-        lines.append("count *: inside a conditional, counted as if that branch were always taken")
-    if any(row.axes == UNKNOWN for row in rows):
-        lines.append("axis ?: among groups of devices that are no product of mesh axes")
-    return "\n".join(lines)
+    cells = [
+        (row.kind, "+".join(row.axes), number_str(row.count) + "*" * row.conditional, number_str(row.bytes))
+        for row in rows
+    ]
+    notes = {
+        "count ?: inside a loop whose number of turns is only known while it runs": any(r.count is None for r in rows),
+        "count *: inside a conditional, counted as if that branch were always taken": any(r.conditional for r in rows),
+        "axis ?: among groups of devices that are no product of mesh axes": any(r.axes == UNKNOWN for r in rows),
+    }
+    lines = Table(cells, "<<>>", ("collective", "axis", "count", "bytes")).lines
+    return "\n".join([*lines, *(note for note, holds in notes.items() if holds)])

@@ -14,17 +14,16 @@ x = 2 above were two slices, the groups `{{0,1,2,3}}` would stand for both group
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from functools import partial
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.transfers import is_transfer, names_all_slices
-from jaxshard.core.mesh import slice_indices
+from jaxshard.core.mesh import axis_size, slice_indices
 
 Groups = tuple[tuple[int, ...], ...]
 """Groups of positions in `mesh.devices.flat`; of a permute, pairs of source and target."""
@@ -39,7 +38,7 @@ _SIZE = re.compile(r"([^',=\s]+)'?=(\d+)")
 _AXIS = re.compile(r"'?([^',]+?)'?(?::\((\d+)\)(\d+))?")
 
 
-def find_groups(scope: hlo.Scope, op: hlo.Op, kind: str, mesh: Mesh) -> tuple[Groups, tuple[str, ...]]:
+def find_groups(scope: hlo.Scope, op: hlo.Op, mesh: Mesh) -> tuple[Groups, tuple[str, ...]]:
     """Return the groups of an operation, or its pairs, in positions of the mesh, and the axes it communicates over."""
     slices = slice_indices(mesh)
     if is_transfer(op):
@@ -47,21 +46,20 @@ def find_groups(scope: hlo.Scope, op: hlo.Op, kind: str, mesh: Mesh) -> tuple[Gr
         axes = covering_axes(groups, mesh)
         # Only a transfer among all slices names them.
         return groups, axes if len(axes) == 1 or names_all_slices(op) else UNKNOWN
-    parse = parse_pairs if kind == "collective-permute" else partial(parse_groups, devices=scope.module.devices)
-    groups = parse(_attribute(op, "source_target_pairs" if kind == "collective-permute" else "replica_groups"))
-    if scope.module.devices < mesh.size:
+    groups, of_one_slice = groups_of(op, scope.module), scope.module.devices < mesh.size
+    if of_one_slice:
         groups = groups_on_slices(groups, slices)
-    if kind == "collective-permute":
-        return groups, axes_of_pairs(groups, mesh)
-    axes = axes_of_groups(groups, mesh)
     # An axis of several whole slices is known by its part in one of them.
-    return groups, covering_axes(groups, mesh) if axes == UNKNOWN and scope.module.devices < mesh.size else axes
+    find = covering_axes if of_one_slice or op.opcode.startswith("collective-permute") else axes_of_groups
+    return groups, find(groups, mesh)
 
 
-def _attribute(op: hlo.Op, name: str) -> str:
-    """The text of an attribute in nested braces, or all that follows where it is written otherwise."""
+def groups_of(op: hlo.Op, module: hlo.Module) -> Groups:
+    """Return the groups of a collective, or the pairs of a permute, in positions of the program's devices."""
+    name = "source_target_pairs" if op.opcode.startswith("collective-permute") else "replica_groups"
     found = re.search(rf"\b{name}=(\{{(?:\{{[\d,]*\}},?)*\}}|.*)", op.attributes)
-    return "{}" if found is None else found[1]
+    text = "{}" if found is None else found[1]
+    return _parse_pairs(text) if name == "source_target_pairs" else parse_groups(text, module.devices)
 
 
 def parse_groups(text: str, devices: int) -> Groups:
@@ -80,7 +78,7 @@ def parse_groups(text: str, devices: int) -> Groups:
       ValueError: a syntax that is none of these.
     """
     if text.startswith("{"):
-        return parse_pairs(text) or (tuple(range(devices)),)
+        return _parse_pairs(text) or (tuple(range(devices)),)
     if iota := _IOTA_GROUPS.match(text):
         return _as_groups(expand_iota(iota[2], iota[3]).reshape(_integers(iota[1])))
     if mesh := _MESH.match(text):
@@ -129,7 +127,7 @@ def _as_groups(rows: np.ndarray) -> Groups:
     return tuple(map(tuple, rows.tolist()))
 
 
-def parse_pairs(text: str) -> Groups:
+def _parse_pairs(text: str) -> Groups:
     """Parse the (source, target) pairs behind `source_target_pairs=`, such as `{{0,1},{1,2}}`."""
     return tuple(_integers(pair) for pair in re.findall(r"\{([\d,]+)\}", text))
 
@@ -145,19 +143,10 @@ def axes_of_groups(groups: Groups, mesh: Mesh) -> tuple[str, ...]:
       The axes in mesh order, those of size 1 never; `UNKNOWN` where the groups are no product of whole axes; () where
       every device is a group of its own.
     """
-    # Every device gets the lowest position of its group as label. Groups over some axes are the right ones if taking
-    # the minimum of the positions along these axes gives the same labels.
-    ids = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
-    labels = ids.copy()
-    for group in groups:
-        labels.flat[list(group)] = min(group)
-    names = [name for name, size in mesh.shape.items() if size > 1]
-    for count in range(len(names) + 1):
-        for axes in itertools.combinations(names, count):
-            lowest = ids.min(axis=tuple(mesh.axis_names.index(name) for name in axes), keepdims=True)
-            if (lowest == labels).all():
-                return axes
-    return UNKNOWN
+    axes = covering_axes(groups, mesh)
+    width = axis_size(mesh, axes)
+    is_product = len(groups) * width == mesh.size and all(len(group) == width for group in groups)
+    return axes if is_product else UNKNOWN
 
 
 def groups_on_slices(groups: Groups, slices: np.ndarray) -> Groups:
@@ -170,8 +159,16 @@ def groups_on_slices(groups: Groups, slices: np.ndarray) -> Groups:
       groups: of positions among the devices of one slice; the same in every slice.
       slices: for every device of the mesh, in its shape, the number of its slice.
     """
-    members = [np.flatnonzero(slices.ravel() == number) for number in np.unique(slices)]
-    return tuple(tuple(int(own[at]) for at in group) for own in members for group in groups)
+    return tuple(tuple(int(own[at]) for at in group) for own in slice_members(slices) for group in groups)
+
+
+def slice_members(slices: np.ndarray) -> np.ndarray:
+    """Return for each slice the positions of its devices in the mesh.
+
+    >>> slice_members(np.array([[0, 1], [0, 1]])).tolist()
+    [[0, 2], [1, 3]]
+    """
+    return np.stack([np.flatnonzero(slices.ravel() == number) for number in np.unique(slices)])
 
 
 def groups_across_slices(slices: np.ndarray) -> Groups:
@@ -180,20 +177,14 @@ def groups_across_slices(slices: np.ndarray) -> Groups:
     >>> groups_across_slices(np.array([[0, 1], [0, 1]]))
     ((0, 1), (2, 3))
     """
-    members = [np.flatnonzero(slices.ravel() == number) for number in np.unique(slices)]
-    return _as_groups(np.stack(members, axis=1))
+    return _as_groups(slice_members(slices).T)
 
 
-def covering_axes(groups: Groups, mesh: Mesh) -> tuple[str, ...]:
-    """Find the mesh axes, in mesh order, along which any device of a group differs from the first."""
-    return axes_of_pairs(tuple((group[0], other) for group in groups for other in group[1:]), mesh)
-
-
-def axes_of_pairs(pairs: Groups, mesh: Mesh) -> tuple[str, ...]:
-    """Find the mesh axes, in mesh order, along which any source of a permute differs from its target."""
-    shape = tuple(mesh.shape.values())
-    moved = np.array([np.subtract(np.unravel_index(a, shape), np.unravel_index(b, shape)) for a, b in pairs])
-    return tuple(name for dim, name in enumerate(mesh.axis_names) if len(pairs) and moved[:, dim].any())
+def covering_axes(groups: Iterable[Sequence[int]], mesh: Mesh) -> tuple[str, ...]:
+    """Find the mesh axes, in mesh order, along which any device of a group, or a permute's target, is elsewhere."""
+    pairs = [(group[0], other) for group in groups for other in group]
+    places = np.unravel_index(np.array(pairs, int).reshape(-1, 2), tuple(mesh.shape.values()))
+    return tuple(name for name, place in zip(mesh.axis_names, places) if (place[:, 0] != place[:, 1]).any())
 
 
 def _integers(text: str) -> tuple[int, ...]:

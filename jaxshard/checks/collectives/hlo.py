@@ -27,8 +27,10 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 Array = tuple[str, tuple[int, ...]]
@@ -50,6 +52,9 @@ _COMBINING = (
 )  # fmt: skip
 """Opcodes whose computations combine or compare elements."""
 _BITS = re.compile(r"[a-z]+(\d+)")
+_OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
+_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+_ELEMENT = re.compile(r"%([\w.\-~]+)#(\d+)")
 
 
 class Op(NamedTuple):
@@ -90,14 +95,18 @@ class Op(NamedTuple):
 
     def callee(self, attribute: str) -> str:
         """Return the name of the computation that one attribute names, such as a loop's `body`."""
-        found = re.search(rf"\b{attribute}=%([\w.\-~]+)", self.attributes)
-        assert found is not None, f"{self.opcode} {self.name} has no {attribute}"
-        return found[1]
+        return (self.attribute(attribute) or "").removeprefix("%")
 
     def attribute(self, name: str) -> str | None:
         """Return the text of an attribute without nested commas, such as "3" of `index=3`."""
         found = re.search(rf"\b{name}=([^,\s]+)", self.attributes)
         return None if found is None else found[1]
+
+    @property
+    def op_name(self) -> str:
+        """JAX's path of names in the operation's metadata, or the name of an argument; "" where there is none."""
+        found = _OP_NAME.search(self.notes)
+        return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
 
 
 class Computation:
@@ -114,10 +123,21 @@ class Computation:
 
     @cached_property
     def lines(self) -> dict[str, str]:
-        """The text right of the equals sign, by name, in the order of the program, which is its schedule."""
-        found = {}
+        """The text right of the equals sign, by name, in the order of the program, which is its schedule.
+
+        A dump writes `%while.3#2` for an element of a tuple, where `as_text()` has a `get-tuple-element(%while.3)`. It
+        becomes such an operation here too.
+        """
+        found: dict[str, str] = {}
         for line in self._body:
             left, equals, right = line.partition(" = ")
+            while "#" in right and (element := _ELEMENT.search(FREE_TEXT.split(right)[0])):
+                whole, index = element.groups()
+                name = f"{whole}.element{index}"
+                right = f"{right[: element.start()]}%{name}{right[element.end() :]}"
+                if name not in found:
+                    of = _element_types(found[whole])[int(index)]
+                    found[name] = f"{of} get-tuple-element(%{whole}), index={index}"
             if equals:
                 found[left.split("%")[-1]] = right
         return found
@@ -143,7 +163,8 @@ class Computation:
         return self._parsed[name]
 
 
-class Module(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Module:
     """A program.
 
     Attributes:
@@ -159,6 +180,13 @@ class Module(NamedTuple):
     entry: str
     frames: Mapping[int, tuple[str, ...]]
     text: str
+
+    @cached_property
+    def arguments(self) -> dict[int, Op]:
+        """The parameters of the entry, which are the program's arguments, by number."""
+        entry = self.computations[self.entry]
+        found = (entry[name] for name, line in entry.lines.items() if " parameter(" in line)
+        return dict(sorted((int(op.inside), op) for op in found))
 
 
 class Scope(NamedTuple):
@@ -177,6 +205,14 @@ class Scope(NamedTuple):
     parent: Scope | None = None
     caller: Op | None = None
     arguments: tuple[str, ...] = ()
+
+    @property
+    def callers(self) -> Iterator[tuple[Scope, Op]]:
+        """The operations that lead here, the innermost first, each with the scope that it stands in."""
+        scope = self
+        while scope.parent is not None and scope.caller is not None:
+            yield scope.parent, scope.caller
+            scope = scope.parent
 
     def enter(self, caller: Op, name: str, arguments: tuple[str, ...] | None = None) -> Scope:
         """Return the scope of a computation that an operation here calls, with its operands unless others are given."""
@@ -219,23 +255,34 @@ def parse(text: str) -> Module:
 
 def _parse_op(name: str, line: str) -> Op:
     """Parse what stands right of the equals sign: `TYPE opcode(operands), attributes, free text`."""
-    end = find_closing(line, 0) + 1 if line.startswith("(") else line.index(" ")
-    opening = line.index("(", end)
-    closing = find_closing(line, opening)
-    inside, rest = line[opening + 1 : closing], line[closing + 1 :]
+    opcode = _OPCODE.search(line)
+    rest = line[opcode.end() :] if opcode else ""
+    closing = next(iter(_outside(rest, ")")), None)
+    if opcode is None or closing is None:
+        raise ValueError(f"the line of %{name} is cut off: {line[:120]!r}")
+    inside, rest = rest[:closing], rest[closing + 1 :]
     attributes = FREE_TEXT.split(rest)[0]
     notes = rest[len(attributes) :]
-    return Op(name, line[:end], line[end:opening].strip(), tuple(_NAME.findall(inside)), inside, attributes, notes)
+    return Op(name, line[: opcode.start()], opcode[1], tuple(_NAME.findall(inside)), inside, attributes, notes)
 
 
-def find_closing(text: str, opening: int) -> int:
-    """Return the place of the parenthesis that closes the one at a place of a line."""
-    depth = 0
-    for found in re.finditer(r"[()]", text[opening:]):
-        depth += 1 if found[0] == "(" else -1
-        if depth == 0:
-            return opening + found.start()
-    raise ValueError(f"unbalanced parentheses in the HLO line {text[:120]!r}")
+def _element_types(line: str) -> list[str]:
+    """The types of the elements of the tuple with which a line begins."""
+    end = _outside(line[1:], ")")[0]
+    text = re.sub(r"/\*.*?\*/", "", line[1 : end + 1])
+    return [text[start + 1 : stop].strip() for start, stop in pairwise([-1, *_outside(text, ","), len(text)])]
+
+
+def _outside(text: str, wanted: str) -> list[int]:
+    """The places of a character where no bracket is open that was opened in the text; up to one that closes another."""
+    depth, found = 0, []
+    for one in re.finditer(r"[()\[\]{},]", text):
+        if depth == 0 and one[0] == wanted:
+            found.append(one.start())
+        depth += (one[0] in "([{") - (one[0] in ")]}")
+        if depth < 0:
+            break
+    return found
 
 
 def arrays(type_text: str) -> tuple[Array, ...]:
@@ -281,29 +328,21 @@ def _parse_stack_frames(lines: list[str]) -> dict[int, tuple[str, ...]]:
             tables[title][int(key)] = entry
         else:
             title = line.strip() or title
+
+    def fields(title: str) -> dict[int, dict[str, int]]:
+        found = {number: re.findall(r"(\w+)=(\d+)", entry) for number, entry in tables[title].items()}
+        return {number: {name: int(value) for name, value in entries} for number, entries in sorted(found.items())}
+
     files = {number: entry.strip('"') for number, entry in tables["FileNames"].items()}
     places = {
-        number: f"{files.get(_number(entry, 'file_name_id'), '?')}:{_number(entry, 'line')}"
-        for number, entry in tables["FileLocations"].items()
+        number: f"{files.get(one.get('file_name_id', 0), '?')}:{one.get('line', 0)}"
+        for number, one in fields("FileLocations").items()
     }
-    frames = {
-        number: (_number(entry, "file_location_id"), _number(entry, "parent_frame_id"))
-        for number, entry in tables["StackFrames"].items()
-    }
+    frames = fields("StackFrames")
     # XLA prints the parent's number plus one, so that 1 stands for none. A 0 would show that it has stopped doing so.
-    shift = 0 if any(parent == 0 for _, parent in frames.values()) else 1
+    shift = 0 if any(one.get("parent_frame_id", 0) == 0 for one in frames.values()) else 1
     stacks: dict[int, tuple[str, ...]] = {}
-    for number in frames:
-        stack: list[str] = []
-        at = number
-        while at in frames and len(stack) < len(frames):
-            place, parent = frames[at]
-            stack.append(places.get(place, "?"))
-            at = parent - shift
-        stacks[number] = tuple(stack)
+    for number, one in frames.items():  # parents have lower numbers
+        outer = stacks.get(one.get("parent_frame_id", 0) - shift, ())
+        stacks[number] = (places.get(one.get("file_location_id", 0), "?"), *outer)
     return stacks
-
-
-def _number(entry: str, name: str) -> int:
-    found = re.search(rf"\b{name}=(\d+)", entry)
-    return int(found[1]) if found else 0

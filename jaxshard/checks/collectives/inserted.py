@@ -9,13 +9,13 @@ devices of the mesh take part in that.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from jax.sharding import Mesh
 from jax.stages import Compiled
 
 from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.found import Collective, locate
+from jaxshard.checks.collectives.found import locate
 from jaxshard.checks.collectives.source import find_source
 from jaxshard.proofs.parting import Choice
 
@@ -28,26 +28,21 @@ def warn_of_inserted(choices: Sequence[Choice], compiled: Compiled, mesh: Mesh) 
       compiled: the program.
       mesh: the mesh it was compiled for.
     """
-    found: dict[Choice, list[Collective]] = {}
-    for executed, one in locate(hlo.parse(compiled.as_text() or ""), mesh) if choices else ():
-        lines = set(_lines_that_decide(executed.scope))
-        for choice in choices:
-            waits = one.kind == "collective-permute" or choice.differ & set(one.axes)
-            if waits and choice.line in lines:
-                found.setdefault(choice, []).append(one)
-    for choice, inside in found.items():
-        kinds = ", ".join(sorted({f"{one.kind} over {'+'.join(one.axes)}" for one in inside}))
+    located = locate(hlo.parse(compiled.as_text() or ""), mesh) if choices else ()
+    deciding = ("conditional", "while")
+    decided = [
+        ({find_source(scope, op).line for scope, op in executed.scope.callers if op.opcode in deciding}, one)
+        for executed, one in located
+    ]
+    for choice in choices:
+        inside = [one for lines, one in decided if choice.line in lines]
+        waits = [one for one in inside if one.kind == "collective-permute" or choice.differ & set(one.axes)]
+        if not waits:
+            continue
+        kinds = ", ".join(sorted({one.title for one in waits}))
         warnings.warn(
             f"{choice.line}: devices may decide differently over {sorted(choice.differ)}, and the compiler put "
             f"collectives inside, in which others wait for them ({kinds}): the step could hang. Compute it before the "
             f"branch and choose by jnp.where, or decide by jax.lax.pmax(predicate, {tuple(sorted(choice.differ))})",
             stacklevel=3,
         )
-
-
-def _lines_that_decide(scope: hlo.Scope) -> Iterator[str]:
-    """The source lines of the conditionals and loops around a computation."""
-    while scope.parent is not None and scope.caller is not None:
-        if scope.caller.opcode in ("conditional", "while"):
-            yield find_source(scope.parent, scope.caller).line
-        scope = scope.parent

@@ -11,12 +11,11 @@ takes has the promised dtype, else a wider one, and only if nothing is left of t
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.expected import Expected, Shape, normal_shape
@@ -33,10 +32,11 @@ _STANDS_FOR = {"all-reduce": ("reduce-scatter", "all-gather")}
 
 
 @dataclass
-class _Allowance:
+class Allowance:
     """The executions promised of arrays that can't be told apart in a program, and how many of them are used up.
 
-    These are of one kind, over the same axes, with as many elements and blocks; the compiler changes their shapes.
+    These are of one kind, over the same axes, with as many elements and blocks; the compiler changes their shapes. Of
+    pooled promises an execution is one element, and `stack` is 0.
     """
 
     kind: str
@@ -50,19 +50,21 @@ class _Allowance:
     what: list[str] = field(default_factory=list)
     forms: set[tuple[int, Shape]] = field(default_factory=set)
 
+    def add(self, one: Expected) -> None:
+        """Add what is promised of one more array."""
+        assert one.shape is not None and one.most is not None
+        self.least += one.least
+        self.most += one.most if self.stack else one.most * one.elements[1]
+        if one.name not in self.what:
+            self.what.append(one.name)
+        self.forms |= {(1, normal_shape(one.shape)), (one.stack, normal_shape((one.stack, *one.shape)))}
 
-class Taken(NamedTuple):
-    """The promise that covered an array.
-
-    Attributes:
-      kind: of the promise.
-      dtype: that was promised, as compiled programs write it; "" where any will do.
-      what: the arrays of the promise in words.
-    """
-
-    kind: str
-    dtype: str
-    what: Sequence[str]
+    def fitting(self, elements: int) -> Iterator[int]:
+        """Yield how many promised executions one of an array of so many elements may stand for."""
+        least, most = self.elements
+        for times in dict.fromkeys((1, self.stack)) if self.stack else (elements,):
+            if times * least <= elements <= times * most:
+                yield times
 
 
 class Allowances:
@@ -72,23 +74,16 @@ class Allowances:
         self._expected = tuple(expected)
         # Promises without a number: "as needed" covers any number of executions.
         self._open = [one for one in self._expected if one.shape is None or not one.axes]
-        self._counted: dict[tuple[Any, ...], _Allowance] = {}
-        self._pools: Counter[tuple[str, tuple[str, ...], str]] = Counter()
+        self._counted: dict[tuple[Any, ...], Allowance] = {}
         self._covered: set[str] = set()  # the names of arrays of which something was found, in any form
         self.as_needed: list[tuple[Expected, Collective]] = []
         for one in self._expected:
-            if one.pooled:
-                pool = (one.kind, one.axes, one.wire_dtype)
-                self._pools[pool] += one.elements[1] * (one.most or 0)
-            elif one.shape is not None and one.axes and one.most:
-                key = (one.kind, one.axes, one.elements, one.stack, one.wire_dtype)
-                known = self._counted.setdefault(key, _Allowance(*key))
-                known.least, known.most = known.least + one.least, known.most + one.most
-                if one.name not in known.what:
-                    known.what.append(one.name)
-                known.forms |= {(1, normal_shape(one.shape)), (one.stack, normal_shape((one.stack, *one.shape)))}
+            if one.shape is not None and one.axes and one.most:
+                size, stack = ((1, 1), 0) if one.pooled else (one.elements, one.stack)
+                key = (one.kind, one.axes, size, stack, one.wire_dtype)
+                self._counted.setdefault(key, Allowance(*key)).add(one)
 
-    def take(self, array: Collective, *, as_other: bool = False, narrower: bool = False) -> Taken | None:
+    def take(self, array: Collective, *, as_other: bool = False, narrower: bool = False) -> Allowance | None:
         """Use up what was promised of an array, for all its executions.
 
         Args:
@@ -99,29 +94,21 @@ class Allowances:
         Returns:
           What covers it; None, and nothing is used up, if no promise has room for all executions.
         """
-        count = array.count
         for kind in _STANDS_FOR.get(array.kind, ()) if as_other else (array.kind,):
             for times, known in self._fitting(kind, array):
-                has_room = count is not None and known.used + times * count <= known.most
-                if has_room and _is_narrower(array.dtype, known.dtype) is narrower:
-                    known.used += times * (count or 0)
+                used = known.most + 1 if array.count is None else known.used + times * array.count
+                if used <= known.most and _is_narrower(array.dtype, known.dtype) is narrower:
+                    known.used = used
                     self._covered.update(known.what)
-                    return Taken(kind, known.dtype, known.what)
-            for (*of, dtype), left in sorted(self._pools.items(), key=lambda item: item[0][2] != array.dtype):
-                has_room = count is not None and count * array.elements <= left
-                if has_room and of == [kind, array.axes] and _is_narrower(array.dtype, dtype) is narrower:
-                    self._pools[kind, array.axes, dtype] -= (count or 0) * array.elements
-                    self._covered.update(one.name for one in self._expected if one.pooled)
-                    return Taken(kind, dtype, ["what goes over several slices"])
-        if as_other or narrower:
-            return None
-        for one in self._open:
-            if _covers(one, array):
-                self.as_needed.append((one, array))
-                return Taken(array.kind, "", [])
+                    return known
+        if not as_other and not narrower:
+            for one in self._open:
+                if _covers(one, array):
+                    self.as_needed.append((one, array))
+                    return Allowance(array.kind, array.axes, (0, array.elements), 1, "")
         return None
 
-    def take_joined(self, array: Collective) -> Taken | None:
+    def take_joined(self, array: Collective) -> bool:
         """Use up what was promised of several arrays whose sum the compiler moves end to end, as a GPU's joins them.
 
         A few elements may be of no promise: the loss, its weight, metrics.
@@ -130,58 +117,48 @@ class Allowances:
           array: what the program moves: an all-reduce of one dimension is looked at.
 
         Returns:
-          What covers it; None, and nothing is used up, if no promises add up to it.
+          False, and nothing is used up, if no promises add up to it.
         """
         if array.kind != "all-reduce" or len(array.shapes[0]) != 1 or not array.count:
-            return None
-        parts = [
-            known
-            for known in self._counted.values()
-            if (known.kind, known.axes, known.dtype) == (array.kind, array.axes, array.dtype)
-            and known.elements[0] == known.elements[1]
-        ]
+            return False
+        sought = (array.kind, array.axes, array.dtype)
+        parts = [known for known in self._counted.values() if (known.kind, known.axes, known.dtype) == sought]
         # Every number of elements that some of the promises add up to, with one choice of executions that does.
-        sums: dict[int, tuple[int, ...]] = {0: ()}
-        for known in parts:
-            room = (known.most - known.used) // array.count
-            times = sorted({*range(min(room, 64) + 1), known.stack, room})
-            longer = {
-                total + some * known.elements[0]: (*chosen, some)
-                for total, chosen in sums.items()
-                for some in times
-                if some <= room and total + some * known.elements[0] <= array.elements
-            }
-            sums = dict(itertools.islice(longer.items(), _MAX_SUMS))
+        sums: dict[int, tuple[tuple[Allowance, int], ...]] = {0: ()}
+        for known in (known for known in parts if known.stack and known.elements[0] == known.elements[1]):
+            size, room = known.elements[0], (known.most - known.used) // array.count
+            for total, chosen in tuple(sums.items())[:_MAX_SUMS]:
+                for some in sorted({*range(1, min(room, 64) + 1), min(known.stack, room), room}):
+                    if total + some * size <= array.elements:
+                        sums.setdefault(total + some * size, (*chosen, (known, some)))
         if array.elements - (best := max(sums)) > _SCALARS or not best:
-            return None
-        for known, some in zip(parts, sums[best], strict=True):
+            return False
+        for known, some in sums[best]:
             known.used += some * array.count
-        names = [name for known, some in zip(parts, sums[best], strict=True) if some for name in known.what]
-        self._covered.update(names)
-        return Taken(array.kind, array.dtype, names)
+            self._covered.update(known.what)
+        return True
 
-    def _fitting(self, kind: str, array: Collective) -> list[tuple[int, _Allowance]]:
+    def _fitting(self, kind: str, array: Collective) -> list[tuple[int, Allowance]]:
         """The allowances that an array may fall under, and how many promised executions one of its own stands for.
 
         That is one, or as many as there are blocks where the compiler joined those of a loop. Several arrays of a model
         often have as many elements: those of the same dtype come first, of these those of the same shape, then the
         smallest, so that room is left for arrays that were padded, and an array by itself before joined ones.
         """
-        fits: list[tuple[tuple[bool, bool, int, int], int, _Allowance]] = []
         shape = normal_shape(array.shapes[0])
-        for known in self._counted.values():
-            if (known.kind, known.axes) == (kind, array.axes):
-                least, most = known.elements
-                for times in dict.fromkeys((1, known.stack)):
-                    if times * least <= array.elements <= times * most:
-                        order = (known.dtype != array.dtype, (times, shape) not in known.forms, times * most, times)
-                        fits.append((order, times, known))
-        return [(times, known) for _, times, known in sorted(fits, key=lambda fit: fit[0])]
+
+        def order(fit: tuple[int, Allowance]) -> tuple[bool, bool, bool, int, int]:
+            times, known = fit
+            other_form = (times, shape) not in known.forms
+            return not known.stack, known.dtype != array.dtype, other_form, times * known.elements[1], times
+
+        alike = [known for known in self._counted.values() if (known.kind, known.axes) == (kind, array.axes)]
+        return sorted(((times, known) for known in alike for times in known.fitting(array.elements)), key=order)
 
     def explain(self, array: Collective) -> str:
         """Return what was promised of an array of this size over these axes, if anything."""
         kinds = (array.kind, *_STANDS_FOR.get(array.kind, ()))
-        fitting = [known for kind in kinds for _, known in self._fitting(kind, array)]
+        fitting = [known for kind in kinds for _, known in self._fitting(kind, array) if known.stack]
         if not fitting:
             return f"nothing of {array.elements:,} elements is promised there"
         names = [name for known in fitting for name in known.what]

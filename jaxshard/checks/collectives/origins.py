@@ -10,39 +10,25 @@ A value that is computed, as activations and gradients are, has no origin.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.dataflow import Path, resolve
-from jaxshard.checks.collectives.groups import parse_groups
+from jaxshard.checks.collectives.groups import groups_of
 
 _MOVES = (
-    "all-gather", "all-gather-done", "all-gather-start", "bitcast-convert", "broadcast", "copy-done", "copy-start",
-    "dynamic-slice", "opt-barrier", "pad", "reduce-precision", "reverse", "slice", "transpose", "collective-permute",
-    "collective-permute-start", "collective-permute-done",
+    "all-gather", "bitcast-convert", "broadcast", "collective-permute", "copy", "dynamic-slice", "opt-barrier", "pad",
+    "reduce-precision", "reverse", "slice", "transpose",
 )  # fmt: skip
 _CONSTANT = ("constant", "iota", "partition-id")
 _MOST = 400
 """Operations that are looked at before a search gives up."""
 
 
-class Origin(NamedTuple):
-    """Where a value comes from.
+def find_origin(scope: hlo.Scope, name: str) -> tuple[tuple[int, ...], int]:
+    """Follow a value back to the arguments that it is made of, moved and cast alone.
 
-    Attributes:
-      arguments: the numbers of the arguments that it is made of, moved and cast alone.
-      gathered: how many times larger than these it was made by gathers on the way.
+    Returns:
+      (their numbers, () for a value that is computed; how many times larger gathers on the way made them).
     """
-
-    arguments: frozenset[int]
-    gathered: int = 1
-
-
-NOWHERE = Origin(frozenset())
-
-
-def find_origin(scope: hlo.Scope, name: str) -> Origin:
-    """Follow a value back to the arguments that it is made of; `NOWHERE` for one that is computed."""
     found: set[int] = set()
     gathered = 1
     queue: list[tuple[hlo.Scope, str, Path]] = [(scope, name, ())]
@@ -52,30 +38,22 @@ def find_origin(scope: hlo.Scope, name: str) -> Origin:
         key = (at.computation.name, op.name, path)
         if key in seen:
             continue
+        if len(seen) == _MOST:
+            return (), 1
         seen.add(key)
-        if len(seen) > _MOST:
-            return NOWHERE
-        if op.opcode == "parameter" and at.parent is None:
+        outer, loop = (at.parent, at.caller) if op.opcode == "parameter" else (at, op)
+        if outer is None or loop is None:
             found.add(int(op.inside))
-        elif op.opcode == "parameter" and at.caller is not None and at.caller.opcode == "while" and path:
-            queue += _carried(at.parent, at.caller, path)
-        elif op.opcode == "while" and path:
-            queue += _carried(at, op, path)
-        elif op.opcode in _MOVES and op.operands:
+        elif loop.opcode == "while" and path:  # what it began with, and what each turn puts there
+            body = outer.enter(loop, loop.callee("body"))
+            queue += [(outer, loop.operands[0], path), (body, body.computation.root, path)]
+        elif op.opcode.removesuffix("-start").removesuffix("-done") in _MOVES and op.operands:
             if op.opcode.startswith("all-gather") and "replica_groups=" in op.attributes:
-                text = op.attributes.partition("replica_groups=")[2]
-                gathered *= len(parse_groups(text, at.module.devices)[0])
+                gathered *= len(groups_of(op, at.module)[0])
             inner = path[1:] if op.opcode.endswith("-done") else ()
             queue.append((at, op.operands[0], inner))
         elif op.opcode in ("concatenate", "dynamic-update-slice"):
             queue += [(at, operand, ()) for operand in op.operands[: 2 if "update" in op.opcode else None]]
         elif op.opcode not in _CONSTANT:
-            return NOWHERE
-    return Origin(frozenset(found), gathered)
-
-
-def _carried(scope: hlo.Scope | None, loop: hlo.Op, path: Path) -> list[tuple[hlo.Scope, str, Path]]:
-    """What a loop carries in one element: what it began with, and what each turn puts there."""
-    assert scope is not None
-    body = scope.enter(loop, loop.callee("body"))
-    return [(scope, loop.operands[0], path), (body, body.computation.root, path)]
+            return (), 1
+    return tuple(sorted(found)), gathered

@@ -18,23 +18,14 @@ hands its state on:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.asynchronous import starts_computation
 from jaxshard.checks.collectives.walk import is_fused
 
 _NO_WORK = (
-    "after-all",
-    "bitcast",
-    "constant",
-    "get-tuple-element",
-    "opt-barrier",
-    "parameter",
-    "partition-id",
-    "replica-id",
-    "tuple",
-)
+    "after-all", "bitcast", "constant", "get-tuple-element", "opt-barrier", "parameter", "partition-id", "recv",
+    "replica-id", "send", "tuple",
+)  # fmt: skip
 """Opcodes that take no time."""
 _BOOKKEEPING = ("AllocateBuffer", "ConcatBitcast", "PrepareAsyncCallStart", "PrepareAsyncCallDone")
 """Targets of a TPU's custom calls that take no time either."""
@@ -52,17 +43,13 @@ def is_synchronous(scope: hlo.Scope, op: hlo.Op) -> bool:
       op: the collective itself, or its start.
     """
     if is_fused(scope) and "chain_id=" in op.notes:
-        assert scope.parent is not None and scope.caller is not None
-        return _ends_at_once(scope.parent, scope.caller)
-    if op.opcode.endswith("-start") or op.opcode in ("send", "recv"):
-        # A GPU's compiler keeps the form of a pair that it runs on the stream of the computation.
-        return '"is_sync":true' in op.notes or _ends_at_once(scope, op)
-    while scope.caller is not None and scope.parent is not None:
-        if starts_computation(scope.caller):
-            return '"is_sync":true' in scope.caller.notes or _ends_at_once(scope.parent, scope.caller)
-        if scope.caller.opcode not in _CALLS:
+        return _ends_at_once(*next(scope.callers))
+    for at, (outer, start) in enumerate([(scope, op), *scope.callers]):
+        if start.opcode.endswith("-start") or start.opcode in ("send", "recv"):
+            # A GPU's compiler keeps the form of a pair that it runs on the stream of the computation.
+            return '"is_sync":true' in start.notes or _ends_at_once(outer, start)
+        if at and start.opcode not in _CALLS:
             break
-        scope = scope.parent
     return True
 
 
@@ -71,27 +58,18 @@ def _ends_at_once(scope: hlo.Scope, start: hlo.Op) -> bool:
 
     A SparseCore is started without operands; it gets them by an update, and begins then.
     """
-    state, begun = {start.name}, bool(start.operands)
-    for op in _after(scope.computation, start.name):
+    state, begun, names = {start.name}, bool(start.operands), list(scope.computation.lines)
+    for op in (scope.computation[name] for name in names[names.index(start.name) + 1 :]):
         uses = not state.isdisjoint(op.operands)
-        if uses and op.opcode in _HANDS_ON:
+        hands_on = op.opcode in _HANDS_ON or op.opcode.endswith("-update")
+        if uses and hands_on:
             state.add(op.name)
-        elif uses and op.opcode.endswith("-update"):
-            state.add(op.name)
-            begun = True
+            begun = begun or op.opcode.endswith("-update")
         elif begun and _is_work(scope, op):
             return False
         elif uses:
             return True
     return False  # it ends in another turn of the loop
-
-
-def _after(computation: hlo.Computation, name: str) -> Iterator[hlo.Op]:
-    names = iter(computation.lines)
-    for one in names:
-        if one == name:
-            break
-    yield from (computation[one] for one in names)
 
 
 def _is_work(scope: hlo.Scope, op: hlo.Op) -> bool:
@@ -101,7 +79,7 @@ def _is_work(scope: hlo.Scope, op: hlo.Op) -> bool:
         return not any(
             '"AsyncCollectiveStart"' in line or '"AsyncCollectiveDone"' in line for line in inside.lines.values()
         )
-    if op.opcode in (*_NO_WORK, "send", "recv") or op.opcode.endswith(_HALVES):
+    if op.opcode in _NO_WORK or op.opcode.endswith(_HALVES):
         return False
     if op.opcode == "custom-call":
         return (op.attribute("custom_call_target") or "").strip('"') not in _BOOKKEEPING

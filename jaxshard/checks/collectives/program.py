@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxshard.checks.collectives import describe
 from jaxshard.checks.collectives.found import Collective, arrays_only
-from jaxshard.checks.collectives.instructions import Instruction
+from jaxshard.checks.collectives.operation import Operation, total_size
 
 _SHOWN = 8
 """The number of entries of a list that are printed; JSON has them all."""
@@ -29,40 +28,32 @@ class Program:
     """
 
     synchronous: tuple[Collective, ...] = ()
-    rematerialized: tuple[Instruction, ...] = ()
-    host: tuple[Instruction, ...] = ()
+    rematerialized: tuple[Operation, ...] = ()
+    host: tuple[Operation, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the lists for JSON."""
-        return {
-            "synchronous": [describe.as_dict(one) for one in self.synchronous],
-            "rematerialized": [one.as_dict() for one in self.rematerialized],
-            "host": [one.as_dict() for one in self.host],
-        }
+        lists = {"synchronous": self.synchronous, "rematerialized": self.rematerialized, "host": self.host}
+        return {name: [one.as_dict() for one in entries] for name, entries in lists.items()}
 
     def __str__(self) -> str:
         """The three lists, the largest first; one that is empty is left out, and so are scalars."""
-        return "\n\n".join(_largest(title, entries, write) for title, entries, write in self._lists() if entries)
+        return "\n\n".join("\n".join([title, *_largest(entries)]) for title, entries in self._lists())
 
     def titles(self) -> list[str]:
         """Return of each list only how many entries and bytes it has."""
-        return [_title(title, entries) for title, entries, _ in self._lists() if entries]
+        return [title for title, _ in self._lists()]
 
-    def _lists(self) -> tuple[tuple[str, Sequence[Any], Callable[[Any], str]], ...]:
-        return (
-            ("collectives that the device waits for", arrays_only(self.synchronous), describe.describe),
-            ("computed again by the compiler on its own, to save memory", self.rematerialized, str),
-            ("in host memory", self.host, str),
-        )
+    def _lists(self) -> list[tuple[str, Sequence[Operation]]]:
+        lists: dict[str, Sequence[Operation]] = {
+            "collectives that the device waits for": arrays_only(self.synchronous),
+            "computed again by the compiler on its own, to save memory": self.rematerialized,
+            "in host memory": self.host,
+        }
+        return [(f"{title}: {len(of)}, {total_size(of)}", of) for title, of in lists.items() if of]
 
 
-def _largest(title: str, entries: Sequence[Any], write: Callable[[Any], str]) -> str:
+def _largest(entries: Sequence[Operation]) -> list[str]:
     entries = sorted(entries, key=lambda one: -(one.bytes or 0))
-    lines = [f"- {write(one)}" for one in entries[:_SHOWN]]
-    if rest := entries[_SHOWN:]:
-        lines.append(f"- and {len(rest)} more, {describe.total_size(rest)}")
-    return "\n".join([_title(title, entries), *lines])
-
-
-def _title(title: str, entries: Sequence[Any]) -> str:
-    return f"{title}: {len(entries)}, {describe.total_size(entries)}"
+    rest = entries[_SHOWN:]
+    return [f"- {one}" for one in entries[:_SHOWN]] + [f"- and {len(rest)} more, {total_size(rest)}"] * bool(rest)

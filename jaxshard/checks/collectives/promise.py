@@ -41,7 +41,7 @@ from jaxshard.checks.collectives.compiler_choices import (
     ring_permutes,
     splits_sequence,
 )
-from jaxshard.checks.collectives.expected import Expected, as_travels, gather_stages, over_several
+from jaxshard.checks.collectives.expected import Expected, as_travels, common_axes, gather_stages, over_several
 from jaxshard.checks.collectives.forbidden import Never, forbidden_arrays
 from jaxshard.checks.collectives.owner_exchanges import owner_exchanges
 from jaxshard.checks.collectives.parameters import (
@@ -128,7 +128,8 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
     if layout.local is not None:
         one = layout.inside_replica()
         inside = promise(one, engine, loss_fn, rows_of_replica(layout, layout.local, batch))
-        return replace(inside, expected=(*inside.expected, *synchronisations(layout, layout.local, inside.expected)))
+        between = over_several(layout.mesh, synchronisations(layout, layout.local, inside.expected))
+        return replace(inside, expected=(*inside.expected, *between))
     passes = engine.block_passes(layout)
     if passes is None:
         uses = count_uses(layout, engine, loss_fn, batch)
@@ -224,8 +225,7 @@ def _gradient_reductions(step: _Step, parameter: Parameter) -> Iterator[Expected
         yield from stages
         if step.engine.compiler_chooses and part == grad:
             # Of a tied weight the compiler may sum the gradient of each use over devices, then add both.
-            again = [replace(one, instead_of=one.instead_of or one.what) for one in stages]
-            yield from (replace(one, what=f"{one.what}, of another use") for one in again)
+            yield from (replace(one, what=f"{one.what}, of another use", instead_of=one.name) for one in stages)
 
 
 def _reduce_stages(step: _Step, parameter: Parameter, grad: Placement, count: int) -> Iterator[Expected]:
@@ -243,12 +243,6 @@ def _reduce_stages(step: _Step, parameter: Parameter, grad: Placement, count: in
     parts = splits_per_dim(mesh, only_axes(grad.store, owned))
     shape = [size // part for size, part in zip(grad.view.stored, parts)]
     wire = step.engine.reduce_dtype
-    if isinstance(wire, Scaled):
-        what, stack = f"gradient of {parameter.path}", parameter.shape[0] if is_slice else 1
-        one = Expected("all-to-all", (), (), parameter.dtype, count, count, what, stack=stack)
-        travels = list_scatter_sum(tuple(shape), parameter.dtype, grad.store, free, mesh.shape, wire, keep=owned)
-        yield from as_travels(one, travels)
-        return
     one = Expected(
         kind="all-to-all" if step.sums_in_order else "reduce-scatter",
         axes=(),
@@ -260,6 +254,10 @@ def _reduce_stages(step: _Step, parameter: Parameter, grad: Placement, count: in
         unpadded=math.prod(grad.view.logical) // math.prod(parts) if compiler_chooses else None,
         stack=parameter.shape[0] if is_slice else 1,
     )
+    if isinstance(wire, Scaled):
+        travels = list_scatter_sum(tuple(shape), parameter.dtype, grad.store, free, mesh.shape, wire, keep=owned)
+        yield from as_travels(one, travels)
+        return
     split = [(dim, axis) for dim, axis in split_dims(grad.store) if axis not in owned]
     for dim, group in itertools.groupby(split, key=lambda one: one[0]):
         axes = tuple(axis for _, axis in group)
@@ -328,8 +326,7 @@ def _optimizer_gathers(layout: Layout, parameter: Parameter) -> Iterator[Expecte
     ]
     for old, new, what in moves:
         one = Expected("all-gather", (), (), parameter.dtype, 1, 1, what)
-        keep = [axis for dim, axis in split_dims(old.store) if (dim, axis) in split_dims(new.store)]
-        yield from gather_stages(layout.mesh, old, keep, one)
+        yield from gather_stages(layout.mesh, old, common_axes(old, new), one)
 
 
 def _state_collectives(step: _Step) -> Iterator[Expected]:
@@ -339,9 +336,8 @@ def _state_collectives(step: _Step) -> Iterator[Expected]:
         one = Expected("all-gather", (), tuple(x.shape), x.dtype, 0, 1, f"state {path_str(path)}")
         yield from gather_stages(step.layout.mesh, placement, axes_of(placement.use), one)
     for name, x in () if step.engine.compiler_chooses else step.uses.states:
-        fewest = fewest_features(step.layout, x.size)
-        one = Expected("all-reduce", step.layout.sum_axes, tuple(x.shape), x.dtype, 0, 1, f"state {name}", fewest)
-        yield from _sum_stages(step, one)
+        one = Expected("all-reduce", step.layout.sum_axes, tuple(x.shape), x.dtype, 0, 1, f"state {name}")
+        yield from _sum_stages(step, replace(one, unpadded=fewest_features(step.layout, x.size)))
 
 
 def _metric_sums(step: _Step) -> Iterator[Expected]:
@@ -371,7 +367,7 @@ def _exchanges_of_the_loss(step: _Step) -> Iterator[Expected]:
     if context is not None and step.scheduled:
         for kind in ("all-gather", "reduce-scatter", "all-to-all", "collective-permute"):
             yield Expected(kind, context.axis, None, None, 0, None, what)
-    for one, count in step.uses.exchanges():
+    for one, count in step.uses.exchanges.items():
         if one.kind != "all-reduce" and context is not None:
             # The compiler may join equal ones of a block, or move one that is the same in every block out of the loop.
             yield Expected(*one, 0, count, what)

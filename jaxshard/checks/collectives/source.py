@@ -37,25 +37,19 @@ def find_source(scope: hlo.Scope, op: hlo.Op) -> SourceLine:
     """Find the source line of an operation: its own, its fusion's, near that of what it works on, or only a name."""
     chain = list(_fusions(scope, op))
     for _, one in chain:
-        if frames := _frames(scope.module, one.notes):
-            return SourceLine(users_line(frames), frames, name_in_notes(one.notes))
-    name = next((name for _, one in chain if (name := name_in_notes(one.notes))), "")
-    for computation, one in chain:
-        for producer in _producers(computation, one):
-            if frames := _frames(scope.module, producer.notes):
-                return SourceLine(f"near {users_line(frames)}", frames, name or name_in_notes(producer.notes))
-    if frames := _frames_of_addition(scope, op):
-        return SourceLine(f"near {users_line(frames)}", frames, name)
+        if frames := _frames(scope.module, one):
+            return SourceLine(users_line(frames), frames, one.op_name)
+    name = next((one.op_name for _, one in chain if one.op_name), "")
+    for one in (*(near for of in chain for near in _producers(*of)), *_additions(scope, op)):
+        if frames := _frames(scope.module, one):
+            return SourceLine(f"near {users_line(frames)}", frames, name or one.op_name)
     return SourceLine(name or op.name, (), name)
 
 
-def _frames_of_addition(scope: hlo.Scope, op: hlo.Op) -> tuple[str, ...]:
-    """The stack of what a sum over devices adds with: a compiler that splits the sum keeps it."""
-    for name in op.callees:
-        computation = scope.module.computations[name]
-        if frames := _frames(scope.module, computation[computation.root].notes):
-            return frames
-    return ()
+def _additions(scope: hlo.Scope, op: hlo.Op) -> Iterator[hlo.Op]:
+    """What a sum over devices adds with: a compiler that splits the sum keeps its stack."""
+    for computation in (scope.module.computations[name] for name in op.callees):
+        yield computation[computation.root]
 
 
 def find_user(scope: hlo.Scope, op: hlo.Op) -> str:
@@ -72,12 +66,12 @@ def find_reader(scope: hlo.Scope, op: hlo.Op) -> SourceLine:
     computation, outer = list(_fusions(scope, op))[-1]
     library = SourceLine("", (), "")
     for name in _walk(computation.users.get(outer.name, ()), lambda name: computation.users.get(name, ())):
-        notes = computation[name].notes
-        frames = _frames(scope.module, notes)
+        user = computation[name]
+        frames = _frames(scope.module, user)
         if line := users_frame(frames):
-            return SourceLine(line, frames, name_in_notes(notes))
+            return SourceLine(line, frames, user.op_name)
         if frames and not library.line and not is_jaxshard_file(frames[0]):
-            library = SourceLine(frames[0], frames, name_in_notes(notes))
+            library = SourceLine(frames[0], frames, user.op_name)
     return library
 
 
@@ -100,22 +94,15 @@ def _walk(first: Iterable[str], neighbours: Callable[[str], Iterable[str]]) -> I
 def _fusions(scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[hlo.Computation, hlo.Op]]:
     """The operation, and the fusions and started computations it is in, each with the computation it stands in."""
     yield scope.computation, op
-    while scope.parent is not None and scope.caller is not None:
-        if scope.caller.opcode not in ("fusion", "custom-call") and not starts_computation(scope.caller):
+    for outer, caller in scope.callers:
+        if caller.opcode not in ("fusion", "custom-call") and not starts_computation(caller):
             break
-        yield scope.parent.computation, scope.caller
-        scope = scope.parent
+        yield outer.computation, caller
 
 
-def _frames(module: hlo.Module, notes: str) -> tuple[str, ...]:
+def _frames(module: hlo.Module, op: hlo.Op) -> tuple[str, ...]:
     """The stack in an operation's metadata: by number in the program's tables, or, from some compilers, one line."""
-    if number := re.search(r"\bstack_frame_id=(\d+)", notes):
+    if number := re.search(r"\bstack_frame_id=(\d+)", op.notes):
         return module.frames.get(int(number[1]), ())
-    inline = re.search(r'\bsource_file="([^"]*)"(?: source_line=(\d+))?', notes)
+    inline = re.search(r'\bsource_file="([^"]*)"(?: source_line=(\d+))?', op.notes)
     return () if inline is None else (f"{inline[1]}:{inline[2] or 0}",)
-
-
-def name_in_notes(notes: str) -> str:
-    """Return JAX's path of names in an operation's metadata; "" where there is none."""
-    found = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', notes)
-    return "" if found is None else found[1]

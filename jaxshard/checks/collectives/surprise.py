@@ -13,16 +13,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxshard.checks.collectives import describe
 from jaxshard.checks.collectives.cause import array_words, cause
+from jaxshard.checks.collectives.counts import grouped, total
 from jaxshard.checks.collectives.found import Collective
-from jaxshard.checks.collectives.trail import PRODUCTS, Trail, operation_of
-from jaxshard.checks.collectives.walk import add_counts
+from jaxshard.checks.collectives.operation import by_line, describe, total_size
+from jaxshard.checks.collectives.trail import COLLECTIVES, PRODUCTS, operation_of
 from jaxshard.core.text_table import first_words
 
 _SHOWN = 8
 """The groups of surprises that are printed."""
-_OWN = ("all_gather", "all_to_all", "ppermute", "psum", "psum_invariant", "psum_scatter", "pmax", "pmin")
 _ORDERED = ("sort", "argsort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "top_k")
 
 
@@ -47,12 +46,12 @@ class Surprise:
     @property
     def place(self) -> str:
         """The line in the user's model that issues it or uses its result; else the operation's name in the program."""
-        return describe.place_of(self.found)
+        return self.found.place
 
     @property
     def cause(self) -> str:
         """Why the compiler, or the program itself, moves it; "" of a record without trails."""
-        return cause(self.found) if self.found.trails else ""
+        return cause(self.found)
 
     @property
     def advice(self) -> str:
@@ -62,7 +61,7 @@ class Surprise:
     def as_dict(self) -> dict[str, Any]:
         """Return the surprise for JSON."""
         words = {"what": array_words(self.found), "why": self.why, "cause": self.cause, "advice": self.advice}
-        return describe.as_dict(self.found) | words
+        return self.found.as_dict() | words
 
     def __str__(self) -> str:
         return _entry([self])
@@ -72,33 +71,29 @@ def entries(surprises: Sequence[Surprise], *, all: bool = False) -> list[str]:
     """Write an entry for each surprise; unless `all` are wanted, one for each line and kind, the largest first."""
     if all:
         return [str(one) for one in surprises]
-    groups = group(surprises)
+    groups = by_line(surprises, lambda one: one.found)
     shown = [_entry(of) for of in groups[:_SHOWN]]
     if rest := [one.found for of in groups[_SHOWN:] for one in of]:
-        shown.append(f"and at {len(groups) - _SHOWN} more lines, {describe.total_size(rest)}")
+        shown.append(f"and at {len(groups) - _SHOWN} more lines, {total_size(rest)}")
     return shown
 
 
-def group(surprises: Iterable[Surprise]) -> list[tuple[Surprise, ...]]:
-    """Put the surprises of one line, kind and axes together, the largest group first."""
-    return describe.by_line(surprises, lambda one: one.found)
-
-
 def _entry(of: Sequence[Surprise]) -> str:
-    words = (describe.describe(*(one.found for one in of)), of[0].why, of[0].cause, of[0].advice)
+    words = (describe([one.found for one in of]), of[0].why, of[0].cause, of[0].advice)
     return "\n    ".join(filter(None, words))
 
 
 def merged(surprises: Iterable[Surprise]) -> tuple[Surprise, ...]:
     """Add up the counts of equal surprises of one line, in their order."""
-    known: dict[tuple[Any, ...], Surprise] = {}
-    for one in surprises:
-        found = one.found
-        # Unknown counts are not added to known ones.
-        key = (found.kind, found.axes, found.dtype, found.shapes, found.source, found.count is None, one.why)
-        before = known[key].found.count if key in known else 0
-        known[key] = replace(one, found=replace(found, count=add_counts(found.count, before)))
-    return tuple(known.values())
+
+    def key(one: Surprise) -> tuple[Any, ...]:
+        found = one.found  # unknown counts are not added to known ones
+        return found.title, found.arrays, found.source, found.count is None, one.why
+
+    groups = grouped(surprises, key).values()
+    return tuple(
+        replace(of[-1], found=replace(of[-1].found, count=total(one.found.count for one in of))) for of in groups
+    )
 
 
 def wanted_axes(found: Collective, rows: Sequence[str]) -> list[tuple[str, ...]]:
@@ -113,20 +108,19 @@ def wanted_axes(found: Collective, rows: Sequence[str]) -> list[tuple[str, ...]]
     axes: list[tuple[str, ...]] = [()] * rank
     axes[:1] = [tuple(rows)] * min(rank, 1)
     if others and rank > 1:
-        axes[(found.trails[0].dim if found.trails else None) or -1] = others
+        axes[found.trail.dim or -1] = others
     return axes
 
 
 def _advice(one: Surprise) -> str:
-    own, over = operation_of(one.found.op_name), "+".join(one.found.axes)
-    trail = one.found.trails[0] if one.found.trails else Trail()
+    own, over, trail = operation_of(one.found.op_name), "+".join(one.found.axes), one.found.trail
     made, read, made_at = trail.maker, trail.reader, trail.made_at
     constraint = one.constraint or "constrain it"
     if one.why.startswith("wire dtype"):
         return "to add in fewer bits say so, by reduce_dtype= of the engine; else cast after the sum"
     if "optax" in one.place:
         return "the optimizer reads full arrays: take an elementwise one, or a strategy that keeps its state replicated"
-    if own in _OWN and describe.is_users(one.found):
+    if own in COLLECTIVES and one.found.is_users:
         return "take it out: return js.Mean and js.Sum of a device's own rows, which the engine adds up"
     if one.why.startswith("logits"):
         return f"keep the logits split, {constraint}: js.cross_entropy works on such"

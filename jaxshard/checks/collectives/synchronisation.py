@@ -10,10 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxshard.checks.collectives.expected import Expected, gather_stages, over_several
+from jaxshard.checks.collectives.expected import Expected, common_axes, gather_stages
 from jaxshard.core.layout import Layout, put_back, select
 from jaxshard.core.local import Local
-from jaxshard.core.placement import split_dims
 from jaxshard.core.tree import path_str
 from jaxshard.core.types import PyTree
 
@@ -38,10 +37,10 @@ def synchronisations(layout: Layout, local: Local, inside: Iterable[Expected]) -
     """
     trained = select(layout.trainable, layout.shapes.params)
     flags = (1 + 2 * len(jax.tree.leaves(trained)),)
-    yield from over_several(layout.mesh, [_over(local, flags, jnp.int32, 0, "flags of bad steps")])
+    yield _over(local, flags, jnp.int32, 0, "flags of bad steps")
     for one in inside:
         if one.what.startswith("metric ") and one.shape is not None:
-            yield from over_several(layout.mesh, [replace(one, axes=local.axis, least=0)])
+            yield replace(one, axes=local.axis, least=0)
     yield from _reductions_in_warm_up(layout, local, trained)
     often, leaves = f"every {local.every} steps", jax.tree_util.tree_leaves_with_path(trained)
     seen, rests = jax.tree.leaves(layout.opt_params), jax.tree.leaves(select(layout.trainable, layout.params))
@@ -49,9 +48,8 @@ def synchronisations(layout: Layout, local: Local, inside: Iterable[Expected]) -
         name = path_str(path)
         mean = _over(local, opt.shard_shape(layout.mesh), _wide(x.dtype), 1, f"mean of {name} over replicas, {often}")
         back = Expected("all-gather", (), (), x.dtype, 1, 1, f"shared {name}, {often}")
-        keep = [axis for dim, axis in split_dims(opt.store) if (dim, axis) in split_dims(own.store)]
-        for one in (mean, *gather_stages(layout.mesh, opt, keep, back)):
-            yield from over_several(layout.mesh, [replace(one, every=local.every)])
+        for one in (mean, *gather_stages(layout.mesh, opt, common_axes(opt, own), back)):
+            yield replace(one, every=local.every)
 
 
 def _reductions_in_warm_up(layout: Layout, local: Local, trained: PyTree) -> Iterator[Expected]:
@@ -61,8 +59,7 @@ def _reductions_in_warm_up(layout: Layout, local: Local, trained: PyTree) -> Ite
     leaves = jax.tree_util.tree_leaves_with_path(trained)
     for (path, x), grad in zip(leaves, jax.tree.leaves(layout.grads), strict=True):
         what = f"gradient of {path_str(path)} over replicas, in the first {local.warmup} steps"
-        one = _over(local, grad.shard_shape(layout.mesh), _wide(x.dtype), 1, what)
-        yield from over_several(layout.mesh, [replace(one, until=local.warmup)])
+        yield replace(_over(local, grad.shard_shape(layout.mesh), _wide(x.dtype), 1, what), until=local.warmup)
 
 
 def _wide(dtype: Any) -> Any:

@@ -16,23 +16,23 @@ from typing import NamedTuple
 from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.dataflow import resolve
 from jaxshard.checks.collectives.origins import find_origin
-from jaxshard.checks.collectives.source import find_reader, find_source, name_in_notes
+from jaxshard.checks.collectives.source import find_reader, find_source
 
 _HANDED_ON = (
     "copy-done", "copy-start", "convert", "opt-barrier", "pad", "reduce-precision", "transpose", "slice",
 )  # fmt: skip
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 """JAX's names of the operations that contract dimensions."""
+COLLECTIVES = (
+    "all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "psum_invariant", "psum_scatter", "reduce_scatter",
+)  # fmt: skip
+"""JAX's names of the operations that communicate."""
 SCATTERED = "reduce-scatter"
 """The maker of what a reduce-scatter left."""
 _FAR = 16
 """The number of steps after which the search for a maker gives up."""
 _ROLES = {"params": "weight", "opt_state": "optimizer state", "state": "state"}
 _KEY = re.compile(r"\['?([^'\]]+)'?\]|\.(\w+)")
-_NO_PART = re.compile(
-    r"while|body|cond|closed_call|checkpoint|remat\w*|rematted_computation|"
-    r"shard_map|branch_\d+_fun|custom_[jv]\w*|core_call|"
-)
 
 
 class Trail(NamedTuple):
@@ -70,8 +70,8 @@ def find_trail(scope: hlo.Scope, op: hlo.Op, part: int) -> Trail:
     dim = re.search(r"\bdimensions=\{(\d+)\}", op.attributes)
     trail = Trail(reader=operation_of(reader.op_name), read_at=reader.line, dim=int(dim[1]) if dim else None)
     if numbers:
-        words = _arguments(scope.module, numbers)
-        return trail._replace(arguments=words, numbers=tuple(sorted(numbers)), gathered=gathered)
+        labels = (scope.module.arguments[number].op_name or f"argument {number}" for number in numbers)
+        return trail._replace(arguments=tuple(map(argument_words, labels)), numbers=numbers, gathered=gathered)
     maker, made_at = _maker(scope, name)
     return trail._replace(maker=maker, made_at=made_at)
 
@@ -89,16 +89,6 @@ def _maker(scope: hlo.Scope, name: str) -> tuple[str, str]:
     return own, source.line.removeprefix("near ") if source.frames else ""
 
 
-def _arguments(module: hlo.Module, numbers: frozenset[int]) -> tuple[str, ...]:
-    entry = module.computations[module.entry]
-    found = {}
-    for name, line in entry.lines.items():
-        if " parameter(" in line and int((op := entry[name]).inside) in numbers:
-            label = name_in_notes(op.notes).replace("\\'", "'")
-            found[int(op.inside)] = argument_words(label or f"argument {op.inside}")
-    return tuple(found[number] for number in sorted(found))
-
-
 def argument_words(label: str) -> str:
     """Write an argument of a step in words.
 
@@ -107,12 +97,11 @@ def argument_words(label: str) -> str:
     >>> argument_words("batch['tokens']")
     'batch tokens'
     """
-    role, rest = label, ""
-    if found := re.match(r"run\.(\w+)(.*)", label):
-        role, rest = _ROLES.get(found[1], found[1]), found[2]
-    elif found := re.match(r"(batch)\b(.*)", label):
-        role, rest = found[1], found[2]
-    keys = [quoted or plain for quoted, plain in _KEY.findall(rest)]
+    found = re.match(r"(?:run\.(\w+)|(batch)\b)(.*)", label)
+    if found is None:
+        return label
+    role = _ROLES.get(found[1], found[1] or found[2])
+    keys = [quoted or plain for quoted, plain in _KEY.findall(found[3])]
     return f"{role} {'/'.join(keys)}" if keys else role
 
 
@@ -123,16 +112,6 @@ def operation_of(op_name: str) -> str:
     'dot_general'
     """
     return "" if op_name.startswith(("run.", "batch")) else op_name.rpartition("/")[2]
-
-
-def module_of(op_name: str) -> str:
-    """Return the modules and other scopes of JAX's path of names, without the names of JAX's own loops and transforms.
-
-    >>> module_of("jit(step)/transpose(jvp(Net))/while/body/closed_call/Dense_0/dot_general")
-    'Dense_0'
-    """
-    parts = op_name.split("/")[:-1]
-    return "/".join(part for part in parts if "(" not in part and not _NO_PART.fullmatch(part))
 
 
 def pass_of(op_name: str) -> str:

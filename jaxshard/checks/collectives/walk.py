@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.asynchronous import operands_of
+from jaxshard.checks.collectives.counts import total
 from jaxshard.checks.collectives.dataflow import trip_count
 
 _CALLING = re.compile(r"\b(?:calls|to_apply|body|branch_computations|true_computation|called_computations)=[{%]")
@@ -67,18 +68,13 @@ def _calls(scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[hlo.Scope, int | None
         turns = trip_count(scope, op)
         body, condition = (scope.enter(op, op.callee(name)) for name in ("body", "condition"))
         yield body, turns
-        yield condition, add_counts(turns, 1)  # the last time it ends the loop
+        yield condition, total([turns, 1])  # the last time it ends the loop
     elif op.opcode == "conditional":  # the first operand chooses, each branch has one of the others
         for name, operand in zip(op.callees, op.operands[1:], strict=True):
             yield scope.enter(op, name, (operand,)), 1
     else:
         for name in op.runs:
             yield scope.enter(op, name, operands_of(scope.computation, op)), 1
-
-
-def add_counts(left: int | None, right: int | None) -> int | None:
-    """Add two numbers of executions, or of bytes; None stands for one that is not known."""
-    return None if left is None or right is None else left + right
 
 
 def is_fused(scope: hlo.Scope) -> bool:

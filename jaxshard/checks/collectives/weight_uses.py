@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +27,7 @@ from jaxshard.adapt.objective import resolve
 from jaxshard.core.jaxpr import eliminate_dead_code
 from jaxshard.core.layout import Layout
 from jaxshard.core.loss import as_loss
-from jaxshard.core.mesh import axis_size
+from jaxshard.core.mesh import axis_names, axis_size
 from jaxshard.core.placement import Placement
 from jaxshard.core.tree import BLOCKS, map_with_path, path_str
 from jaxshard.core.types import LossFn, PyTree
@@ -35,6 +36,7 @@ from jaxshard.engines.context import prepare, split_shapes
 from jaxshard.engines.engine import BlockPasses, Engine
 from jaxshard.engines.just_in_time import MakeMove, Move, cast_floats
 from jaxshard.engines.manual import used_shape
+from jaxshard.engines.part import Cut
 from jaxshard.layers.attention.attention import SCOPE
 
 # Called what it stands for, so that no policy of `jax.checkpoint` saves it: the backward pass gathers again.
@@ -86,25 +88,21 @@ class Uses(NamedTuple):
     """The uses of all weights in a step, and what else its program says.
 
     Attributes:
-      counts: how often each use happens in a step, and how often the loss itself issues a collective: `js.attention`
-        its exchanges, and anyone sums over devices by axis name (batch statistics).
+      counts: how often each use happens in a step.
       metrics: the shapes of the loss's metrics, by name.
+      exchanges: how often the loss itself issues a collective: `js.attention` its exchanges, and anyone sums over
+        devices by axis name (batch statistics).
       states: path and shape of each array of the model's state that is all-reduced over devices.
     """
 
-    counts: Mapping[Use | Exchange, int]
+    counts: Mapping[Use, int]
     metrics: dict[str, PyTree]
+    exchanges: Mapping[Exchange, int] = MappingProxyType({})
     states: Sequence[tuple[str, jax.ShapeDtypeStruct]] = ()
 
     def of(self, what: str, path: str) -> Iterator[tuple[tuple[int, ...], int]]:
         """Yield (shape, how often) for all uses of one kind of a parameter."""
-        for use, count in self.counts.items():
-            if use[:2] == (what, path):
-                yield use.shape, count
-
-    def exchanges(self) -> Iterator[tuple[Exchange, int]]:
-        """Yield the collectives that stand in the loss, and how often each is issued."""
-        yield from ((one, count) for one, count in self.counts.items() if isinstance(one, Exchange))
+        yield from ((use.shape, count) for use, count in self.counts.items() if use[:2] == (what, path))
 
 
 def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> Uses:
@@ -126,10 +124,12 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
     states = engine.state_rules(objective, layout, batch)
 
     def step(stored: PyTree, sinks: PyTree, state: PyTree, turns: PyTree, key: jax.Array) -> Any:
-        return accumulate(
-            lambda sinks, rows, row: call(stored, sinks, state, rows, key, row),
-            sinks, turns, jnp.arange(engine.microbatches), lambda x: x, state, states,
+        cut = Cut(turns, jax.tree.map(lambda _: True, turns), turns, jnp.arange(engine.microbatches))
+        outcome, grads, _ = accumulate(
+            lambda sinks, stored, state, batch, row: call(stored, sinks, state, batch, key, row),
+            sinks, stored, state, cut, lambda x: x, None if states is None else lambda part: states,
         )  # fmt: skip
+        return outcome, grads
 
     if manual:  # what one device runs: the user's code may name axes
         mesh, whole = layout.mesh, PartitionSpec()
@@ -149,10 +149,9 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
     traced, (outcome, _) = jax.make_jaxpr(step, return_shape=True)(
         params, sinks, shapes.state, jax.tree.map(turns_of, batch, layout.rows_mask(batch)), shapes.key
     )
-    counts: Counter[Use | Exchange] = Counter()
-    for move, times in _find_moves(eliminate_dead_code(traced)[0], 1):
-        counts[move] += times
-    return Uses(counts, outcome.metrics, [] if states is None else states.reduced())
+    counts, exchanges = Counter[Use](), Counter[Exchange]()
+    _count(eliminate_dead_code(traced)[0], 1, counts, exchanges)
+    return Uses(counts, outcome.metrics, exchanges, [] if states is None else states.reduced())
 
 
 def _make_marking_move(layout: Layout | None, compute_dtype: Any) -> MakeMove:
@@ -180,8 +179,8 @@ def _make_marking_move(layout: Layout | None, compute_dtype: Any) -> MakeMove:
     return make_move
 
 
-def _find_moves(jaxpr: Any, times: int, *, inside: bool = False) -> Iterator[tuple[Use | Exchange, int]]:
-    """Find every mark of a program that runs `times`, and every collective of the loss itself, with their executions.
+def _count(jaxpr: Any, times: int, counts: Counter[Use], exchanges: Counter[Exchange], *, inside: bool = False) -> None:
+    """Count every mark of a program that runs `times`, and every collective of the loss itself, with their executions.
 
     `inside` says that the program is one of `js.attention`.
     """
@@ -189,16 +188,15 @@ def _find_moves(jaxpr: Any, times: int, *, inside: bool = False) -> Iterator[tup
         name, params = equation.primitive.name, equation.params
         here = inside or SCOPE in str(equation.source_info.name_stack)
         if equation.primitive is _mark:
-            yield params["use"], times
+            counts[params["use"]] += times
         elif name == "psum" or (here and name in _KINDS):
             axes = params["axes"] if name == "psum" else params["axis_name"]
-            names = (axes,) if isinstance(axes, str) else tuple(axis for axis in axes if isinstance(axis, str))
+            names = tuple(axis for axis in axis_names(axes) if isinstance(axis, str))
             # Of a gather the result is the whole array, of all others the operand is.
             for x in equation.outvars if name == "all_gather" else equation.invars:
-                yield Exchange(_KINDS[name], names, tuple(x.aval.shape), x.aval.dtype), times
-        turns = params["length"] if name == "scan" else 1
+                exchanges[Exchange(_KINDS[name], names, tuple(x.aval.shape), x.aval.dtype)] += times
         for inner in jaxprs_in_params(params):
-            yield from _find_moves(inner, times * turns, inside=here)
+            _count(inner, times * (params["length"] if name == "scan" else 1), counts, exchanges, inside=here)
 
 
 def count_scheduled_uses(layout: Layout, passes: BlockPasses, loss_fn: LossFn, batch: PyTree) -> Uses:
@@ -210,7 +208,7 @@ def count_scheduled_uses(layout: Layout, passes: BlockPasses, loss_fn: LossFn, b
       loss_fn: the loss, traced for its metrics alone.
       batch: a tree of global arrays or of `jax.ShapeDtypeStruct`.
     """
-    counts: dict[Use | Exchange, int] = {}
+    counts: dict[Use, int] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(layout.shapes.params):
         stacked = path[0].key == BLOCKS
         shape = tuple(x.shape[1:] if stacked else x.shape)

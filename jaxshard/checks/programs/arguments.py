@@ -19,8 +19,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.groups import UNKNOWN, axes_of_groups, expand_iota
-from jaxshard.checks.collectives.source import name_in_notes
+from jaxshard.checks.collectives.groups import UNKNOWN, expand_iota
+from jaxshard.core.mesh import axis_size
 
 PARAMETER, OPTIMIZER, BATCH, EITHER, OTHER = "parameter", "optimizer state", "batch", "parameter or moment", "other"
 ROLES = (PARAMETER, OPTIMIZER, EITHER, BATCH, OTHER)
@@ -48,7 +48,6 @@ class Argument:
       shape: on one device.
       whole: over all devices; that of one device where the text does not say how it is split.
       splits: for every dimension the mesh axes that split it; None where the text does not say.
-      donated: True if a result takes its buffer.
     """
 
     number: int
@@ -58,7 +57,6 @@ class Argument:
     shape: tuple[int, ...]
     whole: tuple[int, ...]
     splits: tuple[tuple[str, ...], ...] | None
-    donated: bool
 
     @property
     def elements(self) -> int:
@@ -80,20 +78,19 @@ def read_arguments(module: hlo.Module, mesh: Mesh) -> tuple[Argument, ...]:
     """
     head = module.text.partition("\n")[0].partition("entry_computation_layout=")[0]
     donated = {int(number) for number in _ALIAS.findall(head)}
-    entry = module.computations[module.entry]
-    found = []
-    for label, line in entry.lines.items():
-        if " parameter(" in line:
-            op = entry[label]
-            number = int(op.inside)
-            for dtype, shape in hlo.arrays(op.type)[:1]:
-                label = name_in_notes(op.notes).replace("\\'", "'").replace('\\"', '"')
-                role = _role(label, dtype, shape, number in donated)
-                name, splits = label or f"argument {number}", _splits(op.attributes, len(shape), mesh)
-                parts = [math.prod(mesh.shape.get(axis, 1) for axis in axes) for axes in splits or [()] * len(shape)]
-                whole = tuple(size * count for size, count in zip(shape, parts))
-                found.append(Argument(number, name, role, dtype, shape, whole, splits, number in donated))
-    return _settled(sorted(found, key=lambda one: one.number))
+    arrays = ((number, op, array) for number, op in module.arguments.items() for array in hlo.arrays(op.type)[:1])
+    found = [_argument(number, op, array, number in donated, mesh) for number, op, array in arrays]
+    # A state that names its optimizer's arrays has parameters besides, whatever these are called.
+    named = any(one.role == OPTIMIZER for one in found)
+    return tuple(replace(one, role=PARAMETER) if named and one.role == EITHER else one for one in found)
+
+
+def _argument(number: int, op: hlo.Op, array: hlo.Array, donated: bool, mesh: Mesh) -> Argument:
+    dtype, shape = array
+    name, splits = op.op_name or f"argument {number}", _splits(op.attributes, len(shape), mesh)
+    parts = [math.prod(mesh.shape.get(axis, 1) for axis in axes) for axes in splits or [()] * len(shape)]
+    whole = tuple(size * count for size, count in zip(shape, parts))
+    return Argument(number, name, _role(op.op_name, dtype, shape, donated), dtype, shape, whole, splits)
 
 
 def _role(label: str, dtype: str, shape: Sequence[int], donated: bool) -> str:
@@ -114,16 +111,6 @@ def _role(label: str, dtype: str, shape: Sequence[int], donated: bool) -> str:
     return EITHER
 
 
-def _settled(arguments: Sequence[Argument]) -> tuple[Argument, ...]:
-    """Arguments with the role "parameter" in place of "either" where others are called the optimizer's.
-
-    A state that names its optimizer's arrays has parameters besides, whatever these are called.
-    """
-    if not any(one.role == OPTIMIZER for one in arguments):
-        return tuple(arguments)
-    return tuple(replace(one, role=PARAMETER) if one.role == EITHER else one for one in arguments)
-
-
 def _splits(attributes: str, dims: int, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:
     """For every dimension the axes that split it, of the attribute `sharding=`; None without one."""
     found = re.search(r"\bsharding=\{(.*)\}", attributes)
@@ -136,18 +123,13 @@ def _splits(attributes: str, dims: int, mesh: Mesh) -> tuple[tuple[str, ...], ..
     ids = np.array([int(number) for number in tiles[4].split(",")]) if tiles[4] else expand_iota(tiles[2], tiles[3])
     if ids.size != mesh.size or math.prod(shape) != mesh.size or len(shape) < dims:
         return None
-    placed = ids.reshape(shape)
-    return tuple(_axes_along(placed, dim, mesh) for dim in range(dims))
+    return tuple(_axes_along(ids.reshape(shape), dim, mesh) for dim in range(dims))
 
 
 def _axes_along(placed: np.ndarray, dim: int, mesh: Mesh) -> tuple[str, ...]:
     """The axes along which devices have other parts of a dimension, of the devices by the tile that they have."""
-    if placed.shape[dim] == 1:
-        return ()
-    groups = tuple(map(tuple, np.moveaxis(placed, dim, 0).reshape(placed.shape[dim], -1).tolist()))
-    same = axes_of_groups(groups, mesh)
-    return (
-        UNKNOWN
-        if same == UNKNOWN
-        else tuple(name for name, size in mesh.shape.items() if size > 1 and name not in same)
-    )
+    part = np.empty(mesh.size, int)
+    part[placed.ravel()] = np.indices(placed.shape)[dim].ravel()
+    part = part.reshape(tuple(mesh.shape.values()))
+    axes = tuple(name for at, name in enumerate(mesh.axis_names) if np.ptp(part, axis=at).any())
+    return axes if axis_size(mesh, axes) == placed.shape[dim] else UNKNOWN

@@ -48,19 +48,18 @@ def position_mesh(axes: dict[str, int], devices: int, *, slices: bool = False) -
     Raises:
       ValueError: sizes that do not multiply to the devices.
     """
-    known = math.prod(size for size in axes.values() if size != -1)
-    total = known if slices and -1 not in axes.values() and known % devices == 0 else devices
-    asked = ",".join(f"{name}={size}" for name, size in axes.items())
-    if total != known and (-1 not in axes.values() or known < 1 or total % known):
+    known = math.prod(axes.values())  # negative with a size that is to be found
+    total = known if slices and known > 0 and known % devices == 0 else devices
+    try:
+        sizes = solve_sizes(axes, total)
+    except ValueError as error:
         more = ", or a multiple for its slices" if slices else ""
         raise ValueError(
-            f"--mesh {asked} is of {abs(known)} devices, and the file's program is for {devices}{more} (num_partitions "
-            "times replica_count of its first line); give the mesh that it was compiled for"
-        )
-    sizes = solve_sizes(axes, total)
-    positions = np.empty(total, dtype=object)
-    for number in range(total):
-        positions[number] = Position(number, number // devices)
+            f"--mesh {','.join(f'{name}={size}' for name, size in axes.items())}: the file's program is for {devices} "
+            f"devices{more} (num_partitions times replica_count of its first line); give the mesh that it was compiled "
+            "for"
+        ) from error
+    positions = np.array([Position(number, number // devices) for number in range(total)], dtype=object)
     return Mesh(positions.reshape(tuple(sizes.values())), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 

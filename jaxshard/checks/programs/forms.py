@@ -46,7 +46,10 @@ def forms_of(
     """
     forms: dict[Shape, float] = {}
     for shape in _unsplit(argument, mesh, axes, others):
-        for part, share in _with_blocks(shape, stacked):
+        parts = [(shape, 1.0)]
+        if len(shape) > max(1, stacked) and 1 < shape[stacked] <= _MOST_BLOCKS:
+            parts.append((shape[:stacked] + shape[stacked + 1 :], 1 / shape[stacked]))
+        for part, share in parts:
             for joined in joined_shapes(part):
                 form = normal_shape(joined)
                 forms[form] = min(share, forms.get(form, 1.0))
@@ -68,12 +71,6 @@ def _unsplit(argument: Argument, mesh: Mesh, axes: Sequence[str], others: Sequen
             if dim is not None:
                 shape[dim] *= mesh.shape[axis]
         yield tuple(shape)
-
-
-def _with_blocks(shape: Shape, stacked: int) -> Iterator[tuple[Shape, float]]:
-    yield shape, 1.0
-    if len(shape) > max(1, stacked) and 1 < shape[stacked] <= _MOST_BLOCKS:
-        yield shape[:stacked] + shape[stacked + 1 :], 1 / shape[stacked]
 
 
 def chunks_of(forms: Mapping[Shape, float], shape: Shape, count: int) -> float:

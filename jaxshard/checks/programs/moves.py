@@ -9,16 +9,15 @@ and scalars.
 from __future__ import annotations
 
 import math
-import sysconfig
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
 from jax.sharding import Mesh
 
 from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.expected import Shape, normal_shape
-from jaxshard.checks.collectives.found import Collective, locate, pick
+from jaxshard.checks.collectives.found import SUMS, Collective, locate, pick
 from jaxshard.checks.collectives.trail import PRODUCTS, operation_of, pass_of
 from jaxshard.checks.collectives.transfers import is_transfer
 from jaxshard.checks.programs.arguments import BATCH, EITHER, OPTIMIZER, PARAMETER, Argument
@@ -31,44 +30,43 @@ WHAT = (WEIGHT, GRADIENT, MOMENT, ACTIVATION, INPUT, INTEGERS, SCALAR)
 
 _SCALARS = 16
 """Elements of a few joined scalars at most."""
-_FRAMEWORKS = {"jax", "jaxlib", "flax", "optax", "chex", "numpy", "equinox", "haiku", "qwix", "haliax", "optimistix"}
-_SUMS = ("all-reduce", "reduce-scatter")
-_STDLIB = sysconfig.get_paths()["stdlib"]
 
 
-@dataclass(frozen=True)
-class Move:
-    """One array that a collective moves.
+@dataclass(frozen=True, kw_only=True)
+class Move(Collective):
+    """One array that a collective moves, as if it were moved alone.
 
     Attributes:
-      found: the collective, with this array alone; its `source` is the innermost line that is of no framework.
       what: one of `WHAT`.
       arguments: what it is of: one or several joined, or, where only its shape tells, all that it may be.
       share: the part of such an argument that one execution moves; 0 where there is none.
       by_shape: True if only its shape tells.
     """
 
-    found: Collective
     what: str
     arguments: tuple[Argument, ...] = ()
     share: float = 0.0
     by_shape: bool = False
 
     @property
+    def title(self) -> str:
+        """Kind, axes and what is moved."""
+        return f"{super().title} ({self.what})"
+
+    @property
     def times(self) -> float | None:
         """Times that the whole array is moved per step; None in a loop of an unknown number of turns."""
-        return None if self.found.count is None else self.found.count * self.share
+        return None if self.count is None else self.count * self.share
 
 
 def find_moves(module: hlo.Module, mesh: Mesh, arguments: Sequence[Argument]) -> tuple[Move, ...]:
     """List what the collectives of a program move, each of their arrays alone, in the order of the program."""
     known = _Known({one.number: one for one in arguments}, mesh)
-    moves = []
-    for executed, record in locate(module, mesh):
-        record = replace(record, source=_place(record))
-        between = is_transfer(executed.op)
-        moves += [_move(pick(record, [part]), between, known) for part in range(len(record.shapes))]
-    return tuple(moves)
+    return tuple(
+        Move(**vars(one), **_label(one, is_transfer(executed.op), known))
+        for executed, record in locate(module, mesh)
+        for one in (pick(record, [part]) for part in range(len(record.arrays)))
+    )
 
 
 class _Known:
@@ -79,6 +77,8 @@ class _Known:
         self._mesh, self._split = mesh, set(axes_for(mesh, SPLIT))
         self._rows = axes_for(mesh, ROWS, EXCHANGED)
         self._stages = {*axes_for(mesh, STAGES, EXCHANGED)}
+        self._parameters = [one for one in arguments.values() if one.role in (PARAMETER, EITHER) and one.shape]
+        self._stacked = stacked_dim(self._parameters)
         self._forms: dict[tuple[str, ...], dict[int, Mapping[Shape, float]]] = {}
 
     def alike(self, found: Collective) -> dict[int, float]:
@@ -87,63 +87,44 @@ class _Known:
         passed_on = passed_on or found.kind.endswith("all-to-all")
         if passed_on or set(found.axes) <= self._split or not found.dtype.startswith(("f", "bf")):
             return {}
-        if found.axes not in self._forms:
-            parameters = [one for one in self.arguments.values() if one.role in (PARAMETER, EITHER) and one.shape]
-            axes = [axis for axis in found.axes if axis in self._mesh.shape]
-            stacked = stacked_dim(parameters)
-            self._forms[found.axes] = {
-                one.number: forms_of(one, self._mesh, axes, self._rows, stacked) for one in parameters
-            }
-        form = normal_shape(found.shapes[0])
-        forms = self._forms[found.axes]
+        form, axes = normal_shape(found.shapes[0]), [axis for axis in found.axes if axis in self._mesh.shape]
         if is_ring(found):
-            parts = [self._mesh.shape[axis] for axis in found.axes if axis in self._mesh.shape]
-            own = {number: forms_of(self.arguments[number], self._mesh, ()) for number in forms}
-            return {number: shares[form] / math.prod(parts) for number, shares in own.items() if form in shares}
+            parts = math.prod(self._mesh.shape[axis] for axis in axes)
+            own = {one.number: forms_of(one, self._mesh, ()) for one in self._parameters}
+            return {number: shares[form] / parts for number, shares in own.items() if form in shares}
+        if found.axes not in self._forms:
+            self._forms[found.axes] = {
+                one.number: forms_of(one, self._mesh, axes, self._rows, self._stacked) for one in self._parameters
+            }
+        forms = self._forms[found.axes]
         alike = {number: shares[form] for number, shares in forms.items() if form in shares}
         chunks = {number: chunks_of(shares, form, found.count or 0) for number, shares in forms.items()}
         return alike or {number: share for number, share in chunks.items() if share}
 
 
-def _move(found: Collective, between_slices: bool, known: _Known) -> Move:
-    (trail,) = found.trails
+def _label(found: Collective, between_slices: bool, known: _Known) -> dict[str, Any]:
+    """The attributes that a `Move` has besides those of its collective."""
+    trail, small = found.trail, found.elements <= _SCALARS
     of = tuple(known.arguments[number] for number in trail.numbers if number in known.arguments)
-    if of and not between_slices and (found.elements > _SCALARS or (len(of) == 1 and of[0].elements > _SCALARS)):
+    if of and not between_slices and (not small or (len(of) == 1 and of[0].elements > _SCALARS)):
         roles = {one.role for one in of}
         what = INPUT if roles == {BATCH} else WEIGHT if roles & {PARAMETER, EITHER} else ACTIVATION
         # A gather may be written as a sum of what is zero elsewhere: its operand is as large as its result.
         width = len(found.groups[0]) if found.kind in ("all-gather", "all-reduce") else 1
         share = found.elements / (sum(one.elements for one in of) * trail.gathered * width)
-        return Move(found, MOMENT if OPTIMIZER in roles else what, of, share)
-    if found.elements <= _SCALARS:
-        return Move(found, SCALAR)
-    if between_slices and found.kind in _SUMS:
-        return Move(found, GRADIENT, by_shape=True)  # between slices arrays are padded to tiles, and several are joined
+        return {"what": MOMENT if OPTIMIZER in roles else what, "arguments": of, "share": share}
+    if small:
+        return {"what": SCALAR}
+    if between_slices and found.kind in SUMS:
+        return {"what": GRADIENT, "by_shape": True}  # arrays are padded to tiles there, and several are joined
     if alike := known.alike(found):
         share = max(alike.values())
-        summed = found.kind in _SUMS or (is_ring(found) and pass_of(found.op_name) == "backward pass")
+        summed = found.kind in SUMS or (is_ring(found) and pass_of(found.op_name) == "backward pass")
         of = tuple(known.arguments[number] for number, own in alike.items() if own == share)
-        return Move(found, GRADIENT if summed else WEIGHT, of, share, True)
-    return Move(found, ACTIVATION if found.dtype.startswith(("f", "bf")) else INTEGERS)
+        return {"what": GRADIENT if summed else WEIGHT, "arguments": of, "share": share, "by_shape": True}
+    return {"what": ACTIVATION if found.dtype.startswith(("f", "bf")) else INTEGERS}
 
 
 def is_ring(found: Collective) -> bool:
     """Return True for shards that go around a ring while a product is computed piece by piece."""
     return found.kind == "collective-permute" and operation_of(found.op_name) in PRODUCTS
-
-
-def _place(record: Collective) -> str:
-    """The innermost line of the program's own code: no framework's, and none of Python's library."""
-    near = "near " if record.source.startswith("near ") else ""
-    for frame in record.frames:
-        if not _is_framework(Path(frame.rpartition(":")[0])):
-            return near + frame
-    return record.source
-
-
-def _is_framework(file: Path) -> bool:
-    parts = file.parts
-    for folder in ("site-packages", "dist-packages"):
-        if folder in parts:
-            return parts[parts.index(folder) + 1] in _FRAMEWORKS
-    return file.is_relative_to(_STDLIB) or "<" in str(file)

@@ -6,24 +6,25 @@ over those that split weights activations are moved as needed, over those of con
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jax.sharding import Mesh
 
 from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.found import Collective
+from jaxshard.checks.collectives.compare import smallest
+from jaxshard.checks.collectives.comparison import Comparison
+from jaxshard.checks.collectives.found import SUMS, Collective
 from jaxshard.checks.collectives.groups import UNKNOWN
 from jaxshard.checks.collectives.promise import SLACK
 from jaxshard.checks.collectives.surprise import Surprise, merged, wanted_axes
 from jaxshard.checks.collectives.trail import SCATTERED
 from jaxshard.checks.programs.arguments import BATCH, EITHER, OPTIMIZER, PARAMETER, Argument
 from jaxshard.checks.programs.axes import EXCHANGED, ROWS, SPLIT, STAGES, axes_for, words
-from jaxshard.checks.programs.moves import ACTIVATION, GRADIENT, INPUT, INTEGERS, MOMENT, SCALAR, WEIGHT, Move
+from jaxshard.checks.programs.moves import ACTIVATION, GRADIENT, MOMENT, SCALAR, WEIGHT, Move
 from jaxshard.core.layout import human_bytes
+from jaxshard.core.mesh import axis_size
 
 _SMALL = 16_384
 """Elements up to which an array may stay whole."""
@@ -56,48 +57,30 @@ TERMS = {
 }
 
 
-@dataclass
-class Verdict:
-    """The differences from the terms of a strategy.
-
-    Attributes:
-      surprises: collectives that nothing promised.
-      misplaced: arrays that do not rest as the strategy says.
-      missing: what was promised and not found.
-      unread: kinds of collectives of which the program, as it was read, has none, though the strategy needs them.
-      substitutes: bytes of all-reduces in place of reduce-scatters, by their axes.
-      tolerated: bytes that were left to the compiler.
-    """
-
-    surprises: list[Surprise] = field(default_factory=list)
-    misplaced: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)
-    substitutes: Counter[tuple[str, ...]] = field(default_factory=Counter)
-    tolerated: int = 0
-
-
 def judge(
     strategy: str, mesh: Mesh, arguments: Sequence[Argument], moves: Sequence[Move], microbatches: int = 1
-) -> Verdict:
+) -> Comparison:
     """Compare what a program moves with what a strategy promises."""
     judged = _Judge(strategy, mesh, arguments, moves, microbatches)
-    verdict = Verdict(substitutes=judged.substitutes)
-    slack = int(SLACK * sum(judged.bytes[one.number] for one in judged.parameters))
     # What is known to be an argument uses up its promise first, then what may be the fewest.
-    problems = {at: judged.problem(moves[at]) for at in sorted(range(len(moves)), key=lambda at: _doubt(moves[at]))}
-    for at, why in sorted(problems.items(), key=lambda item: moves[item[0]].found.bytes or 0):
-        found = moves[at].found
-        fits = found.bytes is not None and found.bytes <= slack - verdict.tolerated
-        if why and fits and not judged.is_strict(moves[at]):
-            verdict.tolerated += found.bytes or 0
-        elif why:
-            verdict.surprises.append(Surprise(found, why, _constraint(found, axes_for(mesh, ROWS))))
-    verdict.surprises = sorted(merged(verdict.surprises), key=lambda one: -(one.found.bytes or 0))
-    verdict.misplaced += judged.misplaced()
-    verdict.missing += judged.missing()
-    verdict.unread += judged.unread(moves)
-    return verdict
+    order = sorted(range(len(moves)), key=lambda at: _doubt(moves[at]))
+    problems = {at: why for at in order if (why := judged.problem(moves[at]))}
+    small = smallest({at: moves[at] for at in problems if not judged.is_strict(moves[at])}, judged.slack)
+    surprises = merged(
+        Surprise(moves[at], why, _constraint(moves[at], judged.rows_alone))
+        for at, why in problems.items()
+        if at not in small
+    )
+    return Comparison(
+        promised=(),
+        found=tuple(moves),
+        surprises=tuple(sorted(surprises, key=lambda one: -(one.found.bytes or 0))),
+        missing=tuple(judged.missing()),
+        tolerated=sum(one.bytes or 0 for one in small.values()),
+        substitutes=tuple(judged.substitutes()),
+        unread=tuple(judged.unread()),
+        misplaced=tuple(judged.misplaced()),
+    )
 
 
 def _doubt(move: Move) -> tuple[bool, bool, int, float]:
@@ -118,162 +101,154 @@ class _Judge:
         self, strategy: str, mesh: Mesh, arguments: Sequence[Argument], moves: Sequence[Move], microbatches: int
     ) -> None:
         self.strategy, self.terms, self.mesh, self.microbatches = strategy, TERMS[strategy], mesh, microbatches
-        self.arguments = arguments
+        self.arguments, self.moves = arguments, moves
         self.parameters = [one for one in arguments if one.role in (PARAMETER, EITHER)]
-        self.rows, self.split = axes_for(mesh, ROWS, EXCHANGED), axes_for(mesh, SPLIT)
-        self.copies = tuple(axis for axis in self.rows if strategy == "hsdp" and axis.startswith(_COPIES))
+        self.large = [one for one in self.parameters if one.elements > _SMALL]
+        self.rows, self.rows_alone = axes_for(mesh, ROWS, EXCHANGED), axes_for(mesh, ROWS)
+        self.split, self.exchanged, self.stages = (axes_for(mesh, use) for use in (SPLIT, EXCHANGED, STAGES))
         self.free = axes_for(mesh, SPLIT, EXCHANGED, STAGES)
-        self.exchanged, self.stages = axes_for(mesh, EXCHANGED), axes_for(mesh, STAGES)
+        self.copies = tuple(axis for axis in self.rows if strategy == "hsdp" and axis.startswith(_COPIES))
         self.longest = max((size for one in self.parameters for size in one.whole), default=1)
-        parts = math.prod(mesh.shape[axis] for axis in self.split)
+        parts = axis_size(mesh, self.split)
         self.vocabulary = {size * count for size in vocabularies_of(self.parameters) for count in (1, parts)}
         self.used: dict[tuple[str, int, tuple[str, ...]], float] = {}
-        self.substitutes: Counter[tuple[str, ...]] = Counter()
+        self.summed: Counter[tuple[str, ...]] = Counter()
         # Bytes over all devices; where the text does not say how an array is split, by how gathers make it larger.
-        self.bytes = {one.number: hlo.nbytes((one.dtype, one.whole)) for one in self.arguments}
+        self.bytes = {one.number: hlo.nbytes((one.dtype, one.whole)) for one in arguments}
         for move in moves:
             for one in move.arguments if move.what == WEIGHT and not move.by_shape else ():
-                larger = round(move.found.elements / max(1, move.share * one.elements))
+                larger = round(move.elements / max(1, move.share * one.elements))
                 self.bytes[one.number] = max(self.bytes[one.number], larger * one.bytes)
+        self.slack = int(SLACK * sum(self.bytes[one.number] for one in self.parameters))
 
     def problem(self, move: Move) -> str:
         """Return why a collective is a surprise, or ""."""
-        found, axes = move.found, set(move.found.axes)
+        axes = set(move.axes)
         if move.what == SCALAR:
             return ""
-        if found.axes == UNKNOWN:
+        if move.axes == UNKNOWN:
             return "among groups of devices that are no product of the mesh's axes: is --mesh in the right order?"
         if move.what == MOMENT:
-            return f"{_names(move)}: moments of the optimizer stay where they are, under every strategy"
+            return f"{_names(move.arguments)}: moments of the optimizer stay where they are, under every strategy"
         if self._is_logits(move):
-            return f"logits, {found.shapes[0][-1]:,} columns of a vocabulary: no strategy gathers them"
-        if found.kind == "all-gather" or (move.what == WEIGHT and found.kind == "all-reduce"):
+            return f"logits, {move.shapes[0][-1]:,} columns of a vocabulary: no strategy gathers them"
+        if move.kind == "all-gather" or (move.what == WEIGHT and move.kind == "all-reduce"):
             return self._gather_problem(move)
-        if found.kind in ("all-reduce", "reduce-scatter"):
+        if move.kind in SUMS:
             return self._sum_problem(move)
-        if found.kind == "collective-permute":
+        promised = axes <= set(self.exchanged)
+        if move.kind == "collective-permute":
             if move.what == GRADIENT:
-                self._take(move, "sum", self.microbatches)
+                self._excess(move, "sum", self.microbatches)
             # Rings that gather or scatter piece by piece, stages, keys and values; the borders of padded shards.
-            borders = any(trail.maker == SCATTERED for trail in found.trails)
-            promised = move.what in (WEIGHT, GRADIENT) or axes <= set(self.free) or borders
-        else:
-            promised = axes <= set(self.exchanged)
-        where = f", but over {words(self.exchanged)}" if self.exchanged else ""
-        why = f"{move.what} moved by {found.kind} over {words(found.axes)}: no strategy promises that{where}"
+            is_border = move.trail.maker == SCATTERED
+            promised = move.what in (WEIGHT, GRADIENT) or axes <= set(self.free) or is_border
+        where = f", but over {words(self.exchanged)}" if self.exchanged and move.kind != "collective-permute" else ""
+        why = f"{move.what} moved by {move.kind} over {words(move.axes)}: no strategy promises that{where}"
         return "" if promised else why
 
     def is_strict(self, move: Move) -> bool:
         """Return True for a surprise however small it is: moments, logits, split weights, activations of all rows."""
-        is_split_weight = move.what == WEIGHT and not move.by_shape and bool(set(move.found.axes) & set(self.split))
-        rows = move.what == ACTIVATION and move.found.elements > self.longest  # more numbers than there are features
-        large = rows and move.found.kind != "collective-permute"
+        is_split_weight = move.what == WEIGHT and not move.by_shape and bool(set(move.axes) & set(self.split))
+        rows = move.what == ACTIVATION and move.elements > self.longest  # more numbers than there are features
+        large = rows and move.kind != "collective-permute"
         return move.what == MOMENT or is_split_weight or large or self._is_logits(move)
 
     def _is_logits(self, move: Move) -> bool:
-        shape = move.found.shapes[0]
-        computed = move.what == ACTIVATION and move.found.kind in ("all-gather", "all-to-all")
+        shape = move.shapes[0]
+        computed = move.what == ACTIVATION and move.kind in ("all-gather", "all-to-all")
         return computed and len(shape) > 1 and shape[-1] in self.vocabulary
 
     def _gather_problem(self, move: Move) -> str:
-        axes, by_shape = set(move.found.axes), move.by_shape
-        rows = words([axis for axis in move.found.axes if axis in self.rows])
+        axes, by_shape, names = set(move.axes), move.by_shape, _names(move.arguments)
+        rows = words([axis for axis in move.axes if axis in self.rows])
         if axes <= set(self.free) and (by_shape or move.what not in (WEIGHT, GRADIENT)):
             return ""
-        if move.what in (INTEGERS, INPUT):
-            return f"{move.what} gathered over {rows}, over which every device has its own rows"
         if move.what not in (WEIGHT, GRADIENT):
-            return f"an activation gathered over {rows}: every device gets the rows of all"
-        if not by_shape and axes & set(self.split) and len(move.found.shapes[0]) > 1:
-            return f"{_names(move)}: a weight must not be gathered over {words(self.split)}, which splits its use"
+            return f"{move.what} gathered over {rows}: every device gets the rows of all"
+        if not by_shape and axes & set(self.split) and len(move.shapes[0]) > 1:
+            return f"{names}: a weight must not be gathered over {words(self.split)}, which splits its use"
         if axes & set(self.copies):
-            return f"{_names(move)}: hsdp keeps whole copies over {words(self.copies)}"
+            return f"{names}: hsdp keeps whole copies over {words(self.copies)}"
         most = self.microbatches * self.terms.gathers + by_shape * self.terms.renewals
         by_schedule = self.stages and self.terms.gathers  # as often as the schedule of the pipeline turns
-        if by_schedule or self._take(move, "gather", most):
-            return ""
+        times = "" if by_schedule else self._excess(move, "gather", most)
         promise = f"gathers each weight {most} times at most" if most else "gathers no weight"
-        return f"{_names(move)}: {self._times(move, 'gather')}{self.strategy} {promise}"
+        return f"{names}: {times}; {self.strategy} {promise}" if times else ""
 
     def _sum_problem(self, move: Move) -> str:
-        found, axes = move.found, set(move.found.axes)
+        axes = set(move.axes)
         if not axes & {*self.rows, *self.stages}:
             return ""
         if move.what != GRADIENT:
-            if found.elements <= self.longest or axes <= {*self.exchanged, *self.stages}:
+            if move.elements <= self.longest or axes <= {*self.exchanged, *self.stages}:
                 return ""
-            rows = words([axis for axis in found.axes if axis in self.rows])
+            rows = words([axis for axis in move.axes if axis in self.rows])
             return f"{move.what} summed over {rows}: devices computed with parts of a weight in place of the whole one"
-        if self._take(move, "sum", self.microbatches):
-            if found.kind == "all-reduce" and self.terms.split and axes & set(self.rows):
-                self.substitutes[found.axes] += found.bytes or 0
-            return ""
+        times = self._excess(move, "sum", self.microbatches)
+        if not times and move.kind == "all-reduce" and self.terms.split and axes & set(self.rows):
+            self.summed[move.axes] += move.bytes or 0
         gathers = self.terms.gathers * self.microbatches
-        if found.kind == "all-reduce" and gathers and self._take(move, "gather", gathers):
+        if times and move.kind == "all-reduce" and gathers and not self._excess(move, "gather", gathers):
             return ""  # a gather that is written as a sum of shards
-        count = "once" if self.microbatches == 1 else f"{self.microbatches} times"
-        return f"by its shape the gradient of {_names(move)}: {self._times(move, 'sum')}{self.strategy} sums it {count}"
+        names, count = _names(move.arguments), "once" if self.microbatches == 1 else f"{self.microbatches} times"
+        return f"by its shape the gradient of {names}: {times}; {self.strategy} sums it {count}" if times else ""
 
-    def _take(self, move: Move, stage: str, most: int) -> bool:
-        """Use up what is promised of an argument over these axes; False where nothing has room."""
+    def _excess(self, move: Move, stage: str, most: int) -> str:
+        """Use up what is promised of arguments over these axes; return how often they are moved where that is more."""
         if move.times is None:
-            return False
+            return "as often as a loop turns"
+        keys = [(stage, one.number, move.axes) for one in move.arguments]
         rest = move.times
-        for one in move.arguments if move.by_shape else move.arguments[:1]:
-            key = (stage, one.number, move.found.axes)
+        for key in keys if move.by_shape else keys[:1]:
             taken = min(rest, max(0.0, most - self.used.get(key, 0.0)))
             self.used[key] = self.used.get(key, 0.0) + taken
             rest -= taken
-        if rest > _MORE:
-            key = (stage, move.arguments[0].number, move.found.axes)
-            self.used[key] = self.used.get(key, 0.0) + rest
-        return rest <= _MORE
+        if rest <= _MORE:
+            return ""
+        self.used[keys[0]] = self.used.get(keys[0], 0.0) + rest
+        times = sum(self.used.get(key, 0.0) for key in keys) / len(keys)
+        return "once" if times == 1 else f"{times:.3g} times{' each' if len(keys) > 1 else ''}"
 
-    def _times(self, move: Move, stage: str) -> str:
-        if move.times is None:
-            return "as often as a loop turns; "
-        used = [self.used.get((stage, one.number, move.found.axes), 0.0) for one in move.arguments]
-        times = sum(used) / max(1, len(used))
-        each = " each" if len(used) > 1 else ""
-        return "once; " if times == 1 else f"{times:.3g} times{each}; "
+    def substitutes(self) -> Iterator[str]:
+        """Yield what stands for another kind of collective, by axes."""
+        for axes, size in self.summed.items():
+            yield f"all-reduce in place of reduce-scatter over {words(axes)}, {human_bytes(size)}"
 
     def misplaced(self) -> Iterator[str]:
         """Yield the large arrays that are split over the rows and should not be, or whole and should be split."""
         for one in self.arguments:
-            if one.role == BATCH and one.splits is not None and len(one.shape) > 1:
-                own = axes_for(self.mesh, ROWS)
-                if whole := [axis for axis in own if axis not in {name for axes in one.splits for name in axes}]:
-                    yield f"{one.name}: every device along {words(whole)} is given the rows of all"
-            if one.splits is None or one.role not in (PARAMETER, OPTIMIZER, EITHER):
-                continue
-            split = [axis for axes in one.splits for axis in axes if axis in self.rows]
+            split = [axis for axes in one.splits or () for axis in axes if axis in self.rows]
             wanted = one.role in self.terms.split
-            if wanted and not split and one.elements > _SMALL and self.rows:
+            if one.splits is None:
+                continue
+            if one.role == BATCH and len(one.shape) > 1:
+                if whole := [axis for axis in self.rows_alone if axis not in split]:
+                    yield f"{one.name}: every device along {words(whole)} is given the rows of all"
+            elif wanted and not split and one.elements > _SMALL and self.rows:
                 array = f"{one.name}, {one.dtype}{list(one.shape)}, {human_bytes(one.bytes)} on every device"
                 yield f"{array}: {self.strategy} splits it over {words(self.rows)}"
-            elif split and not wanted and one.role != EITHER:
+            elif split and not wanted and one.role in (PARAMETER, OPTIMIZER):
                 yield f"{one.name} is split over {words(split)}: {self.strategy} keeps it whole there"
 
     def missing(self) -> Iterator[str]:
         """Yield parameters whose gradient's sum was not recognised, and under FSDP those that nothing gathers."""
-        large = [one for one in self.parameters if one.elements > _SMALL]
-        sums = {number for stage, number, _ in self.used if stage == "sum"}
-        gathers = {number for stage, number, _ in self.used if stage == "gather"}
-        if self.terms.gathers and (rest := [one for one in large if one.number not in gathers]):
-            yield f"a gather of {_listed(rest)}: whole already, used split, or gathered in another form"
-        if self.rows and (rest := [one for one in large if one.number not in sums]):
-            yield f"a sum of the gradient of {_listed(rest)}: in another form, or joined with others"
+        gathered, summed = ({number for of, number, _ in self.used if of == stage} for stage in ("gather", "sum"))
+        if self.terms.gathers and (rest := [one for one in self.large if one.number not in gathered]):
+            yield f"a gather of {_names(rest)}: whole already, used split, or gathered in another form"
+        if self.rows and (rest := [one for one in self.large if one.number not in summed]):
+            yield f"a sum of the gradient of {_names(rest)}: in another form, or joined with others"
 
-    def unread(self, moves: Sequence[Move]) -> Iterator[str]:
+    def unread(self) -> Iterator[str]:
         """Yield the kinds of which no array moves over the rows: either they are not there, or in an unknown form."""
-        large = [one for one in self.parameters if one.elements > _SMALL]
-        kinds = {one.found.kind for one in moves if one.what != SCALAR and set(one.found.axes) & {*self.rows, *UNKNOWN}}
-        if not large or not self.rows or kinds - {"all-gather", "all-reduce", "reduce-scatter"}:
+        over = {*self.rows, *UNKNOWN}
+        kinds = {one.kind for one in self.moves if one.what != SCALAR and set(one.axes) & over}
+        if not self.large or not self.rows or kinds - {"all-gather", *SUMS}:
             return
-        size = human_bytes(sum(self.bytes[one.number] for one in large))
+        size = human_bytes(sum(self.bytes[one.number] for one in self.large))
         if (self.terms.gathers or self.terms.renewals) and not kinds & {"all-gather", "all-reduce"}:
             yield f"gathers of weights over {words(self.rows)}: parameters of {size}, and nothing is gathered"
-        if not kinds & {"all-reduce", "reduce-scatter"}:
+        if not kinds & set(SUMS):
             yield f"sums of gradients over {words(self.rows)}: parameters of {size}, and nothing is summed"
 
 
@@ -287,10 +262,6 @@ def vocabularies_of(parameters: Sequence[Argument]) -> set[int]:
     return {max(one.whole) for one in named if len(one.shape) > 1} - others
 
 
-def _names(move: Move) -> str:
-    return _listed(move.arguments)
-
-
-def _listed(arguments: Sequence[Argument]) -> str:
+def _names(arguments: Sequence[Argument]) -> str:
     more = f" or one of {len(arguments) - 2} more" if len(arguments) > 2 else ""
     return " or ".join(one.name for one in arguments[:2]) + more

@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec
 from jaxshard.adapt.remat import RematPolicy, check_names, checkpoint_body
 from jaxshard.adapt.stacked import Stacked
 from jaxshard.core.collectives import sum_scalar
+from jaxshard.core.jaxpr import Program
 from jaxshard.core.keys import advance
 from jaxshard.core.layout import Layout, select
 from jaxshard.core.mesh import axis_size
@@ -37,7 +38,7 @@ from jaxshard.core.tree import BLOCKS, row_count
 from jaxshard.core.types import PyTree
 from jaxshard.engines.engine import Engine
 from jaxshard.engines.just_in_time import Move, without_blocks
-from jaxshard.engines.manual import manual_axes_of, used_shape
+from jaxshard.engines.manual import used_shape
 from jaxshard.engines.moves import make_move, reduce_gradient
 from jaxshard.engines.pipeline.embed_and_head import EmbedAndHead, Totals
 from jaxshard.engines.pipeline.split_backward import SplitBlock, forward_only, split_block
@@ -75,12 +76,15 @@ class DeviceStep:
             self.model.num_blocks + 1,
         )  # fmt: skip
 
-    def with_loss_weights(self, embed_and_head: EmbedAndHead) -> EmbedAndHead:
-        """Return embedding and head that know the loss's weights, summed over all micro-batches and devices.
+    def with_loss_weights(self, embed_and_head: EmbedAndHead, loss: Program) -> EmbedAndHead:
+        """Return embedding and head that know the weights of the traced loss, summed over micro-batches and devices.
 
         Collectives: one all-reduce of a scalar over the axes of rows and context per term of the loss.
         """
-        each = jax.vmap(embed_and_head.microbatch_weights)(jnp.arange(self.engine.microbatches))
+        weights_of, x = loss.only(loss.out.value.weights), loss.args[2]  # which no weight is made of
+        each = jax.vmap(lambda one: weights_of(*embed_and_head.rows_and_key(one), x))(
+            jnp.arange(self.engine.microbatches)
+        )
         weights = tuple(sum_scalar(x.sum(), self.layout.sum_axes) for x in each)
         return replace(embed_and_head, loss_weights=weights)
 
@@ -104,7 +108,7 @@ class DeviceStep:
 
         Whole with scatter="end", since they are reduced after the sum; else as they rest, since each is reduced first.
         """
-        axes, (chunks, each) = manual_axes_of(self.layout), self._chunks()
+        axes, (chunks, each) = self.layout.manual_axes, self._chunks()
 
         def zeros(param: Placement, grad: Placement, dtype: Any) -> jax.Array:
             tail = grad.drop_first()

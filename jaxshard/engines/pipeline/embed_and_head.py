@@ -20,13 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxshard.adapt.stacked import evaluation
-from jaxshard.core.jaxpr import eliminate_dead_code
+from jaxshard.core.jaxpr import Program, eliminate_dead_code, results_alone
 from jaxshard.core.loss import Loss, Max, Mean, Sum, as_loss, combine, lowest_value, sum_dtype, weighted_sum
 from jaxshard.core.types import PyTree
 from jaxshard.core.unsuited import Unsuited
@@ -134,33 +135,35 @@ class EmbedAndHead:
         example = jax.eval_shape(lambda: evaluation(self._loss(self.params, self.run_embed(zero), zero)))
         return {name: jax.tree.map(_nothing(metric), metric) for name, metric in example.items()}
 
-    def microbatch_weights(self, microbatch: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the weights of the loss's terms on a micro-batch, before any output is known.
+    def trace_loss(self) -> Program:
+        """Trace the loss of a micro-batch, `fn(rows, key, x) -> js.Loss` of what the last block returns.
 
         Raises:
-          Unsuited: they depend on the model's activations.
+          Unsuited: its weights depend on `x`, so that they are not known before any output is.
         """
-        x = jax.eval_shape(self.run_embed, microbatch)
-        leaves, tree = jax.tree.flatten(x)
-
-        def weigh(*leaves: Any) -> tuple[jax.Array, ...]:
-            loss = self._loss(self.params, jax.tree.unflatten(tree, leaves), microbatch)
-            return tuple(loss.value.weights)
-
-        # The activations are the last inputs of the traced program; one that is left after dead code is gone is used.
-        traced = jax.make_jaxpr(weigh)(*leaves)
-        if any(eliminate_dead_code(traced)[1][-len(leaves) :]):
+        zero = jnp.int32(0)
+        x = jax.eval_shape(self.run_embed, zero)
+        program = Program.trace(partial(self._loss_of_rows, self.params), *self.rows_and_key(zero), x)
+        _, used = results_alone(program.closed, program.out.value.weights)
+        if any(used[len(used) - len(jax.tree.leaves(x)) :]):
             raise Unsuited(
                 "the weight of the loss depends on activations, but a pipeline divides by it before they are all "
                 "there: compute the weight of js.Mean(total, weight) from the batch alone"
             )
-        return weigh(*(jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves))
+        return program
+
+    def rows_and_key(self, microbatch: jax.Array) -> tuple[PyTree, Any]:
+        """Return what the head is called with for a micro-batch, but for the activations."""
+        return self.rows_of(microbatch), self.key_of(self.head_call, microbatch)
 
     def _embed(self, params: PyTree, microbatch: jax.Array) -> PyTree:
         return self.embed(params, self.rows_of(microbatch), self.key_of(0, microbatch))
 
     def _loss(self, params: PyTree, x: PyTree, microbatch: jax.Array) -> Loss:
-        loss = as_loss(self.head(params, x, self.rows_of(microbatch), self.key_of(self.head_call, microbatch)))
+        return self._loss_of_rows(params, *self.rows_and_key(microbatch), x)
+
+    def _loss_of_rows(self, params: PyTree, rows: PyTree, key: Any, x: PyTree) -> Loss:
+        loss = as_loss(self.head(params, x, rows, key))
         if not isinstance(loss.value, Mean):
             raise Unsuited(
                 "a pipeline needs a head that says its weight: return js.Mean(total, weight), summed over "

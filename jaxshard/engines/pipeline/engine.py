@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxshard.adapt.objective import Objective, OfBlocks
 from jaxshard.adapt.remat import RematPolicy, offloaded, policy_function
 from jaxshard.core.collectives import sum_scalar
-from jaxshard.core.layout import Layout
+from jaxshard.core.layout import Layout, select
 from jaxshard.core.make_layout import STACKED_EXAMPLE
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.strategy_parts import Pipeline
@@ -22,7 +23,7 @@ from jaxshard.core.unsuited import Unsuited
 from jaxshard.core.wire import Scaled
 from jaxshard.engines.compiler_options import Options
 from jaxshard.engines.context import split_batch
-from jaxshard.engines.counted_rows import make_mean_check
+from jaxshard.engines.counted_rows import has_doubtful_mean, make_mean_check
 from jaxshard.engines.engine import (
     BlockPasses,
     Engine,
@@ -34,7 +35,7 @@ from jaxshard.engines.engine import (
 )
 from jaxshard.engines.explicit import combine_over
 from jaxshard.engines.just_in_time import users_code
-from jaxshard.engines.manual import manual_axes_of, on_each_device, row_specs, stored_specs
+from jaxshard.engines.manual import on_each_device, row_specs, stored_specs
 from jaxshard.engines.pipeline.device import DeviceStep
 from jaxshard.engines.pipeline.tick_loop import run_ticks
 from jaxshard.engines.positionwise import make_position_check
@@ -121,7 +122,7 @@ class Pipelined(Engine):
 
     def manual_axes(self, layout: Layout) -> frozenset[str]:
         """Return the mesh axes over which the loss runs once per device."""
-        return manual_axes_of(layout) | {_pipeline(layout).axis}
+        return layout.manual_axes | {_pipeline(layout).axis}
 
     def row_axes(self, layout: Layout) -> tuple[str, ...]:
         """Return the axes of rows and context, and that of the stages, over which embedding and head are spread."""
@@ -160,10 +161,14 @@ class Pipelined(Engine):
         parts = self.microbatches * axis_size(layout.mesh, layout.batch_axes)
         check_means = make_mean_check(layout, model.loss, parts, manual, compute_dtype=self.compute_dtype)
 
-        def on_device(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
+        def on_device(doubts: list[bool], params: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
+            batch = split_batch(layout, model, batch)
             with users_code(layout):
-                device = DeviceStep(self, layout, pipe, model, params, split_batch(layout, model, batch), key)
-                embed_and_head = device.with_loss_weights(device.embed_and_head())
+                device = DeviceStep(self, layout, pipe, model, params, batch, key)
+                embed_and_head = device.embed_and_head()
+                loss = embed_and_head.trace_loss()
+                doubts.append(has_doubtful_mean(loss, loss.out, select(layout.rows_mask(batch), loss.args[0])))
+                embed_and_head = device.with_loss_weights(embed_and_head, loss)
                 stages = device.training_stages(embed_and_head, self.saved, recompute=self.stash == "stage")
                 zeros = device.zero_grad_sums(), device.zero_totals(embed_and_head)
                 grads, totals = run_ticks(plan, pipe.axis, stages, embed_and_head, *zeros)
@@ -176,15 +181,18 @@ class Pipelined(Engine):
         ) -> tuple[Outcome, PyTree]:
             del state, residuals  # a Stacked model has no state, and this engine no residuals
             check_positions(batch)
-            check_means(batch)
+            doubts: list[bool] = []
             run = on_each_device(
-                on_device,
+                partial(on_device, doubts),
                 layout,
                 manual,
                 in_specs=(stored_specs(layout.params, manual), row_specs(layout, batch), PartitionSpec()),
                 out_specs=(PartitionSpec(), stored_specs(layout.grads, manual)),
             )
-            return run(params, batch, key)
+            results: tuple[Outcome, PyTree] = run(params, batch, key)
+            if any(doubts):
+                check_means(batch)
+            return results
 
         return loss_and_grads
 

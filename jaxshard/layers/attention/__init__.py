@@ -1,4 +1,4 @@
-"""`js.attention`: what a layout splits (`split`), over a context (`context`), and the kernels that compute it.
+"""`js.attention`: sharding by the layout (`split`), context parallelism (`context`), and the kernels.
 
     attention -> split -> context: zigzag, ring -> splash on TPUs, cudnn on GPUs, blockwise and formula elsewhere
 

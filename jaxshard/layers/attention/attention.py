@@ -1,6 +1,6 @@
-"""`js.attention`: which kernel computes it, and how the layout in force splits it.
+"""`js.attention`: check the arguments, choose a kernel, and run it on each device's shard.
 
-    checks of the arguments -> which kernel, by platform and shape -> this device's rows and heads -> kernel
+    check arguments -> choose the kernel by platform and shape -> split rows and heads over devices -> kernel
 
 Shape suffixes as in `formula`.
 """
@@ -35,11 +35,11 @@ from jaxshard.layers.attention.splash_ring import splash_turns
 from jaxshard.layers.attention.split import Split
 
 SCOPE = "js.attention"
-"""The scope in programs, by which the promise of collectives finds what attention exchanges."""
+"""The `jax.named_scope` of attention, by which the audit of collectives recognises its exchanges."""
 _SHORT = 256
-"""Up to so many queries and keys all logits at once are faster than blocks, and small."""
+"""Up to this many queries and keys, computing all logits at once is faster than blocks, and needs little memory."""
 _SHORT_ON_TPU = 127
-"""The kernel's smallest block has 128 positions."""
+"""Shorter than the smallest block of the TPU kernel, 128 positions."""
 
 
 def attention(
@@ -67,61 +67,61 @@ def attention(
 ) -> Float[Array, "*batch queries heads value_dim"]:
     """Compute softmax(query key^T / sqrt(dim)) value, without an array of all logits.
 
-    On TPUs a Pallas kernel does it (JAX's splash attention), on NVIDIA GPUs cuDNN, elsewhere blocks with an online
-    softmax: all exact, with memory linear in the sequence, forward and backward. Short sequences are computed by the
-    formula. What a kernel can't do is computed in blocks, and a warning says so once. The platform is that of the
-    layout's mesh inside jaxshard's steps, else that of the default device.
+    TPUs use a Pallas kernel (JAX's splash attention), NVIDIA GPUs cuDNN, all others a blockwise online softmax. All are
+    exact, with memory linear in the sequence, forward and backward. Short sequences use the plain formula. If a kernel
+    does not support a call, the blockwise form computes it, with a warning once. The platform is that of the layout's
+    mesh inside jaxshard's steps, else that of the default device.
 
-    It is split as the layout in force says: rows over the batch axes, heads over the axis to which `js.tensor` maps
-    "heads". Under `js.auto` it runs in a `shard_map` over all axes, under `js.explicit` and in stages of a pipeline on
-    the device's own rows. Keys and values of fewer heads than the axis has devices stay whole. There are no collectives
-    but the sum of the gradients of these.
+    The current layout determines the sharding: rows are split over the batch axes, heads over the axis to which
+    `js.tensor` maps "heads". Under `js.auto` attention runs in a `shard_map` over all axes, under `js.explicit` and in
+    pipeline stages on the device's own rows. If the axis has more devices than there are heads of keys and values,
+    these are replicated; their gradients are then all-reduced, the only collective without `js.context`.
 
-    While `js.generate` runs, keys and values of the positions before come from its cache.
+    While `js.generate` runs, keys and values of earlier positions come from its KV cache.
 
-    Where `js.context` splits the sequence every query still sees all keys that it should: `causal` and `window` mean
-    positions in the whole sequence. `layers/attention/context.py` says by which collectives. Bias, mask and dropout are
-    refused there under `js.explicit`; under `js.auto` each device then computes with all keys.
+    If `js.context` splits the sequence, every query still sees the keys of all devices: `causal` and `window` refer to
+    positions in the full sequence. `layers/attention/context.py` lists the collectives. Bias, mask and dropout are then
+    refused under `js.explicit`; under `js.auto` they make each device compute with all keys.
 
-    It fits `attention_fn=` of Flax's attention layers; the arguments from `mask` on are those that Flax passes:
+    It fits `attention_fn=` of Flax's attention layers, which pass the arguments from `mask` on:
 
         nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=js.attention)
         nnx.MultiHeadAttention(8, 512, rngs=rngs, decode=False, attention_fn=js.attention)
 
-    The output has the name "attention_out" for `jax.checkpoint_policies`, together with the sums that the backward pass
-    needs: where that name is saved, the kernel does not run again.
+    The output and the residuals of the backward pass have the name "attention_out" for `jax.checkpoint_policies`: a
+    policy that saves this name does not run the kernel again.
 
     Args:
-      query: of any number of batch dimensions.
-      key: `kv_heads` divides `heads`; neighbouring heads share keys and values.
-      value: as wide as the output.
+      query: may have any number of batch dimensions.
+      key: `kv_heads` divides `heads`; consecutive heads of the query share a head of keys and values.
+      value: its `value_dim` is that of the output.
       causal: query t sees keys 0 to t. Required; only in calls by Flax, which never pass it, None means False.
-      window: query t sees keys less than `window` positions from t, itself among them. An integer array has the window
-        of each row, which may be computed in the program (only with `causal`); kernels know no such windows.
-      segment_ids: each position sees its own segment, such as one of several documents in a row.
-      bias: added to the logits (after `soft_cap`), of a shape that broadcasts to [*batch, heads, queries, keys].
+      window: query t sees keys less than `window` positions from t, including key t. An integer array has a window for
+        each row, and may be traced (only with `causal`); the kernels for TPUs and GPUs do not support it.
+      segment_ids: each position sees only its own segment, such as one of several documents in a row.
+      bias: added to the logits (after `soft_cap`); its shape broadcasts to [*batch, heads, queries, keys].
       soft_cap: logits x become soft_cap * tanh(x / soft_cap).
-      mask: False (or 0) is not seen, of a shape as `bias` has; in addition to all else. Kernels know no masks, unless
-        it is a constant and causal: prefer `causal`, `window` and `segment_ids`.
-      is_causal: NNX's word for `causal`.
-      dropout_rng: random key of dropout. The bits are those that Flax would draw, bool[queries, keys].
-      dropout_rate: share of the weights to drop, the same in all rows and heads.
-      broadcast_dropout: must be True where weights are dropped.
-      deterministic: drop nothing.
+      mask: False (or 0) hides a key, in addition to all other arguments; its shape broadcasts like that of `bias`. The
+        kernels for TPUs and GPUs support only a constant causal mask: prefer `causal`, `window` and `segment_ids`.
+      is_causal: NNX's name for `causal`.
+      dropout_rng: random key of dropout. The bits, bool[queries, keys], equal those of Flax.
+      dropout_rate: the fraction of the weights to drop, the same weights in all rows and heads.
+      broadcast_dropout: must be True if weights are dropped.
+      deterministic: True disables dropout.
       dtype: cast query, key and value to it; by default to their common dtype.
-      precision: of the products.
-      force_fp32_for_softmax: the softmax is in f32 anyway.
-      module: must be None: there are no weights to sow.
+      precision: the precision of the matrix products.
+      force_fp32_for_softmax: ignored; the softmax is always in f32.
+      module: must be None, since there are no attention weights to sow.
       qk_attn_weights_einsum: must be None.
       attn_weights_value_einsum: must be None.
 
     Returns:
-      The output, in the common dtype. A query that a mask keeps from all keys takes the mean of all values.
+      The output, in the common dtype. For a query that sees no key at all it is the mean of all values.
 
     Raises:
       TypeError: `causal` is missing.
-      ValueError: shapes that do not fit each other, a window below 1, a soft_cap that is not positive; heads that the
-        axis does not divide; what is not supported, by name.
+      ValueError: shapes that do not match, a window below 1, a soft_cap that is not positive; heads that the mesh axis
+        does not divide; an unsupported argument, by name.
 
     Source: Dao 2023, "FlashAttention-2"; Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory".
 
@@ -209,7 +209,7 @@ def _check_form(form: Form, T: int, S: int) -> None:
     if T != S and (form.causal or form.window is not None):
         raise ValueError(
             f"attention: causal and window compare positions of the same sequence, but there are {T} queries and {S} "
-            "keys; pass causal=False and a mask that says what each query sees"
+            "keys; pass causal=False and a mask with the keys that each query sees"
         )
 
 
@@ -217,8 +217,8 @@ def _fit_segments(segment_ids: Any, batch: tuple[int, ...], T: int, S: int) -> j
     ids = jnp.asarray(segment_ids)
     if ids.shape != (*batch, T) or T != S or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
-            f"attention: segment_ids must be integers of the shape {[*batch, T]}, one for each position of query and "
-            f"key alike ({T} queries, {S} keys), got {ids.dtype}{list(ids.shape)}"
+            f"attention: segment_ids must be integers of the shape {[*batch, T]}, one for each position, which query "
+            f"and key share ({T} queries, {S} keys), got {ids.dtype}{list(ids.shape)}"
         )
     return ids.reshape(math.prod(batch), T)
 
@@ -235,7 +235,7 @@ def _fit_windows(windows: Any, batch: tuple[int, ...], form: Form) -> jax.Array:
 
 
 def _fit(what: str, x: Any, shape: tuple[int, ...]) -> Any:
-    """Shape a bias or mask [1 or B, 1 or H, 1 or T, 1 or S]."""
+    """Reshape a bias or mask to [1 or B, 1 or H, 1 or T, 1 or S]."""
     given = x.shape
     sizes = (1,) * (len(shape) - x.ndim) + given
     if len(sizes) != len(shape) or any(size not in (1, full) for size, full in zip(sizes, shape)):
@@ -265,7 +265,7 @@ def _draw(key: jax.Array | None, rate: float, broadcast: bool, shape: tuple[int,
 
 
 def _without_known_mask(extras: Extras, form: Form) -> tuple[Extras, Form]:
-    """Leave out a mask that is a constant and hides nothing, or what is causal."""
+    """Drop a constant mask that hides nothing, or replace it by `causal` if it is the causal mask."""
     seen = extras.mask
     if not isinstance(seen, np.ndarray):
         return extras, form
@@ -280,7 +280,7 @@ def _without_known_mask(extras: Extras, form: Form) -> tuple[Extras, Form]:
 
 
 def _dispatch(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Extras, form: Form) -> jax.Array:
-    """Compute attention by the kernel of the platform, on the part that the layout gives each device."""
+    """Compute attention by the platform's kernel, on each device's shard."""
     device = devices_in_force()[0]
     platform = device.platform
     split = Split.in_force(q_BTHD, k_BSKD, extras, form)
@@ -311,7 +311,7 @@ def _dispatch(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: E
 
 
 def _why_not_on_gpus(chunk: int) -> str:
-    return f'chunks of {chunk} positions of a sequence; with js.context(how="ulysses") it would'
+    return f'chunks of {chunk} positions of a sequence (use js.context(how="ulysses") for it)'
 
 
 @functools.cache

@@ -1,19 +1,19 @@
-"""Attention block by block with an online softmax: exact, and linear in the sequence, forward and backward.
+"""Compute attention in blocks with an online softmax: exact, with memory linear in the sequence length.
 
-Queries and keys are cut into blocks, and one scan goes over the pairs of blocks that may see each other:
+Queries and keys are split into blocks, and a scan iterates over the pairs of blocks that may see each other:
 
     4 blocks, causal    keys 0 1 2 3       pairs (0,0) (1,0) (1,1) (2,0) (2,1) (2,2) (3,0) (3,1) (3,2) (3,3)
              queries 0       x
-                     1       x x           carried for each query: the largest logit so far, the sum of
+                     1       x x           scan carry per query: the largest logit so far, the sum of
                      2       x x x         exp(logit - largest), and the sum of exp(logit - largest) * value
                      3       x x x x
 
-The backward pass computes the logits of every pair again from q and k. Nothing larger than one pair's logits exists,
-[B, H, block, block]. Source: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory"; Dao et al. 2022,
-"FlashAttention", appendix B.
+The backward pass recomputes the logits of every pair from q and k. The largest intermediate array has one pair's
+logits, [B, H, block, block]. Source: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory"; Dao et al.
+2022, "FlashAttention", appendix B.
 
-Where a sequence is split over devices, queries and keys are some chunks of it (`Starts`). The pairs then depend on the
-device, and the loop over them ends after as many as there are.
+If a sequence is split over devices, queries and keys consist of some of its chunks (`Starts`). Then the pairs differ
+between devices, and so does the number of loop iterations.
 
 Shape suffixes as in `formula`. N and M count the blocks of queries and keys, t and s the positions in a block.
 """
@@ -31,16 +31,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxshard.layers.attention.formula import UNSEEN, Extras, Form, add_bias, by_group, cap, drop, visible
 
 NAME = "attention_out"
-"""The name for `jax.checkpoint_policies` of what the backward pass needs beside q, k and v, the output among it."""
+"""The name for `jax.checkpoint_policies` of the output and all other residuals of the backward pass except q, k, v."""
 
 _MOST_LOGITS = 2**24
-"""Of one pair of blocks, over all rows and heads: 64 MB."""
+"""The most logits of a pair of blocks, over all rows and heads: 64 MB in f32."""
 
 Pair = tuple[jax.Array, jax.Array]
 
 
 class Starts(NamedTuple):
-    """Where equal chunks of a sequence begin, of which queries and keys consist: int[chunks], other on each device."""
+    """The start positions of the equal chunks of which queries and keys consist, int[chunks]; they differ by device."""
 
     queries: jax.Array
     keys: jax.Array
@@ -58,7 +58,7 @@ def blockwise(
 ) -> jax.Array:
     """Compute attention in blocks of at most `block` positions. It has no forward-mode derivative (`jax.jvp`).
 
-    With `starts`, bias, mask and dropout are only for a single chunk of queries and of keys.
+    With `starts`, bias, mask and dropout are supported only for a single chunk of queries and a single chunk of keys.
     """
     cut = Cut.of(q_BTHD, k_BSKD, block, starts)
     return cut.join(_attend(cut, form, *cut.arrays(q_BTHD, k_BSKD, v_BSKE), cut.extras(extras, k_BSKD), starts))
@@ -74,9 +74,9 @@ def partial_attention(
     starts: Starts,
     block: int = 512,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute attention to some of the keys; returns the output [B, T, H, E], and largest and total [B, T, H].
+    """Compute attention to some of the keys; return (output [B, T, H, E], largest [B, T, H], total [B, T, H]).
 
-    The sum of exp(logits) is exp(largest) * total. It is not to be differentiated: see `partial_gradients`.
+    The sum of exp(logits) is exp(largest) * total. Don't differentiate this function: see `partial_gradients`.
     """
     cut = Cut.of(q_BTHD, k_BSKD, block, starts)
     arrays = cut.arrays(q_BTHD, k_BSKD, v_BSKE)
@@ -99,30 +99,31 @@ def partial_gradients(
     starts: Starts,
     block: int = 512,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return what some of the keys add to the gradients of q, and the gradients of these k and v, all in f32.
+    """Return (contribution of some of the keys to the gradient of q, gradients of these k and v), in f32.
 
-    `out`, `largest` and `total` are those of all keys.
+    `out`, `largest` and `total` are the results for all keys.
     """
     cut = Cut.of(q_BTHD, k_BSKD, block, starts)
     K = k_BSKD.shape[2]
     out, d_out = (cut.queries(x, K) for x in (out_BTHE, d_out_BTHE))
     largest, total = (cut.queries(x[..., None], K)[..., 0] for x in (largest_BTH, total_BTH))
-    total = jnp.where(total > 0, total, 1)  # of padding
+    total = jnp.where(total > 0, total, 1)  # padded queries have a total of 0
     kept = *cut.arrays(q_BTHD, k_BSKD, v_BSKE), cut.extras(extras, k_BSKD), starts
     dq, dk, dv, _ = _gradients(cut, form, (*kept, out, largest, total), d_out)
     return cut.join(dq), cut.join_keys(dk), cut.join_keys(dv)
 
 
 def block_size(length: int, largest: int) -> int:
-    """Return the size of equal blocks, as few as possible, in a multiple of 16."""
+    """Return the size, a multiple of 16, of the fewest equal blocks of at most about `largest` positions."""
     blocks = -(-length // largest)
     return -(-length // (16 * blocks)) * 16
 
 
 class Cut(NamedTuple):
-    """T queries in blocks of t, and S keys in blocks of s. Side 0 is queries, side 1 keys.
+    """T queries in blocks of t, and S keys in blocks of s. Side 0 is the queries, side 1 the keys.
 
-    Each side is a number of equal chunks, one by default; the last block of every chunk is padded.
+    Each side consists of equal chunks (one by default), each with its own blocks; the last block of a chunk is padded.
+    Methods index the fields by side: self[side] is T or S, self[2 + side] t or s, self[4 + side] the number of chunks.
     """
 
     T: int
@@ -134,7 +135,7 @@ class Cut(NamedTuple):
 
     @classmethod
     def of(cls, q_BTHD: jax.Array, k_BSKD: jax.Array, block: int, starts: Starts | None) -> Cut:
-        """Choose blocks of at most `block` positions, and smaller ones where there are many heads."""
+        """Choose blocks of at most `block` positions, and smaller blocks if there are many rows and heads."""
         (B, T, H, _), S = q_BTHD.shape, k_BSKD.shape[1]
         chunks = (1, 1) if starts is None else (starts.queries.size, starts.keys.size)
         while block > 128 and B * H * block**2 > _MOST_LOGITS:
@@ -142,17 +143,17 @@ class Cut(NamedTuple):
         return cls(T, S, block_size(T // chunks[0], block), block_size(S // chunks[1], block), *chunks)
 
     def arrays(self, q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array) -> tuple[jax.Array, ...]:
-        """Cut q into [N, B, K, G, t, D], k into [M, B, K, s, D] and v into [M, B, K, s, E]."""
+        """Split q into [N, B, K, G, t, D], k into [M, B, K, s, D] and v into [M, B, K, s, E]."""
         keys = (self.split(x.swapaxes(1, 2), 1) for x in (k_BSKD, v_BSKE))
         return self.queries(q_BTHD, k_BSKD.shape[2]), *keys
 
     def queries(self, x_BTHD: jax.Array, kv_heads: int) -> jax.Array:
-        """Cut what there is for each query and head into [N, B, K, G, t, D]."""
+        """Split an array with a vector for each query and head into [N, B, K, G, t, D]."""
         B, T, H, D = x_BTHD.shape
         return self.split(x_BTHD.reshape(B, T, kv_heads, H // kv_heads, D).transpose(0, 2, 3, 1, 4), 0)
 
     def extras(self, extras: Extras, k_BSKD: jax.Array) -> Extras:
-        """Shape the arrays beside q, k and v as pairs take them."""
+        """Pad the other arrays of a call, so that `of_pair` can slice a pair of blocks out of them."""
         K, keys = k_BSKD.shape[2], extras.of_keys()
         return Extras(
             segments=None if extras.segments is None else self.pad(extras.segments, 1, 0),
@@ -164,13 +165,13 @@ class Cut(NamedTuple):
         )
 
     def join(self, x_NBKGtE: jax.Array) -> jax.Array:
-        """Make [B, T, H, E] of the blocks of queries again, without padding."""
+        """Join the blocks of queries to [B, T, H, E], without padding."""
         x_BKGTE = self._join(x_NBKGtE, 0)
         B, K, G, T, E = x_BKGTE.shape
         return x_BKGTE.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, E)
 
     def join_keys(self, x_MBKsD: jax.Array) -> jax.Array:
-        """Make [B, S, K, D] of the blocks of keys again, without padding."""
+        """Join the blocks of keys to [B, S, K, D], without padding."""
         return self._join(x_MBKsD, 1).swapaxes(1, 2)
 
     def _join(self, x: jax.Array, side: int) -> jax.Array:
@@ -188,7 +189,7 @@ class Cut(NamedTuple):
         return starts[side][block // each] + block % each * size
 
     def pad(self, x: jax.Array, dim: int, side: int) -> jax.Array:
-        """Pad the chunks of a dimension to whole blocks, with zeros."""
+        """Pad each chunk of a dimension with zeros to a multiple of the block size."""
         chunks = self[4 + side]
         length = x.shape[dim] // chunks
         if not (missing := -length % self[2 + side]):
@@ -198,35 +199,40 @@ class Cut(NamedTuple):
         return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
 
     def split(self, x: jax.Array, side: int) -> jax.Array:
-        """Cut [..., length, D] into [blocks, ..., block, D]."""
+        """Split [..., length, D] into [blocks, ..., block, D]."""
         x, size = self.pad(x, x.ndim - 2, side), self[2 + side]
         return jnp.moveaxis(x.reshape(*x.shape[:-2], x.shape[-2] // size, size, x.shape[-1]), -3, 0)
 
     def pad_pairs(self, x: jax.Array) -> jax.Array:
-        """Pad [..., T or 1, S or 1] to whole blocks; what has one element stays."""
+        """Pad [..., T or 1, S or 1] to multiples of the block sizes; dimensions of size 1 stay."""
         for side, dim in enumerate((x.ndim - 2, x.ndim - 1)):
             if x.shape[dim] > 1:
                 x = self.pad(x, dim, side)
         return x
 
     def of_pair(self, x: jax.Array, pair: Pair) -> jax.Array:
-        """Take one pair's part out of a padded [..., T or 1, S or 1]."""
+        """Slice a pair of blocks out of a padded array [..., T or 1, S or 1]."""
         for side, dim in enumerate((x.ndim - 2, x.ndim - 1)):
             if x.shape[dim] > 1:
                 x = jax.lax.dynamic_slice_in_dim(x, pair[side] * self[2 + side], self[2 + side], dim)
         return x
 
     def add_to_pair(self, sum: jax.Array, x: jax.Array, pair: Pair) -> jax.Array:
-        """Add one pair's part to a padded sum [..., T or 1, S or 1]; summed where the sum has one element."""
+        """Add one pair's part to a padded sum [..., T or 1, S or 1], reduced along dimensions of size 1."""
         dims = tuple(dim for dim, size in enumerate(sum.shape) if size == 1)
         x = x.sum(dims, keepdims=True)
+        # Along T and S the pair's offset, but 0 along a dimension of size 1, over which x was summed.
         starts = [0] * (x.ndim - 2) + [i * size if n > 1 else 0 for i, size, n in zip(pair, self[2:4], sum.shape[-2:])]
         part = jax.lax.dynamic_slice(sum, starts, x.shape)
         return jax.lax.dynamic_update_slice(sum, part + x, starts)
 
     def pairs(self, form: Form, extras: Extras, starts: Starts | None = None) -> tuple[jax.Array, jax.Array | None]:
-        """List the pairs to compute, int32[pairs, 2]; with `starts` as long as all pairs, and how many count."""
-        # A query that a mask keeps from every key takes the mean of all values, so then no pair may be left out.
+        """Return (the pairs to compute, int32[pairs, 2], their number).
+
+        Without `starts` the number is None: all listed pairs count. With `starts` the number is traced, and the list
+        is padded to the number of all pairs.
+        """
+        # With a mask, a query that sees no key takes the mean of all values, so no pair may be skipped.
         every = extras.mask is not None
         sizes = [self[4 + side] * -(-self[side] // self[4 + side] // self[2 + side]) for side in range(2)]
         numbers = np.arange if starts is None else jnp.arange
@@ -238,8 +244,8 @@ class Cut(NamedTuple):
         return jnp.argwhere(seen, size=seen.size).astype(jnp.int32), seen.sum(dtype=jnp.int32)
 
 
-# A policy of `jax.checkpoint` looks into loops: "dots" would save the logits of every pair. It does not look into a
-# call with a derivative of its own, so the forward pass is one. The derivative serves second derivatives only.
+# Policies of `jax.checkpoint` also apply inside loops: "dots" would save the logits of every pair. They do not apply
+# inside a custom_vjp call, so the forward pass is one. Its derivative is used for second derivatives only.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _closed_forward(
     cut: Cut, form: Form, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, starts: Starts | None
@@ -275,7 +281,7 @@ def _attend_forward(
 def _forward(
     cut: Cut, form: Form, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, starts: Starts | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (out[N, B, K, G, t, E], largest logit[N, B, K, G, t], sum of exp(logit - largest) of that shape)."""
+    """Return (out[N, B, K, G, t, E], largest logit[N, B, K, G, t], sum of exp(logit - largest)[N, B, K, G, t])."""
     per_query = q.shape[:-1]
 
     def add_pair(carry: tuple[jax.Array, ...], pair: Pair) -> tuple[jax.Array, ...]:
@@ -283,6 +289,7 @@ def _forward(
         largest, total, out = (x[n] for x in carry)
         logits, _, _ = _logits(cut, form, q, k, extras, starts, pair)
         new = jnp.maximum(largest, logits.max(-1))
+        # Rescale the sums so far from the old maximum to the new one.
         weights, shrink = jnp.exp(logits - new[..., None]), jnp.exp(largest - new)
         total = total * shrink + weights.sum(-1)
         if extras.keep is not None:
@@ -293,7 +300,8 @@ def _forward(
     zeros = partial(jnp.zeros, dtype=jnp.float32)
     start = zeros(per_query) + UNSEEN, zeros(per_query), zeros((*per_query, v.shape[-1]))
     largest, total, out = _over_pairs(cut, form, extras, starts, add_pair, start)
-    counted = total if starts is None else jnp.maximum(total, jnp.finfo(jnp.float32).tiny)  # some may see no key here
+    # With `starts` a query may see none of this device's keys: avoid 0 / 0.
+    counted = total if starts is None else jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     return (out / counted[..., None]).astype(v.dtype), largest, total
 
 
@@ -314,6 +322,7 @@ def _gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Return the gradients of q, k, v and the bias, in f32."""
     q, k, v, extras, starts, out, largest, total = kept
+    # The sum over all keys of weights * d_weights, which the derivative of the softmax subtracts.
     dot = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1)
 
     def add_pair(carry: tuple[Any, ...], pair: Pair) -> tuple[Any, ...]:
@@ -355,7 +364,7 @@ def _over_pairs(cut: Cut, form: Form, extras: Extras, starts: Starts | None, bod
 def _logits(
     cut: Cut, form: Form, q: jax.Array, k: jax.Array, extras: Extras, starts: Starts | None, pair: Pair
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Return (logits[B, K, G, t, s], which of them are seen, derivative of the cap) of one pair."""
+    """Return (logits[B, K, G, t, s], the mask of seen keys, the derivative of the cap) of one pair."""
     (n, m), (t, s) = pair, (cut.t, cut.s)
     logits, slope = cap(_product("bkgtd,bksd->bkgts", q[n], k[m], form) / q.shape[-1] ** 0.5, form)
     if extras.bias is not None:
@@ -370,7 +379,8 @@ def _logits(
     seen = visible(form, queries, keys, segments, mask, extras.windows)
     if seen is not None:
         logits = jnp.where(seen, logits, UNSEEN)
-    if (length := cut.S // cut.key_chunks) % s:  # padding does not even count where a query sees nothing
+    # Padded keys get -inf, not UNSEEN: they must not count even in the mean for a query that sees no key.
+    if (length := cut.S // cut.key_chunks) % s:
         logits = jnp.where(m * s % (-(-length // s) * s) + jnp.arange(s) < length, logits, -jnp.inf)
     return logits, seen, slope
 

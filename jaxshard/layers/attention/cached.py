@@ -1,11 +1,11 @@
-"""Attention of new positions over a cache of keys and values, where generation has put one in force.
+"""Attention of new positions over a KV cache, while `js.generate` runs.
 
-    prompt      the positions 0 to T - 1 of every row attend to one another by the kernel of the platform, and their
-                keys and values go into the cache
-    afterwards  the keys of the new positions, few and each row's own, go into their slots, and queries see all slots
-                up to their own, by the formula: with so few queries its logits are small
+    prefill     the positions 0 to T - 1 of every row attend to each other by the platform's kernel, and their keys and
+                values are written to the cache
+    decode      the keys and values of a few new positions are written to their slots, and each query sees all slots up
+                to its own position, by the plain formula: with so few queries the logits are small
 
-Each device writes and reads the rows and heads that it has, so there are no collectives, and the cache never moves.
+Each device writes and reads its own rows and heads of the cache, so there are no collectives.
 
 Shape suffixes as in `formula` and `core/cache.py`.
 """
@@ -26,18 +26,18 @@ from jaxshard.layers.attention.split import Split, heads_for
 
 
 def check_cached(cache: Cache, extras: Extras, form: Form, T: int, S: int) -> None:
-    """Raise a ValueError for a call that a cache can't answer, by name."""
+    """Raise a ValueError if a call can't be computed from a cache: other positions, not causal, or with a mask."""
     if T != S or cache.count != T:
         raise ValueError(
             f"attention: generation runs the model on {cache.count} positions of each row, of which this call has {T} "
-            f"queries and {S} keys; a model for js.generate attends to its own positions, all that "
+            f"queries and {S} keys; a model for js.generate must attend with exactly the positions that "
             'batch["tokens"] has'
         )
     given = [name for name, x in extras._asdict().items() if x is not None and name != "windows"]
     why = "causal=False" if not form.causal else f"a {given[0]}" if given else ""
     if why:
         raise ValueError(
-            f"attention: with {why} a query's keys are not those before it, in generation; use causal=True and window"
+            f"attention: with {why} a query's keys are not the cached earlier positions; use causal=True and window"
         )
 
 
@@ -50,16 +50,16 @@ def attend_cached(
     attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     windows_B: jax.Array | None = None,
 ) -> jax.Array:
-    """Compute causal attention of the positions at hand over all positions so far, and put theirs into the cache.
+    """Write the new keys and values to the cache and compute causal attention of the new positions over it.
 
     Args:
-      cache: the cache in force.
-      q_BTHD: the queries.
-      k_BTKD: the keys of the same positions.
-      v_BTKE: their values.
+      cache: the current cache.
+      q_BTHD: the queries at the new positions.
+      k_BTKD: the keys at the new positions.
+      v_BTKE: the values at the new positions.
       form: causal, with any window and soft cap.
-      attend: attention of whole rows among themselves, for prompts.
-      windows_B: the window of each row, where it is no number known before.
+      attend: attention among the given positions only, for prefill.
+      windows_B: the window of each row, if it is traced.
     """
     number = cache.calls
     cache.calls += 1
@@ -120,7 +120,7 @@ def _attend_new(
         (B, T, H, _), S = q_BTHD.shape, stored.keys.shape[3]
         at_BT = starts_B[:, None] + jnp.arange(T)
         rows_B1 = jnp.arange(B)[:, None]
-        # Whoever comes to the last slot has been stopped before; what would lie behind it is dropped.
+        # A stopped row may be past the last slot; its writes are dropped.
         keys = stored.keys.at[block, rows_B1, :, at_BT].set(k_BTKD, mode="drop")
         values = stored.values.at[block, rows_B1, :, at_BT].set(v_BTKE, mode="drop")
         k_BSKD, v_BSKE = (lax.dynamic_index_in_dim(x, block, 0, False).swapaxes(1, 2) for x in (keys, values))
@@ -140,13 +140,13 @@ def _attend_new(
     if mesh is None or mesh.size == 1:
         return on_device(q_BTHD, k_BTKD, v_BTKE, stored, block, starts_B, windows_B)
     rows, heads, kv_heads = map(spec_entry, (split.rows, split.heads, split.kv_heads))
-    mine, new = PartitionSpec(rows, None, heads, None), PartitionSpec(rows, None, kv_heads, None)
-    whole, by_row = PartitionSpec(), PartitionSpec(rows)
+    query_spec, key_spec = PartitionSpec(rows, None, heads, None), PartitionSpec(rows, None, kv_heads, None)
+    replicated, by_row = PartitionSpec(), PartitionSpec(rows)
     attended: tuple[jax.Array, Stored] = jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(mine, new, new, Stored(spec, spec), whole, by_row, by_row),  # type: ignore[arg-type]
-        out_specs=(mine, Stored(spec, spec)),  # type: ignore[arg-type]
+        in_specs=(query_spec, key_spec, key_spec, Stored(spec, spec), replicated, by_row, by_row),  # type: ignore[arg-type]
+        out_specs=(query_spec, Stored(spec, spec)),  # type: ignore[arg-type]
         check_vma=False,
     )(q_BTHD, k_BTKD, v_BTKE, stored, block, starts_B, windows_B)
     return attended

@@ -1,20 +1,21 @@
-"""Attention where the sequence is split over mesh axes: which keys and values come to which queries, and how.
+"""Context parallelism: attention over a sequence that is split over mesh axes.
 
-    gather    k, v of all devices to every device                      a device's queries x all keys, all heads
-    ulysses   q, k, v: heads against sequence, and the output back     all queries x all keys, some heads
-    usp       heads against sequence over the second axis, k and v gathered over the first
-    ring      k, v one device further, n - 1 times (`ring`)            queries x keys of one device at a time
+    how       communication                                            computed on each device
+    gather    all-gather k and v                                       its own queries x all keys, all heads
+    ulysses   all-to-all q, k, v from sequence to heads, output back   all queries x all keys, some of the heads
+    usp       ulysses over the second axis, gather over the first
+    ring      pass k, v to the next device, n - 1 times (`ring`)       its own queries x one device's keys at a time
 
-All functions run inside `shard_map`, on a device's own part [B, T, heads, D]: the rows, heads and positions it has.
-Positions are in zigzag order (`zigzag`), in which causal work is even.
+All functions run inside `shard_map`, on a device's shard [B, T, heads, D]. Positions are in zigzag order (`zigzag`),
+which balances causal work.
 
-Collectives, forward; `k, v` stand for one each, [B, T, K, D], and n for the devices. The backward pass has their
-transposes: a reduce-scatter for a gather, an all-to-all for an all-to-all. In a gather it has the forward ones too,
-since what was gathered is not kept.
+Collectives of the forward pass; `k, v` are one collective each, [B, T, K, D], and n is the number of devices. The
+backward pass has their transposes: a reduce-scatter for an all-gather, an all-to-all for an all-to-all. With "gather"
+it repeats the all-gathers too, since gathered keys and values are not saved.
 
-    gather    all-gather of k, v (and of segment_ids), in as many parts as there are groups of heads
+    gather    all-gather of k, v (and of segment_ids), one for each group of heads
     ulysses   all-to-all of q, k, v and the output (and an all-gather of segment_ids)
-    ring      n - 1 permutes of k, v (and segment_ids); backward also n of their gradients, in f32
+    ring      n - 1 permutes of k, v (and segment_ids); the backward pass also n permutes of their gradients, in f32
 
 Sources: Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.2 (gather); Jacobs et al. 2023, "DeepSpeed
 Ulysses"; Fang and Zhao 2024, "USP"; Liu et al. 2023, "Ring Attention".
@@ -39,7 +40,7 @@ from jaxshard.layers.attention.ring import Parts, ring_attention
 from jaxshard.layers.attention.zigzag import Axes, chunk_starts, from_zigzag, to_zigzag
 
 _MOST_GATHERED = 2**28
-"""Bytes of gathered keys and values at a time: heads are computed in groups, as few as that takes."""
+"""The most bytes of gathered keys and values at a time: beyond that, heads are computed in several groups."""
 
 _Attend = Callable[[jax.Array, jax.Array, jax.Array, Extras, Form], jax.Array]
 
@@ -48,10 +49,10 @@ class Kernels(NamedTuple):
     """The functions that compute attention on a platform.
 
     Attributes:
-      whole: for queries and keys in the order of the sequence, or where the order does not matter.
-      chunks: for queries that are chunks of the sequence, which begin at `starts.queries`, and for all keys:
+      whole: for queries and keys in the order of the sequence, or if the order does not matter.
+      chunks: for queries that are chunks of the sequence, beginning at `starts.queries`, and all keys:
         chunks(q, k, v, extras, form, starts=Starts(...)).
-      parts: for the turns of a ring.
+      parts: for one device's keys at a time, in a ring.
     """
 
     whole: _Attend
@@ -60,18 +61,18 @@ class Kernels(NamedTuple):
 
 
 def why_not_in_context(length: int, extras: Extras, form: Form, how: str, n: int) -> str:
-    """Return why attention can't be computed on n devices' parts of a sequence, `length` each; "" where it can."""
+    """Return why attention can't be computed on a sequence split over n devices, `length` on each; "" if it can."""
     if extras.bias is not None or extras.mask is not None:
         given = "bias" if extras.mask is None else "mask"
         return (
-            f"a {given} belongs to queries and keys of the whole sequence, of which each device has its own part; use "
-            "causal=, window= and segment_ids=, or js.auto()"
+            f"a {given} has entries for the full sequence, of which each device has a part; use causal=, window= and "
+            "segment_ids=, or js.auto()"
         )
     if extras.keep is not None:
-        return "dropout would need bits for the queries and keys of the whole sequence; use js.auto(), or a rate of 0"
+        return "dropout would need random bits for the full sequence; use js.auto(), or a rate of 0"
     if how == "ring" and (form.window is not None or extras.windows is not None):
         return (
-            f"a window of {form.window or 'its own'} in a ring, which would pass on keys that nobody sees; use "
+            f"a window of {form.window or 'its own'} in a ring, which would send keys that no query sees; use "
             'js.context(how="gather") or how="ulysses"'
         )
     if is_ordered(form) and length % 2:
@@ -83,18 +84,19 @@ def why_not_in_context(length: int, extras: Extras, form: Form, how: str, n: int
 
 
 def chunk_length(length: int, form: Form, how: str, sizes: dict[str, int]) -> int | None:
-    """Return how long the chunks are for which `Kernels.chunks` or `parts` is called; None where neither is.
+    """Return the length of the chunks on which `Kernels.chunks` or `parts` runs; None if neither runs.
 
     Args:
-      length: of each device's part.
-      form: as for every kernel.
-      how: which collectives.
-      sizes: of the axes over which the sequence is split.
+      length: the positions of each device.
+      form: causal, window.
+      how: the form of context parallelism.
+      sizes: {axis: size} of the axes over which the sequence is split.
     """
     if not is_ordered(form):
         return length if how == "ring" else None
     if how == "ulysses":
         return None
+    # A device has two chunks in zigzag order; "usp" joins the positions of all devices along the second axis.
     return length // 2 * (list(sizes.values())[-1] if how == "usp" else 1)
 
 
@@ -115,17 +117,17 @@ def attend_in_context(
       q_BTHD: this device's queries, in zigzag order of `axes`.
       k_BSKD: its keys.
       v_BSKE: its values.
-      extras: its segments; nothing else is possible.
-      form: as for every kernel; causal and window mean the positions in the sequence.
-      kernels: those of the platform.
+      extras: its segments; all other extras are refused.
+      form: causal and window refer to positions in the full sequence.
+      kernels: the kernels of the platform.
       axes: the mesh axes over which the sequence is split; exactly two for "usp".
-      how: which collectives; see the top of this file.
+      how: the form of context parallelism; see the top of this file.
 
     Returns:
-      This device's part of the output, [B, T, H, E]. It and what its backward pass needs have the name "attention_out".
+      This device's part of the output, [B, T, H, E]. The output and the residuals have the name "attention_out".
 
     Raises:
-      ValueError: too few heads for "ulysses" and "usp", and what `why_not_in_context` names.
+      ValueError: too few heads for "ulysses" or "usp", or a reason of `why_not_in_context`.
     """
     if reason := why_not_in_context(q_BTHD.shape[1], extras, form, how, lax.axis_size(axes)):
         raise ValueError(f"attention: {reason}")
@@ -146,7 +148,7 @@ def is_ordered(form: Form) -> bool:
     return form.causal or form.window is not None
 
 
-# Keys and values gathered
+# gather: all-gather keys and values
 
 
 def _with_gathered_keys(
@@ -164,7 +166,7 @@ def _with_gathered_keys(
         mine = chunk_starts(lax.axis_index(axes), n, T)
         return kernels.chunks(q, k, v, extras, form, starts=Starts(mine, jnp.zeros(1, jnp.int32)))
 
-    # What is gathered is not kept for the backward pass, the kernel's own output and sums are.
+    # Save the kernel's output and sums for the backward pass, but gather the keys and values again.
     attend = jax.checkpoint(attend, policy=jax.checkpoint_policies.save_only_these_names(NAME))
     groups = _group_count(K, n * B * S * K * (D + E) * k_BSKD.dtype.itemsize)
     out: jax.Array
@@ -177,10 +179,10 @@ def _with_gathered_keys(
 
 
 def _gather(x: jax.Array, axes: Axes, form: Form) -> jax.Array:
-    """Gather dimension 1 from all devices, in the order of the sequence if the order matters.
+    """All-gather dimension 1, in the order of the sequence if the order matters.
 
-    Axis by axis, the last one first, and as matrices with the sequence in rows: the TPU compiler sums the gradients of
-    other shapes whole instead of scattering the sums.
+    It gathers axis by axis, the last first, and as matrices with the sequence in rows: for other shapes the TPU
+    compiler all-reduces the gradients instead of reduce-scattering them.
     """
     B, S, *rest = x.shape
     rows = x.swapaxes(0, 1).reshape(S, -1)
@@ -191,12 +193,12 @@ def _gather(x: jax.Array, axes: Axes, form: Form) -> jax.Array:
 
 
 def _group_count(kv_heads: int, size: int) -> int:
-    """Return the least number of equal groups of heads of which each takes at most `_MOST_GATHERED` bytes."""
+    """Return the smallest number of equal groups of heads such that each has at most `_MOST_GATHERED` bytes."""
     counts = (count for count in range(1, kv_heads + 1) if kv_heads % count == 0)
     return next((count for count in counts if size <= _MOST_GATHERED * count), kv_heads)
 
 
-# Heads against sequence
+# ulysses: exchange sequence for heads
 
 
 def _with_exchanged_heads(
@@ -210,13 +212,14 @@ def _with_exchanged_heads(
             f"attention: {few} are not divisible by the {n} devices of {axes}, between which how='ulysses' exchanges "
             f"them; use js.context(how='gather'), or an axis of {math.gcd(H, n)}"
         )
+    # Repeat heads of keys and values as often as it takes for n to divide them.
     repeats = next(r for r in range(1, H // K + 1) if H // K % r == 0 and K * r % n == 0)
     if repeats > 1:
         k_BSKD, v_BSKE = (jnp.repeat(x, repeats, axis=2) for x in (k_BSKD, v_BSKE))
 
     def heads_to_sequence(x: jax.Array) -> jax.Array:
-        whole: jax.Array = lax.all_to_all(x, axes, split_axis=2, concat_axis=1, tiled=True)
-        return from_zigzag(whole, n, 1) if is_ordered(form) else whole
+        all_positions: jax.Array = lax.all_to_all(x, axes, split_axis=2, concat_axis=1, tiled=True)
+        return from_zigzag(all_positions, n, 1) if is_ordered(form) else all_positions
 
     if extras.segments is not None:
         extras = extras._replace(segments=_gather(extras.segments, axes, form))

@@ -25,7 +25,7 @@ def is_rocm(gpu: Any) -> bool:
 
 
 def why_not_cudnn(gpu: Any, q_BTHD: jax.Array, v_BSKE: jax.Array, extras: Extras, form: Form) -> str:
-    """Return why cuDNN can't compute this, or not without an array of all logits; "" where it can."""
+    """Return why cuDNN can't compute this without an array of all logits; "" if it can."""
     D, E = q_BTHD.shape[-1], v_BSKE.shape[-1]
     if float(gpu.compute_capability) < _OLDEST:
         return f"compute capability {gpu.compute_capability}; it takes {_OLDEST} and up"
@@ -34,7 +34,7 @@ def why_not_cudnn(gpu: Any, q_BTHD: jax.Array, v_BSKE: jax.Array, extras: Extras
     if D != E or D % 8 or D > _MOST_WIDTH:
         return f"heads of {D} and values of {E}; it takes equal multiples of 8 up to {_MOST_WIDTH}"
     if extras.windows is not None:
-        return "windows that are computed, such as those of blocks that differ"
+        return "traced windows, such as a window for each row"
     if extras.segments is not None:
         return "segment_ids"
     if extras.mask is not None or extras.bias is not None:
@@ -53,7 +53,7 @@ def why_not_cudnn(gpu: Any, q_BTHD: jax.Array, v_BSKE: jax.Array, extras: Extras
 
 
 def _is_elsewhere(gpu: Any) -> bool:
-    """Return whether this stands for a GPU of another machine, for which a step is only compiled or planned."""
+    """Return whether a device only stands for a GPU of another machine, for which a step is compiled or planned."""
     client = gpu.client
     compiles = getattr(client, "runtime_type", "") == "compile_only_runtime"
     return compiles or getattr(client, "platform", "") == "planned"

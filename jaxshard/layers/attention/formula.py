@@ -1,9 +1,9 @@
-"""Attention by its formula, and what every way to compute it shares: which keys a query may see, and the logits.
+"""Compute attention by its formula, and define the mask and logits that all kernels share.
 
     out = softmax(cap(q k^T / sqrt(D)) + bias) v          over the keys that are seen; softmax in f32
 
-Shape suffixes: B rows, T queries, S keys, H heads, K heads of keys and values, G = H / K heads that share them, D width
-of a head, E width of a head of values.
+Shape suffixes: B rows, T queries, S keys, H heads of queries, K heads of keys and values, G = H / K heads of queries
+that share a head of keys and values, D size of a head, E size of a head of values.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import jax
 import jax.numpy as jnp
 
 UNSEEN = -0.7 * float(jnp.finfo(jnp.float32).max)
-"""The logit of a key that is not seen. Finite, so that a query that sees nothing takes the mean of all values."""
+"""The logit of a key that is not seen. Finite, so that a query that sees no key takes the mean of all values."""
 
 
 class Form(NamedTuple):
-    """The static part of a call of attention.
+    """The static arguments of a call of attention.
 
     Attributes:
       causal: query t sees keys up to t.
-      window: query t sees keys less than this far from t; None without a limit.
-      soft_cap: logits x become soft_cap * tanh(x / soft_cap); None leaves them.
+      window: query t sees keys less than this many positions from t; None for no limit.
+      soft_cap: logits x become soft_cap * tanh(x / soft_cap); None for no cap.
       dropout: the rate at which weights are dropped; 0 without `Extras.keep`.
-      precision: of the products, as `jax.lax.dot_general` takes it.
+      precision: the precision of the matrix products, as in `jax.lax.dot_general`.
     """
 
     causal: bool = False
@@ -42,15 +42,15 @@ class Form(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """The arrays of a call beside q, k and v; each of them may be None.
+    """The optional arrays of a call of attention, in addition to q, k and v.
 
     Attributes:
-      segments: int[B, T]; queries see keys of their own number.
+      segments: int[B, T]; queries see keys with the same segment id.
       bias: float[1 or B, 1 or H, 1 or T, 1 or S], added to the logits.
-      mask: bool of such a shape; False is not seen.
-      keep: bool[T, S], the weights that dropout leaves, the same in all rows and heads.
-      key_segments: int[B, S], where they are not those of the queries.
-      windows: int[B], the window of each row, where `Form.window` is none for all; only of causal attention.
+      mask: bool[1 or B, 1 or H, 1 or T, 1 or S]; False hides a key.
+      keep: bool[T, S], the weights that dropout keeps, the same in all rows and heads.
+      key_segments: int[B, S], the segments of the keys, if they differ from `segments`.
+      windows: int[B], a traced window for each row, instead of `Form.window`; only for causal attention.
     """
 
     segments: jax.Array | None = None
@@ -66,7 +66,7 @@ class Extras(NamedTuple):
 
 
 def formula(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Extras, form: Form) -> jax.Array:
-    """Compute attention with all logits [B, H, T, S] at once: for short sequences."""
+    """Compute attention from an array of all logits [B, H, T, S]: for short sequences."""
     B, T, H, D = q_BTHD.shape
     S, K = k_BSKD.shape[1:3]
     q_BTKGD = q_BTHD.reshape(B, T, K, H // K, D)
@@ -90,7 +90,7 @@ def formula(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Ext
 
 
 def cap(logits: jax.Array, form: Form) -> tuple[jax.Array, jax.Array | None]:
-    """Cap the logits; also return the derivative, None where there is no cap."""
+    """Return (the capped logits, the derivative of the cap); the derivative is None if there is no cap."""
     if form.soft_cap is None:
         return logits, None
     bent = jnp.tanh(logits / form.soft_cap)
@@ -103,12 +103,12 @@ def add_bias(logits: jax.Array, bias: jax.Array) -> jax.Array:
 
 
 def drop(weights: jax.Array, keep: jax.Array, form: Form) -> jax.Array:
-    """Drop weights, or their gradient: 0 where `keep` is False, the rest larger."""
+    """Apply dropout to weights or their gradient: 0 where `keep` is False, else scaled by 1 / (1 - rate)."""
     return jnp.where(keep, weights / (1 - form.dropout), 0)
 
 
 def by_group(x: jax.Array, kv_heads: int) -> jax.Array:
-    """Shape an array [B or 1, H or 1, T or 1, S or 1] as logits [B, K, G, T, S] have it."""
+    """Reshape [B or 1, H or 1, T or 1, S or 1] so that it broadcasts to logits [B, K, G, T, S]."""
     B, H, T, S = x.shape
     return x.reshape(B, 1, 1, T, S) if H == 1 else x.reshape(B, kv_heads, H // kv_heads, T, S)
 
@@ -121,15 +121,15 @@ def visible(
     mask: jax.Array | None,
     windows: jax.Array | None = None,
 ) -> jax.Array | None:
-    """Return which keys are seen, bool that broadcasts to [B, K, G, T, S]; None if all are.
+    """Return the mask of seen keys, a bool that broadcasts to [B, K, G, T, S]; None if all keys are seen.
 
     Args:
       form: causal and window.
       queries_T: positions of the queries.
       keys_S: positions of the keys.
-      segments: int[B, T] of the queries, and int[B, S] of the keys.
-      mask: bool that broadcasts to [B, K, G, T, S].
-      windows: int[B], as in `Extras`.
+      segments: (int[B, T] of the queries, int[B, S] of the keys).
+      mask: a bool that broadcasts to [B, K, G, T, S].
+      windows: int[B], see `Extras`.
     """
     seen = []
     distance_TS = queries_T[:, None] - keys_S[None, :]

@@ -1,13 +1,13 @@
-"""Attention in a ring: every device's keys and values pass by every other device, and nothing is gathered.
+"""Ring attention: each device passes keys and values on to the next, so that no device gathers them all.
 
-In turn t device i computes its queries with the keys of device i - t, and sends those on. Each turn has an output and
-the sum of exp(logits), written as exp(largest) * total, so that neither a large logit nor its rounding does harm:
+In iteration t, device i attends with its queries to the keys of device i - t, and sends these keys to device i + 1.
+Every iteration has an output and the sum of exp(logits), stored as exp(largest) * total for numerical stability:
 
     out = sum of share_t out_t        share_t = exp(largest_t - largest) total_t / total
 
-The backward pass goes around once more. The gradients of keys and values, in f32, travel with them and arrive at home
-after n moves. Causal work is as much in every turn: with keys of an earlier device all queries see the first chunk,
-with those of a later one the second chunk of queries sees both (`zigzag`).
+The backward pass sends keys and values around once more, together with their gradients in f32, which reach their own
+device after n sends. All iterations have the same causal work: of an earlier device's keys all queries see the first
+chunk; of a later device's keys the second chunk of queries sees both chunks (`zigzag`).
 
 Runs inside `shard_map`. Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers"; Zhu 2024,
 "ring-flash-attention". Shape suffixes as in `formula`.
@@ -31,13 +31,13 @@ from jaxshard.layers.attention.zigzag import Axes, chunk_starts
 
 
 class Turn(NamedTuple):
-    """One turn of the ring.
+    """One iteration of the ring.
 
     Attributes:
-      queries: int, the device whose queries these are.
-      keys: the device whose keys these are.
-      devices: how many there are.
-      own: whether these are the same; known when the program is made.
+      queries: the index of the device to which the queries belong (this device), traced.
+      keys: the index of the device to which the keys belong, traced.
+      devices: the number of devices.
+      own: whether both indices are equal; static.
     """
 
     queries: jax.Array
@@ -47,12 +47,12 @@ class Turn(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The functions that compute a turn on a platform.
+    """The functions that compute one iteration of the ring on a platform.
 
     Attributes:
-      forward: (q, k, v, extras, form, turn) -> (output, largest [B, T, H], total of that shape).
-      backward: (q, k, v, extras, form, out, largest, total, d_out, turn) -> what the turn adds to the gradients of q,
-        k and v.
+      forward: (q, k, v, extras, form, turn) -> (output, largest [B, T, H], total [B, T, H]).
+      backward: (q, k, v, extras, form, out, largest, total, d_out, turn) -> contributions of this iteration to the
+        gradients of q, k and v.
     """
 
     forward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
@@ -60,7 +60,7 @@ class Parts(NamedTuple):
 
 
 def blocks(block: int) -> Parts:
-    """Compute turns in blocks of at most `block` positions."""
+    """Make `Parts` that compute an iteration in blocks of at most `block` positions."""
 
     def starts(form: Form, q: jax.Array, k: jax.Array, turn: Turn) -> Starts:
         if not form.causal:
@@ -95,7 +95,8 @@ def ring_attention(
 ) -> jax.Array:
     """Compute attention of this device's queries to the keys of all devices along `axes`.
 
-    Collectives: n - 1 permutes of k, v and segments, forward and backward; backward n of the gradients of k and v.
+    Collectives: n - 1 permutes of k, v and segments, forward and backward; in the backward pass also n permutes of the
+    gradients of k and v.
     """
     return _forward(q_BTHD, k_BSKD, v_BSKE, segments, key_segments, form, parts, axes)[0]
 
@@ -110,6 +111,7 @@ def _forward(
         if turn.own:
             return (more, its_largest, its_total), sums
         out, largest, total = carry
+        # Rescale both sums to their common maximum; the outputs are then averaged by their shares of the total.
         new = jnp.maximum(largest, its_largest)
         total, its_total = total * jnp.exp(largest - new), its_total * jnp.exp(its_largest - new)
         share = (its_total / (total + its_total))[..., None]
@@ -122,10 +124,10 @@ def _forward(
 def _go_around(
     take_turn: Callable[..., tuple[Any, Any]], carry: Any, sums: Any, passing: Any, axes: Axes
 ) -> tuple[Any, Any]:
-    """Take n turns: carry, sums = take_turn(carry, sums, passing, turn).
+    """Run n iterations of `carry, sums = take_turn(carry, sums, passing, turn)`.
 
-    Between them `passing` and `sums` move one device further. `passing` moves while the turn with it is computed, and
-    `sums` while that is computed which is added to them.
+    Between iterations `passing` and `sums` are sent to the next device. `passing` is sent while the iteration that
+    reads it runs. `sums` is sent while the values are computed that are added to it on arrival.
     """
     n, i = lax.axis_size(axes), lax.axis_index(axes)
 
@@ -151,7 +153,7 @@ def _send_on(tree: Any, axes: Axes) -> Any:
 def _ring_forward(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, key_segments: Any, form: Form, parts: Parts, axes: Axes
 ) -> tuple[jax.Array, Any]:
-    # A call of its own, as in `blockwise`: policies of `jax.checkpoint` would look into the loop.
+    # A custom_vjp call, as in `blockwise`: policies of `jax.checkpoint` would apply inside the loop.
     found = _closed_forward(q, k, v, segments, key_segments, form, parts, axes)
     out, largest, total = (checkpoint_name(x, NAME) for x in found)
     return out, (q, k, v, segments, key_segments, out, largest, total)
@@ -178,7 +180,7 @@ def _ring_backward(form: Form, parts: Parts, axes: Axes, kept: Any, d_out: jax.A
 
     zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
     dq, sums = _go_around(take_turn, zeros[0], zeros[1:], (k, v, key_segments), axes)
-    dk, dv = _send_on(sums, axes)  # home
+    dk, dv = _send_on(sums, axes)  # the last send, to the device of these keys
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
 
 

@@ -1,7 +1,7 @@
-"""Attention on TPUs by JAX's splash attention, a Pallas kernel: no logits in memory, and no work on what is not seen.
+"""Attention on TPUs by JAX's splash attention: a Pallas kernel that stores no logits and skips blocks of unseen keys.
 
-The kernel takes [heads, positions, width] of one row, positions in multiples of 128. Other lengths are padded with keys
-that nobody sees and queries that nobody reads, which leaves the result as it is.
+The kernel takes one row [heads, positions, head size] with a multiple of 128 positions. Other lengths are padded with
+keys that no query sees, and with queries whose outputs are dropped.
 
 Shape suffixes as in `formula`.
 """
@@ -20,9 +20,9 @@ _LANES = 128
 
 
 def why_not_splash(q_BTHD: jax.Array, extras: Extras, form: Form) -> str:
-    """Return why the kernel can't compute this; "" where it can."""
+    """Return why the kernel can't compute a call; "" if it can."""
     if extras.windows is not None:
-        return "windows that are computed, such as those of blocks that differ"
+        return "traced windows, such as a window for each row"
     if extras.mask is not None:
         return "a mask whose values are not known when the program is made; causal=, window= and segment_ids= are"
     if extras.bias is not None:
@@ -49,7 +49,7 @@ def splash(
         x_BHTD = _pad(_pad(x_BTHD, 1, block), 3, _LANES).swapaxes(1, 2)
         return x_BHTD
 
-    # The kernel does not scale.
+    # The kernel does not divide the logits by sqrt(D).
     scaled_BTHD = (q_BTHD.astype(jnp.float32) / D**0.5).astype(q_BTHD.dtype)
     q_BHTD, k_BKSD, v_BKSE = prepare(scaled_BTHD, block), prepare(k_BSKD, key_block), prepare(v_BSKE, key_block)
     segments = _segments(T, S, q_BHTD.shape, k_BKSD.shape[2], extras, form)
@@ -71,7 +71,7 @@ def splash(
 
 
 def _block_size(length: int) -> int:
-    """Return a large block whose multiples pad the sequence by at most an eighth; 128 where none does."""
+    """Return the largest block size that pads the sequence by at most an eighth; 128 if there is none."""
     for block in (512, 256):
         if -length % block <= length // 8:
             return block
@@ -86,7 +86,7 @@ def _pad(x: jax.Array, dim: int, multiple: int) -> jax.Array:
 def _segments(
     T: int, S: int, padded: tuple[int, ...], padded_keys: int, extras: Extras, form: Form
 ) -> tuple[jax.Array, ...] | None:
-    """Return segments of queries and keys, the padding a segment of its own; None where they are not needed."""
+    """Return segments of queries and keys, with an own segment for the padding; None if they are not needed."""
     B, _, padded_queries, _ = padded
     keys = extras.of_keys()
     if extras.segments is not None and keys is not None:
@@ -95,7 +95,7 @@ def _segments(
             jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, length - ids.shape[1])), constant_values=unused)
             for ids, length in ((extras.segments, padded_queries), (keys, padded_keys))
         )
-    if padded_keys == S or form.causal:  # the padding comes after every query
+    if padded_keys == S or form.causal:  # the padding comes after every query, so the causal mask hides it
         return None
     ids_T, ids_S = (jnp.arange(n) >= real for n, real in ((padded_queries, T), (padded_keys, S)))
     return tuple(jnp.broadcast_to(ids.astype(jnp.int32), (B, ids.size)) for ids in (ids_T, ids_S))

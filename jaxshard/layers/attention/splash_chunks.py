@@ -1,11 +1,12 @@
-"""The TPU kernel for chunks of a sequence that is split over devices: which blocks it visits depends on the device.
+"""Run the TPU kernel on chunks of a sequence that is split over devices, with different blocks on each device.
 
-Splash attention takes tables of blocks: for each block of queries which blocks of keys to load one after the other, and
-which of them to compute. JAX makes them on the host from a mask, the same for all devices. Here they are made in the
-program, from where the device's chunks begin: blocks are far fewer than positions. What is seen inside a block follows
-from the positions (`Sees`), which the kernel is given for the queries and counts for the keys.
+Splash attention takes tables: for each block of queries, which blocks of keys to load, in order, and which of them to
+compute. JAX makes these tables on the host from a mask, the same for all devices. Here they are computed in the
+program, from the start positions of the device's chunks; they are small, as they have an entry per block, not per
+position. Inside a block the mask follows from the positions (`Sees`): the kernel receives the positions of the queries
+and counts those of the keys.
 
-Blocks never cross chunks, so every device visits as many: chunks must be multiples of 128.
+No block crosses a boundary of chunks, so that all devices visit equally many blocks: chunks must be multiples of 128.
 
 Shape suffixes as in `formula`; I and J count blocks of queries and of keys.
 """
@@ -23,13 +24,13 @@ from jaxshard.layers.attention.formula import Extras, Form
 _LANES = 128
 _MOST = (1024, 2048, 512)
 _MOST_OF_DQ = (512, 1024, 1024)
-"""Sizes of blocks: of queries, of keys, and of the keys that are computed at a time, which is not for the gradient of
-the queries to choose. A block that is passed over takes as long as the computation of one of 512 x 512 on a v5p, and a
-device passes over about as many as it visits."""
+"""The largest block sizes: queries, loaded keys, keys computed at a time. (`_MOST_OF_DQ` is for the gradient of q, for
+which the kernel fixes the last.) They are large because skipping a block takes as long as computing a block of
+512 x 512 on a v5p, and a device skips about as many blocks as it visits."""
 
 
 class Blocks(NamedTuple):
-    """Sizes of blocks: queries, keys that are loaded, keys that are computed at a time."""
+    """Block sizes: queries, keys that are loaded together, keys that are computed together."""
 
     queries: int
     keys: int
@@ -37,12 +38,12 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, chunk: int, keys: int) -> Blocks:
-        """Choose blocks that divide a chunk of queries, and `keys`."""
+        """Choose block sizes that divide a chunk of queries, and `keys`."""
         return cls._of(chunk, keys, _MOST)
 
     @classmethod
     def of_dq(cls, chunk: int, keys: int) -> Blocks:
-        """Choose them for the gradient of the queries."""
+        """Choose block sizes for the gradient of the queries."""
         return cls._of(chunk, keys, _MOST_OF_DQ)
 
     @classmethod
@@ -52,11 +53,11 @@ class Blocks(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """Which blocks are computed, and the order in which they are loaded.
+    """The blocks that the kernel loads, in order, and whether it computes each.
 
     Attributes:
-      next: int32[I, width], the block to load in each turn.
-      counts: bool[I, width], whether it is computed.
+      next: int32[I, width], the block to load in each iteration.
+      counts: bool[I, width], whether the iteration computes anything.
     """
 
     next: jax.Array
@@ -64,7 +65,7 @@ class Visits(NamedTuple):
 
 
 class Sees(NamedTuple):
-    """The mask inside a block, causal or in a window, as the kernel calls it: with positions of queries and keys."""
+    """The mask function of the kernel, causal or with a window: (positions of queries, positions of keys) -> bool."""
 
     causal: bool
     window: int | None
@@ -78,7 +79,7 @@ class Sees(NamedTuple):
 
 
 def why_not_chunks(chunk: int) -> str:
-    """Return why the kernel can't compute chunks of so many positions; "" where it can."""
+    """Return why the kernel can't compute chunks of this many positions; "" if it can."""
     return "" if chunk % _LANES == 0 else f"chunks of {chunk} positions; it takes multiples of {_LANES}"
 
 
@@ -92,7 +93,7 @@ def splash_chunks(
     starts: Starts,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute attention of chunks of queries to all keys, causal or in a window, by the kernel."""
+    """Compute attention of chunks of queries to all keys, causal or with a window, by the kernel."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
     T, S, E = q_BTHD.shape[1], k_BSKD.shape[1], v_BSKE.shape[-1]
@@ -120,7 +121,7 @@ def splash_chunks(
 
 
 def heads_first(x_BTHD: jax.Array, *, scale: bool = False) -> jax.Array:
-    """Shape an array as the kernel takes it, [B, H, T, D]; queries are scaled, which the kernel does not do."""
+    """Transpose to the kernel's layout [B, H, T, D]; with `scale`, divide by sqrt(D), which the kernel does not do."""
     D = x_BTHD.shape[-1]
     if scale:
         x_BTHD = (x_BTHD.astype(jnp.float32) / D**0.5).astype(x_BTHD.dtype)
@@ -137,14 +138,14 @@ def _largest(length: int, most: int) -> int:
 
 
 def visits(form: Form, starts: jax.Array, T: int, S: int, blocks: Blocks, *, of_keys: bool = False) -> Visits:
-    """List the blocks of keys that each block of queries visits, or the other way round.
+    """List the blocks of keys that each block of queries visits, or (of_keys) the reverse.
 
     Args:
       form: causal, window.
-      starts: where the chunks of queries begin.
-      T: queries.
-      S: keys, from position 0 on.
-      blocks: their sizes.
+      starts: the start positions of the chunks of queries.
+      T: the number of queries.
+      S: the number of keys, from position 0 on.
+      blocks: the block sizes.
       of_keys: list the blocks of queries that each block of keys visits.
     """
     in_chunk = T // starts.size // blocks.queries
@@ -156,15 +157,15 @@ def visits(form: Form, starts: jax.Array, T: int, S: int, blocks: Blocks, *, of_
         seen = seen.T
     rows, columns = seen.shape
     width = columns
-    if form.window is not None and not of_keys:  # so many blocks of keys at most, which follow each other
+    if form.window is not None and not of_keys:  # a window reaches at most this many consecutive blocks of keys
         reach = blocks.queries + form.window - 1 + (0 if form.causal else form.window - 1)
         width = min(columns, (reach - 2) // blocks.keys + 2)
-    # Visited blocks follow each other: those of the first row are first .. first + count - 1.
+    # The visited blocks of a row are consecutive: begin .. begin + count - 1.
     begin, count = seen.argmax(1), seen.sum(1)
-    turn = jnp.arange(width)
-    counts = turn < count[:, None]
-    # A turn that computes nothing loads what the next one that does needs.
-    flat = jnp.where(counts, begin[:, None] + turn, columns).reshape(-1)
+    iteration = jnp.arange(width)
+    counts = iteration < count[:, None]
+    # An iteration that computes nothing prefetches the block of the next iteration that does: a minimum from the right.
+    flat = jnp.where(counts, begin[:, None] + iteration, columns).reshape(-1)
     turns = jnp.where(flat < columns, jnp.arange(flat.size), flat.size)
     following = jax.lax.cummin(turns, reverse=True)
     next = jnp.where(following < flat.size, flat[jnp.minimum(following, flat.size - 1)], 0)
@@ -172,14 +173,14 @@ def visits(form: Form, starts: jax.Array, T: int, S: int, blocks: Blocks, *, of_
 
 
 def tables(form: Form, starts: jax.Array, T: int, S: int, blocks: Blocks, of_dq: Blocks) -> tuple[Any, Any, Any]:
-    """Return splash attention's tables of blocks for the forward pass, the gradient of q, and that of k and v."""
+    """Return splash attention's tables for the forward pass, the gradient of q, and the gradients of k and v."""
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
     each = T // starts.size
     positions_T = (starts[:, None] + jnp.arange(each)).reshape(T).astype(jnp.int32)
 
     def table(found: Visits, transpose: bool) -> Any:
-        # Scalar memory is small.
+        # The tables are in scalar memory, which is small: use the smallest dtype.
         small = jnp.int16 if max(T, S) < 2**15 * _LANES else jnp.int32
         next, counts = found.next.astype(small), found.counts.astype(jnp.int8)
         if transpose:
@@ -191,7 +192,7 @@ def tables(form: Form, starts: jax.Array, T: int, S: int, blocks: Blocks, of_dq:
 
 
 def block_sizes(blocks: Blocks, of_dq: Blocks) -> Any:
-    """Return the sizes as splash attention takes them."""
+    """Convert the block sizes to splash attention's `BlockSizes`."""
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import BlockSizes
 
     return BlockSizes(

@@ -1,8 +1,8 @@
-"""The turns of a ring (`ring`) by the TPU kernel.
+"""Compute the iterations of ring attention (`ring`) by the TPU kernel.
 
-Every turn has a shape that is known when the program is made. With its own keys a device computes plain causal
-attention, with those of an earlier one all queries and the first chunk of keys, with those of a later one the second
-chunk of queries and all keys.
+Every iteration has static shapes. With its own keys a device computes plain causal attention. With the keys of an
+earlier device it computes all queries x the first chunk of keys, with the keys of a later device the second chunk of
+queries x all keys, both without a mask.
 
 Shape suffixes as in `formula`.
 """
@@ -25,7 +25,7 @@ _Results = tuple[jax.Array, ...]
 
 
 def splash_turns(*, interpret: bool = False) -> Parts:
-    """Compute turns by the kernel; `interpret` runs it without a TPU, slowly."""
+    """Make `Parts` that compute an iteration by the kernel; `interpret` runs it without a TPU, slowly."""
 
     def forward(
         q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, form: Form, turn: Turn
@@ -33,6 +33,7 @@ def splash_turns(*, interpret: bool = False) -> Parts:
         part = partial(_part, form=form, interpret=interpret)
         queries, keys = (q, extras.segments), (k, v, extras.of_keys())
         out, logsumexp = _by_turn(part, _put_forward, queries, keys, form, turn)
+        # exp(largest) * total = exp(logsumexp) * 1.
         return out, logsumexp, jnp.ones_like(logsumexp)
 
     def backward(
@@ -49,7 +50,7 @@ def splash_turns(*, interpret: bool = False) -> Parts:
 
 
 def _by_turn(part: Any, put: Any, queries: Any, keys: Any, form: Form, turn: Turn) -> Any:
-    """Compute a turn as one part of queries and keys, and put the results where they belong."""
+    """Compute the visible part of queries and keys of an iteration, and pad the results to full size."""
     if turn.own or not form.causal:
         return part(queries, keys, causal=form.causal)
 

@@ -1,7 +1,7 @@
-"""How the layout in force splits attention over devices: rows, heads and positions.
+"""Split attention over devices by the current layout: rows, heads and positions.
 
-Inside jaxshard's steps some mesh axes are manual already: under `js.explicit` those of the batch and of the context,
-over which arrays are a device's own. The others are made manual here, because no kernel can be split by the compiler.
+Inside jaxshard's steps some mesh axes are manual already: under `js.explicit` the axes of the batch and of the context.
+A `shard_map` here makes all other axes manual, because the compiler can't split a kernel.
 
 Shape suffixes as in `formula`.
 """
@@ -29,20 +29,20 @@ _NONE: tuple[str, ...] = ()
 
 @dataclass(frozen=True)
 class Split:
-    """The share of one call of attention that each device computes.
+    """The sharding of one call of attention.
 
     Attributes:
-      mesh: the mesh inside of which the call is, None without a layout.
-      manual: its axes over which arrays are a device's own already.
-      rows: the axes to be made manual over which rows are split.
-      heads: the same for heads of queries.
-      kv_heads: the same for heads of keys and values: those of the queries, or none.
-      context: how positions are split, where attention exchanges keys and values; None without.
-      queries: the axes over which only queries are split: where a bias or mask forbids all else.
-      length: queries in all, or a device's own where positions are split already.
-      uneven_rows: why nothing can be made manual, or "".
-      whole: why positions are not split although there is a context, or "".
-      whole_over: over which axes they are not.
+      mesh: the mesh around the call; None without a layout.
+      manual: the mesh axes that are manual already.
+      rows: the axes over which the `shard_map` splits rows.
+      heads: the axes over which it splits heads of queries.
+      kv_heads: the axes over which it splits heads of keys and values: `heads`, or none.
+      context: the context parallelism, if keys and values are exchanged; else None.
+      queries: the axes over which only queries are split, if a bias or mask rules out context parallelism.
+      length: the number of queries, of this device if positions are manual already.
+      uneven_rows: why no axis can be made manual, or "".
+      whole: why keys are replicated although there is a context, or "".
+      whole_over: the axes over which they are replicated.
     """
 
     mesh: Mesh | None = None
@@ -59,10 +59,10 @@ class Split:
 
     @classmethod
     def in_force(cls, q_BTHD: jax.Array, k_BSKD: jax.Array, extras: Extras, form: Form) -> Split:
-        """Return how the layout in force splits a call.
+        """Return how the current layout splits a call.
 
         Raises:
-          ValueError: heads that the axis does not divide; what a context can't do, by name.
+          ValueError: heads that the axis does not divide; an argument that context parallelism does not support.
         """
         activations = activations_in_force()
         if activations is None:
@@ -96,7 +96,7 @@ class Split:
         return cls(mesh, manual, batch, heads, kv_heads, context, queries, T, "", whole, whole_over)
 
     def why_not(self, why_not_chunks: Callable[[int], str], form: Form) -> str:
-        """Return why a kernel can't compute the chunks that a device has of a sequence; "" if it needs not or can."""
+        """Return why a kernel can't compute a device's chunks of the sequence; "" if it can or if there are none."""
         if self.context is None or self.mesh is None:
             return ""
         sizes = {axis: self.mesh.shape[axis] for axis in self.context.axis}
@@ -108,7 +108,7 @@ class Split:
     def run(
         self, kernels: Kernels, q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Extras, form: Form
     ) -> jax.Array:
-        """Compute attention of global arrays, or of a device's own over the axes that are manual already."""
+        """Compute attention in a `shard_map` over all axes that are not manual yet."""
         mesh = self.mesh
         automatic = set() if mesh is None or self.uneven_rows else set(mesh.axis_names) - self.manual
         if mesh is None or not automatic or mesh.size == 1:
@@ -130,7 +130,7 @@ class Split:
             beside[name] = None if getattr(extras, name) is None else PartitionSpec(rows, entry)
         beside["windows"] = None if extras.windows is None else PartitionSpec(rows)
         beside["keep"] = None if extras.keep is None else PartitionSpec(queries, None)
-        mine, whole = PartitionSpec(rows, queries, heads, None), PartitionSpec(rows, keys, kv_heads, None)
+        query_spec, key_spec = PartitionSpec(rows, queries, heads, None), PartitionSpec(rows, keys, kv_heads, None)
         H, K = q_BTHD.shape[2], k_BSKD.shape[2]
 
         def on_device(q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras) -> jax.Array:
@@ -150,8 +150,8 @@ class Split:
         out: jax.Array = jax.shard_map(
             on_device,
             mesh=None if self.manual else mesh,  # nested: the mesh of the shard_map around it
-            in_specs=(mine, whole, whole, Extras(**beside)),
-            out_specs=mine,
+            in_specs=(query_spec, key_spec, key_spec, Extras(**beside)),
+            out_specs=query_spec,
             axis_names=automatic,
             check_vma=False,
         )(q_BTHD, k_BSKD, v_BSKE, extras)
@@ -167,7 +167,7 @@ class Split:
 
 
 def _why_whole(T: int, S: int, n: int, extras: Extras, form: Form) -> str:
-    """Return why global arrays are not exchanged between n devices; "" where they are."""
+    """Return why context parallelism over n devices can't be used for global arrays; "" if it can."""
     if extras.bias is not None or extras.mask is not None:
         return f"a {'bias' if extras.mask is None else 'mask'} is given"
     if extras.keep is not None:
@@ -179,7 +179,7 @@ def _why_whole(T: int, S: int, n: int, extras: Extras, form: Form) -> str:
 
 
 def heads_for(x_BSKD: jax.Array, own: int, shared_by: int, axes: tuple[str, ...]) -> jax.Array:
-    """Take the heads of keys or values that this device's `own` heads of queries need, of all of them."""
+    """Select the heads of keys or values that this device's `own` heads of queries use."""
     first = jax.lax.axis_index(axes) * own
     if shared_by % own == 0:
         return jax.lax.dynamic_slice_in_dim(x_BSKD, first // shared_by, 1, 2)

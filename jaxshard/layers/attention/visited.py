@@ -1,4 +1,4 @@
-"""The work of each device where a sequence is split: the pairs of blocks of queries and keys that its kernel visits."""
+"""Count the work of each device under context parallelism: the pairs of blocks that its kernel visits."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def visited_blocks(form: Form, length: int, devices: int, *, block: int | None =
 
     Args:
       form: causal, window.
-      length: of the whole sequence.
-      devices: over which it is split, in zigzag order.
-      block: the largest block of `blockwise`; None counts those of the TPU kernel.
-      ring: whether the keys come one device's after the other; only in blocks.
+      length: the length of the full sequence.
+      devices: the number of devices over which it is split, in zigzag order.
+      block: the largest block of `blockwise`; None counts the blocks of the TPU kernel.
+      ring: count for ring attention; only for `blockwise`.
     """
     own = length // devices
     starts = jax.vmap(lambda i: chunk_starts(i, devices, own))(jnp.arange(devices))

@@ -1,15 +1,15 @@
-"""The order in which a sequence is split over devices so that causal work is even: zigzag.
+"""Zigzag order: split a sequence over devices so that all have the same causal work.
 
-The sequence is cut into 2n chunks, and device i of n has the chunks i and 2n - 1 - i:
+The sequence is split into 2n chunks, and device i of n has the chunks i and 2n - 1 - i:
 
     n = 4, chunks of the sequence    0 1 2 3 4 5 6 7
     device                           0 1 2 3 3 2 1 0
 
-A query sees what comes before it. A pair of chunks that are as far from the beginning as from the end together sees
-the same number of keys, whichever pair it is. Source: Zhu 2024, "ring-flash-attention" (zigzag); Brandon et al. 2023,
-"Striped Attention", for another order.
+A query sees the keys before it, so chunk j sees about j chunks of keys. Every device's two chunks together see the same
+number, i + (2n - 1 - i). Source: Zhu 2024, "ring-flash-attention" (zigzag); Brandon et al. 2023, "Striped Attention",
+for another order.
 
-Functions with `axes` run inside `shard_map`; their n devices are those of one or several mesh axes, in row-major order.
+Functions with `axes` run inside `shard_map`, over the n devices along these mesh axes, in row-major order.
 """
 
 from __future__ import annotations
@@ -25,28 +25,29 @@ Axes = tuple[str, ...]
 
 
 def chunk_starts(i: Any, n: int, length: int) -> jax.Array:
-    """Return where the two chunks of device i of n begin, int32[2]; `length` is that of both together."""
+    """Return the start positions of the two chunks of device i of n, int32[2]; `length` is their total length."""
     return jnp.stack([jnp.asarray(i), jnp.asarray(2 * n - 1 - i)]).astype(jnp.int32) * (length // 2)
 
 
 def to_zigzag(x: Shaped[Array, "*dims"], n: int, dim: int) -> Shaped[Array, "*dims"]:
-    """Bring a sequence into the order in which n devices, one after the other, have it: chunks 0 2n-1 1 2n-2 ..."""
+    """Reorder a sequence so that n equal parts are the devices' shards: chunks 0 2n-1 1 2n-2 ..."""
     chunks = x.reshape(*x.shape[:dim], 2, n, -1, *x.shape[dim + 1 :])
     low, high = (jnp.take(chunks, half, dim) for half in range(2))
     return jnp.stack([low, jnp.flip(high, dim)], dim + 1).reshape(x.shape)
 
 
 def from_zigzag(x: Shaped[Array, "*dims"], n: int, dim: int) -> Shaped[Array, "*dims"]:
-    """Bring the devices' parts, one after the other, into the order of the sequence: the inverse of `to_zigzag`."""
+    """Reorder the devices' concatenated shards to the order of the sequence: the inverse of `to_zigzag`."""
     chunks = x.reshape(*x.shape[:dim], n, 2, -1, *x.shape[dim + 1 :])
     low, high = (jnp.take(chunks, half, dim + 1) for half in range(2))
     return jnp.concatenate([low, jnp.flip(high, dim)], dim).reshape(x.shape)
 
 
 def exchange_to_zigzag(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """Exchange chunks so that a device that had neighbouring ones, 2i and 2i + 1, has those of the zigzag order.
+    """Exchange chunks so that device i, which had the consecutive chunks 2i and 2i + 1, has those of zigzag order.
 
-    Collectives: two permutes, each of half of `x`. Even chunks go to even devices first half, to odd ones second half.
+    Collectives: two permutes, each of half of `x`. On even devices the even chunk is the first half, on odd devices the
+    second half.
     """
     n = lax.axis_size(axes)
     halves = jnp.split(x, 2, axis=dim)
@@ -69,6 +70,6 @@ def exchange_from_zigzag(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
 
 
 def _moves(n: int, slot: int) -> list[tuple[int, int]]:
-    """Return (device that has chunk 2i + slot, device that gets it) for all devices."""
+    """Return (source, destination) of chunk 2i + slot for every device i."""
     chunks = [2 * i + slot for i in range(n)]
     return [(i, min(chunk, 2 * n - 1 - chunk)) for i, chunk in enumerate(chunks)]

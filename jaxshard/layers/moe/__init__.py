@@ -1,4 +1,4 @@
-"""`js.moe`: which experts a token goes to, its exchange with the devices that hold them, and their products.
+"""`js.moe`: mixture of experts: routing, expert parallelism by all-to-alls, and grouped matrix products.
 
     moe -> routing, experts -> exchange, grouped
 

@@ -1,19 +1,18 @@
-"""Rows that are sorted by expert go to the devices of their experts, and come back.
+"""Send rows that are sorted by expert to the devices of their experts, and back, by all-to-alls.
 
-Every device of the axis holds E / n experts. All devices know how many rows each sends to every expert, so each one can
-tell where everything lies. On a device the rows arrive in the order (expert, sender):
+Every device of the axis holds E / n experts. All devices know how many rows each device sends to every expert, so each
+can compute all offsets. On a device the rows arrive in the order (expert, sender):
 
     device 0 sends   a a b c d d       a, b: experts of device 0        device 0 receives   a a a b b
     device 1 sends   a b c c           c, d: experts of device 1        device 1 receives   c c c d d
                                                                                     in windows of 3 rows: a a a | b b .
 
-How much a device receives depends on the routing, and in the worst case it is everything. So rows are exchanged in
-windows of a fixed size, as often as it takes: nothing is dropped, and no buffer is larger than a window. There are two
-forms, and with an even routing both need one window:
+The number of rows that a device receives depends on the routing, and may be all rows. So rows are exchanged in windows
+of a fixed size, as many as needed: no row is dropped, and no buffer is larger than a window. There are two forms. With
+a balanced routing both need a single window:
 
-    ragged    a ragged all-to-all of the rows that there are; a window has the next `rows` rows that a device receives
+    ragged    a ragged all-to-all; a window has the next `rows` rows that a device receives
     equal     an all-to-all of equal counts; a window has the next `rows / n` rows of each pair of devices
-
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ _used = jax.make_user_context(default_value=None)
 
 
 class Slices(NamedTuple):
-    """Slices of one device's rows, int32[devices * experts of a device], peer by peer; all begin at 0 where empty.
+    """Slices of a device's rows by peer and expert, int32[devices * experts of a device]; empty slices begin at 0.
 
     Attributes:
-      offsets: where a slice begins in this device's own array.
-      sizes: its number of rows.
-      remote: where it begins in the peer's array.
+      offsets: the first row of each slice in this device's array.
+      sizes: the number of rows of each slice.
+      remote: the first row of each slice in the peer's array.
     """
 
     offsets: jax.Array
@@ -45,12 +44,12 @@ class Slices(NamedTuple):
 
 
 class Window(NamedTuple):
-    """One exchange: what this device sends, in its sorted rows, what it receives, in the window, and of which expert.
+    """The slices of one exchange.
 
     Attributes:
-      sent: slices of the sorted rows, by receiver and expert.
+      sent: slices of this device's sorted rows, by receiver and expert.
       received: slices of the window, by sender and expert.
-      sizes: int32[experts of a device], the rows of each expert in the window, which follow one another from 0 on.
+      sizes: int32[experts of a device], the number of rows of each expert in the window, which are sorted by expert.
     """
 
     sent: Slices
@@ -59,22 +58,22 @@ class Window(NamedTuple):
 
 
 def use_form(form: Form) -> AbstractContextManager[None]:
-    """Make a context in which rows are exchanged in this form, whatever the devices are."""
+    """Make a context in which rows are exchanged in this form on all devices."""
     context: AbstractContextManager[None] = _used(form)
     return context
 
 
 def form_for(devices: Sequence[Any], asked: Form | None = None) -> Form:
-    """Return the form for a mesh of these devices: that of `use_form`, the one that is asked for, or the best."""
+    """Return the form for a mesh of these devices: set by `use_form`, else asked for, else the best."""
     used: Form | None = _used.value
     return used or asked or _best_form(devices)
 
 
 def _best_form(devices: Sequence[Any]) -> Form:
-    """Return the form that devices have.
+    """Return the best form that the devices support.
 
-    CPUs have no ragged all-to-all, and v5e slices of more than 16 chips have none either: "not supported in limited ICI
-    routing settings" says libtpu 0.0.42 and 0.0.52. Try again with later ones.
+    CPUs have no ragged all-to-all. Neither have v5e slices of more than 16 chips: libtpu 0.0.42 and 0.0.52 say "not
+    supported in limited ICI routing settings". Try again with later versions.
     """
     if devices[0].platform == "cpu":
         return "equal"
@@ -83,13 +82,13 @@ def _best_form(devices: Sequence[Any]) -> Form:
 
 
 def gather_counts(counts_E: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return the counts of all devices along the axes, int32[devices, E]; an all-gather of E numbers."""
+    """All-gather the counts of all devices along the axes, int32[devices, E]."""
     gathered: jax.Array = jax.lax.all_gather(counts_E, axes)
     return gathered
 
 
 def count_windows(counts_nE: jax.Array, rows: int, form: Form) -> jax.Array:
-    """Return how many windows the device needs that needs most."""
+    """Return the number of windows that the device with the most rows needs."""
     n = counts_nE.shape[0]
     of_pairs = counts_nE.reshape(n, n, -1).sum(-1)
     most, room = (of_pairs.sum(0), rows) if form == "ragged" else (of_pairs, rows // n)
@@ -102,16 +101,17 @@ def plan_window(counts_nE: jax.Array, me: jax.Array, index: jax.Array, rows: int
     Args:
       counts_nE: how many rows each device has for each expert.
       me: this device's index along the axes.
-      index: which window.
-      rows: received rows in a window.
-      form: what a window has.
+      index: the index of the window.
+      rows: the number of received rows in a window.
+      form: the form of exchange.
     """
     n = counts_nE.shape[0]
     counts = counts_nE.reshape(n, n, -1)  # [sender, receiver, expert there]
-    own = (jnp.cumsum(counts_nE, 1) - counts_nE).reshape(counts.shape)  # where they begin in the sender's rows
-    if form == "ragged":  # of all that a device receives
+    own = (jnp.cumsum(counts_nE, 1) - counts_nE).reshape(counts.shape)  # first rows in the sender's array
+    # `at` numbers the rows through all windows; a window has the rows first .. first + room of these.
+    if form == "ragged":  # numbered among all rows that a device receives
         at, room = _pack(counts), rows
-    else:  # of all that a device sends to another
+    else:  # numbered among all rows of a pair of devices
         at, room = own - own[..., :1], rows // n
     first = index * room
     begin, end = (jnp.clip(edge, first, first + room) for edge in (at, at + counts))
@@ -125,7 +125,7 @@ def plan_window(counts_nE: jax.Array, me: jax.Array, index: jax.Array, rows: int
 
 
 def _pack(counts: jax.Array) -> jax.Array:
-    """Return where slices [sender, receiver, expert] begin in what the receiver has, in the order (expert, sender)."""
+    """Return the first row of slices [sender, receiver, expert] in the receiver's array, ordered (expert, sender)."""
     arrived = counts.transpose(1, 2, 0)
     ends = jnp.cumsum(arrived.reshape(arrived.shape[0], -1), 1).reshape(arrived.shape)
     return (ends - arrived).transpose(2, 0, 1)
@@ -134,12 +134,13 @@ def _pack(counts: jax.Array) -> jax.Array:
 def exchange(
     rows: jax.Array, into: jax.Array, sent: Slices, received: Slices, axes: tuple[str, ...], pair: int | None
 ) -> jax.Array:
-    """Send slices of `rows` to the devices along the axes, and write what they send into `into`.
+    """Send slices of `rows` to the devices along the axes, and write the received slices into `into`.
 
-    Rows of `into` that nobody writes stay as they are. Sending back what was received swaps `sent` and `received`.
+    Rows of `into` outside of the received slices stay as they are. To send received rows back, swap `sent` and
+    `received`.
 
-    Collectives: a ragged all-to-all of the rows that are sent; or, if no two devices exchange more than `pair` rows, an
-    all-to-all of so many for each pair.
+    Collectives: a ragged all-to-all if `pair` is None; else an all-to-all of `pair` rows for each pair of devices,
+    which must not exchange more.
     """
     if pair is None:
         ragged: jax.Array = jax.lax.ragged_all_to_all(
@@ -153,18 +154,18 @@ def exchange(
 
 
 def _list_rows(slices: Slices, n: int, pair: int) -> jax.Array:
-    """List the rows of each peer's slices one after another, int32[n * pair]; row 0 where there are no more."""
+    """Return the row indices of each peer's slices, concatenated and padded with 0 to `pair`, int32[n * pair]."""
     offsets, sizes = (x.reshape(n, -1) for x in slices[:2])
     ends = jnp.cumsum(sizes, 1)
     i = jnp.arange(pair)
-    which = (i[:, None] >= ends[:, None]).sum(-1)
+    which = (i[:, None] >= ends[:, None]).sum(-1)  # [peer, pair]: the slice of each entry, by counting ended slices
     last = sizes.shape[1] - 1
     begin = jnp.take_along_axis(offsets - (ends - sizes), jnp.minimum(which, last), 1)
     return jnp.where(which <= last, begin + i, 0).ravel()
 
 
 def _find_rows(slices: Slices, n: int, pair: int, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Return for each of `rows` rows where it is in the list of `_list_rows`, and whether it is in it."""
+    """Return for each of `rows` rows (its place in the list of `_list_rows`, whether it is in the list)."""
     sizes = slices.sizes.reshape(n, -1)
     listed = jnp.cumsum(sizes, 1) - sizes + jnp.arange(n)[:, None] * pair
     within = jnp.arange(rows)[:, None] - slices.offsets

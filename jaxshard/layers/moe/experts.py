@@ -1,8 +1,8 @@
-"""What one device computes of `js.moe`: with all experts on it, or with its share of them.
+"""The part of `js.moe` that runs on one device, which holds all experts or its shard of them.
 
-With all experts, tokens are sorted by expert, and JAX differentiates the rest. With a share, they are exchanged in
-windows (`exchange.py`), and the derivative is one of its own: the backward pass sends the tokens again and computes
-each window's hidden activations again, so that nothing of the size of a window or of the hidden layer is kept.
+With all experts, tokens are sorted by expert, and JAX differentiates the rest. With a shard of the experts, rows are
+exchanged in windows (`exchange.py`), and a custom_vjp defines the backward pass: it sends the rows again and recomputes
+each window's hidden activations, so that no residual has the size of a window or of the hidden layer.
 
 Shape suffixes: N tokens, k experts of each, R = N * k rows sorted by expert, M rows of a window, C width.
 """
@@ -24,21 +24,21 @@ from jaxshard.layers.moe.grouped import Dot, Way
 from jaxshard.layers.moe.routing import Choice
 
 Experts = Callable[[PyTree, jax.Array, Dot], jax.Array]
-"""The user's function of (params, rows sorted by expert, dot)."""
+"""The user's function: (params, rows sorted by expert, dot) -> rows."""
 
 ROOM = 1.25
-"""Rows of a window over those that a device receives of an even routing, at most."""
+"""The size of a window, as a multiple of the rows that a device receives under balanced routing."""
 LARGEST = 4096
-"""Rows of a window at most, but 2048 for each expert: so many keep the products at full speed, and more take memory."""
+"""The most rows of a window (but at least 2048 for each expert): enough for products at full speed."""
 
 
 class Order(NamedTuple):
-    """The rows in the order of their experts.
+    """The permutation that sorts rows by expert. A choice is one of the R = N * k pairs of a token and its expert.
 
     Attributes:
-      of_rows: int32[R], for each sorted row which of the R = N * k choices it is.
-      of_choices: int32[R], for each choice which sorted row it is.
-      counts: int32[E], the rows of each expert; lost ones are behind all experts and count nowhere.
+      of_rows: int32[R], the index of the choice for each sorted row.
+      of_choices: int32[R], the index of the sorted row for each choice.
+      counts: int32[E], the rows of each expert; dropped choices are sorted to the end and not counted.
     """
 
     of_rows: jax.Array
@@ -47,10 +47,11 @@ class Order(NamedTuple):
 
 
 def sort_by_expert(experts_Nk: jax.Array, E: int) -> Order:
-    """Sort the choices by expert, those of the same expert by token."""
+    """Sort the choices by expert, and by token within an expert."""
     flat = experts_Nk.ravel()
     of_rows = jnp.argsort(flat, stable=True).astype(jnp.int32)
     of_choices = jnp.argsort(of_rows).astype(jnp.int32)
+    # The first sorted row of each expert; row E is the first dropped choice.
     edges = jnp.searchsorted(flat[of_rows], jnp.arange(E + 1), method="sort").astype(jnp.int32)
     return Order(of_rows, of_choices, edges[1:] - edges[:-1])
 
@@ -68,7 +69,7 @@ def apply_all(fn: Experts, params: PyTree, x_NC: jax.Array, choice: Choice, E: i
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sort_tokens(k: int, x_NC: jax.Array, order: Order) -> jax.Array:
-    """Repeat each token for its experts, sorted. Its own derivative gathers, too: a scatter is slow on TPUs."""
+    """Repeat each token for its k experts, sorted by expert. A custom_vjp, since a scatter is slow on TPUs."""
     return x_NC[order.of_rows // k]
 
 
@@ -84,7 +85,7 @@ _sort_tokens.defvjp(_sort_forward, _sort_backward)
 
 
 def _sum_choices(k: int, dx_RC: jax.Array, order: Order) -> jax.Array:
-    """Sum the rows of each token, [N, C]; those of lost choices may be anything and are left out."""
+    """Sum the rows of each token, [N, C]; rows of dropped choices are undefined and left out."""
     own = order.of_choices < order.counts.sum()
     dx = jnp.where(own[:, None], dx_RC[order.of_choices], 0).reshape(-1, k, dx_RC.shape[1])
     return dx.sum(1, dtype=jnp.promote_types(dx.dtype, jnp.float32)).astype(dx_RC.dtype)
@@ -107,35 +108,40 @@ _unsort.defvjp(_unsort_forward, _unsort_backward)
 
 
 def _weigh(y_RC: jax.Array, choice: Choice, E: int) -> jax.Array:
-    """Sum what the experts of each token say, with its weights, in f32: rows in the order of the choices -> [N, C]."""
+    """Sum the outputs of each token's experts with its weights, in f32: rows in the order of the choices -> [N, C]."""
     y_NkC = y_RC.reshape(*choice.experts.shape, -1)
     y_NkC = jnp.where((choice.experts < E)[..., None], y_NkC, 0)
-    weights = jnp.where(choice.experts < E, choice.weights, 0 * choice.weights)  # a NaN stays one
-    wide = jnp.promote_types(y_RC.dtype, jnp.float32)
-    return (weights[..., None] * y_NkC.astype(wide)).sum(1).astype(y_RC.dtype)
+    weights = jnp.where(choice.experts < E, choice.weights, 0 * choice.weights)  # 0 * NaN keeps a NaN of the router
+    dtype = jnp.promote_types(y_RC.dtype, jnp.float32)
+    return (weights[..., None] * y_NkC.astype(dtype)).sum(1).astype(y_RC.dtype)
 
 
-# A share of the experts on every device.
+# A shard of the experts on every device.
 
 
 class Load(NamedTuple):
-    """The rows that each device has for each expert, int32[devices, E], and the windows in which they are exchanged."""
+    """The load of all devices.
+
+    Attributes:
+      counts: int32[devices, E], the rows that each device has for each expert.
+      windows: the number of windows in which the rows are exchanged.
+    """
 
     counts: jax.Array
     windows: jax.Array
 
 
 class Share(NamedTuple):
-    """The split of experts over devices.
+    """The split of experts over devices, and the form of their computation.
 
     Attributes:
-      axes: the manual mesh axes over which they are split.
-      devices: the number of devices along these.
-      experts: the number of all experts.
-      window: received rows that are computed at once.
+      axes: the manual mesh axes over which experts are split.
+      devices: the number of devices along these axes.
+      experts: the number of experts on all devices.
+      window: the number of rows of a window.
       way: how products are computed.
       form: how rows are exchanged.
-      others: the other manual axes, along which other devices exchange rows among themselves.
+      others: the other manual axes; devices along these exchange rows in groups of their own.
     """
 
     axes: tuple[str, ...]
@@ -147,48 +153,52 @@ class Share(NamedTuple):
     others: tuple[str, ...] = ()
 
     def count_windows(self, counts: jax.Array) -> jax.Array:
-        """Return the number of windows, the same on every device; a maximum of one number over the other axes.
+        """Return the number of windows, the same on every device, by a pmax of a scalar over the other axes.
 
-        Devices that exchange rows among themselves could stop when they have all of theirs. But then a loop with
-        collectives would have turned a different number of times elsewhere, and that is safe only as long as each of
-        them has groups: a compiler may make permutes of them, which have none and wait for all devices.
+        A group of devices could stop once it has all of its rows. But then a loop with collectives would run more
+        iterations in other groups. That is safe only for collectives with groups; a compiler may replace them by
+        permutes, which have no groups and wait for all devices.
         """
         count = count_windows(counts, self.window, self.form)
         most: jax.Array = jax.lax.pmax(count, self.others) if self.others else count
         return most
 
     def inputs(self, x_NC: jax.Array) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """Return the shapes of a window's rows, and of how many are each expert's."""
+        """Return the shapes of a window's rows, and of the number of rows of each expert."""
         rows = jax.ShapeDtypeStruct((self.window, x_NC.shape[1]), x_NC.dtype)
         return rows, jax.ShapeDtypeStruct((self.experts // self.devices,), jnp.int32)
 
     def plan(self, counts: jax.Array, index: jax.Array) -> Window:
-        """Plan a window of this device."""
+        """Plan the exchange of a window on this device."""
         return plan_window(counts, jax.lax.axis_index(self.axes), index, self.window, self.form)
 
     def exchange(self, rows: jax.Array, into: jax.Array, sent: Slices, received: Slices) -> jax.Array:
-        """Exchange slices of `rows`, see `exchange`."""
+        """Exchange slices of `rows`; see `exchange`."""
         pair = None if self.form == "ragged" else self.window // self.devices
         return exchange(rows, into, sent, received, self.axes, pair)
 
 
 def window_rows(rows: int, k: int, devices: int, experts_here: int) -> int:
-    """Return the size of windows: all that can come, `ROOM` times what comes of an even routing, or `LARGEST`.
+    """Return the size of windows: the smallest of the worst case, `ROOM` times a balanced load, and `LARGEST`.
 
-    `rows` = N * k are sent by each device. A token goes to k different experts, so no device gets one more often than
-    it has experts.
+    Args:
+      rows: the rows that each device sends, N * k.
+      k: the number of experts of a token, all different: a device receives a token at most once for each expert there.
+      devices: the number of devices over which experts are split.
+      experts_here: the number of experts on each device.
     """
     worst = devices * (rows // k) * min(k, experts_here)
     enough = min(math.ceil(rows * ROOM), max(LARGEST, LARGEST // 2 * experts_here))
+    # A multiple of the devices, for exchanges of equal counts; if large, also of 512, the tile of the TPU kernel.
     multiple = 8 * devices if enough < LARGEST else 512 * devices // math.gcd(512, devices)
     return min(worst, -(-enough // multiple) * multiple)
 
 
 def apply_share(fn: Experts, params: PyTree, x_NC: jax.Array, choice: Choice, share: Share) -> jax.Array:
-    """Compute the weighted sum over each token's experts, which are on all devices along the axes.
+    """Compute the weighted sum over each token's experts, which are split over the devices along the axes.
 
-    Collectives: an all-gather of the counts int32[E], a maximum of one number over the other axes; for each window two
-    exchanges of rows forward, and five backward, of which two are of one number for each row.
+    Collectives: an all-gather of the counts int32[E], and a pmax of a scalar over the other axes. For each window two
+    exchanges of rows in the forward pass and five in the backward pass, two of these of one scalar per row.
     """
     order = sort_by_expert(choice.experts, share.experts)
     program = _close(fn, params, *share.inputs(x_NC), share.way)
@@ -199,7 +209,13 @@ def apply_share(fn: Experts, params: PyTree, x_NC: jax.Array, choice: Choice, sh
 
 
 class _Program(NamedTuple):
-    """The user's function as a program of its inputs alone: what it closes over is an input as well."""
+    """The user's function without closure: arrays that it closes over become inputs, which custom_vjp needs.
+
+    Attributes:
+      call: (floats, others, rows, sizes) -> rows.
+      floats: the differentiable arrays among params and closed-over arrays.
+      others: all other arrays among these.
+    """
 
     call: Callable[[Sequence[jax.Array], Sequence[Any], jax.Array, jax.Array], jax.Array]
     floats: list[jax.Array]
@@ -212,6 +228,7 @@ def _close(fn: Experts, params: PyTree, rows: Any, sizes: Any, way: Way) -> _Pro
     def of_leaves(leaves: list[Any], rows: jax.Array, sizes: jax.Array) -> jax.Array:
         return fn(jax.tree.unflatten(tree, leaves), rows, Dot(rows.shape[0], sizes, way))
 
+    # The constants of the jaxpr are the arrays that `fn` closes over, tracers of the surrounding trace included.
     closed = jax.make_jaxpr(of_leaves)(leaves, rows, sizes)
     jaxpr: Jaxpr = closed.jaxpr
     values = [*leaves, *closed.consts]
@@ -229,13 +246,13 @@ def _close(fn: Experts, params: PyTree, rows: Any, sizes: Any, way: Way) -> _Pro
 
 
 def _empty(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Return an array for results. What nobody writes may be anything, and nobody reads it."""
+    """Return an uninitialized array, of which only the written parts are read."""
     array: jax.Array = jax.lax.empty(shape, dtype)
     return array
 
 
 def _mask(x: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Return x with zeros in the rows of a window that nobody sent."""
+    """Zero the unused rows at the end of a window."""
     own = jnp.arange(x.shape[0]) < sizes.sum()
     return jnp.where(own.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
 
@@ -247,7 +264,7 @@ def _apply(
     k = choice.experts.shape[1]
     rows_RC = x_NC[order.of_rows // k]
     dtype = jax.eval_shape(call, floats, others, *share.inputs(x_NC)).dtype
-    # What comes back is written over the rows that were sent: those of other windows stay.
+    # Results overwrite the rows that were sent, which saves a buffer; rows of later windows stay until they are sent.
     in_place = dtype == x_NC.dtype
 
     def window(index: jax.Array, y_RC: jax.Array) -> jax.Array:
@@ -267,9 +284,10 @@ def _apply_forward(share: Share, call: Any, *args: Any) -> tuple[jax.Array, Any]
 
 
 def _apply_backward(share: Share, call: Any, kept: Any, dout_NC: jax.Array) -> tuple[Any, ...]:
-    """Compute each window again, with its derivative.
+    """Recompute each window and its derivative.
 
-    The weight w of a row is differentiated where its expert is: sum(dout * y). So dout and w are sent, not w * dout.
+    The gradient of a row's weight w, sum(dout * y), is computed on the device of its expert. So dout and w are sent,
+    not w * dout.
     """
     x_NC, choice, floats, others, order, load = kept
     N, k = choice.experts.shape
@@ -286,14 +304,14 @@ def _apply_backward(share: Share, call: Any, kept: Any, dout_NC: jax.Array) -> t
 
         x, dout, w = receive(rows_RC), receive(dout_RC), receive(w_R)
         y, pull = jax.vjp(lambda floats, x: call(floats, others, x, plan.sizes), floats, x)
-        wide = jnp.promote_types(y.dtype, jnp.float32)
-        dw = (dout.astype(wide) * _mask(y, plan.sizes).astype(wide)).sum(-1).astype(w.dtype)
-        dfloats, dx = pull((w[:, None] * dout.astype(wide)).astype(y.dtype))
+        dtype = jnp.promote_types(y.dtype, jnp.float32)
+        dw = (dout.astype(dtype) * _mask(y, plan.sizes).astype(dtype)).sum(-1).astype(w.dtype)
+        dfloats, dx = pull((w[:, None] * dout.astype(dtype)).astype(y.dtype))
         rows_RC = share.exchange(dx, rows_RC, plan.received, plan.sent)
         dw_R = share.exchange(dw, dw_R, plan.received, plan.sent)
         return rows_RC, dw_R, [total + part.astype(total.dtype) for total, part in zip(sums, dfloats)]
 
-    # There may be many windows, and sums of all that is rounded in between lose digits.
+    # Sum the gradients of all windows in f32: rounding after each window would lose digits.
     zeros = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in floats]
     start = (x_NC[token], _empty(w_R.shape, w_R.dtype), zeros)
     dx_RC, dw_R, sums = jax.lax.fori_loop(0, load.windows, window, start)

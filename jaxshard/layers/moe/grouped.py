@@ -1,13 +1,13 @@
-"""Products of rows that are sorted by group, each with the matrix of its group, and no others.
+"""Grouped matrix products: multiply each row by the matrix of its group, with rows sorted by group.
 
     x [M, C]   a a a b c c . .       sizes [3, 1, 2]: rows 0-2 times w[0], row 3 times w[1], rows 4-5 times w[2];
-                                     the rows behind them are nobody's, and their results are anything
+                                     the rows after these have no group, and undefined results
 
-`jax.lax.ragged_dot` does it too, but compilers make as many full products of it as there are groups: on CPUs always, on
-TPUs for the gradient of the matrices (`benchmarks/moe.py` has the figures). So on TPUs the kernels of megablox do it,
-elsewhere a loop over blocks of rows, and both visit only what groups have.
+`jax.lax.ragged_dot` computes the same, but compilers expand it to one full product per group: on CPUs always, on TPUs
+for the gradient of the matrices (`benchmarks/moe.py` has the figures). So TPUs use the Pallas kernels of megablox,
+other platforms a loop over blocks of rows; both compute only the rows of each group.
 
-Shape suffixes: M rows, G groups, C the width of a row, H that of a result.
+Shape suffixes: M rows, G groups, C the size of a row, H the size of a result's row.
 """
 
 from __future__ import annotations
@@ -23,17 +23,22 @@ from jaxshard.core.counting import is_counting
 
 
 class Way(NamedTuple):
-    """The platform that computes products, and whether every row has a group."""
+    """The implementation of grouped products.
+
+    Attributes:
+      platform: the platform of the devices.
+      full: whether every row has a group.
+    """
 
     platform: str
     full: bool = False
 
 
 class Dot:
-    """Products of rows with the matrices of their experts: what `js.moe` hands to its function.
+    """Grouped products with the matrices of experts, passed by `js.moe` to its function.
 
-    `dot(x, w)` multiplies each of the rows x [rows, C] with its expert's matrix in w [experts, C, H], and `dot.of(b)`
-    takes for each row what its expert has in b [experts, ...], such as a bias.
+    `dot(x, w)` multiplies each of the rows x [rows, C] by its expert's matrix in w [experts, C, H]. `dot.of(b)` selects
+    for each row its expert's entry of b [experts, ...], such as a bias.
     """
 
     def __init__(self, rows: int, sizes_G: jax.Array, way: Way) -> None:
@@ -42,17 +47,17 @@ class Dot:
         self._way = way
 
     def __call__(self, x: Float[Array, "rows width"], w: Float[Array, "experts width out"]) -> Float[Array, "rows out"]:
-        """Multiply each row with its expert's matrix.
+        """Multiply each row by its expert's matrix.
 
         Args:
-          x: rows in the order in which `fn` got them.
-          w: one matrix for each expert here.
+          x: rows in the order in which `fn` received them.
+          w: one matrix for each expert of this device.
 
         Returns:
-          The products, in the common dtype, summed in f32.
+          The products, accumulated in f32, in the common dtype.
 
         Raises:
-          ValueError: shapes that do not fit.
+          ValueError: shapes that do not match.
         """
         G = self._sizes.shape[0]
         if x.ndim != 2 or w.ndim != 3 or (x.shape[0], G) != (self._rows, w.shape[0]) or x.shape[1] != w.shape[1]:
@@ -69,10 +74,10 @@ class Dot:
         return product
 
     def of(self, b: Shaped[Array, "experts ..."]) -> Shaped[Array, "rows ..."]:
-        """Take for each row what its expert has.
+        """Select for each row its expert's entry of `b`.
 
         Raises:
-          ValueError: not one for each expert here.
+          ValueError: `b` does not have one entry for each expert of this device.
         """
         G = self._sizes.shape[0]
         if b.ndim < 1 or b.shape[0] != G:
@@ -84,14 +89,14 @@ class Dot:
 
 
 def group_of_rows(rows: int, sizes_G: jax.Array) -> jax.Array:
-    """Return the group of each row, int32[rows]; G for the rows behind all groups."""
+    """Return the group of each row, int32[rows]; G for rows without a group."""
     ends = jnp.cumsum(sizes_G)
     return jnp.searchsorted(ends, jnp.arange(rows, dtype=ends.dtype), side="right", method="compare_all").astype(
         jnp.int32
     )
 
 
-# What each row's group has.
+# The entry of each row's group.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -105,7 +110,7 @@ def _take_forward(rows: int, b: jax.Array, sizes_G: jax.Array) -> tuple[jax.Arra
 
 
 def _take_backward(rows: int, sizes_G: jax.Array, dy: jax.Array) -> tuple[jax.Array, None]:
-    """Sum the rows of each group, by a product with ones where a row is in a group: scatters are slow on TPUs."""
+    """Sum the rows of each group by a matrix product with a one-hot matrix: scatters are slow on TPUs."""
     groups = group_of_rows(rows, sizes_G)
     ones_GM = (groups == jnp.arange(sizes_G.shape[0])[:, None]).astype(dy.dtype)
     dy = jnp.where((groups < sizes_G.shape[0]).reshape(-1, *(1,) * (dy.ndim - 1)), dy, 0)
@@ -116,15 +121,15 @@ def _take_backward(rows: int, sizes_G: jax.Array, dy: jax.Array) -> tuple[jax.Ar
 _take.defvjp(_take_forward, _take_backward)
 
 
-# Products. Every row is one of M = sum of sizes or nobody's.
+# Products.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(way: Way, transposed: bool, x_MC: jax.Array, w: jax.Array, sizes_G: jax.Array) -> jax.Array:
-    """Multiply each row with w[group], or its transpose."""
+    """Multiply each row by w[group], or by its transpose."""
     if way.platform == "tpu":
         y = _by_megablox(x_MC, w, sizes_G, transposed)
-        # The kernel leaves the rows of nobody as they were in memory.
+        # The kernel does not write rows without a group, which are uninitialized memory.
         return y if way.full else jnp.where((jnp.arange(y.shape[0]) < sizes_G.sum())[:, None], y, 0)
     return _in_blocks(x_MC, w, sizes_G, transposed)
 
@@ -152,7 +157,7 @@ def _pad(x_MC: jax.Array, multiple: int) -> jax.Array:
 
 
 def _tiling(rows: int, width: int, out: int, dtype: Any) -> tuple[int, int, int]:
-    """Return a tile's (rows, width, width of the result): two of each take 10 MB of fast memory."""
+    """Return the tile sizes (rows, C, H): double-buffered they take 10 MB of VMEM."""
     side = 1024 if jnp.dtype(dtype).itemsize <= 2 else 512
     return min(512, -(-rows // 128) * 128), min(side, width), min(side, out)
 
@@ -183,20 +188,21 @@ def _outer_by_megablox(x_MC: jax.Array, y_MH: jax.Array, sizes_G: jax.Array, dty
 def _block_size(rows: int, groups: int) -> int:
     """Return the rows of a block: at most a quarter of an average group, a power of two from 8 to 512.
 
-    The last block of a group is full by half on average, so that at most about 1/8 is computed in vain.
+    The last block of a group is half empty on average, so about 1/8 of the work is wasted at most.
     """
+    # bit_length() - 1 is the floor of the binary logarithm.
     return 1 << max(3, min(9, (rows // max(1, 4 * groups)).bit_length() - 1))
 
 
 def _blocks(rows: int, sizes_G: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return the groups and first rows of all blocks [most], the end of each group [G], and how many blocks there are.
+    """Return (the group of each block, its first row, the end of each group [G], the number of blocks).
 
-    The blocks of a group begin at its first row, and the last one may go beyond its end.
+    The blocks of a group begin at its first row; the last block may extend beyond the group.
     """
     ends = jnp.cumsum(sizes_G)
     count = -(-sizes_G // block)
     last = jnp.cumsum(count)
-    i = jnp.arange(rows // block + sizes_G.shape[0])
+    i = jnp.arange(rows // block + sizes_G.shape[0])  # as many blocks as any sizes need: at most one partial per group
     group = jnp.minimum(jnp.searchsorted(last, i, side="right", method="compare_all"), sizes_G.shape[0] - 1)
     first = ends[group] - sizes_G[group] + (i - (last[group] - count[group])) * block
     return group, first, ends, last[-1]
@@ -211,7 +217,7 @@ def _in_blocks(x_MC: jax.Array, w: jax.Array, sizes_G: jax.Array, transposed: bo
     group, first, _, count = _blocks(M, sizes_G, block)
     x = jnp.pad(x_MC, ((0, block), (0, 0)))
 
-    # A block that goes beyond its group writes rows of the next ones, which these write again afterwards.
+    # A block that extends beyond its group writes wrong rows of the next groups, whose blocks overwrite them later.
     def write(i: jax.Array, y: jax.Array) -> jax.Array:
         matrix = jax.lax.dynamic_index_in_dim(w, group[i], keepdims=False)
         part = jax.lax.dot_general(
@@ -232,16 +238,16 @@ def _outer_in_blocks(x_MC: jax.Array, y_MH: jax.Array, sizes_G: jax.Array, dtype
     block = _block_size(x_MC.shape[0], sizes_G.shape[0])
     group, first, ends, count = _blocks(x_MC.shape[0], sizes_G, block)
     x, y = (jnp.pad(rows, ((0, block), (0, 0))) for rows in (x_MC, y_MH))
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    accumulated = jnp.promote_types(x.dtype, jnp.float32)
 
     def add(i: jax.Array, sums: jax.Array) -> jax.Array:
         own = (first[i] + jnp.arange(block) < ends[group[i]])[:, None]
-        # Both are masked: a row behind all groups may be anything, and 0 * NaN is NaN.
+        # Mask both: rows without a group are undefined, and 0 * NaN is NaN.
         left, right = (jnp.where(own, _rows_at(rows, first[i], block), 0) for rows in (x, y))
-        part = jax.lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=wide)
+        part = jax.lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=accumulated)
         added: jax.Array = sums.at[group[i]].add(part)
         return added
 
-    sums = jnp.zeros((sizes_G.shape[0], x.shape[1], y.shape[1]), wide)
+    sums = jnp.zeros((sizes_G.shape[0], x.shape[1], y.shape[1]), accumulated)
     summed: jax.Array = jax.lax.fori_loop(0, count, add, sums)
     return summed.astype(dtype)

@@ -1,6 +1,6 @@
-"""`js.moe`: which experts a token goes to, and how the layout in force splits the experts.
+"""`js.moe`: check the arguments, route tokens, and split the experts by the current layout.
 
-    checks of the arguments -> routing, in the global view -> each device's tokens and experts -> weighted sum
+    check arguments -> route, on global arrays -> compute each device's tokens and experts -> weighted sum
 
 Shape suffixes as in `experts`.
 """
@@ -43,10 +43,10 @@ def moe(
     capacity: float | None = None,
     hidden: PyTree = None,
 ) -> tuple[Float[Array, "*batch tokens width"], Routing]:
-    """Send each token to k experts, and sum what they make of it, weighted by the router.
+    """Send each token to k experts, and sum their outputs, weighted by the router.
 
-    `fn` says what experts compute, for rows that are sorted by expert. It uses the experts' matrices by `dot`, and
-    whatever else it does, it does to each row on its own:
+    `fn` defines what experts compute, for rows that are sorted by expert. It multiplies by the experts' matrices with
+    `dot`; all other operations must treat every row independently:
 
         def fn(params, rows, dot):                                   # rows: [any number, C]
             hidden = jax.nn.silu(dot(rows, params["gate"])) * dot(rows, params["up"])
@@ -54,43 +54,43 @@ def moe(
 
         out, routing = js.moe(x, x @ router, fn, params, k=2)        # gate, up: [E, C, H], down: [E, H, C]
 
-    Without `capacity` no token is lost, however uneven the routing is. Each row is multiplied with its own expert's
-    matrices alone: by Pallas kernels (megablox) on TPUs, elsewhere in blocks.
+    Without `capacity` no token is dropped, however unbalanced the routing is. Each row is multiplied only by the
+    matrices of its own expert: by Pallas kernels (megablox) on TPUs, elsewhere in blocks.
 
-    It is split as the layout in force says. Under `js.expert` each device has its share of the experts, and rows go to
-    where theirs are by ragged all-to-alls, on CPUs and large v5e slices by all-to-alls of equal counts: in windows of a
-    fixed number of rows (1.25 times what an even routing brings, or less), as many as the most loaded device needs, so
-    that uneven routing costs time, not memory; all devices of a TPU slice take as many. The backward pass exchanges the
-    rows again and computes what is hidden again; the windows' gradients of the matrices add up in f32. Under
-    `js.tensor` the dimensions of `hidden` are split, and outputs summed once. Under `js.auto` it runs in a `shard_map`
-    over all axes, under `js.explicit` and in stages of a pipeline on the device's own rows. Without these there are no
-    collectives.
+    The current layout determines the sharding. Under `js.expert` each device holds some of the experts, and rows are
+    sent to the devices of their experts by ragged all-to-alls, on CPUs and large v5e slices by all-to-alls of equal
+    counts. They are sent in windows of a fixed number of rows (at most 1.25 times a balanced load), as many as the most
+    loaded device needs (the same number on all devices of a TPU slice): unbalanced routing costs time, not memory. The
+    backward pass exchanges the rows again and recomputes hidden activations; gradients of the matrices are summed over
+    windows in f32. Under `js.tensor` the dimensions of `hidden` are split, and outputs are all-reduced once. Under
+    `js.auto` it runs in a `shard_map` over all axes, under `js.explicit` and in pipeline stages on the device's own
+    rows. Without `js.expert` and `js.tensor` there are no collectives.
 
     Args:
       x: the tokens.
-      router_logits: one logit for each expert, [*batch, tokens, E]. A NaN among a token's makes its output NaN.
-      fn: of (params, rows, dot), returns as many rows of the same width. `dot(x, w)` multiplies each row with its
-        expert's matrix in w [experts here, C, H], `dot.of(b)` takes each row's part of b [experts here, ...].
-      params: arrays whose first dimension is that of the experts.
-      k: how many experts each token goes to.
+      router_logits: one logit for each expert, [*batch, tokens, E]. If any logit of a token is NaN, so is its output.
+      fn: (params, rows, dot) -> as many rows of the same width. `dot(x, w)` multiplies each row by its expert's matrix
+        in w [experts of this device, C, H]; `dot.of(b)` selects each row's entry of b [experts of this device, ...].
+      params: arrays whose first dimension is the experts.
+      k: the number of experts for each token.
       scores: "softmax" over all experts, or a "sigmoid" for each.
       normalize: divide the weights of the chosen experts by their sum.
-      scale: factor of the weights.
+      scale: a factor of the weights.
       bias: added to the scores for the choice only; it has no gradient (DeepSeek-V3's balancing without a loss).
-      capacity: if given, each expert has room for ceil(capacity * k * tokens / E) of a row's tokens: first choices come
-        first, then earlier tokens. Others are lost: they add nothing, and `dropped` counts them. Rows are the leading
-        dimensions of x; x [tokens, C] is one.
-      hidden: for each array of `params` the dimension of the hidden units, which `js.tensor` splits as it splits "mlp",
-        such as {"gate": 2, "up": 2, "down": 1}. Without it every device of a tensor axis computes all of them.
+      capacity: the largest number of tokens of a row that an expert accepts, as a multiple of a balanced load:
+        ceil(capacity * k * tokens / E). Tokens' first choices have priority, then earlier tokens. Other choices are
+        dropped: they contribute nothing, and `dropped` counts them. Rows are the leading dimensions of x; x [tokens, C]
+        is one row.
+      hidden: for each array of `params` the dimension of the hidden units, which `js.tensor` splits like "mlp", such as
+        {"gate": 2, "up": 2, "down": 1}. Without it every device of a tensor axis computes all hidden units.
 
     Returns:
-      The output, in the dtype that `fn` returns, and a `Routing`: numbers for each row, of which losses and metrics are
-      made.
+      (the output, in the dtype that `fn` returns, a `Routing`: values for each row, for losses and metrics).
 
     Raises:
-      ValueError: shapes that do not fit each other, k larger than E, no capacity; experts or hidden units that
-        their axes do not divide.
-      TypeError: k that is not an int, another word than "softmax" or "sigmoid".
+      ValueError: shapes that do not match, k larger than E, a capacity that is not positive; experts or hidden units
+        that their mesh axes do not divide.
+      TypeError: k is not an int, or `scores` is neither "softmax" nor "sigmoid".
 
     Source: Shazeer et al. 2017, "Outrageously Large Neural Networks"; Gale et al. 2022, "MegaBlocks", for the products
     without capacity; DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2.
@@ -134,7 +134,7 @@ def _check_shapes(x: jax.Array, logits: jax.Array, k: int, scores: str, bias: An
         raise ValueError(f"moe: bias must be [{E}], one number for each expert, got {list(jnp.shape(bias))}")
     if capacity is not None and not capacity > 0:
         raise ValueError(
-            f"moe: capacity must be positive, got {capacity}: 1.0 is room for an even routing; None loses no token"
+            f"moe: capacity must be positive, got {capacity}: 1.0 is room for balanced routing; None drops no token"
         )
     return E
 
@@ -143,7 +143,7 @@ def _check_whole_rows(activations: Activations | None) -> None:
     context = None if activations is None else activations.layout.context
     if is_marking() or (context is not None and activations is not None and set(context.axis) & activations.mesh()[1]):
         raise ValueError(
-            "moe: capacity counts the tokens of whole rows, but js.context, or the cache of js.generate, shows a part "
+            "moe: capacity counts the tokens of full rows, but js.context, or the cache of js.generate, shows a part "
             "of their positions; leave capacity out, or use js.auto() under js.context"
         )
 
@@ -154,7 +154,7 @@ def _checked(fn: Experts) -> Experts:
         if jnp.shape(y) != rows.shape:
             raise ValueError(
                 f"moe: fn must return one row of width {rows.shape[1]} for each of its {rows.shape[0]} rows, got "
-                f"{list(jnp.shape(y))} for {list(rows.shape)}; does it end with the product that leads back?"
+                f"{list(jnp.shape(y))} for {list(rows.shape)}; does it end with the product back to that width?"
             )
         return y
 
@@ -165,14 +165,14 @@ def _checked(fn: Experts) -> Experts:
 
 
 def _axes_of_slices(mesh: Mesh, experts: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the axes but those of the experts along which devices are in one TPU slice, and run one program."""
+    """Return the mesh axes, except those of the experts, along which all devices are in one TPU slice."""
     slices = slice_indices(mesh)
     within = [(slices == slices.take([0], dim)).all() for dim in range(slices.ndim)]
     return tuple(axis for axis, one in zip(mesh.axis_names, within) if one and axis not in experts)
 
 
 class _Split:
-    """How the layout in force splits one call: the specs of its arrays over the axes that are not manual yet."""
+    """The sharding of one call by the current layout: PartitionSpecs over the axes that are not manual yet."""
 
     def __init__(self, activations: Activations | None, x: jax.Array, params: PyTree, E: int, hidden: PyTree) -> None:
         self.E = E
@@ -211,7 +211,7 @@ class _Split:
         layout = activations.layout
         batch = self._automatic(layout.batch_axes)
         if x.shape[0] % self._size(batch):
-            batch = ()  # one row, of which a model draws a sample, or a short batch: every device computes all
+            batch = ()  # a single row (sampling) or a short batch: every device computes all rows
         self.rows[0] = spec_entry(batch)
         context = () if layout.context is None else self._automatic(layout.context.axis)
         if x.ndim > 2 and x.shape[-2] % self._size(context) == 0:
@@ -263,8 +263,9 @@ class _Split:
             axis_names=self.automatic,
             check_vma=False,
         )(x, choice, params)
-        # One part for each device of the tensor axes. Summed out here, its derivative needs no collective. In the dtype
-        # of the parts, unlike jnp.sum; and not by `lax.reduce`, whose derivative passes halves from device to device.
+        # `out` has one partial sum for each device of the tensor axes. Summed outside of the shard_map, the derivative
+        # needs no collective. Not by jnp.sum, which would sum bf16 in f32, nor by `lax.reduce`, whose derivative
+        # permutes halves between devices.
         summed: jax.Array = jax.lax.reduce_sum(out, axes=(0,))
         return summed
 
@@ -279,7 +280,7 @@ class _Split:
 
 
 def _program_text(fn: Experts, params: PyTree, x: jax.Array) -> str:
-    """Return the program of `fn` for eight rows as text, so that a number of positions in it shows."""
+    """Return the jaxpr of `fn` for eight rows as text: two traces differ if `fn` depends on the number of positions."""
     rows = jax.ShapeDtypeStruct((8, x.shape[-1]), x.dtype)
     sizes = jax.ShapeDtypeStruct((jax.tree.leaves(params)[0].shape[0],), jnp.int32)
     program = jax.make_jaxpr(lambda params, rows, sizes: fn(params, rows, Dot(8, sizes, Way("cpu"))))
@@ -287,7 +288,14 @@ def _program_text(fn: Experts, params: PyTree, x: jax.Array) -> str:
 
 
 def _check_experts(params: PyTree, E: int, devices: int, split_already: int) -> None:
-    """Check that every array has the experts that are here; `split_already` of the devices' axes are manual."""
+    """Raise unless the first dimension of every array is the number of experts on this device.
+
+    Args:
+      params: the arrays.
+      E: the number of all experts.
+      devices: the number of devices over which experts are split.
+      split_already: the number of devices along the manual axes among these, over which arrays are split already.
+    """
     if E % devices:
         raise ValueError(
             f"moe: the {devices} devices over which js.expert splits experts do not divide the {E} of router_logits; "
@@ -310,7 +318,7 @@ def _by_path(params: PyTree) -> list[tuple[str, Any]]:
 
 
 def _hidden_dims(params: PyTree, hidden: PyTree) -> list[int | None]:
-    """Return the hidden dimension of each array, None for one without."""
+    """Return the dimension of hidden units of each array; None for an array without."""
     leaves = _by_path(params)
     if hidden is None:
         return [None] * len(leaves)
@@ -327,6 +335,6 @@ def _hidden_dims(params: PyTree, hidden: PyTree) -> list[int | None]:
             if dim is not None and (not isinstance(dim, int) or not 1 <= dim < leaf.ndim)
         ),
         ValueError,
-        "moe: hidden must name a dimension of the array behind that of the experts, from 1 on",
+        "moe: hidden must name a dimension of the array after that of the experts, from 1 on",
     )
     return list(dims)

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, with which weight, and what is recorded of it.
+"""Choose the experts of each token and their weights, and record the load of each expert.
 
 Shape suffixes: `...` any batch dimensions, T positions, E experts, k experts of each token.
 """
@@ -16,14 +16,14 @@ Scores = Literal["softmax", "sigmoid"]
 
 
 class Routing(NamedTuple):
-    """The record of a call of `js.moe`: for each row, sums over its T positions, to make losses and metrics of.
+    """The record of a call of `js.moe`: for each row, sums over its T positions, for losses and metrics.
 
-    Under `js.explicit` the rows are the device's own. Where `js.context` splits positions there, the sums go over the
-    device's own positions, and a loss that is not linear in them needs `jax.lax.psum` over the context axes first.
+    Under `js.explicit` the rows are the device's own. If `js.context` splits positions there, the sums are over the
+    device's own positions, and a loss that is not linear in them needs a `jax.lax.psum` over the context axes first.
 
     Attributes:
-      load: int32[*batch, E], how many tokens chose each expert. The sum over E is k * T.
-      dropped: int32[*batch], how many choices found no room; zeros without `capacity`.
+      load: int32[*batch, E], the number of tokens that chose each expert. The sum over E is k * T.
+      dropped: int32[*batch], the number of dropped choices; zeros without `capacity`.
       probabilities: f32[*batch, E], the sums of the scores, normalised over the experts. They have a gradient.
       z: f32[*batch], the sums of the squared logsumexp of the logits (Zoph et al. 2022, ST-MoE, equation 5).
     """
@@ -35,7 +35,7 @@ class Routing(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """For every token its k experts int32[..., T, k], their weights f32[..., T, k]; expert E stands for a lost one."""
+    """The experts of every token, int32[..., T, k], and their weights, f32[..., T, k]. Expert E is a dropped choice."""
 
     experts: jax.Array
     weights: jax.Array
@@ -49,11 +49,11 @@ def route(
     Args:
       logits: [..., T, E].
       k: the number of experts of a token.
-      scores: how logits become scores.
+      scores: the function from logits to scores.
       normalize: whether the weights of a token are divided by their sum.
-      scale: factor of the weights.
+      scale: a factor of the weights.
       bias: [E], added to the scores for the choice, not for the weights.
-      room: for how many tokens of a row each expert has room, if that is limited.
+      room: the largest number of tokens of a row that an expert accepts; None for no limit.
     """
     logits = logits.astype(jnp.float32)
     score = jax.nn.softmax(logits) if scores == "softmax" else jax.nn.sigmoid(logits)
@@ -62,7 +62,7 @@ def route(
     weights = jnp.take_along_axis(score, experts, -1)
     if normalize:
         weights = _over_sum(weights)
-    # A logit that is not a number must reach the loss, and none of the chosen experts need have it.
+    # A NaN logit must reach the loss, even if it belongs to none of the chosen experts.
     weights = jnp.where(jnp.isnan(logits).any(-1, keepdims=True), jnp.nan, weights * scale)
     E = logits.shape[-1]
     load = _count(experts, E)
@@ -77,16 +77,16 @@ def route(
 
 
 def room_of(capacity: float, tokens: int, k: int, experts: int) -> int:
-    """Return for how many of a row's tokens each expert has room, with `capacity` times that of an even routing."""
+    """Return how many of a row's tokens each expert accepts: `capacity` times a balanced load."""
     return math.ceil(capacity * tokens * k / experts)
 
 
 def _largest(ranked: jax.Array, k: int) -> jax.Array:
-    """Return the indices of the k largest of each token, int32[..., T, k], in falling order; all are different.
+    """Return the indices of the k largest scores of each token, int32[..., T, k], in descending order, all different.
 
-    One after the other, because compilers gather all rows for `jax.lax.top_k` where those are split (CPU, JAX 0.12).
+    It uses k argmaxes, since compilers all-gather split rows for `jax.lax.top_k` (CPU, JAX 0.12).
     """
-    ranked = jnp.maximum(ranked, jnp.finfo(ranked.dtype).min)  # above what is taken
+    ranked = jnp.maximum(ranked, jnp.finfo(ranked.dtype).min)  # scores of -inf stay above those already chosen
     chosen = []
     for _ in range(k):
         chosen.append(jnp.argmax(ranked, -1).astype(jnp.int32))
@@ -95,7 +95,7 @@ def _largest(ranked: jax.Array, k: int) -> jax.Array:
 
 
 def _over_sum(x: jax.Array) -> jax.Array:
-    # All scores of a token may be zero: sigmoids of very negative logits.
+    # All scores of a token may be zero (sigmoids of very negative logits): avoid 0 / 0.
     return x / jnp.maximum(x.sum(-1, keepdims=True), jnp.finfo(x.dtype).tiny)
 
 
@@ -106,9 +106,10 @@ def _count(experts: jax.Array, E: int) -> jax.Array:
 
 
 def _without_room(experts: jax.Array, E: int, room: int) -> jax.Array:
-    """Mark the choices that come too late, bool[..., T, k]: first choices come first, then in order of positions."""
+    """Mark the choices to drop, bool[..., T, k]. First choices have priority, then earlier positions."""
     *_, T, k = experts.shape
-    in_turn = experts.swapaxes(-1, -2).reshape(*experts.shape[:-2], k * T)
-    one_hot = jax.nn.one_hot(in_turn, E, dtype=jnp.int32)
-    place = jnp.take_along_axis(jnp.cumsum(one_hot, -2), in_turn[..., None], -1)[..., 0]
+    by_priority = experts.swapaxes(-1, -2).reshape(*experts.shape[:-2], k * T)
+    one_hot = jax.nn.one_hot(by_priority, E, dtype=jnp.int32)
+    # The place of each choice in the queue of its expert, from 1 on.
+    place = jnp.take_along_axis(jnp.cumsum(one_hot, -2), by_priority[..., None], -1)[..., 0]
     return (place > room).reshape(*experts.shape[:-2], k, T).swapaxes(-1, -2)

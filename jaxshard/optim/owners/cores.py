@@ -1,16 +1,17 @@
-"""The part of an optimizer's update that needs a whole matrix: its core.
+"""Find the core of an optimizer's update: the operations that need the full matrix.
 
-The update of each parameter is a chain of operations, most of them elementwise. Of Muon:
+The update of each parameter is a chain of operations, most of them elementwise. For example, Muon:
 
-    g, mu -> mu' = b * mu + (1 - b) * g -> nesterov        elementwise: runs on the parts that devices hold
+    g, mu -> mu' = b * mu + (1 - b) * g -> nesterov        elementwise: runs on the shards
     nesterov -> Newton-Schulz -> u                         the core: matrix products
     u, w -> -rate * (u + decay * w)                        elementwise again
 
-`find_cores` cuts the traced program there. What goes into the core is brought to the owner of the matrix, what comes
-out goes back. State that the core alone reads and writes (the factors of Shampoo) lives with the owner. Operations in
-front of the core, or behind it, join it where fewer arrays travel then: SOAP's core uses the gradient and its average,
-so that making the average there, from the gradient, saves an array; mapped over blocks it chooses between the results
-of two branches, element by element, so that choosing there saves all of them.
+`find_cores` cuts the jaxpr at these two places. The inputs of the core are sent to the matrix's owner, and its outputs
+are sent back. State that only the core reads and writes (the factors of Shampoo) is stored on the owner. Elementwise
+operations before or after the core become part of it if fewer bytes are sent then. Two examples from SOAP: its core
+uses the gradient and the gradient's average, so computing the average inside the core means sending one array instead
+of two. Mapped over blocks, it selects between the results of two branches, so selecting inside the core means sending
+one result instead of both.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class Core(NamedTuple):
     """The core of one parameter's update.
 
     Attributes:
-      leaf: the number of the parameter.
-      ins: the variables that are brought to the owner: arrays of the parameter's shape, and numbers.
-      states: the numbers of the arrays of state that live with the owner.
-      shared: variables that all devices hold: counts, rates, global norms.
-      outs: the variables that the owner gives back, of the parameter's shape.
+      leaf: the index of the parameter.
+      ins: the variables that are sent to the owner: arrays of the parameter's shape, and scalars.
+      states: the indices of the optimizer state's arrays that are stored on the owner.
+      shared: replicated variables: counts, rates, global norms.
+      outs: the variables that the owner sends back, of the parameter's shape.
       program: a jaxpr of (ins, states, shared) that returns (outs, new states).
     """
 
@@ -57,13 +58,13 @@ class TracedUpdate(NamedTuple):
     """The traced update of an optimizer.
 
     Attributes:
-      jaxpr: without calls or constants; its inputs are the constants, gradients, state and parameters.
+      jaxpr: the program with calls inlined and constants as inputs: (consts, gradients, state, parameters).
       consts: the values of the first inputs.
       tree: the structure of (updates, state).
       params: the number of parameters.
-      outputs: the names and owners of updates and state.
-      cores: one for each parameter that has one, by its number.
-      refused: why others that multiply matrices have none, by their number.
+      outputs: the paths of updates and state, and the parameter to which each belongs.
+      cores: the core of each parameter that has one, by the parameter's index.
+      refused: for the other parameters with matrix products, why they have no core, by index.
     """
 
     jaxpr: Any
@@ -75,7 +76,7 @@ class TracedUpdate(NamedTuple):
     refused: dict[int, str]
 
     def state_inputs(self) -> list[Any]:
-        """The variables of the state's arrays before the update."""
+        """Return the jaxpr's input variables for the optimizer state."""
         first = len(self.consts) + self.params
         return list(self.jaxpr.invars[first : first + len(self.outputs.owners) - self.params])
 
@@ -86,17 +87,18 @@ def find_cores(tx: Any, params: PyTree, leaves: Collection[int]) -> TracedUpdate
     Args:
       tx: An optax transform.
       params: The trained parameters, which may be abstract.
-      leaves: The numbers of the parameters that may have owners.
+      leaves: The indices of the parameters that may have owners.
 
     Returns:
-      The traced update; None where no parameter is multiplied as a matrix, where arrays of several parameters meet, or
-      where `tx` can't be traced with gradients, state and parameters alone.
+      The traced update. None if it contains no matrix products, if it combines arrays of several parameters, or if `tx`
+      can't be traced with only gradients, state and parameters.
     """
     params = abstract(params)
     try:
         closed, before, (updates, state) = traced_update(tx, params)
     except (AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError):
-        return None  # whatever it raises without its extra arguments; the step, which has them, says what is wrong
+        # A transform called without its extra arguments may raise anything; the step passes them and reports errors.
+        return None
     if not (same_structure(updates, params) and same_structure(before, state)) or not _may_multiply(closed):
         return None
     flat, consts = open_jaxpr(inline_calls(closed))
@@ -116,7 +118,7 @@ def find_cores(tx: Any, params: PyTree, leaves: Collection[int]) -> TracedUpdate
         products |= flow.products
     for leaf in leaves_of(products):
         if leaf not in leaves:
-            made.refused[leaf] = "it is whole on every device"
+            made.refused[leaf] = "it is replicated"
         else:
             core = _find_core(made, walked, leaf)
             if isinstance(core, Core):
@@ -127,7 +129,7 @@ def find_cores(tx: Any, params: PyTree, leaves: Collection[int]) -> TracedUpdate
 
 
 def _may_multiply(program: Any) -> bool:
-    """Whether a program, or one inside it, multiplies matrices at all; most optimizers do not."""
+    """Return whether a jaxpr or any jaxpr inside it multiplies matrices; a cheap check, as most optimizers do not."""
     return any(
         multiplies_matrices(eqn) or any(map(_may_multiply, jaxprs_in_params(eqn.params)))
         for eqn in open_jaxpr(program)[0].eqns
@@ -135,7 +137,7 @@ def _may_multiply(program: Any) -> bool:
 
 
 class _Walked(NamedTuple):
-    """What reaches every variable of a program, and the flow of each equation."""
+    """For every variable of a jaxpr the parameters that it depends on (`Reach`), and the flow of each equation."""
 
     known: dict[Any, Reach]
     flows: list[Flow]
@@ -152,7 +154,7 @@ class _Walked(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The equations of one parameter, by their numbers, and what they need and make of that parameter's."""
+    """A set of equations (by index) that may become a parameter's core, with their inputs, states and outputs."""
 
     numbers: set[int]
     ins: list[Any]
@@ -162,11 +164,11 @@ class _Part(NamedTuple):
 
 
 def _find_core(made: TracedUpdate, walked: _Walked, leaf: int) -> Core | str:
-    """Find the core of a parameter, or say why it has none."""
+    """Find the core of a parameter; return a message if it has none."""
     jaxpr, shape, own = made.jaxpr, made.jaxpr.outvars[leaf].aval.shape, bit(leaf)
 
     def flows(atom: Any) -> bool:
-        """Whether a value is made of this parameter's arrays, or is a number made of them alone."""
+        """Return whether a value depends on this parameter's arrays, or is a scalar that depends on nothing else."""
         if isinstance(atom, Literal):
             return False
         reach = walked.known[atom]
@@ -174,17 +176,18 @@ def _find_core(made: TracedUpdate, walked: _Walked, leaf: int) -> Core | str:
 
     eqns = jaxpr.eqns
     mine = [number for number, eqn in enumerate(eqns) if any(map(flows, eqn.invars)) and any(map(flows, eqn.outvars))]
-    whole = {number for number in mine if not _runs_on_parts(eqns[number], shape)}
+    core = {number for number in mine if not _runs_on_parts(eqns[number], shape)}
+    # Walk backwards for values that lead to a matrix product or to new state, then forwards for values after a product.
     before, stays = set[Any](), {x for x in _new_states(made, leaf) if flows(x)}
     for number in reversed(mine):
         used = {atom for atom in eqns[number].invars if flows(atom)}
-        if number in whole or any(var in before for var in eqns[number].outvars):
+        if number in core or any(var in before for var in eqns[number].outvars):
             before |= used
         if any(var in stays for var in eqns[number].outvars):
             stays |= used
     after: set[Any] = set()
     for number in mine:
-        if number in whole or any(not isinstance(x, Literal) and x in after for x in eqns[number].invars):
+        if number in core or any(not isinstance(x, Literal) and x in after for x in eqns[number].invars):
             after |= {var for var in eqns[number].outvars if flows(var)}
 
     def leads(number: int) -> bool:
@@ -193,13 +196,14 @@ def _find_core(made: TracedUpdate, walked: _Walked, leaf: int) -> Core | str:
     def follows(number: int) -> bool:
         return any(not isinstance(x, Literal) and x in after for x in eqns[number].invars)
 
-    least = whole | {number for number in mine if leads(number) and follows(number)}
+    least = core | {number for number in mine if leads(number) and follows(number)}
     front, back = {number for number in mine if leads(number)}, {number for number in mine if follows(number)}
-    # All that makes state: mapped over blocks, SOAP's average is made in one branch and goes around the other.
+    # The equations that compute new state: mapped over blocks, SOAP updates its average in only one of two branches.
     kept = {number for number in mine if any(var in stays for var in eqns[number].outvars)}
     parts = [
         part
-        for numbers in (least, whole | front, whole | back | least, whole | front | back, whole | front | kept)
+        # Candidate cores, the smallest first; the candidate that sends the fewest bytes is taken.
+        for numbers in (least, core | front, core | back | least, core | front | back, core | front | kept)
         if (part := _bound(made, numbers, leaf, shape, flows)) is not None
     ]
     if not parts:
@@ -208,7 +212,6 @@ def _find_core(made: TracedUpdate, walked: _Walked, leaf: int) -> Core | str:
 
 
 def _new_states(made: TracedUpdate, leaf: int) -> list[Any]:
-    """The variables of a parameter's state after the update."""
     owners = made.outputs.owners[made.params :]
     return [x for x, owner in zip(made.jaxpr.outvars[made.params :], owners, strict=True) if owner == leaf]
 
@@ -218,7 +221,7 @@ def _bytes_moved(part: _Part) -> int:
 
 
 def _runs_on_parts(eqn: Any, shape: tuple[int, ...]) -> bool:
-    """Whether an equation may run on parts of an array of this shape: elementwise, or a sum over all of it."""
+    """Return whether an equation can run on shards of an array of this shape: elementwise, or a sum of all elements."""
     name = eqn.primitive.name
     shapes = [tuple(x.aval.shape) for x in (*eqn.invars, *eqn.outvars)]
     if not all(one in (shape, ()) for one in shapes):
@@ -228,7 +231,7 @@ def _runs_on_parts(eqn: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _bound(made: TracedUpdate, numbers: set[int], leaf: int, shape: tuple[int, ...], flows: Any) -> _Part | None:
-    """Find what goes in and out of a set of equations; None where that is an array of another shape."""
+    """Find the inputs and outputs of a set of equations; None if any has another shape than the parameter."""
     jaxpr = made.jaxpr
     inside = {var for number in numbers for var in jaxpr.eqns[number].outvars if flows(var)}
     ins = list(
@@ -253,7 +256,7 @@ def _bound(made: TracedUpdate, numbers: set[int], leaf: int, shape: tuple[int, .
         new = results[count + number]
         if owner != leaf or isinstance(new, Literal) or not (new in inside or (new is var and var in ins)):
             continue
-        # It lives with the owner if the core alone reads it, and if nobody else wants what it becomes.
+        # State is stored on the owner if only the core reads the old value, and only the result is the new one.
         kept_inside = var not in outside and uses.get(var, 0) == (new is var)
         if kept_inside and (var in ins or (new not in outside and uses[new] == 1)):
             states.append(number)
@@ -273,9 +276,10 @@ def _bound(made: TracedUpdate, numbers: set[int], leaf: int, shape: tuple[int, .
 
 
 def _extract(made: TracedUpdate, walked: _Walked, leaf: int, part: _Part) -> Core | str:
-    """Make the program of a core: what its results need of its inputs, of numbers and of what belongs to nobody."""
+    """Build the jaxpr of a core from its inputs, states, and shared values that depend on no parameter's array."""
     jaxpr, own = made.jaxpr, bit(leaf)
     states = [made.state_inputs()[number] for number in part.states]
+    # Scalars that depend on other parameters (a global norm) are computed outside and passed in.
     cut = {var for var, reach in walked.known.items() if not reach.arrays and reach.numbers and reach.numbers != own}
     given = {*part.ins, *states, *cut}
     results = [*part.outs, *part.new_states]

@@ -1,13 +1,13 @@
-"""Matrices on their way: from parts that all devices hold to their owners, and back; inside `shard_map`.
+"""Send sharded matrices to their owners and back, by one all-to-all, inside `shard_map`.
 
-What every device sends to an owner are its parts of that owner's matrices, whatever their shapes, in one row. So one
-all-to-all moves all matrices. Of four over two devices, each of which holds half of every matrix:
+Every device puts its shards of an owner's matrices, whatever their shapes, into one row for that owner. So one
+all-to-all sends all matrices. For example, four matrices over two devices, each of which holds half of every matrix:
 
     device 0   a. b. | c. d.        all-to-all       a. b. | .a .b    ->   aa bb
     device 1   .a .b | .c .d      ------------->     c. d. | .c .d    ->   cc dd
 
-Owners may have matrices of different kinds, so that each row has a form of its own (`core/owners.Rows`); all are as
-long as the longest.
+Owners may hold matrices of different shapes, so the rows of two owners may have different contents
+(`core/owners.Rows`). All rows are padded to the longest.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from jaxshard.core.owners import Rows, lay_rows
 
 
 class Split(NamedTuple):
-    """The parts into which the matrices of a stack are cut, and the places of the matrices.
+    """The shards into which the matrices of a stack are split, and the owner and slot of each matrix.
 
     Attributes:
-      places: of each matrix: the number of its owner times `slots`, plus the slot there.
+      places: for each matrix, the index of its owner times `slots`, plus its slot there.
       owned: how many matrices each device owns.
-      slots: the places on each device.
-      part: the shape of one device's part of a matrix.
-      counts: into how many parts each dimension is cut.
+      slots: the slots on each device, some of which may be empty.
+      part: the shape of a shard.
+      counts: the number of shards along each dimension.
     """
 
     places: tuple[int, ...]
@@ -43,24 +43,25 @@ class Split(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The elements of one part."""
+        """The number of elements of a shard."""
         return math.prod(self.part)
 
     def units(self, devices: Sequence[int]) -> list[int]:
-        """The numbers of the matrices of some devices, in the order of their places."""
+        """Return the indices of the matrices that some devices own, in the order of their slots."""
         unit_at = {place: unit for unit, place in enumerate(self.places)}
         return [unit_at[device * self.slots + slot] for device in devices for slot in range(self.owned[device])]
 
     def parts_to_whole(self, rows: jax.Array) -> jax.Array:
-        """Put the rows of all devices [devices, slots * size] together as whole matrices [slots, ...]."""
+        """Assemble the rows received from all devices [devices, slots * size] into full matrices [slots, ...]."""
         rank = len(self.part)
         x = rows.reshape(*self.counts, self.slots, *self.part)
+        # [counts..., slots, part...] -> [slots, count 0, part 0, count 1, part 1, ...], then merge each pair.
         order = [rank, *(axis for dim in range(rank) for axis in (dim, rank + 1 + dim))]
-        whole = (count * size for count, size in zip(self.counts, self.part, strict=True))
-        return x.transpose(order).reshape(self.slots, *whole)
+        full_sizes = (count * size for count, size in zip(self.counts, self.part, strict=True))
+        return x.transpose(order).reshape(self.slots, *full_sizes)
 
     def whole_to_parts(self, x: jax.Array) -> jax.Array:
-        """Cut whole matrices [slots, ...] into rows for all devices: the inverse of `parts_to_whole`."""
+        """Split full matrices [slots, ...] into one row per device: the inverse of `parts_to_whole`."""
         rank = len(self.part)
         sizes = [size for pair in zip(self.counts, self.part, strict=True) for size in pair]
         order = [*(1 + 2 * dim for dim in range(rank)), 0, *(2 + 2 * dim for dim in range(rank))]
@@ -68,16 +69,15 @@ class Split(NamedTuple):
 
 
 def to_owners(units: Sequence[jax.Array], splits: Sequence[Split], axes: Sequence[str]) -> list[jax.Array]:
-    """Bring matrices to their owners.
+    """Send every matrix to its owner, by one all-to-all per dtype.
 
     Args:
-      units: for each stack [matrices, ...], of each matrix this device's part.
-      splits: how each is split, and who owns what.
-      axes: the mesh axes over which they are.
+      units: for each stack this device's shards [matrices, ...].
+      splits: for each stack how it is split, and who owns which matrix.
+      axes: the mesh axes over which the matrices are split.
 
     Returns:
-      For each stack [places of this device, ...], whole matrices; in empty places anything. One all-to-all for each
-      dtype among them.
+      For each stack the full matrices of this device [slots, ...]; the content of empty slots is undefined.
     """
 
     def send(units: Sequence[jax.Array], splits: Sequence[Split], rows: Rows) -> list[jax.Array]:
@@ -88,7 +88,7 @@ def to_owners(units: Sequence[jax.Array], splits: Sequence[Split], axes: Sequenc
 
 
 def from_owners(whole: Sequence[jax.Array], splits: Sequence[Split], axes: Sequence[str]) -> list[jax.Array]:
-    """Bring whole matrices back to their parts: the inverse of `to_owners`."""
+    """Send full matrices back from their owners as shards: the inverse of `to_owners`."""
 
     def send(whole: Sequence[jax.Array], splits: Sequence[Split], rows: Rows) -> list[jax.Array]:
         blocks = [split.whole_to_parts(x) for x, split in zip(whole, splits, strict=True)]
@@ -113,14 +113,15 @@ def _by_dtype(arrays: Sequence[jax.Array], splits: Sequence[Split], send: _Send)
 
 
 def _all_to_all(rows: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Send row r to device r."""
+    """Send row r to device r along the axes."""
     moved: jax.Array = lax.all_to_all(rows, tuple(axes), split_axis=0, concat_axis=0, tiled=True)
     return moved
 
 
 def _pack(units: Sequence[jax.Array], splits: Sequence[Split], rows: Rows) -> jax.Array:
-    """Put this device's parts of all matrices [matrices, ...] in the rows of their owners [devices, width]."""
+    """Copy this device's shards of all matrices [matrices, ...] into one row per owner [devices, width]."""
     pieces, order = [], []
+    # Devices that own equally many matrices of every stack have rows of one form, which are built together.
     for devices in _alike(zip(*(split.owned for split in splits), strict=True)):
         parts = [jnp.zeros((len(devices), 0), units[0].dtype)]
         for x, split in zip(units, splits, strict=True):
@@ -133,7 +134,7 @@ def _pack(units: Sequence[jax.Array], splits: Sequence[Split], rows: Rows) -> ja
 
 
 def _unpack(moved: jax.Array, split: Split, firsts: Sequence[int]) -> jax.Array:
-    """Take the parts of a stack's matrices [matrices, ...] out of the rows of their owners [devices, width]."""
+    """Copy this device's shards of a stack's matrices [matrices, ...] out of the owners' rows [devices, width]."""
     pieces, order = [], []
     for devices in _alike(zip(firsts, split.owned, strict=True)):
         if each := split.owned[devices[0]]:
@@ -144,18 +145,20 @@ def _unpack(moved: jax.Array, split: Split, firsts: Sequence[int]) -> jax.Array:
 
 
 def _read(moved: jax.Array, split: Split, firsts: Sequence[int], axes: Sequence[str]) -> jax.Array:
-    """Read the columns of this device's matrices of a stack; of a device without any, others."""
-    wide = split.slots * split.size
+    """Read the columns of this device's matrices of a stack; a device without any reads arbitrary columns."""
+    width = split.slots * split.size
     found = {first for first, owned in zip(firsts, split.owned, strict=True) if owned}
     if len(found) == 1:
-        return lax.slice_in_dim(moved, min(found), min(found) + wide, axis=1)
-    return lax.dynamic_slice_in_dim(moved, _mine(firsts, axes), wide, axis=1)
+        return lax.slice_in_dim(moved, min(found), min(found) + width, axis=1)
+    return lax.dynamic_slice_in_dim(moved, _mine(firsts, axes), width, axis=1)
 
 
 def _write(blocks: Sequence[jax.Array], splits: Sequence[Split], rows: Rows, axes: Sequence[str]) -> jax.Array:
-    """Put this device's matrices of all stacks in its row, one after the other: what a later one needs comes last."""
+    """Copy this device's matrices of all stacks into its row, one stack after another."""
     if len(blocks) == 1 or all(min(split.owned) == split.slots for split in splits):
         return jnp.concatenate(blocks, axis=1)
+    # In stack order: the empty slots of a stack may reach into the columns of the next, which then overwrites them. A
+    # device that owns nothing of a stack must not overwrite anything, hence `where`.
     row = jnp.zeros((blocks[0].shape[0], rows.width), blocks[0].dtype)
     for block, split, firsts in zip(blocks, splits, rows.firsts, strict=True):
         first = _mine(firsts, axes)
@@ -165,12 +168,12 @@ def _write(blocks: Sequence[jax.Array], splits: Sequence[Split], rows: Rows, axe
 
 
 def _mine(numbers: Sequence[int], axes: Sequence[str]) -> jax.Array:
-    """Look up this device's number."""
+    """Look up this device's entry in a list with one entry per device."""
     return jnp.asarray(np.asarray(numbers, np.int32))[lax.axis_index(tuple(axes))]
 
 
 def _alike(forms: Sequence[tuple[int, ...]] | zip[tuple[int, ...]]) -> list[list[int]]:
-    """Put the numbers of devices together whose forms are equal."""
+    """Group the indices of devices whose forms are equal."""
     found: dict[tuple[int, ...], list[int]] = {}
     for device, form in enumerate(forms):
         found.setdefault(form, []).append(device)
@@ -178,7 +181,7 @@ def _alike(forms: Sequence[tuple[int, ...]] | zip[tuple[int, ...]]) -> list[list
 
 
 def _take(x: jax.Array, numbers: list[int]) -> jax.Array:
-    """Take some rows; neighbours in their order without moving them."""
+    """Take some rows by index; consecutive rows by a slice, which needs no gather."""
     first, count = numbers[0], len(numbers)
     if numbers == list(range(first, first + count)):
         return x if count == x.shape[0] else lax.slice_in_dim(x, first, first + count)

@@ -1,4 +1,4 @@
-"""A layout in which matrices have owners, made for an optimizer that multiplies them."""
+"""Make layouts with owners: each matrix that the optimizer multiplies is assigned to one device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxshard.optim.owners.update import Stages, Update, make_owned_update, stag
 
 
 class Owned(NamedTuple):
-    """An optimizer's update with owners: what `own` found."""
+    """An optimizer's traced update, its groups of equal matrices, and their owners."""
 
     made: TracedUpdate
     groups: list[Group]
@@ -33,29 +33,29 @@ class Owned(NamedTuple):
 
 
 def own(layout: Layout, tx: Any) -> Layout:
-    """Return the layout with an owner for every matrix that the optimizer multiplies; the layout itself without any.
+    """Return the layout with an owner for every matrix that the optimizer multiplies, or unchanged if there is none.
 
-    Nothing is computed: `tx.update` is traced.
+    Nothing is computed: `tx.update` is only traced.
 
     Args:
       layout: a layout of this transform.
       tx: the optax transform.
 
     Returns:
-      The layout, with `owners` and with the optimizer state that lives with them in stacks. The layout itself where the
-      optimizer multiplies no matrices (Adam, LAMB, Adafactor), where its state is split over nothing, where its update
-      mixes parameters, or under `js.local`.
+      The layout with `owners`, in which the optimizer state that belongs to owned matrices is stored in stacks. The
+      unchanged layout if the optimizer multiplies no matrices (Adam, LAMB, Adafactor), if its state is not sharded, if
+      its update combines several parameters, or under `js.local`.
 
     Raises:
-      ValueError: `js.offload` wants the state of such an optimizer on the host.
+      ValueError: `js.offload` is to store the state of such an optimizer on the host.
     """
     found = find_owned(layout, tx)
     if found is None:
         return layout
     if size := layout.host_bytes_per_device():
         raise ValueError(
-            "offload: this optimizer multiplies matrices, so each rests whole with an owner, on its device; "
-            f"{size} bytes per device of its state were to rest on the host: leave js.offload out"
+            "offload: this optimizer multiplies matrices, so each matrix is updated by the device that owns it; "
+            f"{size} bytes per device of its state would be stored on the host: leave js.offload out"
         )
     placements = jax.tree.leaves(layout.opt_state)
     shapes = jax.tree.leaves(layout.shapes.opt_state)
@@ -66,7 +66,7 @@ def own(layout: Layout, tx: Any) -> Layout:
 
 
 def owned_update(layout: Layout, tx: Any) -> Update | None:
-    """Return the update of the transform that a layout with owners was made for; None where it is another one."""
+    """Return the update of `tx` under a layout with owners; None if the layout was made for another transform."""
     found = find_owned(layout.without_owners, tx)
     if found is None or layout.owners is None or found.owners != layout.owners:
         return None
@@ -74,7 +74,7 @@ def owned_update(layout: Layout, tx: Any) -> Update | None:
 
 
 def find_owned(layout: Layout, tx: Any) -> Owned | None:
-    """Find the owners of the matrices of a layout without owners, and the update that goes with them."""
+    """Assign each matrix to one device and build the programs of the update that runs there; None without matrices."""
     if layout.shapes.opt_state is None or layout.local is not None:  # a replica's own state has no owners yet
         return None
     params = select(layout.trainable, layout.shapes.params)
@@ -108,11 +108,11 @@ def find_owned(layout: Layout, tx: Any) -> Owned | None:
 def _find_slices(
     tx: Any, params: PyTree, placements: list[Placement], cores: dict[int, Core]
 ) -> dict[int, tuple[Any, int, tuple[bool, ...]]]:
-    """Find the parameters that stack matrices which are updated one by one.
+    """Find the stacked parameters [L, m, n] whose L matrices are updated independently.
 
     Returns:
-      For each of them, by its number, (the program of one matrix [1, ...], how many there are, for each shared input of
-      the core whether it has a row for each of them).
+      {index of the parameter: (the program of one matrix [1, m, n], L, for each shared input of the core whether it has
+      a row for each matrix)}
     """
     flat = jax.tree_util.tree_leaves_with_path(params)
     proven: dict[int, tuple[int, tuple[bool, ...]]] = {}
@@ -123,7 +123,8 @@ def _find_slices(
         if placement.view.stored[0] == shape[0] and (sliced := has_own_slices(core, shape[0])) is not None:
             proven[leaf] = shape[0], sliced
     found: dict[int, tuple[Any, int, tuple[bool, ...]]] = {}
-    # All arrays of a stack are traced with one block: those below the same key of the tree that have as many.
+    # Trace the update again with L = 1, at once for all parameters of a stack: those below the same top-level key of
+    # the tree that have the same L.
     for key, count in {(str(flat[leaf][0][:1]), count) for leaf, (count, _) in proven.items()}:
 
         def of_one(path: Any, x: Any, key: str = key, count: int = count) -> jax.ShapeDtypeStruct:
@@ -147,24 +148,24 @@ def layout(
     *,
     trainable: PyTree | Callable[[str], bool] | None = None,
 ) -> Layout:
-    """Apply a strategy to a training run: make the `Layout` that says where each of its arrays lives.
+    """Apply a strategy to a training run: make the `Layout` that has the sharding of each of its arrays.
 
     Traces `init_fn`, `tx.init` and `tx.update` on shapes alone and touches no device. On several CPU devices JAX's
-    persistent compilation cache is turned off, with a warning: programs that come out of it can hang there.
+    persistent compilation cache is turned off, with a warning: programs loaded from it can hang there.
 
-    Where the optimizer multiplies matrices (Muon, Shampoo) and its state is split, every matrix gets an owner, the one
-    device that updates it: `print(layout.owners)`. `layout.without_owners` leaves all of it split, and the compiler to
-    gather what the optimizer needs.
+    If the optimizer multiplies matrices (Muon, Shampoo) and its state is sharded, every matrix gets an owner, the only
+    device that updates it: `print(layout.owners)`. `layout.without_owners` keeps all of the state sharded, and the
+    compiler inserts the all-gathers that the optimizer needs.
 
     Args:
       strategy: such as `js.fsdp()`, or several in `js.compose(...)`.
       mesh: made by `js.make_mesh`.
       init_fn: `init_fn(key) -> params`, or `js.Model(params, state)` for a model with variables besides parameters.
-      tx: the optax transform of the run. Without one the layout is for a model that is only read, by `js.generate` or
-        `js.make_eval_step`: `js.restore` then leaves the optimizer's state out.
+      tx: the optax transform of the run. Leave it out for a model that is not trained (`js.generate`,
+        `js.make_eval_step`): `js.restore` then skips the optimizer's state.
       trainable: freezes parameters: a function of the path ("blocks/attention/kernel") or a tree of booleans like the
-        parameters. A frozen parameter has no gradient and no optimizer state. None trains all parameters, but of a
-        model of `js.lora` the factors alone.
+        parameters. A frozen parameter has no gradient and no optimizer state. None trains all parameters, except that
+        it trains only the factors of a `js.lora` model.
 
     Returns:
       The layout. `print(layout)` is a summary of 20 lines, `print(layout.explain())` shows every array.
@@ -172,8 +173,8 @@ def layout(
     Raises:
       TypeError: `tx` is not an optax GradientTransformation, `strategy` or `init_fn` not a function, `mesh` not a mesh,
         a trainable parameter not floating.
-      ValueError: no parameters, none trainable, an axis that the mesh lacks or that is not Auto, a strategy applied
-        twice to one dimension, or one that returns a placement that can't be; every array is named.
+      ValueError: no parameters, none trainable, an axis that the mesh lacks or that is not Auto, two strategies that
+        split the same dimension, or an impossible placement; every array is named.
 
     Example:
         mesh = js.make_mesh(data=4, tensor=2)

@@ -1,4 +1,4 @@
-"""Whether two programs are the same, and what one of them costs."""
+"""Compare two jaxprs for equality, and count the FLOPs of one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxshard.core.jaxpr import open_jaxpr
 
 
 def same_program(one: Any, other: Any) -> bool:
-    """Return whether two jaxprs do the same with inputs of the same shapes and dtypes."""
+    """Return whether two jaxprs are equal up to the names of their variables."""
     (a, a_consts), (b, b_consts) = open_jaxpr(one), open_jaxpr(other)
     if len(a_consts) != len(b_consts) or len(a.eqns) != len(b.eqns):
         return False
@@ -27,7 +27,7 @@ def same_program(one: Any, other: Any) -> bool:
 
 
 def _pair_up(ones: Any, others: Any, twins: dict[Any, Any]) -> bool:
-    """Note which variables stand for each other; False if their shapes or dtypes differ."""
+    """Record which variables correspond to each other; return False if their shapes or dtypes differ."""
     if len(ones) != len(others):
         return False
     twins.update(zip(ones, others, strict=True))
@@ -71,7 +71,7 @@ def _same_param(x: Any, y: Any) -> bool:
 def product_flops(program: Any) -> int:
     """Count the FLOPs of the matrix products in a jaxpr; factorizations count as ten products of their size.
 
-    A `while` loop counts as one turn, and of branches the most expensive one counts.
+    A `while` loop counts as one iteration, a `cond` as its most expensive branch.
     """
     return sum(map(_flops, open_jaxpr(program)[0].eqns))
 

@@ -1,13 +1,13 @@
-"""The proof that the matrices of a stacked array [L, m, n] are updated one by one, and the program of one of them.
+"""Prove that the matrices of a stacked array [L, m, n] are updated independently of each other.
 
 A model that runs its blocks in a `scan` stacks their weights. Muon mapped over the stack (`js.optim.per_block`, or
-dimension numbers of its own) runs one batched program, in which slice s of every value depends on slice s of the inputs
-alone. The proof follows the position of the stacked dimension through that program:
+dimension numbers of its own) runs one batched program, in which slice s of every value depends only on slice s of the
+inputs. The proof follows the stacked dimension through that program:
 
     g[L, m, n] -> transpose -> [L, n, m] -> dot_general, batched over dim 0 -> [L, n, n] -> sum over dim 1 -> [L, n]
 
-An operation that sums over it, moves slices or compares them ends the proof. The program of one matrix is then the same
-update traced with L = 1, which must be the same operations, one by one.
+It fails at an operation that sums over the stacked dimension, reorders slices or compares them. The program of one
+matrix is the same update traced with L = 1; it must consist of the same operations in the same order.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from jaxshard.core.primitives import ELEMENTWISE, SAME
 from jaxshard.optim.owners.cores import Core
 
 _ALONG = frozenset({"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"})
+"""Primitives that combine elements along params["axis"] and keep the shape."""
 
 
 class Rows(NamedTuple):
-    """The dimension along which a value is made of slices.
+    """The stacked dimension of a value.
 
     Attributes:
-      dim: the dimension along which it is stacked; None for a value that does not depend on slices.
-      varies: for such a value, the dimensions along which it is not the same number throughout.
+      dim: the stacked dimension; None for a value that does not depend on any slice.
+      varies: if dim is None, the dimensions along which the value is not constant.
     """
 
     dim: int | None
@@ -41,18 +42,18 @@ class Rows(NamedTuple):
 
 
 class _Mixes(Exception):
-    """An operation mixes slices, or is not understood."""
+    """Raised at an operation that mixes slices or is unknown."""
 
 
 def has_own_slices(core: Core, count: int) -> tuple[bool, ...] | None:
-    """Prove that each slice of what a core returns depends on the same slice of its inputs.
+    """Prove that slice s of every output of a core depends only on slice s of its inputs.
 
     Args:
       core: The core of a parameter [count, ...].
       count: The number of slices.
 
     Returns:
-      For each shared input of the core whether it has a row for each slice; None without a proof.
+      For each shared input of the core whether it has a row for each slice; None if the proof fails.
     """
 
     def stacked(var: Any) -> bool:
@@ -65,7 +66,8 @@ def has_own_slices(core: Core, count: int) -> tuple[bool, ...] | None:
     if not all(map(stacked, held)):
         return None
     given = [Rows(0) if stacked(var) else Rows(None) for var in (*jaxpr.invars[:first], *held)]
-    # An array of as many numbers as there are slices may have one for each, or be the same for all: three coefficients.
+    # A shared array of `count` elements may have one for each slice, or happen to have that size (three coefficients of
+    # a polynomial, three blocks): try both.
     for sliced in (tuple(map(stacked, shared)), (False,) * len(shared)):
         rest = [Rows(0) if one else _whole(var) for one, var in zip(sliced, shared, strict=True)]
         with contextlib.suppress(_Mixes):
@@ -75,7 +77,7 @@ def has_own_slices(core: Core, count: int) -> tuple[bool, ...] | None:
 
 
 def is_program_of_one(whole: Core, one: Core, count: int) -> bool:
-    """Return whether a core of a parameter [1, ...] does, operation by operation, what that of [count, ...] does."""
+    """Return whether the core of a parameter [1, ...] has the same operations as the core of [count, ...]."""
     sizes = [(len(core.ins), core.states, len(core.shared), len(core.outs)) for core in (whole, one)]
     return sizes[0] == sizes[1] and _like(whole.program, one.program, count)
 
@@ -115,7 +117,7 @@ def _follow(eqn: Any, given: list[Rows]) -> list[Rows]:
 
 
 def _varies(eqn: Any, given: list[Rows], out: Any) -> frozenset[int]:
-    """The dimensions along which a value varies that is made of none that depend on slices."""
+    """Find the dimensions along which a result varies if no operand depends on slices."""
     name = eqn.primitive.name
     if name in ELEMENTWISE or name in SAME:
         return frozenset().union(*(one.varies for one in given))
@@ -127,7 +129,7 @@ def _varies(eqn: Any, given: list[Rows], out: Any) -> frozenset[int]:
 
 
 def _after(eqn: Any, given: list[Rows]) -> int:
-    """The stacked dimension of an operation's results."""
+    """Find the stacked dimension of an operation's results."""
     name, params = eqn.primitive.name, eqn.params
     if name in ELEMENTWISE or name in ("concatenate", "sort"):
         dim = _common(eqn, given)
@@ -154,7 +156,7 @@ def _after(eqn: Any, given: list[Rows]) -> int:
 
 
 def _common(eqn: Any, given: list[Rows]) -> int:
-    """The dimension along which all operands are stacked that depend on slices; the others must be equal there."""
+    """Find the stacked dimension that the operands share; operands without slices must be constant along it."""
     dims = {one.dim for one in given if one.dim is not None}
     if len(dims) > 1 or any(one.dim is None and dims & one.varies for one in given):
         raise _Mixes
@@ -180,7 +182,8 @@ def _product(eqn: Any, given: list[Rows]) -> int:
             places.append(place)
             continue
         if given[1 - side].dim is not None:
-            raise _Mixes  # every slice of one with every slice of the other
+            raise _Mixes  # an outer product: every slice of one operand with every slice of the other
+        # The result has the batch dimensions, then the free ones of the left operand, then those of the right.
         free = [dim for dim in range(ranks[side]) if dim not in contracted[side] and dim not in batches[side]]
         before = len(batches[0]) + (ranks[0] - len(contracted[0]) - len(batches[0]) if side else 0)
         places.append(before + free.index(one.dim))
@@ -215,7 +218,7 @@ def _gather(eqn: Any, given: list[Rows]) -> int:
     return int(numbers.offset_dims[kept.index(dim)])
 
 
-# Operations that move elements. The first operand is the one that is stacked.
+# Operations that move elements. The first operand is stacked; each function returns the result's stacked dimension.
 
 
 def _broadcast(eqn: Any, dim: int, given: list[Rows]) -> int:
@@ -225,6 +228,7 @@ def _broadcast(eqn: Any, dim: int, given: list[Rows]) -> int:
 
 def _reshape(eqn: Any, dim: int, given: list[Rows]) -> int:
     x, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    # A dimension stays itself in a reshape if equally many elements come before it and its size is the same.
     before = math.prod(x[:dim])
     fits = [place for place in range(len(out)) if math.prod(out[:place]) == before and out[place] == x[dim]]
     return _require(fits[0] if fits else 0, bool(fits) and eqn.params.get("dimensions") is None)
@@ -301,6 +305,7 @@ def _cond(eqn: Any, given: list[Rows]) -> list[Rows]:
 
 
 def _settle(body: Callable[[list[Rows]], list[Rows]], start: list[Rows]) -> tuple[list[Rows], list[Rows]]:
+    """Iterate a loop's body to the fixpoint of its carry; return (carry, all outputs of the body)."""
     while True:
         made = body(start)
         after = [_join(*pair) for pair in zip(start, made, strict=False)]
@@ -323,12 +328,12 @@ def _scan(eqn: Any, given: list[Rows]) -> list[Rows]:
     consts_count, carry_count = scan_counts(eqn.params)
     consts, start = given[:consts_count], given[consts_count : consts_count + carry_count]
 
-    def turn(one: Rows) -> Rows:
+    def of_one_iteration(one: Rows) -> Rows:
         if one.dim == 0:
-            raise _Mixes
+            raise _Mixes  # the scan itself runs over the slices, which its carry may combine
         return Rows(one.dim and one.dim - 1, frozenset(dim - 1 for dim in one.varies if dim))
 
-    rows = [turn(one) for one in given[consts_count + carry_count :]]
+    rows = [of_one_iteration(one) for one in given[consts_count + carry_count :]]
     carry, made = _settle(lambda carry: _walk(eqn.params["jaxpr"], [*consts, *carry, *rows]), start)
     stacked = [
         Rows(None, frozenset({0, *(dim + 1 for dim in one.varies)})) if one.dim is None else Rows(one.dim + 1)
@@ -343,11 +348,11 @@ _CONTROL_FLOW: dict[str, Callable[[Any, list[Rows]], list[Rows]]] = {"cond": _co
 # The program of one slice.
 
 _SIZES = frozenset({"shape", "new_sizes", "limit_indices", "slice_sizes", "sharding", "out_sharding"})
-"""Parameters that say how large a result is."""
+"""Equation parameters that contain the size of a result, which may differ between L = count and L = 1."""
 
 
 def _like(whole: Any, one: Any, count: int) -> bool:
-    """Whether two jaxprs are the same but for the size of the stacked dimension, `count` in one and 1 in the other."""
+    """Return whether two jaxprs are equal except that the stacked dimension has size `count` in one, 1 in the other."""
     (a, a_consts), (b, b_consts) = open_jaxpr(whole), open_jaxpr(one)
     if a_consts or b_consts or len(a.eqns) != len(b.eqns):
         return False

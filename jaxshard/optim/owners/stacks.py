@@ -1,4 +1,4 @@
-"""Equal matrices in stacks, and their owners, balanced by what their updates cost."""
+"""Stack equal matrices and assign each to a device, balanced by the FLOPs of their updates."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from jaxshard.optim.owners.same import product_flops, same_program
 
 
 class Matrix(NamedTuple):
-    """The matrices of one parameter: the array itself, or the slices of a stacked one.
+    """The matrices of one parameter: the array itself, or the slices of a stacked array.
 
     Attributes:
-      path: of the parameter.
-      core: of the parameter's update.
-      program: the core of one matrix; of the whole array where it is one.
-      slices: how many matrices are stacked along the first dimension; 0 where the array is one.
+      path: the path of the parameter.
+      core: the core of the parameter's update.
+      program: the core for one matrix; `core.program` if the array is a single matrix.
+      slices: how many matrices are stacked along the first dimension; 0 if the array is a single matrix.
       sliced: for each shared input of the core, whether it has a row for each slice.
-      placement: where the optimizer sees the parameter.
+      placement: the placement of the parameter in the optimizer.
     """
 
     path: str
@@ -37,11 +37,11 @@ class Matrix(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Equal matrices, which one program updates.
+    """Equal matrices, which the same program updates.
 
     Attributes:
-      matrices: of each parameter.
-      common: for each shared input, whether it is the same value for all of them.
+      matrices: the matrices of each parameter.
+      common: for each shared input of the program, whether it has the same value for all parameters.
     """
 
     matrices: tuple[Matrix, ...]
@@ -49,12 +49,11 @@ class Group(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of matrices."""
         return sum(one.slices or 1 for one in self.matrices)
 
 
 def group(made: TracedUpdate, matrices: Sequence[Matrix]) -> list[Group]:
-    """Put matrices together whose shapes, placements and programs are equal."""
+    """Group the matrices with equal shapes, placements and programs."""
     groups: list[list[Matrix]] = []
     for one in matrices:
         like = next((members for members in groups if _alike(members[0], one)), None)
@@ -75,7 +74,7 @@ def _alike(one: Matrix, other: Matrix) -> bool:
 
 
 def _common(made: TracedUpdate, members: Sequence[Matrix]) -> tuple[bool, ...]:
-    """Whether each shared input is one value: the same variable, or constants with the same content."""
+    """Return for each shared input whether it is the same variable, or an equal constant, for all members."""
     constants = dict(zip(made.jaxpr.invars, made.consts))
 
     def same(x: Any, y: Any) -> bool:
@@ -88,9 +87,9 @@ def _common(made: TracedUpdate, members: Sequence[Matrix]) -> tuple[bool, ...]:
 
 
 def assign(groups: Sequence[Group], mesh: Mesh) -> list[OwnedStack]:
-    """Give every matrix an owner: the most expensive ones first, each to the device that has the least to do.
+    """Assign every matrix to a device: the most expensive matrices first, each to the device with the lowest load.
 
-    No device owns more than twice its even share of one stack.
+    No device owns more than twice its even share of a stack.
     """
     costs = [product_flops(one.matrices[0].program) for one in groups]
     loads: dict[tuple[str, ...], list[tuple[int, int, int]]] = {}
@@ -99,10 +98,10 @@ def assign(groups: Sequence[Group], mesh: Mesh) -> list[OwnedStack]:
         first = one.matrices[0]
         axes = axes_of(first.placement.store)
         devices = axis_size(mesh, axes)
-        # (FLOPs, matrices, device): of devices with as much to do, those with the fewest matrices come first.
+        # (FLOPs, matrices, device): among devices with equal FLOPs, those with the fewest matrices come first.
         heap = loads.setdefault(axes, [(0, 0, device) for device in range(devices)])
         counts = [0] * devices
-        # Every device has as many places as the one with the most matrices, and empty ones travel too.
+        # Every device has as many slots as the device with the most matrices, and empty slots are sent too.
         full, most = [], 2 * -(-one.size // devices)
         for _ in range(one.size):
             load, held, device = heapq.heappop(heap)

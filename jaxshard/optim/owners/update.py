@@ -1,6 +1,6 @@
-"""An optimizer's update with owners: what is elementwise on parts, each core on the device that owns the matrix.
+"""Run an optimizer's update with owners: elementwise operations on shards, each core on the owner of its matrix.
 
-Three programs are made of the traced update, once: what leads to the cores, the cores themselves, and what follows.
+The traced update is split once into three programs: the operations before the cores, the cores, and those after.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
 class Stages(NamedTuple):
-    """The programs around the cores.
+    """The programs before and after the cores.
 
     Attributes:
-      before: a jaxpr of the inputs that are not `absent`, which returns `moved`.
-      moved: the variables that the cores read: those of the matrices, and shared ones.
-      after: a jaxpr of the same inputs and of `made` that returns updates and the state that does not live with owners.
-      made: the variables that the cores give back.
-      absent: the places among the inputs of arrays that live with owners.
+      before: a jaxpr from the inputs, without the `absent` ones, to the first of `moved`.
+      moved: the variables that the cores read: first those computed by `before`, then inputs of the update itself.
+      after: a jaxpr from the same inputs and `made` to the updates and the state that is not stored on owners.
+      made: the variables that the cores return.
+      absent: the indices of the inputs that are stored on owners.
     """
 
     before: Any
@@ -49,7 +49,7 @@ class Stages(NamedTuple):
 
 
 def stage(made: TracedUpdate, groups: Sequence[Group]) -> Stages | None:
-    """Split the update at the cores; None where one core needs the results of another."""
+    """Split the update at the cores; None if one core needs the results of another."""
     jaxpr, cores = made.jaxpr, [one.core for members in groups for one in members.matrices]
     first = len(made.consts) + made.params
     owned = {number for core in cores for number in core.states}
@@ -68,9 +68,10 @@ def stage(made: TracedUpdate, groups: Sequence[Group]) -> Stages | None:
 
 
 def _program(jaxpr: Any, inputs: Sequence[Any], results: Sequence[Any], given: set[Any]) -> tuple[Any, bool]:
-    """Make the program of some results from some inputs, and tell whether it needs nothing else."""
+    """Return (the jaxpr that computes `results` from `inputs`, whether it needs no other values)."""
     eqns, _ = needed_equations(jaxpr.eqns, results, given)
-    # An equation may make what is given besides what is needed: those results are renamed by dropping them.
+    # An equation may compute a needed value together with a given one. Replace the latter by a fresh variable, so that
+    # the equation does not define an input of the program again.
     twins = {var for eqn in eqns for var in eqn.outvars if var in given}
     eqns = [_drop(eqn, twins) for eqn in eqns]
     free = {x for eqn in eqns for x in eqn.invars if not isinstance(x, Literal) and x not in given} - {
@@ -93,8 +94,8 @@ def _drop(eqn: Any, twins: set[Any]) -> Any:
 def make_owned_update(made: TracedUpdate, groups: Sequence[Group], stages: Stages, layout: Layout) -> Update:
     """Make `update(grads, state, params) -> (updates, new state)` of an optimizer under a layout with owners.
 
-    Gradients and parameters are logical, split as the optimizer sees them. Of the state, arrays that live with owners
-    are in their stacks, the others logical; so are those of the new state.
+    Gradients and parameters have their logical shapes and the optimizer's sharding. State that is stored on owners is
+    in stacks, before and after the update; all other state has its logical shape.
     """
     assert layout.owners is not None
     programs = [one.matrices[0].program for one in groups]
@@ -125,7 +126,7 @@ def make_owned_update(made: TracedUpdate, groups: Sequence[Group], stages: Stage
 
 
 class _Member(NamedTuple):
-    """A stack, the matrices in it with the variables of their cores, and the program of one core."""
+    """A stack, its matrices with the variables of their cores, and the program of one core."""
 
     stack: OwnedStack
     group: Group
@@ -140,18 +141,18 @@ class _Member(NamedTuple):
         return self.group.matrices[0].sliced
 
     def ins(self, *, arrays: bool) -> list[int]:
-        """The numbers of the inputs that are arrays of the matrix's shape; or of those that are numbers."""
+        """Return the indices of the matrix-shaped inputs (arrays=True) or of the scalar inputs."""
         return [number for number, var in enumerate(self.group.matrices[0].core.ins) if bool(var.aval.shape) == arrays]
 
     def split(self, mesh: Mesh) -> Split:
-        """How the matrices are split over the devices."""
+        """Return how the matrices are split over the devices."""
         dims = 1 if self.stack.slices else 0
         part = self.placement.shard_shape(mesh)[dims:]
         cuts = splits_per_dim(mesh, self.placement.store)[dims:]
         return Split(self.stack.places, self.stack.counts, self.stack.slots, part, cuts)
 
     def given(self, known: dict[Any, jax.Array], held: Sequence[jax.Array], mesh: Mesh) -> _Given:
-        """Look up what the cores read."""
+        """Look up the inputs of the cores."""
         members, stack = self.group.matrices, self.stack
         common, own = [], []
         for number, same in enumerate(self.group.common):
@@ -165,12 +166,12 @@ class _Member(NamedTuple):
         return _Given(split, each, own, [held[numbers[0]] for numbers in stack.states], common)
 
     def specs(self) -> _Given:
-        """How `given` is split."""
+        """Return the PartitionSpecs of `given`."""
         some = PartitionSpec()
         return _Given(self.placement.store, some, some, PartitionSpec(spec_entry(self.stack.axes)), some)
 
     def update(self, whole: list[jax.Array], given: _Given) -> list[jax.Array]:
-        """Run the core for each matrix of this device."""
+        """Run the core for each matrix that this device owns."""
         stack, common = self.stack, self.group.common
         mine = lax.axis_index(stack.axes) * stack.slots + jnp.arange(stack.slots)
         rows = [x[mine] for x in given.each], [x[mine] for x in given.own]
@@ -194,14 +195,14 @@ class _Member(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """What the cores of a stack read.
+    """The inputs of the cores of a stack.
 
     Attributes:
-      split: for each array, the parameters' arrays of it, as they are stored.
-      each: numbers, one for each place.
-      own: shared inputs that differ, one for each place.
-      states: the state that lives with the matrices.
-      common: shared inputs that are the same for all.
+      split: for each matrix-shaped input, the list of its arrays, one per parameter, stored sharded.
+      each: scalar inputs, with one element per slot.
+      own: shared inputs that differ between matrices, with one row per slot.
+      states: the optimizer state that is stored on the owners.
+      common: shared inputs that are equal for all matrices.
     """
 
     split: Any
@@ -219,7 +220,7 @@ def _run(
     new_state: dict[int, jax.Array],
     mesh: Mesh,
 ) -> dict[Any, jax.Array]:
-    """Run the cores of stacks on their owners; return what they give back, and note the new state."""
+    """Run the cores of all stacks on their owners; return their results, and add the new state to `new_state`."""
     splits = [one.split(mesh) for one in members]
 
     def run(given: list[_Given]) -> list[tuple[list[list[jax.Array]], list[jax.Array]]]:
@@ -227,8 +228,8 @@ def _run(
         whole = iter(to_owners(ready, [split for split, g in zip(splits, given) for _ in g.split], axes))
         made = [one.update([next(whole) for _ in g.split], g) for one, g in zip(members, given)]
         counts = [len(one.group.matrices[0].core.outs) for one in members]
-        wide = [_pad(one, x) for one, xs, count in zip(members, made, counts) for x in xs[:count]]
-        parts = iter(from_owners(wide, [split for split, count in zip(splits, counts) for _ in range(count)], axes))
+        padded = [_pad(one, x) for one, xs, count in zip(members, made, counts) for x in xs[:count]]
+        parts = iter(from_owners(padded, [split for split, count in zip(splits, counts) for _ in range(count)], axes))
         return [
             ([one.stack.arrays(next(parts)) for _ in range(count)], xs[count:])
             for one, xs, count in zip(members, made, counts)
@@ -244,6 +245,7 @@ def _run(
     back: dict[Any, jax.Array] = {}
     for one, (outs, after) in zip(members, results, strict=True):
         for numbers, x in zip(one.stack.states, after, strict=True):
+            # The first array of a stack holds the state of all members; the others are empty and stay as they are.
             new_state |= {number: held[number] for number in numbers} | {numbers[0]: x}
         for number, arrays in enumerate(outs):
             for matrix, x in zip(one.group.matrices, arrays, strict=True):
@@ -252,11 +254,11 @@ def _run(
 
 
 def _pad(one: _Member, whole: jax.Array) -> jax.Array:
-    """Pad whole matrices to the size in which the parameters are stored."""
-    padded = one.placement.view.stored[1 if one.stack.slices else 0 :]
-    wider = [(0, 0), *((0, wide - size) for size, wide in zip(one.stack.shape, padded, strict=True))]
-    wide: jax.Array = jnp.pad(whole, wider) if padded != one.stack.shape else whole
-    return wide
+    """Pad full matrices to the shape in which the parameters are stored."""
+    stored = one.placement.view.stored[1 if one.stack.slices else 0 :]
+    widths = [(0, 0), *((0, after - size) for size, after in zip(one.stack.shape, stored, strict=True))]
+    padded: jax.Array = jnp.pad(whole, widths) if stored != one.stack.shape else whole
+    return padded
 
 
 def _hold(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
@@ -265,7 +267,7 @@ def _hold(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
 
 
 def _each(stack: OwnedStack, values: list[jax.Array], sliced: bool) -> jax.Array:
-    """Put a number, or a small array, of each matrix in the order of places: [devices * slots, ...]."""
+    """Order a scalar or small array per matrix by owner and slot: [devices * slots, ...]."""
     if not stack.slices:
         return stack.place(jnp.stack(values))
     rows = values if sliced else [jnp.broadcast_to(x, (stack.slices, *x.shape)) for x in values]
@@ -273,7 +275,7 @@ def _each(stack: OwnedStack, values: list[jax.Array], sliced: bool) -> jax.Array
 
 
 def _for_each_slot(stack: OwnedStack, core: Callable[..., Any], whole: Any, rows: Any, states: Any) -> list[jax.Array]:
-    """Run the core for each matrix of this device, one after the other; empty places cost nothing."""
+    """Run the core for each matrix of this device, one after another; empty slots cost nothing."""
     given = whole, rows, states
     if stack.slots == 1 and min(stack.counts) == 1:
         results = core(*jax.tree.map(lambda x: x[0], given))
@@ -281,18 +283,18 @@ def _for_each_slot(stack: OwnedStack, core: Callable[..., Any], whole: Any, rows
     if min(stack.counts) == stack.slots:
         mapped: list[jax.Array] = lax.map(lambda one: core(*one), given)
         return mapped
-    # A loop of as many turns as this device has matrices, and no branch: a compiler may move the all-to-all that
-    # follows into a branch, which devices without a matrix do not enter.
+    # A loop with as many iterations as this device has matrices, not a `cond`: a compiler may move the all-to-all that
+    # follows into a branch, which devices without a matrix never enter.
     mine = jnp.asarray(np.asarray(stack.counts, np.int32))[lax.axis_index(stack.axes)]
     shapes = jax.eval_shape(core, *jax.tree.map(lambda x: x[0], given))
 
-    def turn(slot: jax.Array, made: list[jax.Array]) -> list[jax.Array]:
-        # Of one place every turn reads the same: without the barrier a compiler takes the core out of the loop, and
-        # devices without a matrix run it too.
+    def body(slot: jax.Array, made: list[jax.Array]) -> list[jax.Array]:
+        # With a single slot every iteration reads the same values: without the barrier a compiler hoists the core out
+        # of the loop, and devices without a matrix run it too.
         slot, held = lax.optimization_barrier((slot, given))
         results = core(*jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, slot, keepdims=False), held))
         return [lax.dynamic_update_index_in_dim(x, new, slot, 0) for x, new in zip(made, results, strict=True)]
 
     empty = [jnp.zeros((stack.slots, *x.shape), x.dtype) for x in shapes]
-    made: list[jax.Array] = lax.fori_loop(0, mine, turn, empty)
+    made: list[jax.Array] = lax.fori_loop(0, mine, body, empty)
     return made

@@ -1,8 +1,7 @@
-"""Proofs about an optax transform, read off its traced program.
+"""Prove properties of an optax transform from the jaxprs of its init and update.
 
-From the top: `elementwise` proves that each element of an update depends on its own element alone, `own_array` that
-every parameter is updated from its own arrays, `stacking` that stacked blocks are updated as single ones are; what they
-find is a `report`. `trace` makes the programs, `dependence` and `reach` walk through them, `transfer` has the rule of
-each operation, `facts` says what can be known of a value, and `primitives` has the tables of JAX's operations. Imports
-`core/` only.
+`elementwise` proves that element i of an update depends only on element i of its parameter's arrays. `own_array` proves
+that every parameter is updated only from its own arrays. `stacking` proves that stacked blocks are updated like single
+blocks. Their result is a `report`. `trace` makes the jaxprs, `dependence` and `reach` walk through them, `facts`
+defines the facts about a value, and `transfer` has the rule of each operation. Imports `core/` only.
 """

@@ -1,12 +1,11 @@
-"""Which elements the results of a program depend on: a forward analysis over two traces of it.
+"""Find the elements on which the results of a program depend, by a forward analysis of two traces of it.
 
-`propagate` walks through the program once, from the facts about its inputs to those about its outputs (`facts` defines
-them, `transfer` has the rule of each operation). It is an abstract interpretation in the sense of Cousot and Cousot
-1977: what it claims holds for every content of the arrays, and where it knows nothing it claims nothing (MIXED).
+`propagate` walks through the jaxpr once, from the facts about its inputs to the facts about its outputs (`facts`
+defines them, `transfer` has the rule of each operation). It is an abstract interpretation in the sense of Cousot and
+Cousot 1977: a claim holds for all values of the arrays, and an unknown operation yields no claim (MIXED).
 
-A trace alone can't show whether a number such as 24 is a constant or the size of an array. So the program is traced at
-two sets of shapes and both traces are walked side by side: a number that differs, or another operation at the same
-place, depends on the shapes.
+A single trace can't show whether a literal such as 24 is a constant or the size of an array. So the program is traced
+at two sets of shapes, and both jaxprs are walked together: a literal or operation that differs depends on the shapes.
 
 Example, the update of `optax.adam` for one parameter w. The inputs are g, mu, nu: ELEMENTWISE(w) with padding 0, and
 count: UNIFORM.
@@ -20,10 +19,10 @@ count: UNIFORM.
 
 Every output depends on its own element: Adam is elementwise. Where the dependence enters `optax.clip_by_global_norm`:
 
-    sum(a**2)                                    MIXED, and with it the norm and all updates
+    sum(a**2)                                    MIXED, and so are the norm and all updates
       inside shard_map over "data"               PARTIAL_SUM over a, as the padding of a**2 is 0
     sum(a**2) + sum(b**2)                        PARTIAL_SUM over a and b
-    lax.psum(..., "data")                        UNIFORM: the same number, however a and b are cut
+    lax.psum(..., "data")                        UNIFORM: the same number, however a and b are split
     sqrt(...)                                    UNIFORM, but MIXED if it came before the psum: it is not linear
     g * (max_norm / norm)                        ELEMENTWISE, as `js.optim.clip_by_global_norm(1.0, "data")` is
 """
@@ -48,8 +47,8 @@ from jaxshard.optim.proof.transfer import elementwise, reduces_all, transfer
 def propagate(first: Any, second: Any, inputs: Sequence[Fact], context: Context) -> list[Fact]:
     """Return the fact about every output of a program, from its two traces and the facts about its inputs."""
     (one, one_consts), (two, two_consts) = open_jaxpr(first), open_jaxpr(second)
-    # Invariant: `known` has a fact about every variable of trace one so far, and `twins` the variable of trace two that
-    # holds the same value there. Two equations are the same only if their inputs are twins.
+    # Invariant: `known` has a fact about every variable of trace one so far, and `twins` the corresponding variable of
+    # trace two. Two equations are the same only if their inputs are twins.
     known: dict[Any, Fact] = {}
     twins: dict[Any, Any] = {}
 
@@ -83,7 +82,7 @@ def propagate(first: Any, second: Any, inputs: Sequence[Fact], context: Context)
 
 
 def _outputs(eqn: Any, twin: Any, facts: list[Fact], context: Context) -> list[Fact]:
-    """The facts about the outputs of any equation."""
+    """Return the facts about the outputs of any equation."""
     name = eqn.primitive.name
     if name in CALLS:
         inner = context if context.call is not None else context._replace(call=eqn)
@@ -94,7 +93,7 @@ def _outputs(eqn: Any, twin: Any, facts: list[Fact], context: Context) -> list[F
 
 
 def _same_operation(eqn: Any, twin: Any, twins: dict[Any, Any]) -> bool:
-    """Whether two equations are the same but for shapes, and for numbers, which `_literal` compares."""
+    """Return whether two equations are the same except for shapes, and for literals, which `_literal` compares."""
     if eqn.primitive is not twin.primitive or len(eqn.invars) != len(twin.invars):
         return False
     if len(eqn.outvars) != len(twin.outvars):
@@ -120,7 +119,7 @@ def _same_operation(eqn: Any, twin: Any, twins: dict[Any, Any]) -> bool:
 
 
 def _constant(a: Any, b: Any) -> Fact:
-    """The fact about a constant of the program, which is `a` in one trace and `b` in the other."""
+    """Return the fact about a constant of the jaxpr, which is `a` in one trace and `b` in the other."""
     if np.shape(a) == () and a is b:
         return Fact(Kind.UNIFORM, padding=_finite_number(a))
     if not isinstance(a, jax.core.Tracer) and not isinstance(b, jax.core.Tracer):
@@ -134,7 +133,7 @@ def _constant(a: Any, b: Any) -> Fact:
 
 
 def _literal(a: Any, b: Any, equation: Any, context: Context) -> Fact:
-    """The fact about a number that is written into the program, `a` in one trace and `b` in the other."""
+    """Return the fact about a literal, which is `a` in one trace and `b` in the other."""
     if isinstance(b, Literal) and (a.val == b.val or (a.val != a.val and b.val != b.val)):
         return Fact(Kind.UNIFORM, padding=_finite_number(a.val))
     numbers = f"{a.val} and {getattr(b, 'val', b)}"
@@ -152,9 +151,9 @@ def _finite_number(x: Any) -> float | None:
 
 
 def _chosen_by(eqn: Any, twin: Any, choice: Fact, facts: list[Fact], context: Context) -> list[Fact]:
-    """The facts about values that are computed or not, depending on a scalar.
+    """Return the facts about values of a branch or loop that depends on a scalar.
 
-    A UNIFORM scalar chooses the same everywhere. One that depends on an element is one more input of the values.
+    A UNIFORM scalar decides alike on all devices. A scalar that depends on an element is another input of the values.
     """
     if choice.kind is Kind.UNIFORM:
         return [fact._replace(influences=fact.influences | choice.influences) for fact in facts]
@@ -172,10 +171,10 @@ def _cond(eqn: Any, twin: Any, facts: list[Fact], context: Context) -> list[Fact
 def _loop_invariant(
     body: Callable[[list[Fact]], list[Fact]], start: list[Fact], eqn: Any, context: Context
 ) -> list[Fact]:
-    """The facts about the carry of a loop that hold before it and after every iteration.
+    """Return the facts about the carry of a loop that hold before the loop and after every iteration.
 
-    The iteration ends: `join` only ever claims less, and a fact can claim less a finite number of times (three kinds,
-    one number, as many influences as there are parameters).
+    The fixpoint iteration ends, since `join` only weakens facts, and a fact can be weakened only a finite number of
+    times (three kinds, one padding value, one influence per parameter).
     """
     while True:
         kept = [join(eqn, x, y, context) for x, y in zip(start, body(start), strict=True)]
@@ -200,7 +199,7 @@ def _scan(eqn: Any, twin: Any, facts: list[Fact], context: Context) -> list[Fact
     consts, rest = facts[:const_count], facts[const_count:]
 
     def row(fact: Fact) -> Fact:
-        """One row of a scanned array, or an array made of rows: neither has the elements of a parameter in place."""
+        """Return the fact about a row of a scanned array, or an array of rows: neither has a parameter's shape."""
         if fact.kind is not Kind.ELEMENTWISE:
             return fact
         text = f"scans over the elements of {context.some_names(fact.influences)}"

@@ -1,12 +1,12 @@
-"""The proof that a transform is elementwise: that updating the parts of arrays equals updating the arrays.
+"""Prove that a transform is elementwise: updating shards of arrays equals updating the arrays.
 
-It reads the programs of `tx.init` and `tx.update`, never names or classes, in three steps:
+It reads the jaxprs of `tx.init` and `tx.update`, never names or classes, in three steps:
 
-1. `trace` makes the programs at the shapes of the parameters and at other shapes.
-2. `dependence` derives a fact about every output, given facts about the inputs. What the state holds where its arrays
-   are padded is such an input, and known only after the update: it is found as an invariant (`_judge`).
-3. Every output has a place, which makes a demand (`_verdict`): an array that has a parameter's place must depend on the
-   parameter's own elements, everything else must be the same on all devices.
+1. `trace` makes the jaxprs at the shapes of the parameters and at other shapes.
+2. `dependence` derives a fact about every output from facts about the inputs. One of these inputs is the value of the
+   state's padding; it is found as an invariant of the update (`_judge`).
+3. `_verdict` checks every output: an array that belongs to a parameter must depend only on the parameter's own
+   elements, all other outputs must be the same on all devices.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ def check_elementwise(
     extra_args: Mapping[str, Any] | None = None,
     views: PyTree | None = None,
 ) -> Report:
-    """Prove that element i of updates and state depends on nothing but element i of its parameter's arrays.
+    """Prove that element i of updates and state depends only on element i of its parameter's arrays.
 
-    Numbers that are the same for all elements and owe nothing to arrays (counts, schedules, hyperparameters) are
-    allowed. Shapes are judged as given, and again with every dimension one larger, so that a transform that looks at
-    shapes (a threshold on the size, random bits of an array's shape) is seen. The report is sound: what is not known to
-    be elementwise is not. No device is touched; no collectives.
+    Scalars that are the same for all elements and depend on no array (counts, schedules, hyperparameters) are allowed.
+    The proof runs for the given shapes, and again with every dimension one larger, to detect transforms that depend on
+    shapes (a threshold on the size, random bits of an array's shape). The report is sound: it is true only if the
+    transform is proven to be elementwise. No device is touched; no collectives.
 
     Args:
       tx: An optax transform.
       params: The parameters, which may be abstract.
-      axis_name: The mesh axis, or axes, that split the arrays inside `shard_map`. Scalar parameters then count as the
-        same on all devices, and a sum over whole arrays that is followed by `lax.psum` over all of these axes counts
-        as one number, provided that the summed elements are zero where parameters and gradients are zero padding.
-      extra_args: The extra arguments that `tx.update` requires: functions, and scalars (abstract ones will do), which
-        must be the same on all devices.
-      views: The parameters as the optimizer will really see them (parts, padded or reshaped views); the transform has
-        to be the same program for these.
+      axis_name: The mesh axis, or axes, that split the arrays inside `shard_map`. Scalar parameters then count as
+        replicated, and a sum over all elements of an array, followed by `lax.psum` over all of these axes, counts as a
+        scalar, if the summed elements are zero in the padding.
+      extra_args: The extra arguments that `tx.update` requires: functions, and scalars (possibly abstract), which must
+        be the same on all devices.
+      views: The parameters as the optimizer really receives them (shards, padded or reshaped views); the transform must
+        have the same jaxpr for these.
 
     Returns:
-      A `Report`: true if the transform is elementwise, else with a reason for each output that is not.
+      A `Report`: true if the transform is elementwise, else with a reason for each output that is not elementwise.
 
     Raises:
       ValueError: `views` is another tree than `params`, or the transform uses an axis that `axis_name` does not name.
@@ -81,10 +81,10 @@ def require_elementwise(
     extra_args: Mapping[str, Any] | None = None,
     views: PyTree | None = None,
 ) -> None:
-    """Raise unless a transform is elementwise; the arguments are those of `check_elementwise`.
+    """Raise unless a transform is elementwise; takes the arguments of `check_elementwise`.
 
     Raises:
-      ValueError: The transform is not elementwise. The message names transform, line, leaves and the remedy.
+      ValueError: The transform is not elementwise. The message names transform, line, leaves and the fix.
 
     Example:
         js.optim.require_elementwise(optax.adamw(3e-4), params, axis_name="data")
@@ -99,18 +99,18 @@ def require_elementwise(
 
 
 def check_stored(tx: Any, params: PyTree, param_placements: PyTree, state_placements: PyTree) -> Report | None:
-    """Prove that a transform may update global arrays as they are stored, padded and reshaped.
+    """Prove that a transform may update global arrays in their stored (padded and reshaped) form.
 
     Args:
       tx: An optax transform.
       params: The trained parameters in their logical shapes, which may be abstract.
-      param_placements: The `Placement` of each of them where the optimizer runs (`Layout.opt_params`).
+      param_placements: The `Placement` of each parameter in the optimizer (`Layout.opt_params`).
       state_placements: The `Placement` of each array of the state (`Layout.opt_state`).
 
     Returns:
-      None where every array is stored in its logical shape: there is one view, so that nothing has to be proven, and
-      nothing is traced. Otherwise a `Report`, true if the transform is elementwise on the stored view and its state
-      is what `tx.init` would make of the stored parameters.
+      None if every array is stored in its logical shape: then there is nothing to prove, and nothing is traced.
+      Otherwise a `Report`: true if the transform is elementwise on the stored view and the stored state has the shapes
+      that `tx.init` returns for the stored parameters.
     """
     placements = jax.tree.leaves((param_placements, state_placements))
     if all(placement.view.stored == placement.view.logical for placement in placements):
@@ -120,15 +120,15 @@ def check_stored(tx: Any, params: PyTree, param_placements: PyTree, state_placem
 
 
 def stored_shapes(params: PyTree, placements: PyTree) -> PyTree:
-    """Return the abstract arrays that a tree of `Placement` stores for a tree of logical ones."""
+    """Return the abstract stored arrays for a tree of logical arrays and a tree of `Placement`."""
     return jax.tree.map(lambda x, p: jax.ShapeDtypeStruct(p.view.stored, x.dtype), params, placements)
 
 
 def check_state(tx: Any, views: PyTree, placements: PyTree) -> Report:
-    """Report the arrays of the state that are stored in other shapes than `tx.init` gives them for stored parameters.
+    """Report the state arrays whose stored shape differs from that of `tx.init` for the stored parameters.
 
-    An array that is no parameter's, such as the last three losses, is the same for all views of the parameters. If the
-    layout pads it, the transform would find other positions in it than it expects (`jnp.roll` would bring in padding).
+    An array that belongs to no parameter, such as the last three losses, has the same shape for all views of the
+    parameters. If the layout padded it, the transform would misread it (`jnp.roll` would move padding into it).
     """
     state = jax.eval_shape(tx.init, views)
     arrays = zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(placements), strict=True)
@@ -142,10 +142,10 @@ def check_state(tx: Any, views: PyTree, placements: PyTree) -> Report:
 
 
 def is_elementwise_except_totals(tx: Any, params: PyTree, views: PyTree) -> bool:
-    """Return whether updates are elementwise but for functions of sums over all elements of all parameters.
+    """Return whether updates are elementwise except for functions of sums over all elements of all parameters.
 
-    The global norm is such a sum: it is the same for arrays that are padded with zeros, reshaped or stacked, though not
-    for parts of arrays. The program has to be the same for the shapes of `params` and of `views`.
+    The global norm is such a sum: padding with zeros, reshaping and stacking do not change it, but taking shards does.
+    The jaxpr must be the same for the shapes of `params` and of `views`.
     """
     tx = as_transform(tx)
     params = abstract(params)
@@ -153,10 +153,10 @@ def is_elementwise_except_totals(tx: Any, params: PyTree, views: PyTree) -> bool
 
 
 def coupled_leaves(tx: Any, params: PyTree) -> tuple[Reason, ...]:
-    """Return the outputs that depend on arrays of parameters other than their own, as those of a global norm do.
+    """Return the outputs that depend on arrays of other parameters than their own, for example by a global norm.
 
-    The own parameter of an array of the state is the one in its path. Arrays that have none, such as counts, are shared
-    by all parameters and must depend on none.
+    A state array belongs to the parameter in its path. Arrays without one, such as counts, are shared by all parameters
+    and must depend on none.
     """
     traced = trace(as_transform(tx), (abstract(params),) * 2, (), {}, __file__)
     if isinstance(traced, Reason):
@@ -171,19 +171,18 @@ def coupled_leaves(tx: Any, params: PyTree) -> tuple[Reason, ...]:
 
 
 def _grow(params: PyTree) -> PyTree:
-    """The same parameters with every dimension one larger, so that no size of an array is as it was."""
+    """Make every dimension one larger, so that every size differs from the original."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(tuple(size + 1 for size in x.shape), x.dtype), params)
 
 
 def _judge(traced: Trace | Reason) -> Report:
-    """The report on all updates, on the state after an update, and on the initial state."""
+    """Report on all updates, on the state after an update, and on the initial state."""
     if isinstance(traced, Reason):
         return Report((traced,))
-    # What padding holds must be true in every step, not just in the first, where parameters are padded with zeros and
-    # the state is what `tx.init` makes of those. So it is an invariant of the update, found from above: start with the
-    # claims of the first step, and give up each that one update does not keep. An update that is not zero in the
-    # padding moves the parameter there away from zero: nothing is known of it from then on. Claims are only given up,
-    # so the loop ends.
+    # The value of the padding must hold in every step, not only in the first, where parameters are padded with zeros
+    # and the state comes from `tx.init`. So find an invariant of the update: start with the values of the first step,
+    # and drop each that an update changes. If an update is not zero in the padding, the parameter's padding becomes
+    # unknown. Values are only ever dropped, so the loop ends.
     count = len(traced.updates)
     paddings = [*[0.0] * count, *(fact.padding for fact in traced.initial)]
     while True:
@@ -200,7 +199,7 @@ def _judge(traced: Trace | Reason) -> Report:
 
 
 def _verdict(array: TracedArray, fact: Fact, context: Context) -> Reason | None:
-    """The reason why an output is not what its place demands, or None if it is."""
+    """Return why an output is not allowed: not elementwise, or different between devices. None if it is allowed."""
     has_place = array.param is not None and array.shapes == context.shapes[array.param]
     grows = array.shapes[0] != array.shapes[1]
     if not has_place and (array.param is not None or grows):

@@ -1,18 +1,18 @@
-"""What the proof can know of one value in the program of a transform: the abstract domain, and how two facts join.
+"""The abstract domain of the elementwise proof: facts about one value, and how two facts are joined.
 
-The proof asks one question: does an optimizer give the same updates when its arrays are cut into parts, padded with
-zeros or reshaped? It derives a `Fact` about every value of the program. From the most to the least that can be known:
+The question is: does an optimizer compute the same updates if its arrays are sharded, padded with zeros or reshaped?
+The proof derives a `Fact` about every value of the jaxpr. From the strongest to the weakest:
 
-    kind          claim, for every content of the arrays                      examples
-    UNIFORM       one number, on all devices and however the arrays are cut   the count, the rate, zeros_like(g)
-    INDEPENDENT   an array of its own, which no cutting changes               jnp.arange(3.0), the last ten losses
+    kind          claim, for all values of the arrays                         examples
+    UNIFORM       a scalar that is equal on all devices, for any sharding     the count, the rate, zeros_like(g)
+    INDEPENDENT   an array that is equal on all devices, for any sharding     jnp.arange(3.0), the last ten losses
     ELEMENTWISE   element i is f(element i of one parameter's arrays), and    g, b1 * mu + (1 - b1) * g
                   f is the same for every i
-    PARTIAL_SUM   this device's term of a sum that is UNIFORM once complete   jnp.sum(g**2) of this device's part
-    MIXED         nothing                                                     g.T, jnp.cumsum(g), g + another gradient
+    PARTIAL_SUM   this device's term of a sum, whose total is UNIFORM         jnp.sum(g**2) of this device's shard
+    MIXED         none                                                        g.T, jnp.cumsum(g), g + another gradient
 
-where `g`, `mu` are the gradient and the first moment of a parameter. Every claim implies those above it in the diagram,
-so that a value of which either of two facts holds may be given the lowest one above both (`join`):
+where `g`, `mu` are the gradient and the first moment of a parameter. Every claim implies the claims above it in the
+diagram. If either of two facts may hold for a value, `join` returns the lowest fact above both:
 
                              MIXED
                /               |              \\
@@ -20,7 +20,7 @@ so that a value of which either of two facts holds may be given the lowest one a
                \\               |
                             UNIFORM
 
-A UNIFORM value is no PARTIAL_SUM: summed over n devices it would count n times (unless it is zero).
+A UNIFORM value is not a PARTIAL_SUM: summed over n devices it would count n times (unless it is zero).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from jaxshard.core.text_table import first_words
 
 
 class Kind(IntEnum):
-    """The strength of what is known of a value, from UNIFORM, the strongest claim, to MIXED, which claims nothing.
+    """The kind of claim about a value, from UNIFORM, the strongest, to MIXED, which claims nothing.
 
-    INDEPENDENT, ELEMENTWISE and PARTIAL_SUM cannot be compared (see the diagram at the top of the file): the numbers
+    INDEPENDENT, ELEMENTWISE and PARTIAL_SUM are not ordered (see the diagram at the top of the file): their integers
     only sort facts, so that `join` has fewer cases.
     """
 
@@ -48,9 +48,9 @@ class Kind(IntEnum):
 
 
 class Origin(NamedTuple):
-    """The equation that made a value MIXED, with the transform and the line behind it, or an array without them.
+    """The equation that made a value MIXED, with its transform and line; or the name of an array, without them.
 
-    `text` completes the sentence: "clip_by_global_norm: reduce_sum at optax/transforms/_clipping.py:97" "mixes
+    `text` is the predicate of the sentence "clip_by_global_norm: reduce_sum at optax/transforms/_clipping.py:97 mixes
     elements of w".
     """
 
@@ -69,14 +69,13 @@ class Fact(NamedTuple):
 
     Attributes:
       kind: The claim.
-      param: The parameter on whose elements an ELEMENTWISE value depends, as an index into `Context.names`.
-      influences: The parameters whose arrays have any influence on the value.
-      padding: The finite number that a UNIFORM value is, or that the elements of an ELEMENTWISE value are where the
-        parameter and its gradient are zero padding; None where it is not known. A sum over a padded array is the sum
-        over the array only where this is 0.
-      summed: The parameters all of whose elements a PARTIAL_SUM adds up. Not the same as `influences`:
-        `sum(a * norm_of_everything)` is influenced by all parameters, but is a sum over `a` alone.
-      why: What is to blame where the value is not what it should be.
+      param: For ELEMENTWISE, the parameter on whose elements the value depends, as an index into `Context.names`.
+      influences: The parameters on whose arrays the value depends in any way.
+      padding: The finite value of a UNIFORM scalar, or of an ELEMENTWISE array in the zero padding of its parameter and
+        gradient; None if it is unknown. A sum over a padded array equals the sum over the array only if this is 0.
+      summed: For PARTIAL_SUM, the parameters whose elements are all summed. It may differ from `influences`:
+        `sum(a * norm_of_everything)` is influenced by all parameters, but sums only over `a`.
+      why: The equation to blame if the claim is too weak.
     """
 
     kind: Kind
@@ -92,17 +91,17 @@ class Fact(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The surroundings of the program that is analysed.
+    """The context of the analysed program.
 
     Attributes:
       names: The path of each parameter.
       shapes: The shapes of each parameter in the two traces.
-      axes: The mesh axes that split the arrays; a sum over parts and then over all of these axes is UNIFORM.
-      stop_file: The file whose frames end the part of a traceback that belongs to the transform.
-      totals: Whether a sum over all elements of all parameters counts as UNIFORM, without any axes. That is so for
-        global arrays, which are padded, reshaped or stacked, but not cut.
-      call: The outermost call around the program. Traces of jitted functions are cached and keep the traceback of
-        their first caller, so that this call tells the transform and they may not.
+      axes: The mesh axes that split the arrays; a sum over a shard and then over all of these axes is UNIFORM.
+      stop_file: The file at whose frames the transform's part of a traceback ends.
+      totals: Whether a sum over all elements of all parameters counts as UNIFORM, without any axes. This is right for
+        global arrays, which are padded, reshaped or stacked, but not split.
+      call: The outermost call around the program. JAX caches jaxprs of jitted functions with the traceback of their
+        first caller, so this call identifies the transform more reliably than the equations inside.
     """
 
     names: tuple[str, ...]
@@ -113,25 +112,25 @@ class Context(NamedTuple):
     call: Any = None
 
     def some_names(self, params: Iterable[int]) -> str:
-        """The paths of some parameters, the first three in full."""
+        """Return the paths of some parameters as text; only the first three are named."""
         return first_words([self.names[param] for param in sorted(params)])
 
 
 def all_influences(facts: Iterable[Fact]) -> frozenset[int]:
-    """The parameters that have an influence on any of the values."""
+    """Return the parameters that influence any of the values."""
     return frozenset().union(*(fact.influences for fact in facts))
 
 
 def mixed(influences: Iterable[int], why: Origin | None) -> Fact:
-    """The fact that claims nothing."""
+    """Make the fact that claims nothing."""
     return Fact(Kind.MIXED, influences=frozenset(influences), why=why)
 
 
 def join(equation: Any, one: Fact, other: Fact, context: Context) -> Fact:
-    """Return the strongest fact that holds of a value of which either of two facts holds.
+    """Return the strongest fact about a value for which either of two facts holds.
 
-    It is sound because it only forgets: the kind is at least as high in the diagram as both, influences are united, and
-    a padding or a completed sum that only one of both claims is dropped.
+    It is sound because it only weakens: the kind is at least as high in the diagram as both, influences are united, and
+    a padding or a summed parameter that only one of the facts claims is dropped.
     """
     influences = one.influences | other.influences
     padding = one.padding if one.padding == other.padding else None
@@ -148,10 +147,10 @@ def join(equation: Any, one: Fact, other: Fact, context: Context) -> Fact:
 
 
 def origin_of(equation: Any, context: Context, text: str) -> Origin:
-    """Name the transform and the line behind an equation: the innermost update or init function that is not JAX's.
+    """Find the transform and the line that made an equation: the innermost update or init function outside of JAX.
 
-    Inner functions have qualified names such as "scale_by_adam.<locals>.update_fn", which is how the transform that an
-    `update_fn` belongs to gets its name. `equation` may be None, for a constant.
+    The name of the transform comes from the function's qualified name, such as "scale_by_adam.<locals>.update_fn".
+    `equation` may be None, for a constant.
     """
     primitive = "a constant" if equation is None else equation.primitive.name
     for candidate in (context.call, equation):

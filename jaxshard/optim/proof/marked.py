@@ -1,8 +1,8 @@
-"""Marks on stacked parameters, in a tree of otherwise the same structure, for the check of what stacking changes.
+"""Mark stacked parameters in a tree, to compare the updates of stacked and of separate blocks.
 
 {"embed": x, "blocks": {"w": stacked}}                        the parameters
-{"embed": x, "blocks": {"w": Marked([stacked])}}              marked, stacked as they are: one leaf
-{"embed": x, "blocks": {"w": Marked([block0, block1])}}       marked, taken apart: one leaf per block
+{"embed": x, "blocks": {"w": Marked([stacked])}}              marked and stacked: one leaf
+{"embed": x, "blocks": {"w": Marked([block0, block1])}}       marked and unstacked: one leaf per block
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from jaxshard.core.types import PyTree
 
 @jax.tree_util.register_pytree_with_keys_class
 class Marked:
-    """A stacked array, or its slices, in its place in the tree: a node with one leaf, or with one leaf per block.
+    """A node of the tree in place of a stacked array, with one leaf, or with one leaf per block.
 
-    Masks and labels that are trees with the stacked array's structure still fit, as prefixes, and every slice has the
-    last key of the array's path, so that a mask by path treats it as it does the array. Functions that take the node
-    for an array see the shape of one leaf.
+    Trees of masks and labels for the original parameters still match, as prefixes. Every slice has the last key of the
+    array's path, so a mask by path treats it like the array. The node also has the attributes of an array, with the
+    shape of one leaf.
     """
 
     def __init__(self, slices: list[Any], key: Any):
@@ -56,5 +56,5 @@ def is_marked(x: Any) -> bool:
 
 
 def has_marks(tree: PyTree) -> bool:
-    """Return whether a tree holds marked parameters."""
+    """Return whether a tree contains marked parameters."""
     return any(map(is_marked, jax.tree.leaves(tree, is_leaf=is_marked)))

@@ -1,9 +1,8 @@
-"""Detection of optimizers with a rule of their own for gradients that are not finite.
+"""Detect optimizers that handle non-finite gradients themselves.
 
-It reads the program of `tx.update`, never names or classes.
-`optax.apply_if_finite`, `optax.zero_nans` and `optax.skip_not_finite` have a rule of their own for gradients that are
-not finite. Such a rule is a test, `is_finite x` (`jnp.isfinite`) or `x != x` (`jnp.isnan`), of a number that depends on
-gradients. A test of anything else, such as that of a quotient of learning rates in `schedule_free`, is none.
+It reads the jaxpr of `tx.update`, never names or classes. Such optimizers (`optax.apply_if_finite`, `optax.zero_nans`,
+`optax.skip_not_finite`) test a value that depends on gradients by `is_finite x` (`jnp.isfinite`) or `x != x`
+(`jnp.isnan`). Tests of other values, such as a quotient of learning rates in `schedule_free`, do not count.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ from jaxshard.optim.proof.traced import traced_update
 
 
 def handles_non_finite(tx: optax.GradientTransformation, params: PyTree) -> bool:
-    """Return whether the update of a transform tests numbers that depend on gradients for being finite.
+    """Return whether the update of a transform tests values that depend on gradients for being finite.
 
     Args:
       tx: an optax transform.
       params: the trained parameters, which may be abstract.
 
     Returns:
-      True if it does; False too where `tx.update` can't be traced with gradients, state and parameters alone.
+      True if it does; False otherwise, or if `tx.update` can't be traced with only gradients, state and parameters.
     """
     params = abstract(params)
     try:
         program = traced_update(tx, params)[0]
-    except (NameError, TypeError, ValueError):  # the step, which traces it with all that it has, tells what is wrong
+    except (NameError, TypeError, ValueError):  # the step traces it with all arguments, and reports errors
         return False
     rest = len(program.in_avals) - len(jax.tree.leaves(params))
     return _contains_test(program, [True] * len(jax.tree.leaves(params)) + [False] * rest)
 
 
 def _contains_test(program: Any, depends: Sequence[bool]) -> bool:
-    """Return whether a program tests anything that depends on those of its arguments that are marked."""
+    """Return whether a jaxpr tests a value that depends on the inputs for which `depends` is True."""
     jaxpr, _ = open_jaxpr(program)
     found = {var for var, marked in zip(jaxpr.invars, depends, strict=True) if marked}
     for equation in jaxpr.eqns:
@@ -52,7 +51,7 @@ def _contains_test(program: Any, depends: Sequence[bool]) -> bool:
         if name == "is_finite" or (name == "ne" and operands[0] is operands[1]):
             return True
         for inner in jaxprs_in_params(equation.params):
-            # The arguments of a call are its operands. Those of loops and branches are some of them: all are marked.
+            # The inputs of a call are its operands. Loops and branches pass only some operands: mark all inputs.
             count = len(open_jaxpr(inner)[0].invars)
             if _contains_test(inner, marks if count == len(marks) else [True] * count):
                 return True

@@ -1,9 +1,9 @@
-"""The proof that a transform updates every parameter from its own arrays alone: "own array".
+"""Prove that a transform updates every parameter only from its own arrays: "own array".
 
-Muon, Shampoo, LAMB and Adafactor mix the elements of one parameter, but never those of two. Such a parameter can be
-updated on one device that holds all of it, whatever happens elsewhere. The proof reads the programs of `tx.init` and
-`tx.update` (`reach` walks through them), never names or classes. Numbers that are summed over whole arrays may enter
-from anywhere: a global norm that clips the gradients before Muon is one number on all devices.
+Muon, Shampoo, LAMB and Adafactor mix the elements of a parameter, but not elements of different parameters. So a single
+device that holds the full parameter can update it. The proof reads the jaxprs of `tx.init` and `tx.update` (`reach`
+walks through them), never names or classes. Scalars that are sums over arrays may come from other parameters: a global
+norm that clips the gradients before Muon is a scalar that all devices know.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ Kind = Literal["elementwise", "own array", "global"]
 
 @dataclass(frozen=True)
 class Dependence:
-    """The result of `check_own_array`: true if every parameter is updated from its own arrays, and numbers.
+    """The result of `check_own_array`: true if every parameter is updated only from its own arrays, and scalars.
 
     Attributes:
-      kind: "elementwise" if element i depends on elements i alone, "own array" if it depends on its own parameter's
-        arrays, "global" if arrays of several parameters meet.
-      reasons: for a global transform the outputs that arrays of other parameters reach, with the equations to blame.
-      totals: the parameters that numbers summed over other parameters reach, such as a global norm.
-      products: the parameters that are multiplied as matrices, or factorized: what `js.layout` gives to one device.
+      kind: "elementwise" if element i depends only on elements i, "own array" if it depends on its own parameter's
+        arrays, "global" if arrays of several parameters are combined.
+      reasons: for a global transform, the outputs that depend on arrays of other parameters, and the equations to
+        blame.
+      totals: the parameters whose update depends on a sum over other parameters, such as a global norm.
+      products: the parameters with matrix products or factorizations, which `js.layout` assigns to one device each.
 
     Example:
         >>> import optax
@@ -61,11 +62,11 @@ class Dependence:
 
 
 class Outputs(NamedTuple):
-    """The results of a transform's programs, and the parameter that each belongs to.
+    """The results of a transform's programs, and the parameter to which each belongs.
 
     Attributes:
-      names: such as "update w" and "state 0/mu/w": first the updates, then the state.
-      owners: the number of the parameter; None for what belongs to none, such as counts.
+      names: first the updates, then the state, such as "update w" and "state 0/mu/w".
+      owners: the index of the parameter; None for arrays that belong to none, such as counts.
     """
 
     names: tuple[str, ...]
@@ -73,19 +74,19 @@ class Outputs(NamedTuple):
 
 
 def check_own_array(tx: Any, params: PyTree, *, extra_args: Mapping[str, Any] | None = None) -> Dependence:
-    """Prove that update and state of every parameter depend on that parameter's arrays alone, and on numbers.
+    """Prove that update and state of every parameter depend only on that parameter's arrays, and on scalars.
 
-    The arrays of a parameter are its gradient, itself, and the arrays of the state that have its path. Numbers may be
-    counts, schedules, hyperparameters, and sums over whole arrays of any parameters (global norms). The report is
-    sound: where the program is not understood, the transform counts as global. No device is touched; no collectives.
+    The arrays of a parameter are the parameter, its gradient, and the state arrays that have its path. Scalars may be
+    counts, schedules, hyperparameters, and sums over arrays of any parameters (global norms). The report is sound: an
+    unknown operation makes the transform count as global. No device is touched; no collectives.
 
     Args:
       tx: An optax transform.
       params: The parameters, which may be abstract.
-      extra_args: The extra arguments that `tx.update` requires: functions, and scalars (abstract ones will do).
+      extra_args: The extra arguments that `tx.update` requires: functions, and scalars (possibly abstract).
 
     Returns:
-      A `Dependence`: which of the three kinds the transform is, and why.
+      A `Dependence`: the kind of the transform, and the reasons.
 
     Example:
       >>> import optax
@@ -105,7 +106,7 @@ def check_own_array(tx: Any, params: PyTree, *, extra_args: Mapping[str, Any] | 
     try:
         init, before = jax.make_jaxpr(tx.init, return_shape=True)(params)
         program, (updates, state) = jax.make_jaxpr(update, return_shape=True)(params, before, params, arrays)
-    except (NameError, TypeError, ValueError) as error:  # arguments that are missing, or an axis that it names
+    except (NameError, TypeError, ValueError) as error:  # a missing argument, or an axis that the transform names
         return _untraced(f"could not be traced on these arguments: {error}")
     if not (same_structure(updates, params) and same_structure(before, state)):
         return _untraced("returns updates or a state of another structure than it was given")
@@ -118,7 +119,7 @@ def check_own_array(tx: Any, params: PyTree, *, extra_args: Mapping[str, Any] | 
 
 
 def _walk_steps(program: Any, given: list[Reach], outputs: Outputs, count: int, context: Context) -> Flow:
-    """What reaches the results after any number of steps: numbers of one step are in the state of the next."""
+    """Return the flow after any number of steps, since scalars of one step are in the state of the next."""
     while True:
         flow = walk(program, given, context)
         after = list(given)
@@ -131,13 +132,13 @@ def _walk_steps(program: Any, given: list[Reach], outputs: Outputs, count: int, 
 
 
 def outputs_of(params: PyTree, state: PyTree) -> Outputs:
-    """Name the updates and the arrays of a state, and find the parameter that each belongs to, by its path."""
+    """Name the updates and state arrays, and find the parameter to which each belongs, by its path."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     held = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
 
     def owner(path: tuple[Any, ...]) -> int | None:
         found = (param_at_end(path[:stop], paths) for stop in range(len(path), 0, -1))
-        # The root of a tree of one array is the end of every path, and says nothing.
+        # If the parameters are a single array, its path () ends every path, which means nothing.
         return next((one for one in found if one is not None and paths[one]), 0 if paths == [()] and path else None)
 
     names = [f"update {path_str(path)}" for path in paths] + [f"state {path_str(path)}" for path in held]
@@ -145,7 +146,7 @@ def outputs_of(params: PyTree, state: PyTree) -> Outputs:
 
 
 def input_reaches(count: int, outputs: Outputs, extra: int = 0) -> list[Reach]:
-    """Return what reaches the inputs of an update: gradients, state, parameters, and `extra` more of none."""
+    """Return the reaches of the inputs of an update: gradients, state, parameters, and `extra` further arguments."""
     leaves = [Reach(bit(leaf)) for leaf in range(count)]
     state = [Reach(bit(owner)) for owner in outputs.owners[count:]]
     return [*leaves, *state, *leaves, *[Reach()] * extra]

@@ -1,15 +1,15 @@
-"""Which parameters reach a value of an optimizer's program: through their arrays, or through numbers alone.
+"""Find the parameters on which each value of an optimizer's program depends: by arrays, or only by scalars.
 
-A forward walk over the traced update. Every value has a `Reach`: the parameters whose gradient, state or value it is
-made of. A number that is summed over whole arrays, such as a global norm, is one number for everybody and costs a few
-bytes to tell; a value that arrays of others reach through such numbers alone is still made of its own array:
+This is a forward walk over the traced update. Every value has a `Reach`: the parameters whose gradient, state or value
+it depends on. A scalar that is a sum over arrays, such as a global norm, costs only a few bytes to send to all devices.
+So the dependence through such scalars is recorded separately from the dependence on arrays:
 
-    sum(g_a**2) + sum(g_b**2)             a number that a and b reach
-    g_a * (1.0 / norm)                    a alone: b reaches it through a number
-    g_a + g_b, stack([g_a, g_b])          a and b: an array that mixes two parameters
+    sum(g_a**2) + sum(g_b**2)             a scalar that depends on a and b
+    g_a * (1.0 / norm)                    the array a; b only through a scalar
+    g_a + g_b, stack([g_a, g_b])          the arrays a and b: it mixes two parameters
 
-The walk goes into branches, loops and calls, so that one `lax.cond` around the update of all parameters mixes none of
-them. Where it knows nothing of an operation, all that goes in reaches all that comes out.
+The walk follows branches, loops and calls, so that a `lax.cond` around the update of all parameters mixes none of them.
+Every result of an unknown operation depends on all of its operands.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from jaxshard.optim.proof.facts import Context, Origin, origin_of
 
 
 class Reach(NamedTuple):
-    """The parameters that a value is made of, as the bits of integers.
+    """The parameters on which a value depends, as the bits of integers.
 
     Attributes:
-      arrays: those whose arrays reach it.
-      numbers: those that reach it through numbers, each summed over whole arrays.
-      why: the equation in which arrays of several parameters met first.
+      arrays: the parameters on whose arrays it depends.
+      numbers: the parameters on which it depends through scalars that are sums over arrays.
+      why: the first equation that combined arrays of several parameters.
     """
 
     arrays: int = 0
@@ -40,7 +40,7 @@ class Reach(NamedTuple):
     why: Origin | None = None
 
     def within(self, leaf: int | None) -> bool:
-        """Return whether no arrays but those of this parameter reach the value."""
+        """Return whether the value depends on no arrays of other parameters."""
         return not self.arrays & ~bit(leaf)
 
 
@@ -58,8 +58,8 @@ class Flow(NamedTuple):
     """The results of one equation or program.
 
     Attributes:
-      reaches: of each result.
-      products: the parameters whose arrays are multiplied as matrices, or factorized, in it, as bits.
+      reaches: the reach of each result.
+      products: the parameters whose arrays are operands of matrix products or factorizations, as bits.
     """
 
     reaches: list[Reach]
@@ -67,7 +67,7 @@ class Flow(NamedTuple):
 
 
 def walk(program: Any, inputs: Sequence[Reach], context: Context) -> Flow:
-    """Return what reaches the results of a program, from what reaches its inputs."""
+    """Return the flow of a jaxpr from the reaches of its inputs."""
     jaxpr, _ = open_jaxpr(program)
     known: dict[Any, Reach] = dict.fromkeys(jaxpr.constvars, Reach())
     known |= dict(zip(jaxpr.invars, inputs, strict=True))
@@ -80,12 +80,12 @@ def walk(program: Any, inputs: Sequence[Reach], context: Context) -> Flow:
 
 
 def read(atom: Any, known: dict[Any, Reach]) -> Reach:
-    """Return what reaches an operand: nothing reaches a number that is written into the program."""
+    """Return the reach of an operand; that of a literal is empty."""
     return Reach() if isinstance(atom, Literal) else known[atom]
 
 
 def follow(eqn: Any, given: list[Reach], context: Context) -> Flow:
-    """Return what reaches the results of one equation."""
+    """Return the flow of one equation from the reaches of its operands."""
     name = eqn.primitive.name
     if name in CALLS:
         inner = context if context.call is not None else context._replace(call=eqn)
@@ -103,17 +103,17 @@ def follow(eqn: Any, given: list[Reach], context: Context) -> Flow:
 
 
 def join(given: Sequence[Reach], eqn: Any, context: Context) -> Reach:
-    """Return what reaches a value that is made of others."""
+    """Return the reach of a value that depends on all given values."""
     arrays, numbers, why = 0, 0, None
     for one in given:
         arrays, numbers, why = arrays | one.arrays, numbers | one.numbers, why or one.why
-    if arrays & (arrays - 1) and why is None:
+    if arrays & (arrays - 1) and why is None:  # more than one bit is set
         why = origin_of(eqn, context, f"mixes arrays of {context.some_names(leaves_of(arrays))}")
     return Reach(arrays, numbers, why)
 
 
 def multiplies_matrices(eqn: Any) -> bool:
-    """Return whether an equation multiplies matrices, both of two dimensions at least, or factorizes one."""
+    """Return whether an equation multiplies two matrices (at least two dimensions each), or factorizes one."""
     name = eqn.primitive.name
     if name == "dot_general":
         _, batches = eqn.params["dimension_numbers"]
@@ -122,7 +122,7 @@ def multiplies_matrices(eqn: Any) -> bool:
 
 
 def is_whole_sum(eqn: Any) -> bool:
-    """Return whether an equation makes one number of all elements of its operands: a sum, a maximum, a dot product."""
+    """Return whether an equation reduces all elements of its operands to a scalar: a sum, a maximum, a dot product."""
     name = eqn.primitive.name
     reduces = name.startswith("reduce_") and name != "reduce_precision"
     return (reduces or name == "dot_general") and bool(eqn.outvars[0].aval.shape == ())
@@ -133,9 +133,9 @@ def _reach(eqn: Any, given: Sequence[Reach], joined: Reach, context: Context) ->
     if not joined.arrays:
         if not joined.numbers or name in ELEMENTWISE or name in RESHAPES or is_whole_sum(eqn):
             return joined
-        # A vector of the norms of all arrays is no number any more: its elements may be picked apart.
+        # A vector of the norms of all arrays is not a scalar: later equations may treat its elements differently.
         return Reach(everything, why=origin_of(eqn, context, "puts numbers of several parameters into one array"))
-    # What is added to a sum over others, or to another parameter of one element, is a sum over several.
+    # A scalar that is added to a sum over other parameters, or to another scalar parameter, becomes such a sum.
     several = joined.arrays & (joined.arrays - 1) or any(one.numbers and not one.arrays for one in given)
     adds = name in ("add", "add_any") and eqn.outvars[0].aval.shape == () and several
     return Reach(numbers=everything) if is_whole_sum(eqn) or adds else joined
@@ -156,7 +156,7 @@ def _cond(eqn: Any, given: list[Reach], context: Context) -> Flow:
 def _fixpoint(
     body: Callable[[list[Reach]], Flow], start: list[Reach], eqn: Any, context: Context
 ) -> tuple[list[Reach], Flow]:
-    """What reaches the carry of a loop before and after every turn; it only grows, so the loop here ends."""
+    """Return (the fixpoint of a loop's carry, the flow of its body). Reaches only grow, so the iteration ends."""
     while True:
         flow = body(start)
         after = [join(pair, eqn, context) for pair in zip(start, flow.reaches, strict=False)]
@@ -182,7 +182,7 @@ def _scan(eqn: Any, given: list[Reach], context: Context) -> Flow:
     rows = given[const_count + carry_count :]
     body = eqn.params["jaxpr"]
     carry, flow = _fixpoint(lambda carry: walk(body, [*consts, *carry, *rows], context), start, eqn, context)
-    # An array of one number per turn is no number any more.
+    # An array with a scalar per iteration is not a scalar, but still depends on no arrays.
     stacked = [one if one.arrays else Reach(one.numbers, why=one.why) for one in flow.reaches[carry_count:]]
     return Flow([*carry, *stacked], flow.products)
 

@@ -1,4 +1,4 @@
-"""What a proof reports: which outputs of a transform are not as they should be, and the equations to blame."""
+"""The reports of the proofs: the outputs of a transform that violate a property, and the equations to blame."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxshard.optim.proof.facts import Origin
 
 
 class Reason(NamedTuple):
-    """The reason why an output of a transform is not elementwise, or is changed by stacking.
+    """Why an output of a transform is not elementwise, or changes by stacking.
 
     Attributes:
       output: The output, such as "update w" or "state 0/nu/w".
@@ -45,10 +45,10 @@ class Report:
 
 
 def describe(reasons: Sequence[Reason]) -> str:
-    """Write the reasons in one line, each equation once with the outputs that it spoils."""
+    """Write the reasons in one line, each equation once with the outputs that it affects."""
     outputs: dict[Origin, list[Reason]] = {}
     for reason in reasons:
-        # Equations on one line of the user's code are one to the user, whichever parameters they mention.
+        # Merge equations from the same line of the user's code, even if they mention different parameters.
         blamed = reason.source._replace(text="") if reason.source.where else reason.source
         outputs.setdefault(blamed, []).append(reason)
     lines = [

@@ -1,12 +1,12 @@
-"""Whether stacking the blocks of a model changes what a transform does to them.
+"""Check whether a transform computes different updates for stacked blocks than for separate blocks.
 
-A model of identical blocks may keep them as a list of arrays [...] or stacked as one array [blocks, ...]. Adam does the
-same to both; LAMB divides by the norm of an array, which is another for the stack than for one block. Which it is, is
-decided from programs and numbers, never from names or classes:
+A model of identical blocks may store them as separate arrays [...] or stacked in one array [blocks, ...]. Adam computes
+the same updates for both. LAMB divides by the norm of an array, which for the stack is another than for a block. The
+check reads jaxprs and compares updates, never names or classes:
 
-1. Elementwise transforms, and functions of sums over all parameters, can't tell the difference. Most end here.
-2. All others have to run the same operations for the stacked parameters, for those of one block, and for tiny ones.
-3. Then the updates of two tiny blocks, stacked and apart, tell what happens at every size: they are compared.
+1. Elementwise transforms, and functions of sums over all parameters, are not affected by stacking. Most end here.
+2. All others must have the same operations for the stacked parameters, for those of one block, and for tiny ones.
+3. Then the updates of two tiny blocks, stacked and separate, are compared; step 2 extends the result to all sizes.
 """
 
 from __future__ import annotations
@@ -30,34 +30,35 @@ from jaxshard.optim.proof.marked import Marked, is_marked
 from jaxshard.optim.proof.report import Reason, describe
 
 _COUNTS = 64
-"""Counters up to here are tried, so that what a transform does every n-th step is seen."""
+"""Step counts below this are tried, to detect transforms that act differently every n-th step."""
 
 _QUICK: dict[str, bool | int | str] = {"xla_backend_optimization_level": 0}
-"""Compiler options for a program that runs once, which is not worth optimising."""
+"""Compiler options without optimizations, for a program that runs once."""
 
 _TRACING = (TypeError, ValueError, AttributeError, KeyError)
-"""The errors of a transform whose own functions of the parameters (masks, labels) can't read marked ones."""
+"""The errors of transforms with functions of the parameters (masks, labels) that can't handle `Marked` nodes."""
 
 _TOLERANCE = 1e-3
-"""Of the largest update of a parameter: sums in another order differ by less, other updates by more."""
+"""Relative to the largest update of a parameter: sums in another order differ by less, different updates by more."""
 
 
 def stacking_changes(tx: Any, params: PyTree, stacked: str = BLOCKS) -> tuple[Reason, ...]:
-    """Find out why updates of stacked parameters differ from those of the same blocks one by one.
+    """Find the updates of stacked parameters that differ from the updates of separate blocks.
 
-    A transform that is elementwise but for sums over all parameters (the global norm), by the same program for stacked
-    parameters and for those of one block, passes. Any other one has to be the same program for both, too, and for tiny
-    arrays, and there the updates of two blocks, stacked or apart, are compared on the default device: in the first
-    step, and in the second with all integer scalars of the state, such as counts, set to 0 to 63; what such a transform
-    does every hundredth step only is not seen. What is inside `per_block` is not looked at. No collectives.
+    A transform passes if it is elementwise except for sums over all parameters (the global norm), by the same jaxpr for
+    stacked parameters and for those of one block. Any other transform must have the same operations for both, and for
+    tiny arrays. For tiny arrays, the updates of two blocks, stacked and separate, are then compared on the default
+    device: in the first step, and in the second step with all integer scalars of the state, such as counts, set to 0 to
+    63. (Something that happens only every hundredth step is not detected.) Transforms inside `per_block` are not
+    checked. No collectives.
 
     Args:
       tx: An optax transform.
       params: The parameters, which may be abstract; those under the top-level key `stacked` have shape [blocks, ...].
-      stacked: That key.
+      stacked: The top-level key of the stacked parameters.
 
     Returns:
-      One reason per update that stacking changes; empty if it changes none.
+      One reason per update that stacking changes; empty if there is none.
 
     Example:
         js.optim.stacking_changes(optax.adam(1e-3), params)     # ()
@@ -91,10 +92,10 @@ def stacking_changes(tx: Any, params: PyTree, stacked: str = BLOCKS) -> tuple[Re
 
 
 def require_same_stacked(tx: Any, params: PyTree, stacked: str = BLOCKS) -> None:
-    """Raise if stacking changes an update; the arguments are those of `stacking_changes`.
+    """Raise if stacking changes an update; takes the arguments of `stacking_changes`.
 
     Raises:
-      ValueError: Stacking changes an update. The message names the transforms, the leaves and the remedy.
+      ValueError: Stacking changes an update. The message names the transforms, the leaves and the fix.
 
     Example:
         js.optim.require_same_stacked(js.optim.per_block(optax.lamb(1e-3)), params)
@@ -110,22 +111,22 @@ def require_same_stacked(tx: Any, params: PyTree, stacked: str = BLOCKS) -> None
 
 
 class _Shapes:
-    """The shapes of the parameters, and trees of such arrays with the stacked ones marked in one of three ways."""
+    """The shapes of the parameters. Makes trees in which stacked arrays are `Marked` in one of three ways."""
 
     def __init__(self, params: PyTree, stacked: str):
         self.params, self.stacked = params, stacked
         leaves = jax.tree_util.tree_leaves_with_path(params)
         self.any = any(self._is_block(path) for path, _ in leaves)
         sizes = {size for path, x in leaves for size in x.shape[self._is_block(path) :]}
-        # In the same order, so that what asks which dimension is larger gets the same answer; 3 or more, so that no
-        # dimension is taken for one of size 1, which broadcasts, or for that of the two blocks.
+        # Tiny sizes keep the order of the sizes, for transforms that ask which dimension is larger. They are at least
+        # 3, to differ from dimensions of size 1, which broadcast, and from the dimension of two blocks.
         self._tiny = {size: 3 + i for i, size in enumerate(sorted(sizes - {0, 1}))} | {0: 0, 1: 1}
 
     def _is_block(self, path: tuple[Any, ...]) -> bool:
         return path_str(path[:1]) == self.stacked
 
     def shrink(self) -> PyTree:
-        """The shapes of a model of two blocks of a few elements."""
+        """Return the shapes of a model with two blocks of a few elements."""
 
         def shrink(path: Any, x: Any) -> jax.ShapeDtypeStruct:
             block = self._is_block(path)
@@ -135,15 +136,15 @@ class _Shapes:
         return map_with_path(shrink, self.params)
 
     def mark_stacked(self, tree: PyTree) -> PyTree:
-        """[blocks, ...] as one leaf."""
+        """Mark each [blocks, ...] as one leaf."""
         return self._mark(tree, lambda x: [x])
 
     def mark_apart(self, tree: PyTree) -> PyTree:
-        """[blocks, ...] as a leaf [...] per block."""
+        """Mark each [blocks, ...] as a leaf [...] per block."""
         return self._mark(tree, list)
 
     def mark_one_block(self, tree: PyTree) -> PyTree:
-        """[blocks, ...] as one leaf [...], the shape of one block."""
+        """Mark each [blocks, ...] as one leaf [...], the shape of one block."""
         return self._mark(tree, lambda x: [jax.ShapeDtypeStruct(x.shape[1:], x.dtype)])
 
     def _mark(self, tree: PyTree, slices: Callable[[Any], list[Any]]) -> PyTree:
@@ -158,13 +159,13 @@ def _trace_update(tx: Any, params: PyTree) -> Any:
 
 
 def _operations(program: Any) -> Iterator[str]:
-    """The names of the operations of a program, inner programs included."""
+    """Yield the names of the operations of a jaxpr, those of inner jaxprs included."""
     for equation in open_jaxpr(program)[0].eqns:
         yield from _operations_of(equation)
 
 
 def _operations_of(equation: Any) -> Iterator[str]:
-    # Of reshapes and broadcasts there are more or fewer by the rank of an array.
+    # Leave out reshapes and broadcasts: their number depends on the rank of an array.
     if equation.primitive.name not in RESHAPES | SAME:
         yield equation.primitive.name
     for inner in jaxprs_in_params(equation.params):
@@ -175,7 +176,7 @@ def _operations_of(equation: Any) -> Iterator[str]:
 
 
 def _compare_updates(tx: Any, shapes: _Shapes, tiny: PyTree) -> dict[str, float]:
-    """Path -> how much the updates of the parameter differ, for those that do."""
+    """Return {path: difference} for the parameters whose updates differ."""
     params, *grads = (_draw(tiny, seed) for seed in range(3))
     together, apart = (
         _two_updates(tx, mark(params), [mark(one) for one in grads])
@@ -190,7 +191,7 @@ def _compare_updates(tx: Any, shapes: _Shapes, tiny: PyTree) -> dict[str, float]
 
 
 def _draw(shapes: PyTree, seed: int) -> PyTree:
-    """Random arrays; blocks differ in size, or norms of one and of all would be alike."""
+    """Draw random arrays. Blocks differ in magnitude, or the norm of a block and of the stack would be alike."""
     rng = np.random.default_rng(seed)
 
     def draw(x: Any) -> Any:
@@ -201,7 +202,7 @@ def _draw(shapes: PyTree, seed: int) -> PyTree:
 
 
 def _two_updates(tx: Any, params: PyTree, grads: list[PyTree]) -> list[PyTree]:
-    """The updates of the first step, and those of the second for every count, [counts, ...]."""
+    """Return [the updates of the first step, the updates of the second step for every count [counts, ...]]."""
 
     def set_counts(state: PyTree, count: jax.Array) -> PyTree:
         def is_count(x: Any) -> bool:
@@ -222,7 +223,13 @@ def _two_updates(tx: Any, params: PyTree, grads: list[PyTree]) -> list[PyTree]:
 
 
 def _differences(together: PyTree, apart: PyTree, dim: int) -> Iterator[tuple[str, float]]:
-    """(path, largest difference over the largest magnitude) for every parameter; blocks are stacked along `dim`."""
+    """Yield (path, largest difference relative to the largest magnitude) for every parameter.
+
+    Args:
+      together: updates of stacked blocks.
+      apart: updates of separate blocks.
+      dim: the dimension of blocks in `together`.
+    """
     trees = (jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_marked) for tree in (together, apart))
     for (path, one), (_, other) in zip(*trees, strict=True):
         x = one.slices[0] if is_marked(one) else one
@@ -244,7 +251,7 @@ def _blame(tx: Any, shapes: _Shapes, text: str, outputs: Sequence[str] = ("every
 
 
 def _culprits(tx: Any, shapes: _Shapes) -> str:
-    """The transforms, with their lines, that differ between both forms; else those that look at whole arrays."""
+    """Name the transforms, with lines, whose operations differ between both forms, or else are not elementwise."""
     together, alone = (_transforms(tx, mark(shapes.params)) for mark in (shapes.mark_stacked, shapes.mark_one_block))
     found = {**together, **alone}
     known = ELEMENTWISE | CALLS.keys()
@@ -254,7 +261,7 @@ def _culprits(tx: Any, shapes: _Shapes) -> str:
 
 
 def _transforms(tx: Any, params: PyTree) -> dict[str, tuple[str, list[str]]]:
-    """Transform -> (the line of its first operation that is not elementwise, or else of its first; its operations)."""
+    """Return {transform: (line of its first non-elementwise operation, or else of its first; its operations)}."""
     try:
         program = _trace_update(tx, params)
     except _TRACING:

@@ -1,11 +1,12 @@
-"""The programs of a transform at two sets of shapes, and what each of its arrays stands for.
+"""Trace a transform at two sets of shapes, and find the parameter to which each of its arrays belongs.
 
-A transform has two programs, `tx.init` and `tx.update`. Their inputs and outputs are flat lists of arrays, to which the
-trees give meaning: in the state of `optax.adam`
+A transform has two programs, `tx.init` and `tx.update`, whose jaxprs have flat lists of inputs and outputs. The paths
+in their trees show what each array is. For example, in the state of `optax.adam`:
 
-    0/count       a number
-    0/mu/dense/w  has the shape of the parameter dense/w, whose path ends its path: element i belongs to element i of w
-    0/nu/dense/w  the same
+    0/count       a scalar
+    0/mu/dense/w  has the shape of the parameter dense/w, and a path that ends with its path: element i belongs to
+                  element i of w
+    0/nu/dense/w  likewise
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ class TracedArray(NamedTuple):
     """One array of the updates or of the state.
 
     Attributes:
-      name: What it is called in a `Reason`, such as "state 0/nu/w".
+      name: Its name in a `Reason`, such as "state 0/nu/w".
       shapes: Its shapes in the two traces.
-      param: The parameter that has these shapes and whose path ends the array's path, as an index; the longest such
-        path decides. Element i of the array belongs to element i of the parameter.
-      related: The parameter whose path is any part of the array's path, whatever the shape.
+      param: The index of the parameter with these shapes whose path is the longest suffix of the array's path. Element
+        i of the array belongs to element i of the parameter. None if there is no such parameter.
+      related: The parameter whose path is any part of the array's path, of any shape.
     """
 
     name: str
@@ -43,12 +44,12 @@ class Trace(NamedTuple):
     """A transform at two sets of shapes.
 
     Attributes:
-      update: The two programs of the update, of (gradients, state, parameters, extra arguments).
+      update: The two jaxprs of the update, from (gradients, state, parameters, extra arguments).
       updates: The arrays of the updates, in the order of the parameters.
       state: The arrays of the state.
       initial: The facts about the state after `tx.init`.
       extra: The facts about the extra arguments.
-      context: The parameters and the surroundings.
+      context: The context of the analysis.
     """
 
     update: tuple[Any, Any]
@@ -62,8 +63,8 @@ class Trace(NamedTuple):
         """Return the facts about updates and state after one update.
 
         Args:
-          paddings: What padding holds in each parameter and in each array of the state before the update; None if it is
-            not known. In gradients it is zero.
+          paddings: The value of the padding of each parameter and of each state array before the update; None if it is
+            unknown. The padding of gradients is zero.
         """
         count = len(self.updates)
         grads = [fact_of_array(index, 0.0, self.context) for index in range(count)]
@@ -89,20 +90,20 @@ def trace(
     Args:
       tx: The transform.
       shapes: Two trees of ShapeDtypeStructs, like the parameters.
-      axes: The mesh axes that the transform may name.
+      axes: The mesh axes that the transform may use in collectives.
       extra: The extra arguments of `tx.update`.
-      stop_file: The file at which the tracebacks of the transform's own code end.
+      stop_file: See `Context`.
       totals: See `Context`.
 
     Returns:
-      A `Trace`; or, where the programs for the two sets of shapes can't be compared, a `Reason`.
+      A `Trace`; or a `Reason`, if the jaxprs for the two sets of shapes can't be compared.
     """
     if len({jax.tree.structure(tree) for tree in shapes}) > 1:
         raise ValueError("check_elementwise: views must have the same tree as params")
     try:
-        # The axes have two sizes as well, so that a number that depends on the size is seen.
+        # The two traces have different axis sizes, too, to detect values that depend on the size.
         one, two = (_make_programs(tx, params, axes, 2 + which, extra) for which, params in enumerate(shapes))
-    except (TypeError, ValueError) as error:  # an argument that is missing, or Python control flow on values
+    except (TypeError, ValueError) as error:  # a missing argument, or Python control flow on traced values
         return Reason("every update", Origin("tx.update", f"could not be traced on these arguments: {error}"))
     except NameError as error:
         raise ValueError(f"check_elementwise: {error} Pass the axis that the transform uses as axis_name=") from error
@@ -133,7 +134,15 @@ def trace(
 
 
 class _Programs(NamedTuple):
-    """The programs of a transform at one set of shapes, and their results: the state before and after, the updates."""
+    """The jaxprs of a transform at one set of shapes, and the structure of their results.
+
+    Attributes:
+      init: the jaxpr of `tx.init`.
+      update: the jaxpr of `tx.update`.
+      before: the abstract state before the update.
+      updates: the abstract updates.
+      after: the abstract state after the update.
+    """
 
     init: Any
     update: Any
@@ -160,7 +169,7 @@ def _different_trees(*trees: PyTree) -> bool:
 
 
 def _paired_shapes(one: PyTree, two: PyTree) -> list[tuple[Any, tuple[tuple[int, ...], tuple[int, ...]]]]:
-    """(path, (shape, shape)) of every array of two trees of the same structure."""
+    """Return (path, (shape, shape)) for every array of two trees of the same structure."""
     leaves = zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(two), strict=True)
     return [(path, (a.shape, b.shape)) for (path, a), b in leaves]
 
@@ -174,7 +183,7 @@ def _state_array(path: Any, pair: Any, context: Context, paths: list[Any]) -> Tr
 
 
 def param_at_end(path: tuple[Any, ...], params: Sequence[tuple[Any, ...]]) -> int | None:
-    """Return the index of the parameter whose path is the longest end of a key path, or None."""
+    """Return the index of the parameter whose path is the longest suffix of a key path, or None."""
     known = {path: index for index, path in enumerate(params)}
     return next((known[path[start:]] for start in range(len(path) + 1) if path[start:] in known), None)
 
@@ -182,7 +191,7 @@ def param_at_end(path: tuple[Any, ...], params: Sequence[tuple[Any, ...]]) -> in
 def fact_of_array(index: int, padding: float | None, context: Context) -> Fact:
     """Return the fact about an array of a parameter's shape: its gradient, a moment, or the parameter itself.
 
-    A scalar is never split. With axes, where every device runs the program, it is the same number on all of them.
+    A scalar is never split. With axes, where every device runs the program, it is equal on all devices.
     """
     influences = frozenset({index})
     if context.axes and context.shapes[index][0] == ():
@@ -191,7 +200,7 @@ def fact_of_array(index: int, padding: float | None, context: Context) -> Fact:
 
 
 def _fact_of_state(array: TracedArray, padding: float | None, context: Context) -> Fact:
-    """The fact about an array of the state at the start of an update."""
+    """Return the fact about an array of the state before an update."""
     if array.param is not None:
         return fact_of_array(array.param, padding, context)
     influences = frozenset() if array.related is None else frozenset({array.related})

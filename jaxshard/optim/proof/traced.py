@@ -1,4 +1,4 @@
-"""The traced update of a transform, kept for those who ask again: the layout and the step trace the same one."""
+"""Trace the update of a transform, with a cache: the layout and the step need the same jaxpr."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxshard.core.types import PyTree
 
 
 def traced_update(tx: Any, params: PyTree) -> tuple[Any, PyTree, tuple[PyTree, PyTree]]:
-    """Trace `tx.update` with gradients, state and parameters alone.
+    """Trace `tx.update` with only gradients, state and parameters.
 
     Args:
       tx: An optax transform.
@@ -22,7 +22,7 @@ def traced_update(tx: Any, params: PyTree) -> tuple[Any, PyTree, tuple[PyTree, P
       (the closed jaxpr, the abstract state before, the abstract (updates, state)).
 
     Raises:
-      NameError, TypeError, ValueError: It can't be traced so.
+      NameError, TypeError, ValueError: It can't be traced with these arguments.
     """
     leaves, structure = jax.tree.flatten(params)
     try:

@@ -1,8 +1,8 @@
-"""What follows from the facts about the inputs of one equation: the transfer functions of the analysis.
+"""The transfer functions of the elementwise proof: from facts about an equation's inputs to facts about its outputs.
 
-Equations come in pairs, `eqn` and `twin`: the same operation in the traces at two sets of shapes. An operation that
-gives an array of its own shape (random bits, iota) is harmless only if that shape is the same in both.
-Whatever is not known to be harmless gives a MIXED value.
+Equations come in pairs, `eqn` and `twin`: the same operation in the traces at two sets of shapes. The result of an
+operation that defines its own shape (random bits, iota) is INDEPENDENT only if the shape is the same in both traces.
+The result of an unknown operation is MIXED.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from jaxshard.core.primitives import ELEMENTWISE, RESHAPES, SAME, evaluate
 from jaxshard.optim.proof.facts import Context, Fact, Kind, all_influences, mixed, origin_of
 
 _ORDERS = ("permutation", "broadcast_dimensions", "dimensions")
-"""The parameters of reshapes that say where each dimension goes."""
+"""The parameters of reshapes that contain the new order of dimensions."""
 
 
 def transfer(eqn: Any, twin: Any, facts: list[Fact], context: Context) -> list[Fact]:
-    """Return the facts about the outputs of an equation that runs no program of its own (no call, branch or loop)."""
+    """Return the facts about the outputs of an equation that contains no jaxpr (no call, branch or loop)."""
     name = eqn.primitive.name
     if name in SAME:
         return facts
@@ -38,9 +38,9 @@ def transfer(eqn: Any, twin: Any, facts: list[Fact], context: Context) -> list[F
 def elementwise(eqn: Any, twin: Any, facts: list[Fact], context: Context, out: int = 0) -> Fact:
     """Return the fact about output `out` of an operation whose element i depends on element i of every input.
 
-    A function of elements i of one parameter's arrays and of UNIFORM numbers is again a function of elements i. Two
-    parameters have no elements in common, and an INDEPENDENT array gives every element another number, so that part i
-    of the result would depend on where the array was cut: both are MIXED.
+    A function of elements i of one parameter's arrays and of UNIFORM scalars is again ELEMENTWISE. Elements of two
+    parameters are MIXED. So are a parameter and an INDEPENDENT array, whose elements differ, so that the result of a
+    shard would depend on its offset.
     """
     influences = all_influences(facts)
     worst = max(facts, key=lambda fact: fact.kind)
@@ -63,10 +63,10 @@ def elementwise(eqn: Any, twin: Any, facts: list[Fact], context: Context, out: i
 
 
 def _padding(eqn: Any, facts: list[Fact]) -> float | None:
-    """The result where all arrays are padding, if it is known.
+    """Return the result in the padding of all arrays, or None if it is unknown.
 
-    A UNIFORM number that is not known is taken to be finite and, as a divisor, not zero: otherwise all elements would
-    be inf or NaN as well.
+    An unknown UNIFORM scalar is assumed to be finite and, as a divisor, not zero: otherwise all elements would be inf
+    or NaN as well.
     """
     name, numbers = eqn.primitive.name, [fact.padding for fact in facts]
     if name == "mul" and 0.0 in numbers and all(fact.padding == 0 or fact.kind is Kind.UNIFORM for fact in facts):
@@ -79,7 +79,7 @@ def _padding(eqn: Any, facts: list[Fact]) -> float | None:
 
 
 def _move_or_reduce(eqn: Any, twin: Any, fact: Fact, context: Context) -> Fact | None:
-    """The fact after a reshape, transpose, broadcast or reduction that does no harm; None where it may."""
+    """Return the fact after a reshape, transpose, broadcast or reduction that keeps the claim; None if it may not."""
     name, x, out = eqn.primitive.name, eqn.invars[0], eqn.outvars[0]
     if name in RESHAPES:
         keeps_shape = x.aval.shape == out.aval.shape and twin.invars[0].aval.shape == twin.outvars[0].aval.shape
@@ -96,8 +96,8 @@ def _move_or_reduce(eqn: Any, twin: Any, fact: Fact, context: Context) -> Fact |
         return None
     names = context.some_names(fact.influences)
     if fact.padding != 0:
-        # The part on the last device is padded with zeros. Unless the padding is still zero here, each padded element
-        # would add f(0) to the sum.
+        # The last shard is padded with zeros. Unless the padding is still zero here, each padded element would add f(0)
+        # to the sum.
         text = f"sums {names} with padding that may not be zero: sum before changing gradients"
         return mixed(fact.influences, origin_of(eqn, context, text))
     text = f"sums a part of {names}, and uses that before lax.psum over {context.axes}"
@@ -112,7 +112,7 @@ def reduces_all(eqn: Any) -> bool:
 
 
 def _linear(eqn: Any, facts: list[Fact]) -> Fact | None:
-    """The term that a linear function makes of PARTIAL_SUM terms: f(a) + f(b) = f(a + b). None for other functions."""
+    """Return the PARTIAL_SUM after a linear function, f(a) + f(b) = f(a + b); None for other functions."""
     name, kinds = eqn.primitive.name, [fact.kind for fact in facts]
     term = next((fact for fact in facts if fact.kind is Kind.PARTIAL_SUM), None)
     linear = (
@@ -129,10 +129,10 @@ def _linear(eqn: Any, facts: list[Fact]) -> Fact | None:
 
 
 def _scalars_as_partial_sums(eqn: Any, twin: Any, facts: list[Fact], context: Context) -> list[Fact]:
-    """The inputs of an addition where totals count, with every scalar parameter as the sum over its one element.
+    """With `Context.totals`, treat scalar parameters in an addition as sums over their single element.
 
-    So that sum(w**2) + scale**2 + ... is recognised as a sum over all parameters. What involves one parameter alone
-    remains a function of its element.
+    So sum(w**2) + scale**2 + ... is recognised as a sum over all parameters. An addition that involves only one
+    parameter remains a function of its element.
     """
     params = {fact.param for fact in facts if fact.kind is Kind.ELEMENTWISE}
     alone = len(params) == 1 and not any(fact.kind is Kind.PARTIAL_SUM for fact in facts)
@@ -148,28 +148,28 @@ def _scalars_as_partial_sums(eqn: Any, twin: Any, facts: list[Fact], context: Co
 
 
 def _completed(fact: Fact, context: Context) -> Fact:
-    """A sum over all elements of all parameters as UNIFORM, where totals count.
+    """With `Context.totals`, treat a sum over all elements of all parameters as UNIFORM.
 
-    With one parameter alone, its own norm and the global norm are one thing, and stacking changes the former: no total.
+    Not for a single parameter: there its own norm, which stacking changes, can't be told from the global norm.
     """
     total = context.totals and fact.kind is Kind.PARTIAL_SUM and len(fact.summed) == len(context.names) > 1
     return Fact(Kind.UNIFORM, influences=fact.influences) if total else fact
 
 
 def _sum_over_devices(eqn: Any, fact: Fact, context: Context) -> Fact:
-    """The fact after `lax.psum`: terms summed over all axes that split the arrays are complete."""
+    """Return the fact after `lax.psum`: a PARTIAL_SUM is complete once summed over all axes that split the arrays."""
     axes = eqn.params["axes"]
     if fact.kind is Kind.MIXED:
         return fact
     in_groups = eqn.params.get("axis_index_groups") is not None
     if fact.kind is Kind.PARTIAL_SUM and set(axes) >= set(context.axes) and not in_groups:
         return Fact(Kind.UNIFORM, influences=fact.influences)
-    text = f"sums over {axes} what is no share of a sum over {context.axes}"
+    text = f"sums over {axes} a value that is not a partial sum over {context.axes}"
     return mixed(fact.influences, origin_of(eqn, context, text))
 
 
 def _unknown(eqn: Any, twin: Any, facts: list[Fact], context: Context) -> Fact:
-    """The fact about an output of any other operation: it may mix all of its inputs, and it sees their shapes."""
+    """Return the fact about an output of any other operation, which may mix its inputs and depend on their shapes."""
     influences = all_influences(facts)
     worst = max(facts, key=lambda fact: fact.kind, default=Fact(Kind.UNIFORM))
     if worst.kind is Kind.MIXED:

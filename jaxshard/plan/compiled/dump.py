@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxshard.checks.collectives.dump import expand_elements
-
 _AFTER = ("*after_buffer_assignment.txt", "*.ir-no-opt.ll")
 _RANGE = re.compile(r"^    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$", re.MULTILINE)
 _STEP = re.compile(r"^    (\d+):(\S+)$", re.MULTILINE)
@@ -122,12 +120,9 @@ def is_assigned(folder: Path) -> bool:
 
 
 def program_text(folder: Path) -> str:
-    """Return the program, as `compiled.as_text()` would print it; estimated cycles are in it once there is code.
-
-    A dump writes `%while.3#2` for an element of a tuple, where that prints an operation `get-tuple-element(%while.3)`.
-    """
+    """Return the text of the program; estimated cycles are in it once there is code."""
     file = largest(folder, "*.after_codegen.txt") or largest(folder, "*after_optimizations.txt")
-    return "" if file is None else expand_elements(file.read_text())
+    return "" if file is None else file.read_text()
 
 
 def largest(folder: Path, pattern: str) -> Path | None:

@@ -114,14 +114,11 @@ class _Program:
 
     def arguments(self) -> Iterator[LiveArray]:
         """The arguments, each under the name that it has in the step."""
-        entry = self.module.computations[self.module.entry]
-        for name, line in entry.lines.items():
-            if " parameter(" in line:
-                op = entry[name]
-                if size := self.assignment.arguments.get(int(op.inside), 0):
-                    label = _op_name(op.notes)
-                    dtype, shape = hlo.arrays(op.type)[0]
-                    yield LiveArray(size, _argument_role(label) or "batch", dtype, shape, 1, label or name, "")
+        for number, op in self.module.arguments.items():
+            if size := self.assignment.arguments.get(number, 0):
+                dtype, shape = hlo.arrays(op.type)[0]
+                role = _argument_role(op.op_name) or "batch"
+                yield LiveArray(size, role, dtype, shape, 1, op.op_name or op.name, "")
 
     def temporaries(self) -> Iterator[LiveArray]:
         """The values in between."""
@@ -139,7 +136,7 @@ class _Program:
             source = find_source(scope, op)
             line = source.line if source.frames and is_outside_engines(source.line) else find_user(scope, op)
             role = self._role(op, source.op_name, shape, kept, backward)
-            what = _last(source.op_name).replace("\\'", "'") or op.opcode
+            what = _last(source.op_name) or op.opcode
             yield LiveArray(added, role, dtype, shape, 1, what, line, kept and role == "kept activations")
 
     def _role(self, op: hlo.Op, op_name: str, shape: tuple[int, ...], kept: bool, backward: bool) -> str:
@@ -219,11 +216,6 @@ def _argument_role(op_name: str) -> str:
     if found:
         return _ARGUMENTS.get(found[1], "batch")
     return "batch" if re.match(r"batch\b", op_name) else ""
-
-
-def _op_name(notes: str) -> str:
-    found = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', notes)
-    return "" if found is None else found[1].replace("\\'", "'")
 
 
 def _last(op_name: str) -> str:

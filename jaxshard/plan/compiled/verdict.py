@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
 import jax
 
-from jaxshard.checks.collectives import describe
-from jaxshard.checks.collectives.compare import Comparison, compare
+from jaxshard.checks.collectives.compare import compare
+from jaxshard.checks.collectives.comparison import Comparison
+from jaxshard.checks.collectives.counts import grouped, total
 from jaxshard.checks.collectives.found import Collective, arrays_only, collectives
-from jaxshard.checks.collectives.instructions import Instruction, rematerialized
+from jaxshard.checks.collectives.instructions import rematerialized
+from jaxshard.checks.collectives.operation import Operation
 from jaxshard.checks.collectives.promise import promise
-from jaxshard.checks.collectives.walk import add_counts
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.settings import own_settings
 from jaxshard.core.text_table import Section, Table, page
@@ -185,7 +186,7 @@ class Verdict:
         return compare(promised, self.collectives)
 
     @cached_property
-    def rematerialized(self) -> tuple[Instruction, ...]:
+    def rematerialized(self) -> tuple[Operation, ...]:
         """The instructions that the compiler computes again on its own, to save memory."""
         return rematerialized(self.answer.text) if self.answer.text else ()
 
@@ -208,13 +209,9 @@ class Verdict:
     @property
     def traffic(self) -> tuple[Traffic, ...]:
         """The collectives of arrays by kind, axes and line of the model, the most bytes first."""
-        rows: dict[tuple[Any, ...], Traffic] = {}
-        for one in arrays_only(self.collectives):
-            key = (one.kind, one.axes, describe.place_of(one), one.synchronous)
-            before = rows.get(key, Traffic(*key, 0, 0))
-            count, size = add_counts(before.count, one.count), add_counts(before.bytes, one.bytes)
-            rows[key] = replace(before, count=count, bytes=size)
-        return tuple(sorted(rows.values(), key=lambda row: -(row.bytes or 0)))
+        groups = grouped(arrays_only(self.collectives), lambda one: (one.kind, one.axes, one.place, one.synchronous))
+        rows = [Traffic(*key, total(x.count for x in of), total(x.bytes for x in of)) for key, of in groups.items()]
+        return tuple(sorted(rows, key=lambda row: -(row.bytes or 0)))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the verdict as JSON has it: dictionaries, lists and numbers."""

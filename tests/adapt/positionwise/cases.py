@@ -192,9 +192,9 @@ MIXING = {
     "first": (lambda x, w, b, key: x + x[:, :1], "slice .* takes some of the positions"),
     "pick": (
         lambda x, w, b, key: x[:, w[0, 0].astype(int)],
-        "dynamic_slice .* takes some of the positions|gather .* takes positions by their number",
+        "dynamic_slice .* takes some of the positions|gather .* takes positions by their index",
     ),
-    "permute": (lambda x, w, b, key: x[:, jnp.array([1, 0])], "gather .* takes positions by their number"),
+    "permute": (lambda x, w, b, key: x[:, jnp.array([1, 0])], "gather .* takes positions by their index"),
     "arange": (
         lambda x, w, b, key: x + jnp.arange(x.shape[1])[:, None],
         "iota .* counts from 0 on each device: .*js.positions",

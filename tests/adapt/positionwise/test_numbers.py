@@ -80,12 +80,6 @@ def check(loss, order, tolerance):
     np.testing.assert_allclose(added / size, gradient / size, atol=tolerance)
 
 
-@settings(max_examples=10, **QUICK)
-@given(names=st.lists(st.sampled_from(list(LAYERS)), min_size=1, max_size=4))
-def test_programs_of_layers_that_go_by_position_pass(names):
-    assert not findings(compose([LAYERS[name] for name in names]))
-
-
 def test_some_layers_together_are_right_on_parts():
     check(compose([LAYERS["merged"], LAYERS["table"]]), np.random.default_rng(0).permutation(LENGTH), 1e-4)
 
@@ -93,13 +87,6 @@ def test_some_layers_together_are_right_on_parts():
 @pytest.mark.slow
 def test_all_layers_together_are_right_on_parts():
     check(compose(LAYERS.values()), np.random.default_rng(0).permutation(LENGTH), 1e-4)
-
-
-@pytest.mark.slow
-@settings(max_examples=20, **QUICK)
-@given(names=st.lists(st.sampled_from(list(LAYERS)), min_size=1, max_size=4), seed=st.integers(0, 99))
-def test_programs_of_such_layers_are_right_on_parts(names, seed):
-    check(compose([LAYERS[name] for name in names]), np.random.default_rng(seed).permutation(LENGTH), 1e-4)
 
 
 @settings(max_examples=10, **QUICK)

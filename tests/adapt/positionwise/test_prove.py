@@ -131,11 +131,11 @@ def test_results_that_devices_can_combine(make):
         (lambda y, b, w: js.Mean(y.sum() + 1, y.size), "what is added to it counts once for each device"),
         (lambda y, b, w: js.Mean(y.sum() ** 2, y.size), "integer_pow needs all of it"),
         (lambda y, b, w: js.Mean(y.sum() / b["tokens"].sum(), 1), "div needs all of it"),
-        (lambda y, b, w: js.Mean(y.max(), 1), "is a js.Mean of what is no sum"),
+        (lambda y, b, w: js.Mean(y.max(), 1), "is a js.Mean of a value that is not a sum"),
         (lambda y, b, w: js.Mean(jnp.sqrt(y.mean(1)).sum(), 1), "sqrt needs all of it"),
-        (lambda y, b, w: js.Loss(js.Mean(y.sum(), y.size), metrics={"a": js.Sum(y.mean())}), "is a js.Sum of what"),
-        (lambda y, b, w: js.Loss(js.Mean(y.sum(), y.size), metrics={"a": js.Max(y.sum())}), "is a js.Max of what"),
-        (lambda y, b, w: js.Loss(js.Mean(y.sum(), y.size), metrics={"a": js.Sum(y)}), "is a js.Sum of what"),
+        (lambda y, b, w: js.Loss(js.Mean(y.sum(), y.size), metrics={"a": js.Sum(y.mean())}), "is a js.Sum of a value"),
+        (lambda y, b, w: js.Loss(js.Mean(y.sum(), y.size), metrics={"a": js.Max(y.sum())}), "is a js.Max of a value"),
+        (lambda y, b, w: js.Loss(js.Mean(y.sum(), y.size), metrics={"a": js.Sum(y)}), "is a js.Sum of a value"),
         (lambda y, b, w: js.Loss(js.Mean(y.sum(), y.size), state=y.sum((0, 1))), "the state .*is not the mean"),
         (lambda y, b, w: js.Mean(y.sum(), np.log(y.size)), "depends on how many positions there are"),
     ],
@@ -160,7 +160,7 @@ def test_labels_cut_from_the_tokens_are_refused_with_the_fix():
 
     found = findings(loss)
     assert [finding.operation for finding in found] == ["slice", "slice"]
-    assert "have the shifted array in the batch, such as targets beside tokens" in str(found[0])
+    assert "have the shifted array in the batch, such as tokens and targets" in str(found[0])
 
 
 def test_arrays_of_different_lengths_are_no_positions_of_one_row():

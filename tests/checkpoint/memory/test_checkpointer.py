@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 import jaxshard as js
-from jaxshard.checkpoint.leaves import entries
-from jaxshard.checkpoint.memory.blocks import Blocks
 from jaxshard.checkpoint.memory.checkpointer import MemoryCheckpointer
 from tests.checkpoint import small
 from tests.checkpoint.runs import assert_same, made
@@ -29,7 +27,7 @@ def test_a_run_comes_back_as_it_was(name, tmp_path):
 
 def test_a_training_goes_on_from_the_newest_step(tmp_path):
     layout, batches = small.layout(), [small.BATCH] * 9
-    step = js.make_step(small.loss_fn, small.TX, layout)
+    step = small.step()
     whole = js.fit(small.new_run(), step, batches, steps=6)
 
     def train(steps):
@@ -178,15 +176,3 @@ def test_there_has_to_be_a_folder(monkeypatch, tmp_path):
     assert os.stat(tmp_path / "new").st_mode & 0o777 == 0o700
     with pytest.raises(ValueError, match="every must be at least 1, got 0"):
         MemoryCheckpointer(small.layout(), every=0)
-
-
-def test_each_part_is_kept_once():
-    """Under hsdp two of eight devices hold the same; in one process it is one block."""
-    mine = made("hsdp")
-    blocks = Blocks(mine.layout, entries(mine.layout)[0])
-    names = [block.name for device in mine.layout.mesh.devices.flat for block in blocks.of_device(device)]
-    held = [name for name in names if " params/" in name and "0:0" not in name]
-    assert len(blocks.own) == len(set(names)) and all(names.count(name) in (2, 8) for name in held)
-    bytes_of_run = sum(x.nbytes for x in jax.tree.leaves(mine.run().params))
-    sizes = (block.size for block in blocks.own.values() if " params/" in block.name)
-    assert sum(sizes) == bytes_of_run

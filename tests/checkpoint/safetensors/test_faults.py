@@ -90,38 +90,6 @@ def test_faults_at_the_end(place, made, tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 4
 
 
-@pytest.mark.parametrize("place", ["flush", "rename"])
-def test_a_fault_leaves_the_file_that_was_to_be_replaced(place, made, tmp_path, monkeypatch):
-    run, layout = made
-    path = js.save_safetensors(tmp_path / "m.safetensors", run, layout)
-    before = path.read_bytes()
-
-    def full(*args):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(*{"flush": (writer.os, "fsync", full), "rename": (writer.Path, "rename", full)}[place])
-    with pytest.raises(OSError, match="No space left on device"):
-        js.save_safetensors(path, run, layout, max_bytes=4 * PAGE, overwrite=True)
-    assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == before
-
-
-def test_an_interrupted_export_is_not_there(made, tmp_path, monkeypatch):
-    """Ctrl-C takes its drafts away; those of a kill are replaced by the next export."""
-    run, layout = made
-
-    def interrupted(piece):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(writer, "fetch_bytes", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        js.save_safetensors(tmp_path / "m.safetensors", run, layout)
-    assert list(tmp_path.iterdir()) == []
-    monkeypatch.undo()
-    (tmp_path / "m.safetensors.draft").write_bytes(b"x" * 100_000)
-    path = js.save_safetensors(tmp_path / "m.safetensors", run, layout)
-    assert list(tmp_path.iterdir()) == [path] and path.stat().st_size < 80_000
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
 def test_a_named_pipe_is_not_opened(name, made, tmp_path):
     """Opening it would wait for a writer."""

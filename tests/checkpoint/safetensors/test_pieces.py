@@ -10,7 +10,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
-from jaxshard.checkpoint.safetensors.header import DTYPES
 from jaxshard.checkpoint.safetensors.pieces import fetch_bytes, largest_window, stream_pieces, window_starts
 from jaxshard.checks.collectives.found import collectives
 
@@ -26,7 +25,7 @@ def cuts(draw):
 
 @given(cut=cuts(), itemsize=st.sampled_from([1, 2, 4, 8]), limit=st.integers(1, 400))
 @example(cut=((6, 4), (2, 2)), itemsize=4, limit=32)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_windows_cover_an_array_in_its_order(cut, itemsize, limit):
     shape, splits = cut
     window = largest_window(shape, splits, itemsize, limit)
@@ -65,21 +64,6 @@ def test_pieces_are_the_bytes(spec, limit):
     value = np.random.default_rng(0).normal(size=(4, 8, 16)).astype(np.float32)
     raws = [fetch_bytes(piece) for piece in stream_pieces(spread(value, spec), mesh(), spec, limit)]
     assert b"".join(raws) == value.tobytes() and max(map(len, raws)) <= limit
-
-
-@pytest.mark.parametrize("dtype", sorted(DTYPES.values()))
-def test_every_dtype_keeps_its_bits(dtype):
-    """Every bit pattern: NaN with its payload, -0.0 and subnormal numbers, which a sum of floats would change."""
-    size = jnp.dtype(dtype).itemsize
-    raw = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 256, 32 * size, np.uint8)
-    raw[:2] = 0
-    if dtype in ("float32", "complex64"):
-        raw[4:8] = (0, 0, 0, 128)  # -0.0
-    value = raw.view(dtype).reshape(4, 8)
-    with jax.enable_x64(True):
-        x = jax.make_array_from_callback((4, 8), NamedSharding(mesh(), P("x", "y")), lambda index: value[index])
-        raws = [fetch_bytes(piece) for piece in stream_pieces(x, mesh(), P("x", "y"), 3 * size)]
-    assert b"".join(raws) == raw.tobytes()
 
 
 def test_a_device_holds_a_piece_besides_its_shard():

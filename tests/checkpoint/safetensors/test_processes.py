@@ -2,10 +2,6 @@
 
 import errno
 import os
-import socket
-import subprocess
-import sys
-import textwrap
 
 import jax
 import numpy as np
@@ -15,11 +11,12 @@ import safetensors.numpy
 import jaxshard as js
 from tests.checkpoint.runs import made
 from tests.checkpoint.safetensors.test_safetensors import assert_equal, by_name, expected
+from tests.distributed.launched import printed_together
 
 PROGRAM = """
     import sys
     import jax
-    address, index, folder = sys.argv[1:]
+    address, index, _, folder = sys.argv[1:]
     jax.config.update("jax_num_cpu_devices", 4)
     jax.distributed.initialize(address, 2, int(index))
     import hashlib
@@ -70,19 +67,8 @@ PROGRAM = """
 
 def in_two_processes(folder):
     """What each of them printed, by its first words."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    program = textwrap.dedent(PROGRAM).replace("import made\n", "import TX, made\n")
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, address, str(index), str(folder)],
-            stdout=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        )
-        for index in range(2)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=400)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0], outputs
+    program = PROGRAM.replace("import made\n", "import TX, made\n")
+    outputs = printed_together(program, str(folder), count=2)
     return [dict(line.split(" ", 1) for line in output.splitlines() if " " in line) for output in outputs]
 
 

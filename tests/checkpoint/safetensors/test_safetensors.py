@@ -84,23 +84,6 @@ def test_every_layout_on_every_number_of_devices(place, tmp_path):
     round_trip(*place, place, tmp_path / "many", max_bytes=20_000)
 
 
-@pytest.mark.slow
-def test_several_files_and_an_index(tmp_path):
-    files = round_trip("fsdp", 8, ("pipeline", 4), tmp_path, max_bytes=20_000)
-    assert [file.name for file in files] == [f"model-{i:05d}-of-00005.safetensors" for i in range(1, 6)]
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert index["metadata"] == {"total_size": sum(x.nbytes for x in expected().values())}
-    assert sorted(index["weight_map"]) == sorted(expected())
-    for file in files:
-        tensors = safetensors.numpy.load_file(file)
-        assert {index["weight_map"][name] for name in tensors} == {file.name}
-        assert sum(x.nbytes for x in tensors.values()) <= 20_000 or len(tensors) == 1
-    assert len(list(tmp_path.iterdir())) == 6
-    layout = made("fsdp").layout
-    back = js.load_safetensors(tmp_path / "model.safetensors.index.json", layout)
-    assert_equal(by_name(back), expected())
-
-
 def test_bytes_are_those_of_the_file(tmp_path):
     here = made("three")
     raw = js.to_bytes(here.run(), here.layout)
@@ -108,13 +91,6 @@ def test_bytes_are_those_of_the_file(tmp_path):
     assert raw == js.to_bytes(here.run().params, here.layout)
     assert_equal(safetensors.numpy.load(raw), expected())
     assert_equal(by_name(js.from_bytes(raw, made("fsdp").layout)), expected())
-
-
-def test_files_of_the_library_are_loaded(tmp_path):
-    safetensors.numpy.save_file(expected(), tmp_path / "theirs.safetensors", metadata={"format": "np"})
-    back = js.load_safetensors(tmp_path / "theirs.safetensors", made("three").layout)
-    assert_equal(by_name(back), expected())
-    assert all(x.sharding.mesh == made("three").layout.mesh for x in jax.tree.leaves(back))
 
 
 def test_state_and_keys_go_with_the_parameters(tmp_path):
@@ -204,7 +180,7 @@ def check_any_tree(spec, devices):
 
 
 @given(spec=TREES)
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=3, deadline=None, derandomize=True)
 def test_any_tree_of_any_dtypes(spec):
     check_any_tree(spec, 2)
 

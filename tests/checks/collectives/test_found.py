@@ -1,13 +1,11 @@
 """Programs whose communication is known: axes, counts with loops, bytes of whole arrays, source lines."""
 
-import inspect
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.checks.collectives.found import Row, arrays_only, collectives, split_scalars, summary, table
@@ -24,14 +22,14 @@ CUBE = {"a": 2, "b": 2, "c": 2}
 RING = [(0, 1), (1, 0)]
 
 
-def compile_manual(mesh, function, shape=(32, 16), dtype=jnp.float32):
+def compile_manual(mesh, function):
     """The function on each device's own [32, 16] array."""
     mapped = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    return jax.jit(mapped).lower(jax.ShapeDtypeStruct(shape, dtype)).compile()
+    return jax.jit(mapped).lower(jax.ShapeDtypeStruct((32, 16), jnp.float32)).compile()
 
 
-def audit_manual(mesh, function, shape=(32, 16), dtype=jnp.float32):
-    return collectives(compile_manual(mesh, function, shape, dtype), mesh)
+def audit_manual(mesh, function):
+    return collectives(compile_manual(mesh, function), mesh)
 
 
 WHOLE = 32 * 16 * F32
@@ -44,10 +42,7 @@ WHOLE = 32 * 16 * F32
         (lambda x: lax.all_gather(x, "c", axis=1, tiled=True), Row("all-gather", ("c",), 1, 2 * WHOLE)),
         (lambda x: lax.all_gather(x, ("b", "a")), Row("all-gather", ("a", "b"), 1, 4 * WHOLE)),
         (lambda x: lax.psum_scatter(x, "a", tiled=True), Row("reduce-scatter", ("a",), 1, WHOLE)),
-        (
-            lambda x: lax.psum_scatter(x, ("c", "b"), scatter_dimension=1, tiled=True),
-            Row("reduce-scatter", ("b", "c"), 1, WHOLE),
-        ),
+        (lambda x: lax.psum_scatter(x, ("c", "b"), tiled=True), Row("reduce-scatter", ("b", "c"), 1, WHOLE)),
         (lambda x: lax.all_to_all(x, "c", 0, 1, tiled=True), Row("all-to-all", ("c",), 1, WHOLE)),
         (lambda x: lax.ppermute(x, "a", RING), Row("collective-permute", ("a",), 1, WHOLE)),
     ],
@@ -56,9 +51,8 @@ def test_every_kind_with_its_axes_and_bytes(function, row):
     assert summary(audit_manual(mesh_of(**CUBE), function)) == (row,)
 
 
-@pytest.mark.parametrize("order", [[3, 1, 4, 0, 5, 2, 7, 6], [0, 2, 4, 6, 1, 3, 5, 7]])
-def test_positions_in_a_mesh_of_devices_in_another_order(order):
-    mesh = mesh_of(order, a=2, b=4)
+def test_positions_in_a_mesh_of_devices_in_another_order():
+    mesh = mesh_of([3, 1, 4, 0, 5, 2, 7, 6], a=2, b=4)
 
     def function(x):
         return lax.psum(x, "b") + lax.psum(lax.all_gather(x, ("b", "a")).sum(0), "a")
@@ -107,34 +101,6 @@ def test_combined_scalars_and_arrays_are_taken_apart():
     assert sum(one.bytes for one in arrays_only(found, above=8 * 16)) == WHOLE
 
 
-def test_a_program_that_the_compiler_partitions():
-    """Tensor parallelism of one hidden layer: its output is summed over tensor, gradients and loss over data."""
-    mesh = mesh_of(data=4, tensor=2)
-
-    def split(*spec):
-        return NamedSharding(mesh, P(*spec))
-
-    def step(w1, w2, x):
-        def loss(w1, w2):
-            return jnp.mean((jnp.tanh(x @ w1) @ w2) ** 2)
-
-        return jax.value_and_grad(loss, (0, 1))(w1, w2)
-
-    weights = split(None, "tensor"), split("tensor", None)
-    jitted = jax.jit(step, in_shardings=(*weights, split("data")), out_shardings=(split(), weights))
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(32, 64), (64, 32), (16, 32)]]
-    arrays, scalars = split_scalars(collectives(jitted.lower(*shapes).compile(), mesh))
-    assert {one.axes for one in arrays} == {("tensor",), ("data",)}
-    size = {axes: sum(one.bytes for one in arrays if one.axes == axes) for axes in [("tensor",), ("data",)]}
-    assert size == {("tensor",): 4 * 32 * F32, ("data",): 2 * 32 * 32 * F32}
-    assert {(one.kind, one.axes, one.bytes) for one in scalars} == {("all-reduce", ("data",), F32)}
-
-
-def line_of(function, needle):
-    lines, first = inspect.getsourcelines(function)
-    return f"{__file__}:{first + next(i for i, line in enumerate(lines) if needle in line)}"
-
-
 def test_rows_print_as_a_table_and_as_json():
     def function(x):
         return lax.psum_scatter(lax.psum(lax.psum(x, "b"), ("a", "c")), "a", tiled=True)
@@ -145,10 +111,6 @@ def test_rows_print_as_a_table_and_as_json():
         "all-reduce      a+c       1  2,048",
         "all-reduce      b         1  2,048",
         "reduce-scatter  a         1  2,048",
-    ]
-    assert [row.as_dict() for row in rows][:2] == [
-        {"kind": "all-reduce", "axis": "a+c", "count": 1, "bytes": 2048},
-        {"kind": "all-reduce", "axis": "b", "count": 1, "bytes": 2048},
     ]
     assert table(()) == "no collectives"
 

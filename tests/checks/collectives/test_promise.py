@@ -12,7 +12,7 @@ from tests.engines import test_collectives as literals
 from tests.engines.programs import setups, torus_setups
 from tests.toys import gpt_toy, linen_toy
 
-pytestmark = pytest.mark.fast_cases(2)
+pytestmark = pytest.mark.fast_cases(1)
 
 ADAM = optax.adam(1e-3)
 WEIGHT = "Dense_0/kernel"
@@ -38,14 +38,14 @@ def lists(promise, path):
     return [(one.kind, one.axes, one.shape, one.most) for one in promise.expected if one.what.split()[-1] == path]
 
 
-@pytest.mark.parametrize("strategy", literals.EXPECTED)
+@pytest.mark.parametrize("strategy", list(literals.EXPECTED)[::-1])
 def test_the_promise_is_the_literals_of_every_strategy(strategy):
     axes, made = setups(0)[strategy]
     found = promised(gpt_shapes(16, **literals.SIZES), made, js.make_mesh(**axes))
     assert sums(found) == literals.EXPECTED[strategy]
 
 
-@pytest.mark.parametrize("strategy", literals.TORUS)
+@pytest.mark.parametrize("strategy", list(literals.TORUS)[::-1])
 def test_the_promise_over_two_axes_is_the_literals_of_the_torus(strategy):
     """One stage per axis, gathers and scatters in opposite orders; the optimizer's gather takes both at once."""
     toy, made = gpt_shapes(8, **literals.TORUS_SIZES), torus_setups(2**14)[strategy]
@@ -55,7 +55,7 @@ def test_the_promise_over_two_axes_is_the_literals_of_the_torus(strategy):
 
 @pytest.mark.parametrize(
     ("strategy", "scatter", "reductions"),
-    [pytest.param("fsdp", "each", 2, marks=pytest.mark.slow), ("fsdp", "end", 1), ("zero1", "each", 2)],
+    [("fsdp", "end", 1), ("fsdp", "each", 2), ("zero1", "each", 2)],
 )
 def test_micro_batches_are_promised_to_reduce_as_often_as_they_do(strategy, scatter, reductions):
     axes, made = setups(0)[strategy]

@@ -17,12 +17,12 @@ ACTIVATIONS = gather("hidden", "160,512", 0, name="act")
 
 def whys(*lines, strategy="fsdp", axes=DATA, microbatches=1, **changes):
     found = audit_program(step_text(*lines, **changes), axes, strategy=strategy, microbatches=microbatches)
-    return [one.why for one in found.verdict.surprises], found
+    return [one.why for one in found.comparison.surprises], found
 
 
 def test_a_step_of_fsdp_is_as_promised_and_each_array_is_known():
     why, found = whys(*FSDP)
-    assert why == [] and found.ok and found.verdict.missing == []
+    assert why == [] and found.ok and not found.comparison.missing
     assert [(row["kind"], row["axis"], row["moves"], row["count"], row["bytes"]) for row in found.rows()] == [
         ("reduce-scatter", "data", "gradient", 1, 4 * 1024 * 512),
         ("all-gather", "data", "weight", 2, 2 * 4 * 1024 * 512),
@@ -42,13 +42,10 @@ def test_a_step_of_fsdp_is_as_promised_and_each_array_is_known():
     [
         (gather(name="third"), "state.params['up']: 3 times; fsdp gathers each weight 2 times at most"),
         (gather("moment", name="m"), "moments of the optimizer stay where they are"),
-        (ACTIVATIONS, "an activation gathered over data: every device gets the rows of all"),
+        (ACTIVATIONS, "activation gathered over data: every device gets the rows of all"),
         (EXCHANGE, "activation moved by all-to-all over data: no strategy promises that"),
         (SUM.replace("%s ", "%s2 "), "by its shape the gradient of state.params['up']: 2 times; fsdp sums it once"),
-        (
-            f"%p = f32[20,512]{{1,0}} collective-permute(%hidden), {PAIRS}, {AT}",
-            "no strategy promises that",
-        ),
+        (f"%p = f32[20,512]{{1,0}} collective-permute(%hidden), {PAIRS}, {AT}", "no strategy promises that"),
     ],
 )
 def test_what_fsdp_does_not_promise_is_a_surprise(line, why):
@@ -60,7 +57,7 @@ def test_what_fsdp_does_not_promise_is_a_surprise(line, why):
 
 def test_an_all_reduce_in_place_of_a_reduce_scatter_is_no_surprise_but_is_told():
     why, found = whys(*FSDP[:2], SUM)
-    assert why == [] and dict(found.verdict.substitutes) == {("data",): 4 * 1024 * 512}
+    assert why == [] and found.comparison.substitutes == ("all-reduce in place of reduce-scatter over data, 2.10 MB",)
 
 
 def test_logits_are_gathered_by_no_strategy_over_any_axis():
@@ -83,20 +80,39 @@ def test_over_tensor_axes_activations_move_as_needed_and_weights_never():
 
 def test_arrays_that_do_not_rest_as_the_strategy_says_are_named():
     _, found = whys(SUM, kernel=WHOLE, moment=WHOLE, shape="1024,512")
-    assert [one.split(":")[0] for one in found.verdict.misplaced] == [
+    assert [one.split(":")[0] for one in found.comparison.misplaced] == [
         "state.params['up'], f32[1024, 512], 2.10 MB on every device",
         "state.opt_state[0].mu['up'], f32[1024, 512], 2.10 MB on every device",
     ]
     text = step_text(*FSDP).replace(ROWS, WHOLE)
-    (line,) = audit_program(text, DATA, strategy="fsdp").verdict.misplaced
+    (line,) = audit_program(text, DATA, strategy="fsdp").comparison.misplaced
     assert line == "batch['weights']: every device along data is given the rows of all"
     _, found = whys(*FSDP, strategy="ddp")
-    assert "state.params['up'] is split over data: ddp keeps it whole there" in found.verdict.misplaced
+    assert "state.params['up'] is split over data: ddp keeps it whole there" in found.comparison.misplaced
 
 
 def test_a_name_that_does_not_tell_what_an_axis_splits_is_refused_with_the_names_that_do():
     with pytest.raises(ValueError, match=r"axis 'rows' does not tell what it splits.*data.*tensor"):
         audit_program(step_text(*FSDP), {"rows": 8}, strategy="fsdp")
+
+
+@pytest.mark.parametrize(
+    ("lines", "unread"),
+    [
+        (FSDP, []),
+        ((gather(), gather(name="again")), ["sums of gradients over data"]),
+        ((SCATTER,), ["gathers of weights over data"]),
+        ((SUM,), []),  # it may be a gather that is written as a sum
+        ((), ["gathers of weights over data", "sums of gradients over data"]),
+    ],
+)
+def test_a_text_without_the_collectives_of_its_strategy(lines, unread):
+    report = audit_program(step_text(*lines), {"data": 8}, strategy="fsdp")
+    assert [one.partition(":")[0] for one in report.comparison.unread] == unread
+    assert report.ok is not bool(unread)
+    assert report.outcome == (f"could not read {', '.join(unread)}" if unread else "nothing against the strategy")
+    assert ("could not read" in str(report)) is bool(unread)
+    assert not audit_program(step_text(*lines), {"data": 8}).comparison.unread  # nothing is promised without a strategy
 
 
 @pytest.mark.slow
@@ -107,7 +123,7 @@ def test_steps_of_our_own_keep_their_own_strategy_and_no_other(made, engine):
     tied = "run.params['embed']['wte']['embedding']: 2 times"  # under auto a tied table is summed for each of its uses
 
     def is_kept(found):
-        return not found.verdict.misplaced and all(tied in str(one) for one in found.verdict.surprises)
+        return not found.comparison.misplaced and all(tied in str(one) for one in found.comparison.surprises)
 
     kept = {name for name in ("ddp", "zero1", "zero2", "fsdp") if is_kept(audit_program(text, DATA, strategy=name))}
     assert kept == ({"zero1", "zero2"} if made.startswith("zero") else {made})  # what gradients do between is not seen
@@ -125,7 +141,7 @@ def own_text(made, engine=js.explicit):
 def test_surprises_of_one_line_and_kind_are_one_entry_unless_all_are_asked_for():
     moments = [gather("moment", name=f"m{dim}", dim=dim) for dim in (0, 1)]
     found = audit_program(step_text(*FSDP, *moments), {"data": 8}, strategy="fsdp")
-    assert len(found.verdict.surprises) == 2 and "2 times, 4.19 MB: f32[8192, 64] and 1 more" in str(found)
+    assert len(found.comparison.surprises) == 2 and "2 times, 4.19 MB: f32[8192, 64] and 1 more" in str(found)
     assert str(found).count("moments of the optimizer") == 1
     assert found.text(all=True).count("moments of the optimizer") == 2 and found.outcome == "2 surprises"
     assert "state.opt_state[0].mu['up'] is moved for this line alone" in str(found)

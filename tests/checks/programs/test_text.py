@@ -31,10 +31,11 @@ def test_what_is_no_compiled_program_is_refused_by_name(data, why):
 
 def test_elements_of_tuples_as_dumps_write_them_are_understood():
     lines = [
-        "%two = (f32[1024,64]{1,0}, f32[2]{0}) custom-call(%kernel)",
-        "%g = f32[1024,512]{1,0} all-gather(%two#0), replica_groups=[1,8]<=[8], dimensions={1}",
+        "%two = (s32[], /*index=1*/(f32[1024,64]{1,0:T(8,128)}, f32[2]{0})) custom-call(%kernel)",
+        '%g = f32[1024,512]{1,0} all-gather(%two#1#0), replica_groups=[1,8]<=[8], metadata={op_name="%two#1"}',
     ]
     module = parse_program(step_text(*lines).encode())
     entry = module.computations[module.entry]
-    assert entry["g"].operands == ("two.element0",)
-    assert entry["two.element0"].opcode == "get-tuple-element"
+    assert entry["g"].operands == ("two.element1.element0",) and entry["g"].op_name == "%two#1"
+    assert entry["two.element1.element0"].type == "f32[1024,64]{1,0:T(8,128)}"
+    assert entry["two.element1"].opcode == "get-tuple-element"

@@ -97,18 +97,12 @@ def everything(params, x, key):
 
 BLOCKS = [scanning, recomputing, own_derivative, calling, closing_over, leaving_out, linear, forgetting]
 BLOCKS += [dividing, everything]
-FAST = [("zero_bubble", "everything", dividing)]
+CELLS = [("one_f_one_b", "everything", dividing)]
+CELLS += itertools.product(("interleaved", "zero_bubble"), ("stage", "everything"), BLOCKS)
 
 
-def products():
-    for cell in FAST:
-        yield pytest.param(*cell)
-    for cell in itertools.product(("interleaved", "zero_bubble"), ("stage", "everything"), BLOCKS):
-        if cell not in FAST:
-            yield pytest.param(*cell, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("schedule", "stash", "block"), list(products()), ids=lambda x: getattr(x, "__name__", x))
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize(("schedule", "stash", "block"), CELLS, ids=lambda x: getattr(x, "__name__", x))
 def test_blocks_of_all_kinds(schedule, stash, block):
     """Five of them in stages of two, the last one without any."""
     engine = js.pipelined(microbatches=4, schedule=schedule, stash=stash)
@@ -160,16 +154,9 @@ def tree_toy(depth: int = 5) -> Toy:
     return Toy(model.init, model.loss, rows_batch() | {"start": start}, rate=0.02)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "stash"),
-    [
-        pytest.param("one_f_one_b", "layer", marks=pytest.mark.slow),
-        *(
-            pytest.param(*cell, marks=pytest.mark.slow)
-            for cell in itertools.product(("gpipe", "zero_bubble"), ("layer", "stage", "everything"))
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+@pytest.mark.parametrize("stash", ["layer", "stage", "everything"])
 def test_trees_of_activations_and_sums_of_means_and_metrics_equal_one_device(schedule, stash):
     toy = tree_toy()
     trace, _ = Ring(4, 1).run(toy, js.pipelined(microbatches=6, schedule=schedule, stash=stash))
@@ -186,11 +173,12 @@ def test_trees_of_activations_and_sums_of_means_and_metrics_equal_one_device(sch
 
 # Frozen parameters.
 
-FROZEN = {"embedding and biases": ("embed", "blocks/b"), "blocks": ("blocks",), "ends": ("embed", "head")}
+FROZEN = {"ends": ("embed", "head"), "embedding and biases": ("embed", "blocks/b"), "blocks": ("blocks",)}
 
 
-@pytest.mark.parametrize("frozen", [pytest.param(x, marks=() if x == "ends" else pytest.mark.slow) for x in FROZEN])
-@pytest.mark.parametrize("schedule", ["zero_bubble", pytest.param("interleaved", marks=pytest.mark.slow)])
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("schedule", ["zero_bubble", "interleaved"])
 def test_frozen_parameters_stay_and_the_others_equal_one_device(schedule, frozen):
     """The others within 1e-5."""
     toy = stack_toy(residual_block, 5)

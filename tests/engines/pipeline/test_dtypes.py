@@ -81,21 +81,6 @@ def test_narrow_and_boolean_metrics_beside_an_automatic_axis():
     assert int(metrics["most"]) == 2  # rows of a micro-batch on a device
 
 
-@pytest.mark.slow
-def test_short_batches_count_the_rows_that_there_are():
-    model, tx = model_of(head_with_metrics), optax.sgd(0.1)
-    mesh, strategy = js.hybrid(data=4, pipe=2)
-    layout = js.layout(strategy, mesh, model.init, tx)
-    run = js.init(model.init, tx, layout, 0)
-    eval_step, params = js.make_eval_step(model.evaluate, layout), js.logical(run, layout).params
-    for rows in (16, 9, 1):
-        part = jax.tree.map(lambda x, rows=rows: x[:rows] if x.ndim else x, BATCH)
-        found, want = eval_step(run, part), model.evaluate(params, part)
-        assert float(found["rows"].value) == rows
-        assert bool(found["any"].value) is bool(want["any"].value)
-        np.testing.assert_allclose(float(found["loss"].value), float(want["loss"].value), rtol=1e-5)
-
-
 def test_a_scalar_head_is_refused_in_evaluation_too():
     model, tx = model_of(lambda *args: head_real(*args).value), optax.sgd(0.1)
     mesh, strategy = js.hybrid(data=4, pipe=2)

@@ -92,7 +92,7 @@ def bytes_of_a_block(positions, policy="everything"):
     return step.lower(w, x).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("policy", ["everything", "dots"])
+@pytest.mark.parametrize("policy", ["everything", pytest.param("dots", marks=pytest.mark.slow)])
 def test_memory_is_linear_in_the_sequence(policy):
     """Whatever is saved: a policy that saves products does not save the logits."""
     short, long = bytes_of_a_block(1024, policy), bytes_of_a_block(4096, policy)

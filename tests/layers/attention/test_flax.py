@@ -81,9 +81,9 @@ def test_decoding_in_linen_equals_the_whole_row():
 
 def test_weights_can_t_be_sown():
     layer = nn.MultiHeadDotProductAttention(num_heads=4, attention_fn=js.attention)
-    params = layer.init(KEYS, X)
+    params = jax.eval_shape(layer.init, KEYS, X)
     with pytest.raises(ValueError, match="sow_weights"):
-        layer.apply(params, X, sow_weights=True)
+        jax.eval_shape(partial(layer.apply, sow_weights=True), params, X)
 
 
 class Transformer(nn.Module):

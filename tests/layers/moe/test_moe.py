@@ -15,7 +15,6 @@ from jaxshard.layers.moe import experts as on_device
 from jaxshard.layers.moe.exchange import form_for, use_form
 from jaxshard.layers.moe.experts import Share, apply_share
 from jaxshard.layers.moe.grouped import Way
-from jaxshard.layers.moe.moe import _axes_of_slices
 from jaxshard.layers.moe.routing import Choice
 from jaxshard.plan.topology import topology_mesh
 from tests.layers.cases import normal
@@ -126,7 +125,7 @@ LAYOUTS = {
     "auto-tensor": ({"data": 2, "tensor": 4}, js.compose(js.ddp(), TENSOR), js.auto()),
     "explicit-tensor": ({"data": 2, "tensor": 4}, js.compose(js.ddp(), TENSOR), js.explicit()),
 }
-FAST = [("explicit-expert-tensor", "even")]
+FAST = [("explicit-expert", "even")]
 CELLS = [(name, kind) for name in LAYOUTS for kind in ("even", "one")]
 
 
@@ -239,13 +238,6 @@ def test_its_own_collectives(engine):
     assert {row.kind for row in summary(found)} <= {"all-reduce", "all-gather", "reduce-scatter", "all-to-all"}
 
 
-def test_devices_of_other_slices_need_not_take_as_many_windows():
-    """They run programs of their own."""
-    devices = np.array([SimpleNamespace(slice_index=i // 4) for i in range(8)], object).reshape(2, 2, 2)
-    mesh = SimpleNamespace(axis_names=("replica", "data", "expert"), devices=devices)
-    assert _axes_of_slices(mesh, ("expert",)) == ("data",)
-
-
 def test_gradients_of_many_windows_are_summed_in_f32():
     """In bf16 the sum of 512 windows of 8 rows would stay at half of what it is."""
     mesh = js.make_mesh(jax.devices()[:2], expert=2)
@@ -297,15 +289,6 @@ def test_capacity_loses_what_it_counts(capacity):
     assert (int(routing.dropped.sum()) == 0) == (capacity == 8.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["even", "one"])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_capacity_is_the_same_on_every_mesh(name, kind):
-    axes, strategy, engine = LAYOUTS[name]
-    model = moe_model(capacity=0.6)
-    js.parity(*model, SGD, strategy, js.make_mesh(**axes), batch_of(kind), engine=engine).check()
-
-
 # Bad input
 
 
@@ -317,7 +300,7 @@ def test_what_does_not_fit_is_refused():
     x, logits, params = normal(0, 2, 4, C), normal(1, 2, 4, E), {"w": normal(2, E, C, C)}
 
     def moe(x=x, logits=logits, fn=identity, params=params, k=2, **how):
-        return js.moe(x, logits, fn, params, k=k, **how)
+        return jax.eval_shape(lambda *arrays: js.moe(*arrays[:2], fn, arrays[2], k=k, **how), x, logits, params)
 
     with pytest.raises(ValueError, match=r"k=9 experts for each token of the 8 .* use k from 1 to 8"):
         moe(k=9)
@@ -325,7 +308,7 @@ def test_what_does_not_fit_is_refused():
         moe(k=0)
     with pytest.raises(TypeError, match=r"k must be an int, got 2\.0"):
         moe(k=2.0)
-    with pytest.raises(ValueError, match=r"capacity must be positive, got 0: 1\.0 is room for an even routing"):
+    with pytest.raises(ValueError, match=r"capacity must be positive, got 0: 1\.0 is room for balanced routing"):
         moe(capacity=0)
     with pytest.raises(TypeError, match="'softmax', 'sigmoid', got 'tanh'"):
         moe(scores="tanh")
@@ -366,7 +349,7 @@ def lower_in_layout(hidden, whole_bias=False):
 @pytest.mark.slow
 def test_what_a_tensor_axis_cannot_split_is_refused():
     lower_in_layout({"up": 2, "down": 1})
-    with pytest.raises(ValueError, match=r"behind that of the experts, from 1 on\n  - up \[8, 8, 16\]: 0"):
+    with pytest.raises(ValueError, match=r"after that of the experts, from 1 on\n  - up \[8, 8, 16\]: 0"):
         lower_in_layout({"up": 0, "down": 1})
     with pytest.raises(ValueError, match=r"these arrays have none.*\n  - b \[8, 8\]"):
         lower_in_layout({"up": 2, "down": 1, "b": None}, whole_bias=True)
@@ -407,15 +390,6 @@ def test_what_the_function_closes_over_has_its_gradient():
     for name in ("explicit-expert", "auto-expert"):
         axes, strategy, engine = LAYOUTS[name]
         js.parity(init_fn, loss_fn, SGD, strategy, js.make_mesh(**axes), batch_of("even"), engine=engine).check()
-
-
-@pytest.mark.slow
-def test_tokens_without_rows_are_one_row():
-    x, logits, params = normal(0, 20, C), normal(1, 20, E), mlp_params(jax.random.key(0))
-    one, record = js.moe(x[None], logits[None], mlp, params, k=2)
-    flat, flat_record = js.moe(x, logits, mlp, params, k=2)
-    np.testing.assert_array_equal(flat, one[0])
-    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b[0]).all(), flat_record, record))
 
 
 def test_flops_are_those_of_the_chosen_experts():

@@ -6,29 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from optax import contrib
 
 import jaxshard as js
-from jaxshard.core.owners import OwnedStack
-
-
-def _stack(slices: int, devices: int, slots: int, places: tuple[int, ...]) -> OwnedStack:
-    return OwnedStack(("a", "b"), (0, 1), slices, (2, 2), ("data",), devices, slots, places, ((0, 1),), ((), ()), 1)
-
-
-def test_arrays_go_to_their_places_and_come_back() -> None:
-    arrays = [jnp.arange(12.0).reshape(3, 2, 2), -jnp.arange(12.0).reshape(3, 2, 2)]
-    stack = _stack(3, 4, 2, (0, 1, 2, 3, 4, 6))
-    placed = stack.place(stack.units(arrays))
-    assert placed.shape == (8, 2, 2)
-    np.testing.assert_array_equal(placed[5], 0)
-    np.testing.assert_array_equal(placed[7], 0)
-    np.testing.assert_array_equal(placed[6], arrays[1][2])
-    for x, y in zip(stack.arrays(stack.unplace(placed)), arrays, strict=True):
-        np.testing.assert_array_equal(x, y)
-    assert stack.counts == (2, 2, 1, 1)
 
 
 def test_the_most_expensive_matrices_are_given_away_first() -> None:

@@ -18,7 +18,7 @@ from jaxshard.optim.proof.elementwise import check_stored
 from tests.optim import fast_jit
 from tests.optim.proof.aliases import ALIASES, NOT_PLAIN, TYPICAL, WRAPPERS
 
-pytestmark = pytest.mark.fast_cases(3)
+pytestmark = pytest.mark.fast_cases(2)
 
 ALL = ALIASES | WRAPPERS
 SHAPES = {"w": (4, 6), "deep": {"b": (6,)}, "v": (3, 4)}
@@ -64,7 +64,7 @@ def is_elementwise_by_experiment(tx: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in TYPICAL else [pytest.mark.slow]) for n in ALL])
+@pytest.mark.parametrize("name", sorted(ALL, key=lambda name: name not in TYPICAL))
 def test_the_check_agrees_with_the_experiment(name: str) -> None:
     try:
         truth = is_elementwise_by_experiment(ALL[name]())

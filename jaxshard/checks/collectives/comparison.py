@@ -1,0 +1,200 @@
+"""A promise and a program side by side, as text, JSON and in a notebook."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jaxshard.checks.collectives.cause import cause
+from jaxshard.checks.collectives.counts import bytes_str, grouped, number_str
+from jaxshard.checks.collectives.expected import Expected
+from jaxshard.checks.collectives.found import KINDS, Collective, Row, arrays_only, summary
+from jaxshard.checks.collectives.operation import by_line, describe
+from jaxshard.checks.collectives.program import Program
+from jaxshard.checks.collectives.surprise import Surprise, entries
+from jaxshard.core.layout import human_bytes
+from jaxshard.core.text_table import Folded, Table, page
+
+_NOTHING = "no collectives, and none promised"
+_IN_F32 = re.compile(r"(\S+) in f32 in place of \1 in (?:bf16|f16) ")
+_LINES = 12
+"""The source lines whose collectives are printed."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A promise and a program side by side.
+
+    Attributes:
+      promised: what was expected.
+      found: every collective of the program.
+      surprises: what nothing promised, in the order of the program.
+      missing: what was promised to happen and did not, or more seldom; a compiler drops what nothing needs.
+      tolerated: bytes that were not expected, but left to the compiler.
+      substitutes: collectives that stand for promised ones of another kind or dtype: an all-reduce moves about twice
+        the bytes of a reduce-scatter or an all-gather, a CPU sends bf16 as f32, a TPU gathers f32 weights in bf16
+        where their products round them anyway. They are no surprises. A sum in a narrower dtype than promised is one.
+      needed_bytes: bytes that promises without a number cover, as activations over tensor axes.
+      program: what the program's text says beside its collectives; None where only those were given.
+      unread: kinds of collectives whose promised bytes are not in the program, in no form: they do not happen, or the
+        compiler wrote them in a way that is not known.
+      widened_bytes: bytes that a CPU's compiler adds by sending bf16 as f32. TPUs and GPUs send bf16.
+      misplaced: arguments that are not stored as the strategy says, of a program of which there is only the text.
+    """
+
+    promised: tuple[Expected, ...]
+    found: tuple[Collective, ...]
+    surprises: tuple[Surprise, ...]
+    missing: tuple[str, ...]
+    tolerated: int = 0
+    substitutes: tuple[str, ...] = ()
+    needed_bytes: int = 0
+    program: Program | None = None
+    unread: tuple[str, ...] = ()
+    widened_bytes: int = 0
+    misplaced: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """True if there is no surprise, no misplaced array, and nothing that could not be read."""
+        return not self.surprises and not self.misplaced and not self.unread
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in a few words; "as promised" only where nothing differs from the promise."""
+        count = len(self.surprises) + len(self.misplaced)
+        outcome = [f"{count} surprise{'s' * (count > 1)}"] if count else []
+        outcome += [f"could not read {', '.join(one.partition(':')[0] for one in self.unread)}"] if self.unread else []
+        if outcome:
+            return "; ".join(outcome)
+        exact = self.found_bytes == self.promised_bytes + self.needed_bytes
+        differs = self.missing or self.tolerated or self.substitutes or not exact
+        return "no surprises" if differs else "as promised"
+
+    @property
+    def promised_bytes(self) -> int:
+        """Bytes of the arrays that are promised with a size, at most; each in one form, the one that is likely."""
+        return sum(one.bytes or 0 for one in self.promised if one.is_counted)
+
+    @property
+    def found_bytes(self) -> int:
+        """Bytes of the arrays that were found, without scalars and what runs an unknown number of times."""
+        return sum(one.bytes or 0 for one in arrays_only(self.found))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Add up both sides: one row per kind and axes, scalars left out, in the order of `found.KINDS`.
+
+        Returns:
+          Dictionaries with "kind", "axis" (several joined by "+"), "promised" (bytes at most; None where the loss
+          decides, as it does over tensor axes), "bytes" and "count" found. What only may be and is not has no row.
+        """
+        found = {(row.kind, row.axes): row for row in summary(arrays_only(self.found))}
+        sized = [one for one in self.promised if one.bytes is not None and one.elements[1] > 1]
+        promised = grouped(sized, lambda one: (one.kind, one.axes))
+        sure = {(one.kind, one.axes) for one in self.promised if one.least}
+        rows = []
+        for kind, axes in sorted(promised.keys() | found.keys(), key=lambda key: (KINDS.index(key[0]), key[1])):
+            row = found.get((kind, axes), Row(kind, axes, 0, 0))
+            # A reduce-scatter that is not there was an all-reduce: its row says how much of those was promised.
+            if row.count != 0 or (kind, axes) in sure or kind == "reduce-scatter":
+                # Activations have no number of bytes. Where nothing else is promised the row says so, not that it is 0.
+                any_size = [one for one in self.promised if one.shape is None and one.kind == kind]
+                as_needed = any(set(axes) <= set(one.axes) for one in any_size)
+                most = sum(one.bytes or 0 for one in promised.get((kind, axes), ()))
+                rows.append(row.as_dict() | {"promised": most or (None if as_needed else 0)})
+        return rows
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the differences for JSON."""
+        lists = {name: list(getattr(self, name)) for name in ("misplaced", "missing", "unread", "substitutes")}
+        surprises = [surprise.as_dict() for surprise in self.surprises]
+        found = {"ok": self.ok, "surprises": surprises, **lists, "tolerated_bytes": self.tolerated}
+        return found | (self.program.as_dict() if self.program else {})
+
+    def __str__(self) -> str:
+        """Write the table and all entries of all lists."""
+        return _paragraphs(self._table_str(), *self.findings(all=True))
+
+    def short(self) -> str:
+        """Write the table, the surprises grouped by line and kind, and the number of entries of all other lists."""
+        return _paragraphs(self._table_str(), *self.findings(all=False))
+
+    def _repr_html_(self) -> str:
+        """Show the short form in a notebook, with the verdict above and the long form folded."""
+        short, everything = (_paragraphs(*self.findings(all=all)) for all in (False, True))
+        return page(
+            "no surprises" if self.ok else self.verdict,
+            self._table() if self.rows() else _NOTHING,
+            short,
+            Folded("everything", [everything]) if everything else "",
+        )
+
+    def differences(self, *, all: bool) -> Iterator[str]:
+        """Yield a paragraph for each way in which the program differs from the promise, some of them empty."""
+        missing, substitutes = self.missing, self.substitutes
+        if not all:
+            missing = (f"{len(missing)} kinds of arrays",) if len(missing) > 1 else missing
+            # A note below says once that a CPU's compiler sends bf16 as f32.
+            substitutes = tuple(one for one in substitutes if not (self.widened_bytes and _IN_F32.match(one)))
+        yield listed("could not read", self.unread)
+        yield listed("surprises", entries(self.surprises, all=all))
+        yield listed("not stored as the strategy says", self.misplaced)
+        yield listed("promised, but not found", missing)
+        yield listed("other kinds or dtypes than promised", substitutes)
+        yield "\n".join(self._notes())
+
+    def findings(self, *, all: bool) -> Iterator[str]:
+        """Yield the paragraphs below the table."""
+        yield from self.differences(all=all)
+        if all:
+            yield listed("by source line", self._lines())
+            yield str(self.program or "")
+        elif self.program:
+            yield "\n".join(self.program.titles())
+
+    def _lines(self) -> Iterator[str]:
+        """The collectives of the source lines that move most, and why the compiler put the largest of each there."""
+        for of in by_line(arrays_only(self.found), lambda one: one)[:_LINES]:
+            yield "\n    ".join(filter(None, (describe(of), cause(of[0]))))
+
+    def _notes(self) -> Iterator[str]:
+        """Bytes that are left to the compiler, and bytes that move in some steps alone."""
+        if self.widened_bytes:
+            more = human_bytes(self.widened_bytes)
+            yield f"a CPU's compiler sends bf16 as f32, {more} more than promised here; TPUs and GPUs send bf16"
+        if self.tolerated:
+            yield f"left to the compiler: {human_bytes(self.tolerated)}"
+        seldom = [one for one in self.promised if one.every > 1 or one.until]
+        for (until, every, kind, axes), of in grouped(
+            seldom, lambda one: (one.until, one.every, one.kind, one.axes)
+        ).items():
+            size = sum(one.bytes or 0 for one in of)
+            moved = f"{kind} over {'+'.join(axes)}, {human_bytes(size)}"
+            if until:
+                yield f"of these in the first {until} steps alone: {moved}"
+            else:
+                yield f"of these once in {every} steps: {moved}, {human_bytes(size / every)} a step"
+
+    def _table_str(self) -> str:
+        table = self._table()
+        return "\n".join(table.lines) if table.rows else _NOTHING
+
+    def _table(self) -> Table:
+        cells = [
+            (row["kind"], row["axis"], bytes_str(row["promised"], "as needed"), bytes_str(row["bytes"]),
+             number_str(row["count"]))
+            for row in self.rows()
+        ]  # fmt: skip
+        return Table(cells, "<<>>>", ("collective", "axis", "promised at most", "found", "times"))
+
+
+def listed(title: str, entries: Iterable[object]) -> str:
+    """Write a title and one entry on each line; "" without entries."""
+    lines = [f"- {entry}" for entry in entries]
+    return "\n".join([f"{title}:", *lines]) if lines else ""
+
+
+def _paragraphs(*parts: str) -> str:
+    return "\n\n".join(filter(None, parts))

@@ -1,0 +1,149 @@
+"""Operations of a compiled program as users see them: how often each runs, its arrays, and the line that caused it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from jaxshard.checks.collectives import hlo
+from jaxshard.checks.collectives.counts import grouped, number_str, total
+from jaxshard.checks.collectives.source import find_source, find_user
+from jaxshard.core.layout import human_bytes
+from jaxshard.core.our_code import is_outside_engines
+
+Entry = TypeVar("Entry")
+
+_SHOWN = 4
+"""The arrays of one operation that are printed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One operation of a compiled program, as one device sees it.
+
+    Attributes:
+      kind: the opcode, such as "fusion"; of a collective one of `found.KINDS`.
+      count: executions per step, the trip counts of enclosing loops multiplied; None where one of them is not known.
+      arrays: dtype and shape of each of its arrays.
+      op: its name in the program.
+      source: `file:line` of the innermost frame in the user's code, or in this package for what an engine does itself;
+        `near file:line`, where the operand comes from, if the compiler lost it; else the operation's name.
+      frames: `file:line` of all frames, from the innermost outwards.
+      op_name: the path of JAX names that led to it.
+      user: `file:line` of the nearest operation of the user's code, else of a library, that uses the result, or "".
+    """
+
+    kind: str
+    count: int | None
+    arrays: tuple[hlo.Array, ...]
+    op: str
+    source: str
+    frames: tuple[str, ...] = ()
+    op_name: str = ""
+    user: str = ""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype as compiled (the CPU compiler promotes bf16 collectives to f32); several joined by "+"."""
+        return "+".join(dict.fromkeys(dtype for dtype, _ in self.arrays))
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the arrays."""
+        return tuple(shape for _, shape in self.arrays)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each of the arrays in one execution, without padding."""
+        return tuple(map(hlo.nbytes, self.arrays))
+
+    @property
+    def bytes(self) -> int | None:
+        """Bytes of the arrays times `count`; None where that is unknown."""
+        return None if self.count is None else self.count * sum(self.sizes)
+
+    @property
+    def elements(self) -> int:
+        """Elements of the largest array."""
+        return max(map(math.prod, self.shapes))
+
+    @property
+    def is_users(self) -> bool:
+        """True if the source is a line of a model: the user's own, or one of the ready-made ones."""
+        return bool(self.frames) and is_outside_engines(self.source)
+
+    @property
+    def place(self) -> str:
+        """The line in the user's model, or the one that uses the result; else the operation's name in the program.
+
+        A line of an engine alone would not help: it moves every weight.
+        """
+        if self.is_users:
+            return self.source
+        if self.user:
+            return self.user
+        name = self.op_name or self.op
+        return name if self.source in (name, self.op) else f"{self.source} ({name})"
+
+    @property
+    def title(self) -> str:
+        """The name under which lists have it."""
+        return self.op
+
+    @property
+    def arrays_str(self) -> str:
+        """Dtype and shape of the first arrays."""
+        shown = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in self.arrays[:_SHOWN])
+        return shown + ", ..." * (len(self.arrays) > _SHOWN)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the operation for JSON."""
+        words = {"kind": self.kind, "count": self.count, "bytes": self.bytes, "dtype": self.dtype}
+        shapes = [list(shape) for shape in self.shapes]
+        return words | {"shapes": shapes, "place": self.place, "op": self.op, "op_name": self.op_name}
+
+    def __str__(self) -> str:
+        return describe([self])
+
+
+def describe(of: Sequence[Operation]) -> str:
+    """Write operations of one title and place on two lines, with the arrays of the first."""
+    first, times = of[0], times_str(total(one.count for one in of))
+    more = f" and {len(of) - 1} more" if len(of) > 1 else ""
+    return f"{first.title}, {times}, {total_size(of)}: {first.arrays_str}{more}\n    at {first.place}"
+
+
+def times_str(count: int | None) -> str:
+    """Write how often something runs: "once", "4 times", "? times"."""
+    return "once" if count == 1 else f"{number_str(count)} times"
+
+
+def total_size(found: Iterable[Operation]) -> str:
+    """Write the bytes of several operations together."""
+    sizes = [one.bytes for one in found]
+    return ("at least " if None in sizes else "") + human_bytes(sum(size or 0 for size in sizes))
+
+
+def by_line(entries: Iterable[Entry], found: Callable[[Entry], Operation]) -> list[list[Entry]]:
+    """Put entries whose operations have one place and title together; the largest first, and in each group."""
+
+    def size(entry: Entry) -> int:
+        return found(entry).bytes or 0
+
+    largest_first = sorted(entries, key=size, reverse=True)
+    groups = grouped(largest_first, lambda entry: (found(entry).place, found(entry).title))
+    return sorted(groups.values(), key=lambda of: sum(map(size, of)), reverse=True)
+
+
+def origin_of(scope: hlo.Scope, op: hlo.Op) -> dict[str, Any]:
+    """Return name and source line of an operation, as an `Operation` takes them."""
+    source = find_source(scope, op)
+    return {
+        "op": op.name,
+        "op_name": source.op_name,
+        "source": source.line,
+        "frames": source.frames,
+        "user": find_user(scope, op),
+    }

@@ -1,0 +1,213 @@
+"""A batch, planned once for its shapes: which arrays have rows, and where each array is placed.
+
+The rows are the first dimension, which is split over devices and cut into micro-batches.
+
+Scalars have none, nor have the arrays that `js.without_rows` names. What is left should have as many rows as any other.
+Where the sizes differ, the arrays of one size are taken to have the rows, which only a loss that sees the whole batch
+can't tell from the truth.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxshard.core.apply_strategy import place_batch
+from jaxshard.core.mesh import axis_size
+from jaxshard.core.placement import Placement, whole
+from jaxshard.core.rules import ends_with
+from jaxshard.core.strategy_parts import Strategy, WithoutRows, parts_of
+from jaxshard.core.tree import leaf_of, map_with_path, path_str, paths
+from jaxshard.core.types import PyTree
+
+
+@dataclass(frozen=True, eq=False)
+class BatchPlan:
+    """Which arrays of a batch have rows, and their placements; made by `Layout.plan_batch`, once for its shapes.
+
+    Attributes:
+      strategy: may have `js.without_rows` among its parts.
+      mesh: the mesh of the layout.
+      axes: the mesh axes that split the rows.
+      batch: the arrays' shapes, a tree.
+    """
+
+    strategy: Strategy
+    mesh: Mesh
+    axes: tuple[str, ...]
+    batch: PyTree
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """The first size of every array that may have rows, by path: `row_counts`."""
+        return row_counts(self.strategy, self.batch)
+
+    @cached_property
+    def row_count(self) -> int:
+        """The number of rows; 0 without arrays that have any.
+
+        Where arrays differ in their first sizes, a size that the devices divide goes before one that they do not, then
+        the size of most arrays, then the largest.
+        """
+        sizes, parts = Counter(self.counts.values()), axis_size(self.mesh, self.axes)
+        return max(sizes, key=lambda size: (size % parts == 0, sizes[size], size), default=0)
+
+    @cached_property
+    def rows(self) -> PyTree:
+        """True for every array that has rows, as a tree."""
+        count = self.row_count
+        return map_with_path(lambda path, x: x.shape[:1] == (count,) and path_str(path) in self.counts, self.batch)
+
+    @cached_property
+    def placements(self) -> PyTree:
+        """The placement of every array, as a tree; arrays without rows are replicated."""
+
+        def place(path: tuple[Any, ...], x: Any, has_rows: bool) -> Placement:
+            leaf = leaf_of(path, x)
+            return place_batch(self.strategy, leaf, self.mesh) if has_rows else whole(leaf)
+
+        return map_with_path(place, self.batch, self.rows)
+
+    @cached_property
+    def shardings(self) -> PyTree:
+        """The sharding of every array, as a tree."""
+        return jax.tree.map(lambda placement: placement.sharding(self.mesh), self.placements)
+
+    def check(self, microbatches: int, *, whole: bool = False) -> None:
+        """Check the rows, before anything is compiled.
+
+        Args:
+          microbatches: the engine's number of micro-batches.
+          whole: True where the loss sees the whole batch. Then arrays with different first sizes are taken as they are,
+            with a warning that names those that every device has whole.
+
+        Raises:
+          TypeError: a list of numbers stands where an array is meant.
+          ValueError: no array has rows, they have different numbers of them, or devices and micro-batches do not divide
+            the rows.
+        """
+        check_no_lists("the batch", self.batch)
+        if not self.counts:
+            raise ValueError(_describe_no_rows(self.batch))
+        count, devices = self.row_count, axis_size(self.mesh, self.axes)
+        if len(set(self.counts.values())) > 1:
+            fix = name_those_without(self.counts, count)
+            if not whole:
+                raise ValueError(
+                    f"{describe_differing(self.counts)}; use js.auto() without micro-batches, whose loss sees the "
+                    f"whole batch, or {fix}"
+                )
+            others = ", ".join(f"{path}: {size}" for path, size in self.counts.items() if size != count)
+            if devices > 1:
+                warnings.warn(
+                    f"arrays of the batch differ in their first sizes: those of {count} are taken for rows, which "
+                    f"devices share, and every device has these whole: {others}. To choose yourself, {fix}",
+                    stacklevel=4,
+                )
+        _ = self.placements  # raises where the strategy can't place an array
+        parts = microbatches * devices
+        if count == 0 or count % parts:
+            raise ValueError(
+                f"a batch of {count} rows does not divide into {microbatches} micro-batches over {devices} "
+                f"devices; use a multiple of {parts} rows, such as {max(parts, count + -count % parts)}"
+            )
+
+
+def row_counts(strategy: Strategy, batch: PyTree) -> dict[str, int]:
+    """Return the first size of every array that may have rows, by path: of those that are no scalars and not named."""
+    patterns = _patterns(strategy)
+    arrays = ((path_str(path), x) for path, x in jax.tree_util.tree_leaves_with_path(batch) if np.ndim(x))
+    return {path: np.shape(x)[0] for path, x in arrays if not any(ends_with(path, one) for one in patterns)}
+
+
+def check_several_batches(who: str, batches: Any) -> None:
+    """Raise TypeError for one batch, a tree or an array, where an iterable of batches is meant."""
+    is_one = isinstance(batches, Mapping | str | bytes) or hasattr(batches, "__array__")
+    if not is_one and (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
+        return
+    given = f"a {type(batches).__name__}"
+    if isinstance(batches, Mapping):
+        given += f" with {', '.join(map(str, list(batches)[:4]))}"
+    one = "" if isinstance(batches, str | bytes) or callable(batches) else "; one batch alone is [batch]"
+    raise TypeError(f"{who}: batches must be an iterable of batches, got {given}; give js.batches(...) or a list{one}")
+
+
+def check_no_lists(what: str, tree: PyTree) -> None:
+    """Raise TypeError for lists of numbers that are meant to be arrays; JAX sees a scalar in each number.
+
+    Those are lists of lists, lists as long as arrays have rows, and all lists where there are no arrays with rows.
+
+    Args:
+      what: the name of the tree.
+      tree: a batch, or an example.
+    """
+    if not any(np.ndim(x) == 0 for x in jax.tree.leaves(tree)):
+        return
+    sizes = {np.shape(x)[0] for x in jax.tree.leaves(tree) if np.ndim(x)}
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_list_of_scalars)
+    lists = {path_str(path): x for path, x in found if _is_list_of_scalars(x)}
+    wrong = [name for name, x in lists.items() if not sizes or len(x) in sizes or isinstance(x[0], list)]
+    if wrong:
+        raise TypeError(
+            f"{what}: {', '.join(wrong[:4])}{' and more' * (len(wrong) > 4)}: a list of Python numbers, each of which "
+            "would be a scalar; pass arrays, such as np.asarray(...). A data set of Hugging Face gives arrays as "
+            'dataset.with_format("numpy"): js.data.examples(dataset, batch=..., seed=...) makes batches of its rows'
+        )
+
+
+def _is_list_of_scalars(x: Any) -> bool:
+    if not isinstance(x, list) or not x:
+        return False
+    return all(isinstance(one, list) and _is_list_of_scalars(one) for one in x) or not any(
+        isinstance(one, list | tuple | dict) or np.ndim(one) for one in x
+    )
+
+
+def _describe_no_rows(batch: PyTree) -> str:
+    """Return the sentence for a batch in which no array has rows, with the way out where the strategy is the cause."""
+    if any(np.ndim(x) for x in jax.tree.leaves(batch)):
+        way = "js.without_rows names all of its arrays; name fewer, or use js.shard(axis, roles), which splits no batch"
+    else:
+        way = "expected a tree of arrays [rows, ...]"
+    return f"the batch has no array with rows: {way}"
+
+
+def describe_differing(counts: dict[str, int]) -> str:
+    """Say that arrays of a batch have different numbers of rows, given what `row_counts` returned."""
+    listed = ", ".join(f"{path}: {count}" for path, count in counts.items())
+    return f"the arrays of a batch must have the same number of rows (dim 0), got {listed}"
+
+
+def name_those_without(counts: dict[str, int], rows: int) -> str:
+    """Say what to do where arrays have different first sizes: an example that names those with other sizes than `rows`.
+
+    Args:
+      counts: what `row_counts` returned.
+      rows: the number of rows.
+    """
+    others = ", ".join([repr(path) for path, size in counts.items() if size != rows][:4])
+    return f"name those that have no rows in the strategy, such as js.compose(..., js.without_rows({others}))"
+
+
+def warn_of_patterns(strategy: Strategy, batch: PyTree) -> None:
+    """Warn of patterns of `js.without_rows` that fit no array of a batch, such as misspelt ones."""
+    found = paths(batch)
+    unused = [p for p in _patterns(strategy) if not any(ends_with(path, p) for path in found)]
+    if unused:
+        warnings.warn(
+            f"without_rows: no array of the batch fits {', '.join(map(repr, unused))}; its arrays are "
+            f"{', '.join(found)}",
+            stacklevel=5,
+        )
+
+
+def _patterns(strategy: Strategy) -> list[str]:
+    return [pattern for part in parts_of(strategy) if isinstance(part, WithoutRows) for pattern in part.patterns]

@@ -1,0 +1,90 @@
+"""A part of a batch, the rows of which one device computes the loss at a time: it is traced once, and its trace read.
+
+    js.auto()                  the part is the whole batch: nothing is read
+    js.explicit()              the rows of one device
+    microbatches=n             the n-th part of them
+
+What `accumulate` runs and what the checks read (the weights of means in `counted_rows.py`, the model's state in
+`state_rules.py`) is the same trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxshard.core.jaxpr import Program, trace_or_none
+from jaxshard.core.layout import put_back, select
+from jaxshard.core.loss import Loss
+from jaxshard.core.types import PyTree
+
+
+class Cut(NamedTuple):
+    """One device's rows, cut into micro-batches.
+
+    Attributes:
+      batch: the batch as the device has it, uncut.
+      mask: True for every array of the batch that has rows.
+      turns: these arrays, [micro-batches, rows, ...]; None for the others.
+      first_rows: [micro-batches], the global number of each one's first row.
+    """
+
+    batch: PyTree
+    mask: PyTree
+    turns: PyTree
+    first_rows: jax.Array
+
+    def part(self, rows: PyTree) -> PyTree:
+        """Return the batch of one micro-batch."""
+        return put_back(self.mask, rows, self.batch)
+
+    def first(self) -> tuple[PyTree, jax.Array]:
+        """Return the batch of the first micro-batch, and the number of its first row."""
+        return self.part(jax.tree.map(lambda x: x[0], self.turns)), self.first_rows[0]
+
+
+class Part(NamedTuple):
+    """A traced function of a part of the batch.
+
+    Attributes:
+      fn: `fn(params, state, batch, row) -> (js.Loss, *others)`, `row` the global number of the batch's first row.
+      args: its arguments, arrays or their shapes.
+      program: its trace.
+    """
+
+    fn: Callable[..., tuple[Any, ...]]
+    args: tuple[PyTree, PyTree, PyTree, Any]
+    program: Program
+
+    @classmethod
+    def trace(cls, fn: Callable[..., tuple[Any, ...]], *args: Any) -> Part:
+        """Trace a function."""
+        return cls(fn, args, Program.trace(fn, *args))
+
+    @property
+    def loss(self) -> Loss:
+        """The loss, of variables of the program."""
+        loss: Loss = self.program.out[0]
+        return loss
+
+    def rows(self, mask: PyTree) -> PyTree:
+        """Return the variables of the batch that have rows, None for the others."""
+        return select(mask, self.program.args[2])
+
+    def run(self) -> tuple[Any, ...]:
+        """Return what the function returns, without tracing it again: JAX knows the trace of a function it has seen."""
+        results: tuple[Any, ...] = jax.jit(self.fn)(*self.args)
+        return results
+
+    def of_twice_the_rows(self, mask: PyTree) -> Program | None:
+        """Trace the function once more, of twice as many rows; None where it is not written for them."""
+
+        def twice(x: Any, has_rows: bool) -> jax.ShapeDtypeStruct:
+            shape = jnp.shape(x)
+            return jax.ShapeDtypeStruct((2 * shape[0], *shape[1:]) if has_rows else shape, jnp.result_type(x))
+
+        params, state, batch, row = self.args
+        return trace_or_none(lambda: Program.trace(self.fn, params, state, jax.tree.map(twice, batch, mask), row))
