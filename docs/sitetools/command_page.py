@@ -7,7 +7,7 @@ import io
 import os
 from unittest import mock
 
-COLUMNS = 100
+COLUMNS = 120
 
 
 def with_help(text: str) -> str:
@@ -21,13 +21,12 @@ def with_help(text: str) -> str:
 
 
 def help_of(name: str) -> str:
-    """Return what a command prints for `--help`, without colours."""
+    """Return what a command prints for `--help`."""
     from jaxshard.commands.main import main
 
     with (
-        mock.patch.dict(os.environ, {"COLUMNS": str(COLUMNS), "NO_COLOR": "1"}),
+        mock.patch.dict(os.environ, {"COLUMNS": str(COLUMNS)}),
         contextlib.redirect_stdout(io.StringIO()) as printed,
-        contextlib.suppress(SystemExit),
     ):
         main([name, "--help"])
     return "\n".join(line.rstrip() for line in printed.getvalue().strip().splitlines()) + "\n"

@@ -80,6 +80,8 @@ class ReplicasDiffer(RuntimeError):
                 print(leaf.path, [device.id for device in differ])
     """
 
+    exit_status = 1
+
     def __init__(self, differences: Sequence[Difference], text: str, step: int | None, clean: int | None):
         super().__init__(text)
         self.differences, self.step, self.clean = tuple(differences), step, clean

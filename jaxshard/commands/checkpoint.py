@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 
@@ -11,40 +11,32 @@ from jaxshard.checkpoint.checksums import compare_file_names, compare_step, try_
 from jaxshard.checkpoint.folder import absolute_root, step_folder, step_folders
 from jaxshard.checkpoint.manifest import MANIFEST
 from jaxshard.commands.errors import usage_errors
-from jaxshard.commands.flags import check_files
+from jaxshard.commands.flags import Checkpoint
 from jaxshard.commands.result import write_json
-from jaxshard.commands.terminal import facts, make_console
+from jaxshard.commands.terminal import facts, printable, start
 from jaxshard.core.layout import human_bytes
 
 
-def run(
-    action: Literal["list", "show", "verify"],
-    folder: Path,
-    *,
-    step: int | None,
-    json: Path | None,
-) -> int:
-    """Look at the saved steps in a folder; the arguments are the flags.
+def run(flags: Checkpoint) -> int:
+    """Look at the saved steps in a folder.
 
     Returns:
       1 if a file is not as it was saved, else 0.
     """
-    console = make_console(stderr=str(json) == "-")
+    console, deep = start(flags), flags.action == "verify"
     with usage_errors():
-        check_files(json=json)
-        folders = _folders(absolute_root(folder), step)
-    if action == "show":
+        folders = _folders(absolute_root(flags.dir), flags.step)
+    if flags.action == "show":
         newest = max((number for number in folders if (folders[number] / MANIFEST).exists()), default=max(folders))
         folders = {newest: folders[newest]}
-    steps = [_describe_step(one, deep=action == "verify") for one in folders.values()]
+    steps = [_describe_step(one, deep=deep) for one in folders.values()]
     for row in steps:
-        console.print(_printable(_step_line(row, deep=action == "verify")))
-        for problem in row["problems"]:
-            console.print(_printable(f"  {problem}"))
-    result = {"folder": str(folder), "steps": steps}
-    if action == "show":
+        for line in (_step_line(row, deep=deep), *(f"  {problem}" for problem in row["problems"])):
+            console.print(printable(line))
+    result = {"folder": str(flags.dir), "steps": steps}
+    if flags.action == "show":
         result = steps[0] | _show(console, folders[newest])
-    write_json(json, result)
+    write_json(flags.json, result)
     return int(any(row["problems"] for row in steps))
 
 
@@ -79,11 +71,6 @@ def _mesh_text(mesh: Any) -> str:
     return ", ".join(f"{name}={size}" for name, size in mesh.items()) if isinstance(mesh, dict) else "unknown"
 
 
-def _printable(value: Any) -> str:
-    """Replace what would command a terminal: a manifest may be a stranger's."""
-    return "".join(one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in str(value))
-
-
 def _show(console: Console, folder: Path) -> dict[str, Any]:
     """Print what a step holds, and return it for the result; nothing without a manifest that can be read."""
     manifest, _ = try_manifest(folder)
@@ -91,9 +78,9 @@ def _show(console: Console, folder: Path) -> dict[str, Any]:
         return {}
     made = manifest.made
     by = f"jaxshard {made.get('jaxshard')}, JAX {made.get('jax')}, {made.get('processes')} process(es)"
-    facts(console, {"made by": _printable(by)} | ({} if manifest.data is None else {"data": _printable(manifest.data)}))
+    facts(console, {"made by": printable(by)} | ({} if manifest.data is None else {"data": printable(manifest.data)}))
     console.print()
     for array in manifest.arrays:
-        console.print(_printable(f"  {array.path}  {array.dtype}{list(array.shape)}"))
-    console.print(f"\nthe layout that saved it:\n{_printable(made.get('layout'))}")
+        console.print(printable(f"  {array.path}  {array.dtype}{list(array.shape)}"))
+    console.print(f"\nthe layout that saved it:\n{printable(made.get('layout'))}")
     return {"data": manifest.data, "tree": [array._asdict() for array in manifest.arrays], "made": made}

@@ -25,11 +25,9 @@ def choose_devices(count: int | None) -> list[jax.Device]:
       count: how many devices, over all processes; None for all there are.
 
     Raises:
-      ValueError: a count below 1, above what is there, or that the processes do not divide.
+      ValueError: a count above what is there, or that the processes do not divide.
     """
     processes = process_count_and_id()[0]
-    if count is not None and count < 1:
-        raise ValueError(f"--devices must be at least 1, got {count}")
     if count is not None and count // processes > MOST_SIMULATED and not backend_is_initialized():
         raise ValueError(f"--devices {count}: at most {MOST_SIMULATED} devices can be simulated in a process")
     if count is not None and count % processes:

@@ -23,16 +23,18 @@ from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.findings import (
     LOCK,
     Finding,
+    broken,
     judge_hosts,
     judge_leftovers,
     judge_libtpu,
     judge_machine,
     judge_packages,
     judge_settings,
+    warning,
 )
-from jaxshard.commands.flags import check_files
+from jaxshard.commands.flags import Doctor
 from jaxshard.commands.machine import read_machine
-from jaxshard.commands.terminal import facts, make_console
+from jaxshard.commands.terminal import facts, start
 from jaxshard.core.compat import NEWEST_TESTED, installed_version, process_count_and_id, untested_version
 from jaxshard.core.layout import human_bytes
 from jaxshard.distributed.cluster import initialize
@@ -55,21 +57,17 @@ _GPU = Path("/dev/nvidia0")
 _START_SECONDS = 120
 
 
-def run(json: Path | None = None) -> int:
+def run(flags: Doctor) -> int:
     """Print what is here, what is missing, and what does not fit together.
 
     Where several processes were started, as by `jaxshard launch`, they meet, and the first one prints for all.
-
-    Args:
-      json: the file for all of it as one JSON object, or "-".
 
     Returns:
       1 if something is broken; 0 if nothing is, though extras may be absent.
     """
     from jaxshard.commands.result import write_json
 
-    with usage_errors():
-        check_files(json=json)
+    console = start(flags)
     found = [*_judge_before_start()]
     if problem := start_problem():
         found.append(problem)
@@ -91,8 +89,8 @@ def run(json: Path | None = None) -> int:
         "findings": [finding._asdict() for finding in found],
     }
     if process_count_and_id()[1] == 0:
-        _print(make_console(stderr=str(json) == "-"), report, found)
-        write_json(json, report)
+        _print(console, report, found)
+        write_json(flags.json, report)
     return int(any(finding.level == "broken" for finding in found))
 
 
@@ -104,12 +102,12 @@ def _judge_before_start() -> Iterator[Finding]:
     if installed_version("libtpu") or chips:
         yield from judge_libtpu(os.environ, LOCK, chips)
     if newer := untested_version():
-        yield Finding("warning", *newer.rsplit(": ", 1))
+        yield warning(*newer.rsplit(": ", 1))
     packages = [name for name in ("jaxshard", "jax", "jaxlib", "jax-cuda12-plugin") if installed_version(name)]
     problems = {name: problem for package in packages for name, problem in broken_requirements(package).items()}
     for problem in (problems | wrong_python(packages) | broken_imports()).values():
         what, _, remedy = problem.partition("; ")
-        yield Finding("broken", what, remedy)
+        yield broken(what, remedy)
 
 
 def _describe(devices: Sequence[jax.Device]) -> dict[str, Any]:
@@ -194,24 +192,22 @@ def start_problem() -> Finding | None:
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=_START_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return Finding(
-            "broken", f"JAX does not start within {_START_SECONDS} s", "unset XLA_FLAGS to see whether it is that"
-        )
+        return broken(f"JAX does not start within {_START_SECONDS} s", "unset XLA_FLAGS to see whether it is that")
     if found.returncode == 0:
         return None
     said = next((line for line in found.stderr.splitlines() if "XLA_FLAGS" in line), found.stderr.strip()[-200:])
-    return Finding("broken", f"JAX does not start: {said.rpartition('] ')[2]}", "take that flag out of XLA_FLAGS")
+    return broken(f"JAX does not start: {said.rpartition('] ')[2]}", "take that flag out of XLA_FLAGS")
 
 
 def wrong_python(packages: Sequence[str]) -> dict[str, str]:
     """Return a sentence for each package that does not take this Python."""
-    mine, broken = platform.python_version(), {}
+    mine, problems = platform.python_version(), {}
     for package in packages:
         about = metadata.metadata(package)
         wanted = "".join(about.get_all("Requires-Python", []))
         if wanted and not SpecifierSet(wanted).contains(mine, prereleases=True):
-            broken[f"python for {package}"] = f"{package} needs Python {wanted}, this is {mine}; use another Python"
-    return broken
+            problems[f"python for {package}"] = f"{package} needs Python {wanted}, this is {mine}; use another Python"
+    return problems
 
 
 def broken_requirements(package: str) -> dict[str, str]:
@@ -221,7 +217,7 @@ def broken_requirements(package: str) -> dict[str, str]:
       A sentence for each package that is installed in a version that does not fit, or required and not installed. One
       that only an extra requires may be absent.
     """
-    broken = {}
+    problems = {}
     for requirement in map(Requirement, metadata.requires(package) or ()):
         marker, version = requirement.marker, installed_version(requirement.name)
         extra = next((name for name in ("", *_EXTRAS) if marker is None or marker.evaluate({"extra": name})), None)
@@ -231,23 +227,23 @@ def broken_requirements(package: str) -> dict[str, str]:
             whose = f"{package}[{extra}]" if extra else package
             has = "is not installed" if version is None else f"{version} is installed"
             wanted = f"{requirement.name}{requirement.specifier}"
-            broken[requirement.name] = (
+            problems[requirement.name] = (
                 f"{requirement.name} {has}, but {whose} {installed_version(package)} needs {wanted}; "
                 f'pip install "{wanted}"'
             )
-    return broken
+    return problems
 
 
 def broken_imports() -> dict[str, str]:
     """Import what every run needs; return a sentence for each module where that fails."""
-    broken = {}
+    problems = {}
     for module in ("flax.linen", "flax.nnx", "optax", "orbax.checkpoint"):
         try:
             importlib.import_module(module)
         except Exception as error:  # whatever a package of another version stumbles over
             reason = " ".join(str(error).split())
-            broken[module] = f"import {module} fails with {type(error).__name__}: {reason}"
-    return broken
+            problems[module] = f"import {module} fails with {type(error).__name__}: {reason}"
+    return problems
 
 
 def versions() -> dict[str, str | None]:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 from jaxshard.core.our_code import is_jaxshard_file
 
@@ -16,7 +17,7 @@ _LIBRARY = os.path.dirname(os.__file__)
 class UsageError(Exception):
     """Wrong flags or data; the message is one line that says what to do, and the exit status is 2."""
 
-    status = 2
+    exit_status = 2
 
 
 @contextlib.contextmanager
@@ -46,10 +47,18 @@ def refusals() -> Iterator[None]:
         raise UsageError(_one_line(error)) from error
 
 
+def refuse(why: str, **flags: int | str | Path | None) -> None:
+    """Raise ValueError for the first of some flags that is given: its name and value, and why it can't be."""
+    for name, value in flags.items():
+        if value is not None and value is not False:
+            shown = "" if value is True else f" {value}"
+            raise ValueError(f"--{name.replace('_', '-')}{shown} {why}")
+
+
 class FileError(UsageError):
     """A file could not be written, or read, while the command was at work; the exit status is 1."""
 
-    status = 1
+    exit_status = 1
 
 
 @contextlib.contextmanager

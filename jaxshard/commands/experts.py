@@ -41,12 +41,3 @@ def count_experts(
     load = np.asarray(counts) / np.mean(counts, -1, keepdims=True)
     dead = [f"block {block} expert {expert}" for block, expert in np.argwhere(load < DEAD)]
     return {"load": np.round(load, 4).tolist(), "dead": dead, "drop_rate": drop_rate}
-
-
-def describe_experts(experts: dict[str, Any]) -> dict[str, str]:
-    """Write the loads of experts as facts: from the least to the most of each block, and who is dead."""
-    blocks = [f"{min(block):.2f} to {max(block):.2f}" for block in experts["load"]]
-    dead: list[str] = experts["dead"]
-    shown = ", ".join(dead[:8]) + (f" and {len(dead) - 8} more" if len(dead) > 8 else "")
-    lost = "" if experts["drop_rate"] is None else f"; {experts['drop_rate']:.2%} of the choices dropped"
-    return {"experts": f"load {', '.join(blocks)} of the mean{lost}", "dead experts": shown or "none"}

@@ -39,6 +39,16 @@ class Finding(NamedTuple):
     remedy: str
 
 
+def broken(what: str, remedy: str) -> Finding:
+    """Make a finding that stops every run."""
+    return Finding("broken", what, remedy)
+
+
+def warning(what: str, remedy: str) -> Finding:
+    """Make a finding that stops or slows some runs."""
+    return Finding("warning", what, remedy)
+
+
 def judge_settings(environ: Mapping[str, str], interfaces: Sequence[str], has_accelerator: bool) -> Iterator[Finding]:
     """Judge environment variables; nothing that they start is touched.
 
@@ -50,36 +60,27 @@ def judge_settings(environ: Mapping[str, str], interfaces: Sequence[str], has_ac
     platforms = environ.get("JAX_PLATFORMS", "")
     unknown = [name for name in platforms.split(",") if name and name not in _PLATFORMS]
     if unknown:
-        yield Finding(
-            "broken", f"JAX_PLATFORMS={platforms}: JAX has no platform {unknown[0]!r}", "set it to cpu, cuda or tpu"
-        )
+        yield broken(f"JAX_PLATFORMS={platforms}: JAX has no platform {unknown[0]!r}", "set it to cpu, cuda or tpu")
     elif platforms == "cpu" and has_accelerator:
-        yield Finding("warning", "JAX_PLATFORMS=cpu hides the accelerator of this machine", "unset JAX_PLATFORMS")
+        yield warning("JAX_PLATFORMS=cpu hides the accelerator of this machine", "unset JAX_PLATFORMS")
     flags = environ.get("XLA_FLAGS", "").split()
     for flag in flags:
         if flag.startswith("--xla_tpu_"):
-            yield Finding(
-                "broken",
-                f"XLA_FLAGS has {flag}, which only libtpu knows: XLA ends the process",
-                "move it to LIBTPU_INIT_ARGS",
+            yield broken(
+                f"XLA_FLAGS has {flag}, which only libtpu knows: XLA ends the process", "move it to LIBTPU_INIT_ARGS"
             )
         elif not flag.startswith("--"):
-            yield Finding(
-                "broken", f"XLA_FLAGS has {flag!r}, which is no flag", "begin each with -- and part by blanks"
-            )
+            yield broken(f"XLA_FLAGS has {flag!r}, which is no flag", "begin each with -- and part by blanks")
     count = environ.get("JAX_NUM_CPU_DEVICES")
     if count is not None and any("host_platform_device_count" in flag for flag in flags):
-        yield Finding(
-            "broken",
+        yield broken(
             f"JAX_NUM_CPU_DEVICES={count} beside --xla_force_host_platform_device_count in XLA_FLAGS",
             "unset one of them",
         )
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         wanted = environ.get(name, "").lstrip("^=")
         if interfaces and wanted and not any(one.startswith(part) for part in wanted.split(",") for one in interfaces):
-            yield Finding(
-                "broken", f"{name}={environ[name]}: there is no such network interface", f"use {', '.join(interfaces)}"
-            )
+            yield broken(f"{name}={environ[name]}: there is no such network interface", f"use {', '.join(interfaces)}")
     yield from _judge_memory_fraction(environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION"))
 
 
@@ -92,21 +93,17 @@ def judge_packages(installed: Callable[[str], str | None], environ: Mapping[str,
     """
     plugins = [name for name in ("jax-cuda12-plugin", "jax-cuda13-plugin") if installed(name)]
     if len(plugins) > 1:
-        yield Finding(
-            "broken", f"{' and '.join(plugins)} are both installed; JAX starts only one", f"pip uninstall {plugins[0]}"
-        )
+        yield broken(f"{' and '.join(plugins)} are both installed; JAX starts only one", f"pip uninstall {plugins[0]}")
     for plugin in plugins:
         if (version := installed(plugin)) != (jaxlib := installed("jaxlib")):
-            yield Finding(
-                "broken",
+            yield broken(
                 f"{plugin} {version} beside jaxlib {jaxlib}: the GPU is not found, or the process crashes",
                 f'pip install "{plugin}=={jaxlib}"',
             )
     folders = [folder for folder in environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
     shadows = [folder for folder in folders if _has_cuda(folder)]
     if plugins and shadows:
-        yield Finding(
-            "warning",
+        yield warning(
             f"LD_LIBRARY_PATH has {shadows[0]}, whose CUDA libraries are loaded in the place of JAX's own",
             "unset LD_LIBRARY_PATH",
         )
@@ -116,26 +113,21 @@ def judge_machine(machine: Machine, *, processes: int, has_gpu: bool) -> Iterato
     """Judge a host that `processes` processes compute together on, or others with it."""
     together = processes > 1 or has_gpu
     if machine.shared is not None and machine.shared < _LEAST_SHARED and together:
-        yield Finding(
-            "warning",
+        yield warning(
             f"/dev/shm has {human_bytes(machine.shared)}, through which processes and GPUs of a host talk",
             "give the container more: docker run --shm-size=8g, or an emptyDir of medium Memory in Kubernetes",
         )
     if machine.open_files is not None and 0 <= machine.open_files < _LEAST_FILES:
-        yield Finding(
-            "warning",
-            f"a process may open {machine.open_files} files; a checkpoint of many arrays needs more",
-            "ulimit -n 65536",
+        yield warning(
+            f"a process may open {machine.open_files} files; a checkpoint of many arrays needs more", "ulimit -n 65536"
         )
     if machine.own_name_is_loopback and processes > 1:
-        yield Finding(
-            "warning",
+        yield warning(
             "the name of this host stands for an address 127.x in /etc/hosts, which other hosts can't reach",
             "remove that line, or set GLOO_SOCKET_IFNAME to the interface that leads to the others",
         )
     if machine.available is not None and machine.memory is not None and machine.available < machine.memory // 20:
-        yield Finding(
-            "warning",
+        yield warning(
             f"{human_bytes(machine.available)} of the host's {human_bytes(machine.memory)} are free",
             "end what holds the memory; compilation and checkpoints need some",
         )
@@ -144,8 +136,7 @@ def judge_machine(machine: Machine, *, processes: int, has_gpu: bool) -> Iterato
 def judge_leftovers(folders: Mapping[Path, int]) -> Iterator[Finding]:
     """Judge what launches that were killed have left in memory: folders, with their bytes."""
     for folder, size in folders.items():
-        yield Finding(
-            "warning",
+        yield warning(
             f"{folder} holds {human_bytes(size)} of memory for a run whose launcher was killed",
             "delete it; the next jaxshard launch --max-restarts on this host does so too",
         )
@@ -157,14 +148,10 @@ def judge_hosts(hosts: Sequence[Host]) -> Iterator[Finding]:
         who = f"process {host.process} on {host.name}"
         if host.unreached:
             others = ", ".join(f"process {number} on {hosts[number].name}" for number in host.unreached)
-            yield Finding(
-                "broken", f"{who} reaches no port of {others}", "open the firewall between the hosts for all TCP ports"
-            )
+            yield broken(f"{who} reaches no port of {others}", "open the firewall between the hosts for all TCP ports")
         if abs(host.clock) > _MOST_CLOCK:
-            yield Finding(
-                "warning",
-                f"the clock of {who} is {host.clock:+.1f} s off that of process 0",
-                "run an NTP client on every host",
+            yield warning(
+                f"the clock of {who} is {host.clock:+.1f} s off that of process 0", "run an NTP client on every host"
             )
 
 
@@ -179,17 +166,15 @@ def judge_libtpu(environ: Mapping[str, str], lock: Path, chips: Sequence[Path]) 
     if environ.get("ALLOW_MULTIPLE_LIBTPU_LOAD", "") not in ("", "0", "false"):
         return
     if lock.exists() and not os.access(lock, os.W_OK):
-        yield Finding("warning", f"{lock} belongs to another user, so libtpu does not start", f"sudo rm {lock}")
+        yield warning(f"{lock} belongs to another user, so libtpu does not start", f"sudo rm {lock}")
     elif lock.exists() and _is_locked(lock):
-        yield Finding(
-            "warning",
+        yield warning(
             f"another process has loaded libtpu and holds {lock}",
             "end it; or, to compile for chips that are not here, set ALLOW_MULTIPLE_LIBTPU_LOAD=1",
         )
     users = {pid for chip in chips for pid in users_of(chip)} - {os.getpid()}
     if users:
-        yield Finding(
-            "warning",
+        yield warning(
             f"the TPU chips are in use by process {', '.join(map(str, sorted(users)))}",
             "end it: chips belong to one process at a time",
         )
@@ -213,10 +198,8 @@ def _judge_memory_fraction(text: str | None) -> Iterator[Finding]:
     except ValueError:
         usable = False
     if not usable:
-        yield Finding(
-            "broken",
-            f"XLA_PYTHON_CLIENT_MEM_FRACTION={text} is no share of a GPU's memory",
-            "set it to 0.75, or unset it",
+        yield broken(
+            f"XLA_PYTHON_CLIENT_MEM_FRACTION={text} is no share of a GPU's memory", "set it to 0.75, or unset it"
         )
 
 

@@ -1,198 +1,213 @@
-"""The flags that several commands share, each described once, and checks of their values.
+"""The flags of every command: a dataclass for each, made of groups of flags that several commands have.
 
-tyro makes the command line from signatures. A group of flags is a frozen dataclass, which a command takes as one
-parameter and tyro spreads out into single flags; the help of each flag is its line under "Attributes". A flag that
-stands alone in several commands is an annotated type. Errors name the flag and how to put it right.
+A flag is a field. Its help is the line of the field under "Attributes", its type says what values are refused (see
+`jaxshard.commands.values`). Nothing here imports JAX, so that help and refusals come at once.
 """
 
 from __future__ import annotations
 
-import math
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-
-from jaxshard.core.local_path import check_local
+from jaxshard.commands.values import (
+    Count,
+    File,
+    Kind,
+    Natural,
+    Rate,
+    Real,
+    Step,
+    Text,
+    Texts,
+    Written,
+    read_count,
+    read_rate,
+)
+from jaxshard.core.local_path import local_path
 
 StrategyName = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
-EngineName = Literal["explicit", "auto", "pipelined"]
 PrecisionName = Literal["bf16", "bfloat16"]
-ContextName = Literal["gather", "ulysses", "usp", "ring"]
 
-# Optional flags; without the hint their help would end in "(default: None)".
-Count = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
-Rate = Annotated[float | None, tyro.conf.arg(metavar="X", help_behavior_hint="")]
-Words = Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
-File = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
-# A folder or an address, as text: a Path would drop one of the slashes of gs://.
-Folder = Annotated[str | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
-Texts = Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
-Number = Annotated[int, tyro.conf.arg(metavar="N")]
-
-_BLOCK = 4096
-"""Bytes that file systems give away at a time, at least."""
-
-Target = Annotated[
-    str,
-    tyro.conf.arg(
-        metavar="TARGET",
-        help="a ready-made size such as gpt-1m, hf:PATH for a model of Hugging Face's with new weights, or "
-        "path/to/file.py:function or package.module:function, a function without arguments that returns (init_fn, "
-        "loss_fn, tx, batch).",
-    ),
-]
-Change = Annotated[
-    str | None,
-    tyro.conf.arg(
-        metavar="NAME=VALUE,...",
-        help="arguments of js.models.gpt, llama or moe in the place of the size's own, such as depth=4,rope_scaling=8.",
-        help_behavior_hint="",
-    ),
-]
-Remat = Annotated[
-    str | None,
-    tyro.conf.arg(
-        metavar="WHAT",
-        help="what the forward pass of a block keeps for the backward pass: everything, dots, nothing, or by the names "
-        "of activations, such as attention_out=save,block_in=offload (to the host's memory); by default what the "
-        "model's size states, nothing in a pipeline.",
-        help_behavior_hint="",
-    ),
-]
-Precision = Annotated[
-    PrecisionName | None,
-    tyro.conf.arg(
-        help="bf16, or bfloat16, computes, gathers weights and reduces gradients in bfloat16; parameters and optimizer "
-        "state stay f32. By default all is f32.",
-        help_behavior_hint="",
-    ),
-]
-JsonFile = Annotated[
-    Path | None,
-    tyro.conf.arg(
-        metavar="PATH",
-        help="write the result as one JSON object; - is standard output, and then nothing else goes there.",
-        help_behavior_hint="",
-    ),
-]
+Folder = Annotated[str | None, Kind("PATH")]  # as text: a Path would drop one of the slashes of gs://
 
 
-@dataclass(frozen=True)
-class ShardingFlags:
-    """The mesh, the placement of arrays on it, and the engine that computes a step.
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """The flags of a command."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Flags):
+    """The result as a file.
 
     Attributes:
-      mesh: axes and sizes, such as data=8, replica=2,data=4 or data=2,tensor=2,pipe=2; one size may be -1. An axis
-        tensor splits the layers themselves, an axis pipe puts them in stages, an axis context splits long rows, an axis
-        expert spreads the experts of a block (moe-1m), and rows too.
-      strategy: what is split over the axis data: ddp nothing, zero1 the optimizer state, zero2 gradients too, fsdp, the
-        default, parameters too; hsdp is fsdp within each group of an axis replica.
-      sync_every: let each group of an axis replica train by itself, and synchronise parameters every so many steps, as
-        DiLoCo does.
-      sync_warmup: in so many steps at the start groups average their gradients, as with ddp, and only then train by
-        themselves; the steps in which the learning rate rises are a good number.
-      outer: what the replicas' mean does to the parameters that they share: by default average, which puts it in
-        their place; rate=0.7,momentum=0.9 is DiLoCo's own (Nesterov's), for long runs; with --sync-warmup,
-        rate=0.5,momentum=0.75 came closest to ddp in short ones.
-      engine: explicit issues the collectives itself, auto leaves them to the compiler; with an axis pipe it is
-        pipelined.
-      schedule: of a pipeline: interleaved, zero_bubble, one_f_one_b, gpipe, or a table's .csv file.
-      chunks: stages per device of a pipeline; by default two for a ready-made size with enough blocks, else one.
-      context: how attention sees the other parts of a row that an axis context splits: gather keys and values, ulysses
-        exchanges heads, usp does both (over a second axis, context_heads), ring passes them around.
-      devices: use so many devices, over all processes; simulated ones where there is no accelerator.
-      microbatches: compute a batch in so many turns and add their gradients; in a pipeline by default four per device.
-      wire: send gradients or weights in fewer bytes, such as gradients=int8,weights=fp8; with block=128 in other blocks
-        than of 256 numbers, with feedback=on making up for the errors of gradients. Not under auto.
+      json: write the result into this file as one JSON object; - is standard output
     """
 
-    mesh: Words = None
-    strategy: Annotated[StrategyName | None, tyro.conf.arg(help_behavior_hint="")] = None
+    json: Written = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Result):
+    """The flags as a file.
+
+    Attributes:
+      config: read flags from this TOML file, by the same names; a flag on the command line wins
+      save_config: write the flags into a TOML file that --config reads
+    """
+
+    config: File = None
+    save_config: Written = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding(Flags):
+    """The mesh, the strategy and the engine.
+
+    Attributes:
+      mesh: axes and sizes: data=8 or data=2,tensor=2,pipe=2; also replica, context, expert; -1 is the rest
+      strategy: ddp, zero1, zero2, fsdp (the default) or hsdp, which is fsdp within each group of an axis replica
+      rule: what the axis tensor does to a logical axis: vocab=replicated, mlp=tensor; as often as you like
+      sync_every: let each group of an axis replica train by itself, and average parameters every N steps (DiLoCo)
+      sync_warmup: average gradients over the groups in the first N steps, such as those of the warm-up
+      outer: optimizer of --sync-every: average (the default), or rate=0.7,momentum=0.9 for Nesterov momentum
+      engine: explicit (the default) issues the collectives, auto leaves them to the compiler; or pipelined
+      schedule: of a pipeline: interleaved, zero_bubble, one_f_one_b, gpipe, or a table's .csv file
+      chunks: stages per device of a pipeline; by default 2 for a ready-made size with enough blocks, else 1
+      context: attention over an axis context: gather, ulysses, usp (over a second axis, context_heads) or ring
+      devices: use so many devices, over all processes; simulated ones where there is no accelerator
+      microbatches: accumulate gradients over so many micro-batches; in a pipeline by default four per device
+      wire: send gradients or weights in 8 bits: gradients=int8,weights=fp8,block=128,feedback=on
+    """
+
+    mesh: Text = None
+    strategy: StrategyName | None = None
+    rule: Texts = ()
     sync_every: Count = None
     sync_warmup: Count = None
-    outer: Words = None
-    engine: EngineName | None = None
-    schedule: Words = None
+    outer: Text = None
+    engine: Literal["explicit", "auto", "pipelined"] | None = None
+    schedule: Text = None
     chunks: Count = None
-    context: ContextName | None = None
+    context: Literal["gather", "ulysses", "usp", "ring"] | None = None
     devices: Count = None
     microbatches: Count = None
-    wire: Words = None
+    wire: Text = None
 
 
-Sharding = tyro.conf.OmitArgPrefixes[ShardingFlags]
+@dataclass(frozen=True, kw_only=True)
+class Model(Flags):
+    """The model and its batches.
+
+    Attributes:
+      change: arguments of the model, js.models.gpt, llama or moe: depth=4,rope_scaling=8
+    """
+
+    change: Text = None
 
 
-@dataclass(frozen=True)
-class DataFlags:
+@dataclass(frozen=True, kw_only=True)
+class Rows(Model):
+    """The model and its batches.
+
+    Attributes:
+      batch: rows of a step over all devices; by default the model's
+      seq: tokens in a row; by default the model's
+      precision: bf16 (or bfloat16): compute, gather weights and reduce gradients in it; by default all is f32
+    """
+
+    batch: Count = None
+    seq: Count = None
+    precision: PrecisionName | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute(Rows, Sharding):
+    """The model and its batches.
+
+    Attributes:
+      remat: activations to save: everything, dots, nothing, or by name: attention_out=save,block_in=offload
+    """
+
+    remat: Text = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Targeted(Flags):
+    """The step.
+
+    Attributes:
+      target: a ready-made size such as gpt-1m, hf:PATH with new weights, or path/to/file.py:function or
+        package.module:function, which returns (init_fn, loss_fn, tx, batch)
+    """
+
+    target: Annotated[str, Kind("TARGET", is_positional=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data(Flags):
     """The corpus to train on.
 
     Attributes:
-      data: a text file, a folder of text, token ids as .npy or .bin, or with a tokenizer records as .jsonl; without it
-        Python's own library.
-      dtype: of the token ids in a .bin file, such as uint16.
-      vocab: how many token ids there are, for .npy and .bin.
-      tokenizer: a tokenizer.json, or a folder that has one, which makes tokens of --data; by default that of the model
-        hf:PATH.
-      template: of a message in .jsonl, such as '{role}:\\n{content}\\n', the default.
+      data: text, token ids as .npy or .bin, or records as .jsonl; by default the source of Python's library
+      dtype: of the token ids in a .bin file, such as uint16
+      vocab: how many token ids there are, for .npy and .bin
+      tokenizer: a tokenizer.json, or a folder that has one; by default the tokenizer of the model hf:PATH
+      template: of a message in .jsonl; by default '{role}:\\n{content}\\n'
     """
 
-    # Text, not a Path: that of an empty text is the current folder.
-    data: Annotated[str | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
-    dtype: Words = None
+    data: Folder = None  # text, not a Path: that of an empty text is the current folder
+    dtype: Text = None
     vocab: Count = None
-    tokenizer: Words = None
-    template: Words = None
+    tokenizer: Text = None
+    template: Text = None
 
 
-@dataclass(frozen=True)
-class RecipeFlags:
-    """Length, batches and learning rate of the training.
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Flags):
+    """Steps, optimizer and learning rate.
 
     Attributes:
-      steps: optimizer steps in all; by default what suits the model.
-      batch: rows of a step over all devices; by default what suits the model.
-      seq: tokens in a row; by default what suits the model.
-      seed: of the parameters and the order of the data.
-      lr: the highest learning rate of AdamW; by default what suits the model.
-      eval_every: steps between evaluations; by default four in all.
-      patience: stop after so many evaluations without a lower held-out loss.
-      lora: freeze the model hf:PATH and train low-rank factors of its matrices, as rank=8,alpha=16,base=int8,
-        match=q_proj/kernel; rank alone is enough, and then all matrices of blocks have them.
-      bad_steps: where loss or gradients are not finite, which changes nothing but the number of the step: raise ends
-        the training, skip leaves the batch out, rollback goes back to the newest step in --checkpoint first.
-      check_replicas: after every so many steps compare, bit by bit, the copies of all arrays that several devices hold,
-        and end the training where they differ; by default never.
+      steps: optimizer steps in all; by default the model's
+      optimizer: a function of optax or js.optim with arguments, such as lion,b2=0.98; by default adamw
+      lr: the highest learning rate; by default the model's
+      warmup: steps of a linear warm-up; by default the model's
+      decay: of the learning rate after the warm-up: cosine (the default), linear, or constant
+      clip: clip gradients to this global norm; by default the model's
+      seed: of the parameters and the order of the data
+      eval_every: steps between evaluations; by default four in all
+      patience: stop after so many evaluations without a lower held-out loss
+      lora: freeze hf:PATH and train low-rank factors: rank=8,alpha=16,base=int8,match=q_proj/kernel
+      bad_steps: raise, skip or rollback (to the newest saved step) where a step is not finite
+      check_replicas: compare the copies of all arrays over devices, bit by bit, every N steps; by default never
     """
 
     steps: Count = None
-    batch: Count = None
-    seq: Count = None
-    seed: Number = 0
+    optimizer: Text = None
     lr: Rate = None
+    warmup: Step = None
+    decay: Literal["cosine", "linear", "constant"] | None = None
+    clip: Rate = None
+    seed: Natural = 0
     eval_every: Count = None
     patience: Count = None
-    lora: Annotated[str | None, tyro.conf.arg(metavar="rank=N,...", help_behavior_hint="")] = None
+    lora: Text = None
     bad_steps: Literal["raise", "skip", "rollback"] = "raise"
     check_replicas: Count = None
 
 
-@dataclass(frozen=True)
-class SavingFlags:
-    """The folder of checkpoints, and the step to go on from.
+@dataclass(frozen=True, kw_only=True)
+class Saving(Flags):
+    """The checkpoints.
 
     Attributes:
-      checkpoint: save the run into this folder while it trains, and at the end; each step in a folder of its own.
-      resume: go on from the newest step in --checkpoint; from step 0 where there is none.
-      checkpoint_every: steps between saves; by default 10.
-      keep: so many of the newest saves stay; by default all.
-      fall_back: with --resume, go on from the newest step that is intact where newer ones are damaged.
-      memory_every: steps between copies of the run into memory that outlives the processes: started again by jaxshard
-        launch --max-restarts they go on from there, and need no checkpoint; without it there are no copies.
+      checkpoint: save the run into this folder while it trains, and at the end
+      resume: go on from the newest step in --checkpoint, if there is one
+      checkpoint_every: steps between saves; by default 10
+      keep: so many of the newest saves stay; by default all
+      fall_back: with --resume, go on from the newest step that is intact where newer ones are damaged
+      memory_every: steps between copies into memory, from which jaxshard launch --max-restarts goes on
     """
 
     checkpoint: File = None
@@ -203,97 +218,262 @@ class SavingFlags:
     memory_every: Count = None
 
 
-@dataclass(frozen=True)
-class OutputFlags:
-    """Files that are written, and the sample at the end.
+@dataclass(frozen=True, kw_only=True)
+class Output(Flags):
+    """The outputs.
 
     Attributes:
-      sample: how many tokens to draw from the model at the end; 0 for none.
-      export: write the trained model into this folder at the end, as transformers reads it, with factors merged.
-      log: append the numbers of every step to this file, one JSON object a line.
-      tensorboard: write them for TensorBoard into this folder, or at an address gs:// or s3://; needs tensorboardX.
-      wandb: write them into a run of this project of Weights & Biases; needs wandb. A run that goes on from
-        --checkpoint goes on there too.
-      mlflow: write them into a run of this experiment of MLflow, at MLFLOW_TRACKING_URI; needs mlflow.
-      profile: write a profile of three steps into this folder, or at an address gs://.
+      sample: how many tokens to draw from the model at the end; 0 for none
+      export: write the trained model into this folder at the end, as transformers reads it
+      log: append the numbers of every step to this file, one JSON object a line
+      tensorboard: write them for TensorBoard into this folder, or at an address gs:// or s3://
+      wandb: write them into a run of this project of Weights & Biases; --resume goes on in it
+      mlflow: write them into a run of this experiment of MLflow, at MLFLOW_TRACKING_URI
+      profile: write a profile of three steps into this folder, or at an address gs://
     """
 
-    sample: Number = 160
+    sample: Natural = 160
     export: File = None
-    json: JsonFile = None
-    log: File = None
+    log: Written = None
     tensorboard: Folder = None
-    wandb: Annotated[str | None, tyro.conf.arg(metavar="PROJECT", help_behavior_hint="")] = None
-    mlflow: Annotated[str | None, tyro.conf.arg(metavar="EXPERIMENT", help_behavior_hint="")] = None
+    wandb: Annotated[str | None, Kind("PROJECT")] = None
+    mlflow: Annotated[str | None, Kind("EXPERIMENT")] = None
     profile: Folder = None
 
 
-def check_positive(**numbers: float | None) -> None:
-    """Raise ValueError for a flag whose number is given and not above zero, not finite, or too large for 64 bits."""
-    for name, value in numbers.items():
-        limit = 2**63 if isinstance(value, int) else math.inf
-        if value is not None and not 0 < value < limit:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: give a number above 0 and below {limit}")
+@dataclass(frozen=True, kw_only=True)
+class Chips(Flags):
+    """The chips.
 
-
-def check_seed(seed: int) -> None:
-    """Raise ValueError for a seed that no random key can be made of."""
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"--seed {seed}: give a number from 0 to 2**63 - 1")
-
-
-def check_not_empty(**texts: str | None) -> None:
-    """Raise ValueError for a flag whose text is given and empty, as of a variable of the shell that is not set."""
-    for name, text in texts.items():
-        if text is not None and not text.strip():
-            raise ValueError(f"--{name} {text!r} is empty: give a value, or leave the flag out")
-
-
-def refuse(why: str, **flags: int | str | Path | None) -> None:
-    """Raise ValueError for the first of some flags that is given: its name and value, and why it can't be."""
-    for name, value in flags.items():
-        if value is not None and value is not False:
-            shown = "" if value is True else f" {value}"
-            raise ValueError(f"--{name.replace('_', '-')}{shown} {why}")
-
-
-def check_files(**files: Path | None) -> None:
-    """Raise ValueError for a file that could not be written later, so that no work is lost."""
-    for name, file in files.items():
-        if file is None or str(file) == "-":
-            continue
-        if file.is_dir():
-            raise ValueError(f"--{name} {file}: that is a folder; give a file")
-        if not file.parent.is_dir():
-            raise ValueError(f"--{name} {file}: the folder {file.parent} does not exist; make it, or give another file")
-        if not file.exists():
-            _try_to_write(file.parent, f"--{name} {file}")
-        elif not os.access(file, os.W_OK):
-            raise ValueError(f"--{name} {file} can't be written; give another file")
-
-
-def check_folders(schemes: tuple[str, ...] = (), **folders: str | Path | None) -> None:
-    """Raise ValueError for a folder in which nothing could be written later; those above it are made with it.
-
-    Addresses of the given schemes, such as "gs", are not tried.
+    Attributes:
+      topology: chips that are not here: v5e:16x16, v5p:4x4x8, or h100:8x32 for 32 hosts of 8
+      slices: so many TPU slices, connected by the data center's network
+      price: of one chip for an hour, for the price of a billion tokens
     """
-    for name, given in folders.items():
-        if given is None:
-            continue
-        check_local(given, schemes=schemes)
-        folder = Path(given)
-        if "://" in str(given):
-            continue
-        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-        if not there.is_dir():
-            raise ValueError(f"--{name} {folder}: {there} is a file; give a folder")
-        _try_to_write(there, f"--{name} {folder}")
+
+    topology: Text = None
+    slices: Count = None
+    price: Rate = None
 
 
-def _try_to_write(folder: Path, what: str) -> None:
-    """Write a block into a file without a name; a full or read-only file system refuses it."""
-    try:
-        with tempfile.TemporaryFile(dir=folder, prefix=".") as file:
-            file.write(bytes(_BLOCK))
-    except OSError as error:
-        raise ValueError(f"{what} can't be written: {error.strerror or error}") from error
+@dataclass(frozen=True, kw_only=True)
+class Train(Compute, Data, Recipe, Saving, Output, Config):
+    """Train a language model, sharded over a mesh.
+
+    It takes all accelerators, or 8 simulated CPU devices. Without any flag: a million parameters, the source of
+    Python's standard library, two minutes on two cores. Several processes (jaxshard launch, Slurm, Open MPI,
+    Kubernetes, TPU pods) train together; devices, rows and steps are those of all.
+
+    Attributes:
+      model: a ready-made size: gpt-1m, gpt-10m, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-1m, llama2-7b,
+        llama3-8b, llama3-70b, llama3-405b, moe-1m, mixtral-8x7b, qwen3-30b-a3b or deepseek-16b. hf:PATH goes on from
+        the weights of a folder of Hugging Face's.
+      ordered: add over devices in one order: the same bits for every number of processes
+    """
+
+    model: Annotated[str, Kind("NAME")] = "gpt-1m"
+    ordered: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate(Model, Config):
+    """Continue prompts with a model, sharded over a mesh.
+
+    jaxshard generate --model hf:PATH --prompt "Once upon a time" --length 64 --mesh data=2,tensor=4
+
+    Without an accelerator as many CPU devices are simulated as --mesh needs, or one. The JSON object has "tokens", one
+    list for each prompt with the prompt in it and the token that ended it, and "text", which leaves out what ended it.
+
+    Attributes:
+      model: hf:PATH, a folder that transformers wrote, or a ready-made size with --checkpoint
+      checkpoint: the folder in which jaxshard train saved a run of this model; its newest step is read
+      prompt: a text to continue; give it once for each.
+      prompt_tokens: the tokens of a prompt, such as 1,5,9; give it once for each.
+      tokenizer: a tokenizer.json, or a folder that has one; by default the model's, or bytes
+      length: the largest number of new tokens; by default 64, or what the model has positions for
+      temperature: divides the logits; 0 takes the most likely token.
+      top_k: draw from so many most likely tokens.
+      top_p: draw from the fewest tokens whose probabilities add up to at least this
+      stop: end at this text, such as '</s>' or '\\n\\n', or at these tokens, such as 2,7; as often as you like
+      mesh: axes and sizes, such as data=2,tensor=4.
+      strategy: fsdp shards weights over the axis data and gathers a block at a time, ddp replicates them
+      devices: use so many devices.
+      seed: of what is drawn at random.
+    """
+
+    model: Annotated[str, Kind("NAME")]
+    checkpoint: File = None
+    prompt: Texts = ()
+    prompt_tokens: Texts = ()
+    tokenizer: File = None
+    length: Count = None
+    temperature: Real = 0.0
+    top_k: Count = None
+    top_p: Rate = None
+    stop: Texts = ()
+    mesh: Text = None
+    strategy: StrategyName = "fsdp"
+    devices: Count = None
+    seed: Natural = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch(Flags):
+    """Run a command in several processes on this machine.
+
+    jaxshard launch -n 2 --max-restarts 3 -- jaxshard train --checkpoint run --resume
+
+    Every process finds the others by its environment, which js.distributed.initialize() reads; its lines are shown with
+    its number in front. When one dies the others are ended, and all are started again, with the same command: it has to
+    go on from a checkpoint by itself, or from memory (jaxshard train --memory-every 1). The exit status is that of the
+    process that failed first (128 + n where signal n ended it), or 0 when all ended with 0. After status 2, for wrong
+    flags, nothing is started again.
+
+    Without accelerators jaxshard's own commands share eight simulated devices, or as many as --devices says. In a
+    program of your own js.simulate_devices(n) gives each process n.
+
+    Attributes:
+      command: the command of every process, found on PATH
+      processes: how many there are
+      max_restarts: start all again up to so many times
+      grace: seconds from SIGTERM or Ctrl-C, which are passed on, to SIGKILL
+    """
+
+    command: Annotated[tuple[str, ...], Kind("COMMAND ...", is_positional=True)] = ()
+    processes: Annotated[int, Kind("N", read_count, alias="-n")]
+    max_restarts: Natural = 0
+    grace: Annotated[float, Kind("SECONDS", read_rate)] = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit(Targeted, Compute, Config):
+    """Compare the collectives of a compiled step with the promises of the strategy.
+
+    Every collective that is not promised is named; status 1 if there is one. Nothing is trained, and no array is made.
+    Anyone's step is read from its text: name the axes of its mesh, in their order, by their purpose. Without --strategy
+    collectives are only listed.
+
+    jaxshard audit --hlo step.txt --mesh data=4,tensor=2 --strategy fsdp
+
+    Attributes:
+      hlo: in place of TARGET the text of a compiled step, of as_text() or an XLA dump; needs --mesh
+      topology: compile for TPUs that are not here, such as v5e:2x4; needs libtpu
+      all: print every surprise, collective and instruction; by default a summary
+    """
+
+    target: Annotated[str, Kind("TARGET", is_positional=True)] = ""
+    hlo: File = None
+    topology: Text = None
+    all: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity(Targeted, Model, Sharding, Config):
+    """Compare a sharded step with the same step on one device.
+
+    It runs both and compares all arrays, in f32; status 1 if one differs. Without an accelerator, 8 devices are
+    simulated.
+
+    Attributes:
+      batch: rows of a step over all devices; by default about 16
+      seed: of the parameters, the tokens, and what the loss draws
+    """
+
+    batch: Count = None
+    seed: Natural = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Targeted, Compute, Chips, Config):
+    """Predict memory, communication and time of a step on chips that are not here, and whether it fits.
+
+    jaxshard plan llama3-8b --mesh data=256 --topology v5e:16x16 --precision bf16 --batch 256 --seq 8192
+
+    Nothing is computed and no array is made. Where the compiler of the chips is installed (libtpu for TPUs) memory is
+    what it assigns, and "judged_by" in the JSON object is "compiler"; otherwise memory is estimated. "fits" is true,
+    false, or null where only the compiler knows; "live_bytes" are live at once, "allocated_bytes" must fit.
+
+    Attributes:
+      chip: predict for the limits of this chip, such as v5e or h100; without --topology for the devices here
+      estimate: estimate memory, without a compiler.
+      codegen: compile to the end, which takes minutes, and print the compiler's verdict with estimated cycles
+      plot: draw memory by role into this file, and shards, roofline and schedule beside it; needs matplotlib
+    """
+
+    chip: Text = None
+    estimate: bool = False
+    codegen: bool = False
+    plot: Written = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search(Targeted, Rows, Chips, Config):
+    """Rank the layouts of a model on chips that are not here, with reasons.
+
+    jaxshard search llama3-8b --topology v5e:16x16 --batch 256 --seq 8192 --precision bf16
+
+    In the JSON object "plans" has them, the best first, each with its mesh, strategy, seconds, bytes, reason, and
+    "flags" with which jaxshard plan, audit and train do the same.
+
+    Attributes:
+      compile: ask the compiler about the best until so many fit; 0 for none
+    """
+
+    topology: Annotated[str, Kind("TEXT")]
+    compile: Natural = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(Result):
+    """Print a pipeline schedule with its idle time and its memory.
+
+    A backward takes twice as long as a forward, half of it for the weights' gradients.
+
+    Attributes:
+      name: gpipe, one_f_one_b, interleaved, zero_bubble, or a CSV file of tick,device,op,chunk,microbatch
+      stages: devices of the pipeline; a file has its own.
+      microbatches: parts of a batch; a file has its own.
+      chunks: parts of the model on each device, for interleaved and zero_bubble; by default 2
+      plot: draw the schedule into a file such as schedule.png or schedule.svg
+    """
+
+    name: Annotated[str, Kind("NAME", is_positional=True)]
+    stages: Count = None
+    microbatches: Count = None
+    chunks: Count = None
+    plot: Written = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint(Result):
+    """List, show or verify saved steps.
+
+    The exit status is 1 where a file is missing or was added, and under verify where a byte of it is not as it was
+    saved; its name is printed.
+
+    Attributes:
+      action: list the steps in a folder, show what one holds, or verify every byte of all of them
+      dir: the folder that js.save or jaxshard train --checkpoint wrote.
+      step: this step alone; show takes the newest one by default.
+    """
+
+    action: Annotated[Literal["list", "show", "verify"], Kind("ACTION", is_positional=True)]
+    dir: Annotated[Path, Kind("DIR", local_path, is_positional=True)]
+    step: Step = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor(Result):
+    """Print devices, versions and problems with their remedies.
+
+    Devices, hosts with their memory, clocks and connections (under jaxshard launch, Slurm and the like of all
+    processes), versions, the compile cache; bad settings, packages that do not fit together, and what holds the TPU.
+    Status 1 if something is broken; extras that are absent are no failure.
+    """
+
+
+_ALL: tuple[type[Flags], ...] = (
+    Train, Generate, Launch, Audit, Parity, Plan, Search, Schedule, Checkpoint, Doctor
+)  # fmt: skip
+COMMANDS = {command.__name__.lower(): command for command in _ALL}
+"""The flags of each command by its name."""

@@ -13,17 +13,15 @@ from jaxshard.checkpoint.reader import describe, restore
 from jaxshard.commands.devices import choose_devices
 from jaxshard.commands.doctor import versions
 from jaxshard.commands.errors import usage_errors
-from jaxshard.commands.flags import ShardingFlags, StrategyName, check_files, check_seed
-from jaxshard.commands.parallel import Parallel, make_parallel, parse_axes
-from jaxshard.commands.pretrained import PREFIX, folder_of
-from jaxshard.commands.program import name_with_changes, parse_changes
+from jaxshard.commands.flags import Generate, Sharding
+from jaxshard.commands.parallel import Parallel, make_parallel, read_axes
+from jaxshard.commands.pretrained import folder_of, is_pretrained
+from jaxshard.commands.program import name_with_changes, named_size, read_changes
 from jaxshard.commands.result import write_json
 from jaxshard.commands.stops import Bytes, ends_of_text, parse_stops
-from jaxshard.commands.terminal import facts, make_console, working
+from jaxshard.commands.terminal import facts, printable, start, working
 from jaxshard.core.compat import process_count_and_id
 from jaxshard.core.layout import Layout
-from jaxshard.core.make_layout import layout as make_layout
-from jaxshard.core.near_words import one_of
 from jaxshard.core.types import PyTree
 from jaxshard.data.tokenizer import FILE, Tokenizer, tokenizer
 from jaxshard.distributed.cluster import initialize
@@ -41,70 +39,44 @@ _BYTES = 256
 """The vocabulary of models that `jaxshard train` made of text, whose tokens are its bytes."""
 
 
-def run(
-    *,
-    model: str,
-    change: str | None,
-    checkpoint: Path | None,
-    prompts: tuple[str, ...],
-    prompt_tokens: tuple[str, ...],
-    tokenizer_file: Path | None,
-    length: int | None,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    stop: tuple[str, ...],
-    mesh: str | None,
-    strategy: StrategyName,
-    devices: int | None,
-    seed: int,
-    json: Path | None,
-) -> None:
-    """Continue prompts and print them, or write them as JSON; the arguments are the flags."""
+def run(flags: Generate) -> None:
+    """Continue prompts and print them, or write them as JSON."""
     with usage_errors():
         initialize()
     is_first = process_count_and_id()[1] == 0
-    console = make_console(stderr=str(json) == "-", quiet=not is_first)
+    console = start(flags, quiet=not is_first)
     with usage_errors():
-        check_seed(seed)
-        check_files(json=json)
-        how = _make_parallel(mesh, strategy, devices)
-        source = _Source(model, change, checkpoint)
-        words = _tokenizer(source, tokenizer_file)
+        how = _make_parallel(flags)
+        source = _Source(flags.model, flags.change, flags.checkpoint)
+        words = _tokenizer(source, flags.tokenizer)
         network = source.model()
-        rows = _rows(prompts, prompt_tokens, words, network)
-        stops = parse_stops(stop, words, ends_of_text(words, source.folder))
-        length = _fitting_length(network, rows) if length is None else length
-        layout = make_layout(how.strategy, how.mesh, network.init)
-        Sampling(temperature, top_k, top_p).check(has_key=True)
+        rows = _rows(flags, words)
+        stops = parse_stops(flags.stop, words, ends_of_text(words, source.folder))
+        # No more than fit after the longest prompt.
+        length = flags.length or max(1, min(_LENGTH, network.seq + 1 - max(map(len, rows))))
+        layout = how.layout(network.init)
+        Sampling(flags.temperature, flags.top_k, flags.top_p).check(has_key=True)
         check_request(network, layout, rows, length)
         facts(console, {name: how.shown[name] for name in ("devices", "mesh", "strategy")} | {"model": source.name})
     with working(console, "reading the weights"), usage_errors():
-        params = source.params(network, layout, seed)
-    if checkpoint is None and not model.startswith(PREFIX):
-        console.print(f"note: {model} without --checkpoint: its weights are random, of --seed {seed}")
+        params = source.params(network, layout, flags.seed)
+    if flags.checkpoint is None and source.folder is None:
+        console.print(f"note: {flags.model} without --checkpoint: its weights are random, of --seed {flags.seed}")
     started = time.perf_counter()
     with working(console, "generating"), usage_errors():
         tokens = generate(
-            network, params, layout, rows, length=length, temperature=temperature, top_k=top_k, top_p=top_p,
-            stop=stops.sequences(words), key=seed,
+            network, params, layout, rows, length=length, temperature=flags.temperature, top_k=flags.top_k,
+            top_p=flags.top_p, stop=stops.sequences(words), key=flags.seed,
         )  # fmt: skip
     seconds = time.perf_counter() - started
     lengths = [len(prompt) for prompt in rows]
     texts = None if words is None else [stops.cut_text(row, n, words) for n, row in zip(lengths, tokens)]
     for shown in texts or [" ".join(map(str, stops.cut(row, n)[n:])) for n, row in zip(lengths, tokens)]:
-        safe = "".join(x if x.isprintable() or x in "\n\t" else "\N{REPLACEMENT CHARACTER}" for x in shown)
-        console.print("", Text(safe), sep="\n")
-    about = {name: how.about[name] for name in ("mesh", "devices", "strategy")}
-    result = {"model": source.name, **about, "tokens": tokens, "text": texts, "length": length}
-    result |= {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "stop": [*stops.tokens, *stops.texts],
-        "seed": seed,
-    }
-    write_json(json if is_first else None, result | {"seconds": seconds, "versions": versions()})
+        console.print("", Text(printable(shown)), sep="\n")
+    result = {"model": source.name} | {name: how.about[name] for name in ("mesh", "devices", "strategy")}
+    result |= {"tokens": tokens, "text": texts, "length": length, "stop": [*stops.tokens, *stops.texts]}
+    result |= {name: getattr(flags, name) for name in ("temperature", "top_k", "top_p", "seed")}
+    write_json(flags.json if is_first else None, result | {"seconds": seconds, "versions": versions()})
 
 
 class _Source(NamedTuple):
@@ -121,22 +93,15 @@ class _Source(NamedTuple):
     @property
     def folder(self) -> Path | None:
         """The folder of a model of Hugging Face's; None for a ready-made size."""
-        return folder_of(self.target) if self.target.startswith(PREFIX) else None
+        return folder_of(self.target) if is_pretrained(self.target) else None
 
     def model(self) -> Decoder:
         """Build the model; one that was trained has the length of rows that it was trained with."""
-        changes = parse_changes(self.change)
+        changes = read_changes(self.target, self.change)
         if self.folder is not None:  # trained in f32
             return read_model(self.folder, dtype=None if self.checkpoint is None else "float32", **changes)
-        if self.target not in SIZES:
-            raise ValueError(
-                f"--model {self.target}: there is no such size; {one_of(self.target, SIZES)}, or "
-                " hf:PATH for a model of Hugging Face's"
-            )
-        size = SIZES[self.target]
         try:
-            size.check_changes(changes)
-            made: Decoder = size.model(**self._trained_with() | changes)
+            made: Decoder = named_size(self.target).model(**self._trained_with() | changes)
         except (TypeError, ValueError) as error:
             raise ValueError(f"--change {self.change}: {error}") from error
         return made
@@ -157,14 +122,14 @@ class _Source(NamedTuple):
         return init(network.init, None, layout, seed).params
 
 
-def _make_parallel(mesh: str | None, strategy: StrategyName, devices: int | None) -> Parallel:
-    """Resolve the flags of the mesh; without accelerators as many CPU devices are simulated as it needs, else one."""
-    sizes = [] if mesh is None else list(parse_axes(mesh).values())
-    count = math.prod(sizes) if sizes and min(sizes) > 0 else None
-    found = choose_devices(devices if devices is not None else count)
-    if mesh is None and devices is None and found[0].platform == "cpu":
+def _make_parallel(flags: Generate) -> Parallel:
+    """Make the mesh; without accelerators as many CPU devices are simulated as it needs, else one."""
+    sizes = [] if flags.mesh is None else list(read_axes(flags.mesh).values())
+    devices = flags.devices or (math.prod(sizes) if sizes and min(sizes) > 0 else None)
+    found = choose_devices(devices)
+    if flags.mesh is None and devices is None and found[0].platform == "cpu":
         devices = process_count_and_id()[0]
-    return make_parallel(ShardingFlags(mesh=mesh, strategy=strategy, devices=devices or count))
+    return make_parallel(Sharding(mesh=flags.mesh, strategy=flags.strategy, devices=devices))
 
 
 def _tokenizer(source: _Source, file: Path | None) -> Tokenizer | Bytes | None:
@@ -175,19 +140,14 @@ def _tokenizer(source: _Source, file: Path | None) -> Tokenizer | Bytes | None:
         return tokenizer(source.folder) if (source.folder / FILE).is_file() else None
     if source.target not in SIZES:
         return None  # refused by the model
-    shape = SIZES[source.target].shape | parse_changes(source.change)
+    shape = SIZES[source.target].shape | read_changes(source.target, source.change)
     return Bytes() if shape.get("vocab") == _BYTES else None
 
 
-def _fitting_length(network: Decoder, rows: list[list[int]]) -> int:
-    """Return how many new tokens to make by default: no more than fit behind the longest prompt."""
-    return max(1, min(_LENGTH, network.seq + 1 - max(map(len, rows))))
-
-
-def _rows(
-    prompts: tuple[str, ...], prompt_tokens: tuple[str, ...], words: Tokenizer | Bytes | None, network: Decoder
-) -> list[list[int]]:
-    if not prompts and not prompt_tokens:
+def _rows(flags: Generate, words: Tokenizer | Bytes | None) -> list[list[int]]:
+    """Return the tokens of all prompts."""
+    prompts = flags.prompt
+    if not prompts and not flags.prompt_tokens:
         raise ValueError("there is no prompt: give --prompt TEXT or --prompt-tokens 1,5,9, each as often as you like")
     if prompts and words is None:
         raise ValueError(
@@ -198,7 +158,7 @@ def _rows(
     for text, row in zip(prompts, rows):
         if not row:
             raise ValueError(f"--prompt {text!r} has no tokens; give at least one character")
-    return rows + [_tokens("--prompt-tokens", text) for text in prompt_tokens]
+    return rows + [_tokens("--prompt-tokens", text) for text in flags.prompt_tokens]
 
 
 def _tokens(flag: str, text: str) -> list[int]:

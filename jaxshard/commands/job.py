@@ -6,37 +6,39 @@ from typing import Any
 
 import jax
 import numpy as np
+from rich.console import Console
 
 from jaxshard.commands.doctor import versions
-from jaxshard.commands.low_rank import Factors
+from jaxshard.commands.flags import Train
+from jaxshard.commands.low_rank import add_factors, read_factors
+from jaxshard.commands.optimizer import make_optimizer
 from jaxshard.commands.parallel import Parallel
-from jaxshard.commands.pretrained import Pretrained
+from jaxshard.commands.pretrained import find_pretrained
+from jaxshard.commands.program import name_with_changes, read_changes, size_of
 from jaxshard.commands.result import predicted_bytes
-from jaxshard.commands.training_data import TrainingData
+from jaxshard.commands.stops import Stops, ends_of_text
+from jaxshard.commands.training_data import load_data
 from jaxshard.core.layout import human_bytes
-from jaxshard.core.make_layout import layout as make_layout
 from jaxshard.core.types import PyTree
 from jaxshard.cost.flops import train_flops
 from jaxshard.data.packing import Packed
-from jaxshard.models.recipe import Size
 
 
 class Job:
     """A model, its data, and how it is trained.
 
     Attributes:
-      name: the name of the ready-made size, with what was changed of it.
+      flags: of the command.
       how: mesh, strategy and engine.
-      size: the size's numbers and recipe, with those that were given by flags.
+      name: the name of the ready-made size, with what was changed of it.
+      size: the size's numbers, and its recipe with those that were given by flags.
       data: the tokens.
-      seed: of the parameters and the order of the data.
       base: the model whose weights it begins with, or None.
-      factors: the low-rank factors that are trained in the place of all parameters, or None.
       seq: tokens in a row.
       tokens: tokens in a global batch.
       vocab: the rows of the model's token embedding.
       network: the model.
-      tx: the recipe's optimizer.
+      tx: the optimizer.
       layout: where every array lives.
       source: the batches to train on.
       rows: the shapes and dtypes of a global batch.
@@ -44,45 +46,47 @@ class Job:
 
     Raises:
       ValueError: a batch that devices and micro-batches do not divide, a length that the devices of a context do not,
-        or a corpus that is too short.
+        a corpus that is too short, or another flag that is refused.
     """
 
-    def __init__(
-        self,
-        name: str,
-        how: Parallel,
-        size: Size,
-        data: TrainingData,
-        seed: int,
-        base: Pretrained | None = None,
-        factors: Factors | None = None,
-    ) -> None:
-        self.name, self.how, self.size, self.data, self.seed, self.base = name, how, size, data, seed, base
-        self.factors = factors
-        batch, self.seq = size.recipe.batch, size.shape["seq"]
-        if batch % how.rows_multiple:
-            parts = f"{how.rows_multiple}, the devices that share the rows times the micro-batches"
-            fitting = batch + -batch % how.rows_multiple
-            raise ValueError(f"--batch {batch}: use a multiple of {parts}, such as {fitting}")
-        if self.seq % how.seq_multiple:
-            near = self.seq + -self.seq % how.seq_multiple
-            raise ValueError(
-                f"--seq {self.seq}: use a multiple of {how.seq_multiple}, two chunks for each device of the axis "
-                f"context, such as {near}"
-            )
-        self.tokens = batch * self.seq
+    def __init__(self, console: Console, flags: Train, how: Parallel) -> None:
+        self.flags, self.how = flags, how
+        model, changes = flags.model, read_changes(flags.model, flags.change)
+        size = size_of(model, flags.change, seq=flags.seq, batch=flags.batch, rows_multiple=how.rows_multiple)
+        given: dict[str, Any] = {
+            "steps": flags.steps,
+            "learning_rate": flags.lr,
+            "warmup": flags.warmup,
+            "clip": flags.clip,
+        }
+        recipe: Any = size.recipe._replace(**{name: value for name, value in given.items() if value is not None})
+        self.size, self.seq = size._replace(recipe=recipe), size.shape["seq"]
+        if "vocab" in changes:
+            raise ValueError(f"--change {flags.change}: the vocabulary is that of the corpus; leave vocab out")
+        self.name, self.base = name_with_changes(model, flags.change), find_pretrained(model, changes)
+        if flags.lora is not None:
+            if self.base is None:
+                raise ValueError(
+                    f"--lora {flags.lora}: there is nothing to freeze; give the weights, as --model hf:PATH"
+                )
+            self.name += f" --lora {flags.lora}"
+        self.tx = make_optimizer(recipe, flags.optimizer, flags.decay)
+        self.data = load_data(console, flags, self.base)
+        self._check_rows()
+        self.tokens = recipe.batch * self.seq
         # Rows may be shorter than those that a pretrained model takes, which may have an array of that length.
-        own = {"vocab": data.corpus.vocab} if base is None else {"vocab": base.vocab, "seq": base.seq}
-        self.vocab, self.network = own["vocab"], size.model(**own)
-        if base is not None:
-            self.network.config = base.config
-        if factors is not None:
-            self.network = factors.add_to(self.network)
-        self.tx = self.network.optimizer(size.recipe.optimizer())
-        self.layout = make_layout(how.strategy, how.mesh, self.network.init, self.tx)
-        self.source = data.source(batch, self.seq, seed)
-        self.held_out = data.held_out_batches(4 * batch // how.engine.microbatches, self.seq)
-        self.rows: PyTree = jax.eval_shape(lambda: self.source.rows(0, np.arange(batch)))
+        corpus = self.data.corpus
+        own = {"vocab": corpus.vocab} if self.base is None else {"vocab": self.base.vocab, "seq": self.base.seq}
+        self.vocab, self.network = own["vocab"], self.size.model(**own)
+        if self.base is not None:
+            self.network.config = self.base.config
+        if flags.lora is not None:
+            self.network = add_factors(self.network, flags.lora)
+        self.tx = self.network.optimizer(self.tx)
+        self.layout = how.layout(self.network.init, self.tx)
+        self.source = self.data.source(recipe.batch, self.seq, flags.seed)
+        self.held_out = self.data.held_out_batches(4 * recipe.batch // how.engine.microbatches, self.seq)
+        self.rows: PyTree = jax.eval_shape(lambda: self.source.rows(0, np.arange(recipe.batch)))
 
     @property
     def flops(self) -> float | None:
@@ -91,17 +95,27 @@ class Job:
         return train_flops(self.network.loss, shapes.params, self.rows, shapes.key)
 
     @property
+    def stops(self) -> Stops:
+        """The tokens that end a text."""
+        return Stops(ends_of_text(self.data.tokenizer, None if self.base is None else self.base.folder))
+
+    @property
     def sequence(self) -> dict[str, Any]:
-        """The facts that decide the batches and learning rates of all steps, to go on with the same ones."""
-        recipe, corpus = self.size.recipe, self.data.corpus
+        """The facts that decide the batches and the optimizer's steps, to go on with the same ones."""
+        recipe: Any = self.size.recipe
+        corpus = self.data.corpus
         return {
             "model": self.name,
             "batch": recipe.batch,
             "seq": self.seq,
-            "seed": self.seed,
+            "seed": self.flags.seed,
             "corpus": f"{corpus.name} ({corpus.digest})",
             "steps": recipe.steps,
             "lr": recipe.learning_rate,
+            "warmup": recipe.warmup,
+            "decay": self.flags.decay or "cosine",
+            "clip": recipe.clip,
+            "optimizer": self.flags.optimizer or "adamw",
         }
 
     @property
@@ -110,15 +124,16 @@ class Job:
         about = self.how.about
         if "remat" in about:  # of an engine that takes what the model states where it is not told
             about["remat"] = about["remat"] or self.network.remat
+        optimizer = {name: self.sequence[name] for name in ("optimizer", "decay")}
         return {
             "model": self.name,
             "params": sum(x.size for x in jax.tree.leaves(self.layout.shapes.params)),
-            **({} if self.factors is None else {"lora": self.factors._asdict()}),
+            **({} if self.flags.lora is None else {"lora": read_factors(self.flags.lora)}),
             "device_kind": self.how.mesh.devices.flat[0].device_kind,
             **{name: fact for name, fact in about.items() if fact is not None},
-            "seed": self.seed,
+            "seed": self.flags.seed,
             "size": self.size.shape | {"vocab": self.vocab},
-            "recipe": self.size.recipe._asdict(),
+            "recipe": self.size.recipe._asdict() | optimizer,
             "corpus": self.data.facts,
             **({"packing": self.source.facts} if isinstance(self.source, Packed) else {}),
             "versions": versions(),
@@ -127,17 +142,30 @@ class Job:
     @property
     def shown(self) -> dict[str, str]:
         """The facts that the command prints, by name."""
-        about, predicted = self.about, predicted_bytes(self.layout, self.rows)
+        about, predicted, recipe = self.about, predicted_bytes(self.layout, self.rows), self.size.recipe
         size, corpus, unit = about["size"], about["corpus"], f"{about['corpus']['unit']}s"
         roles = {"param": "params", "grad": "grads", "opt": "optimizer"}
         per_device = ", ".join(f"{name} {human_bytes(predicted[role])}" for role, name in roles.items())
+        by = "" if self.flags.optimizer is None else f" by {self.flags.optimizer}"
         return {
             "model": f"{self.name}: {about['params']:,} parameters (width {size['width']}, {size['depth']} blocks)",
             "data": f"{corpus['name']}: {corpus['train_tokens']:,} {unit}, {corpus['held_out_tokens']:,} held out",
             **({"packing": _describe_packing(about["packing"])} if "packing" in about else {}),
-            "steps": f"{self.size.recipe.steps:,} of {self.size.recipe.batch} x {self.seq} {unit}",
+            "steps": f"{recipe.steps:,} of {recipe.batch} x {self.seq} {unit}{by}",
             "per device": f"{per_device} (predicted)",
         }
+
+    def _check_rows(self) -> None:
+        """Raise ValueError for rows or tokens that the devices do not divide."""
+        of_rows, of_tokens = self.how.rows_multiple, self.how.seq_multiple
+        for flag, count, multiple, why in (
+            ("--batch", self.size.recipe.batch, of_rows, "the devices that share the rows times the micro-batches"),
+            ("--seq", self.seq, of_tokens, "two chunks for each device of the axis context"),
+        ):
+            if count % multiple:
+                raise ValueError(
+                    f"{flag} {count}: use a multiple of {multiple}, {why}, such as {count + -count % multiple}"
+                )
 
 
 def _describe_packing(packing: dict[str, float]) -> str:

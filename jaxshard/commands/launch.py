@@ -8,33 +8,30 @@ import sys
 
 from jaxshard.checkpoint.memory.folder import memory_folder
 from jaxshard.commands.errors import UsageError, usage_errors
-from jaxshard.commands.flags import check_positive
+from jaxshard.commands.flags import Launch
 from jaxshard.commands.supervisor import WRONG_USAGE, run_together, say
 
 MOST_PROCESSES = 4096
 """More are refused: each has threads and pipes of its own."""
 
 
-def run(command: tuple[str, ...], *, processes: int, max_restarts: int, grace: float) -> int:
-    """Run a command as several processes that live and die together; the arguments are the flags.
+def run(flags: Launch) -> int:
+    """Run a command as several processes that live and die together.
 
     Returns:
       0 when all ended with 0, or the status of the process that failed first.
     """
     with usage_errors():
-        check_positive(processes=processes, grace=grace)
-        if processes > MOST_PROCESSES:
-            raise ValueError(f"--processes {processes}: at most {MOST_PROCESSES} can be started on a machine")
-        if max_restarts < 0:
-            raise ValueError(f"--max-restarts {max_restarts}: give 0 or more")
+        if flags.processes > MOST_PROCESSES:
+            raise ValueError(f"--processes {flags.processes}: at most {MOST_PROCESSES} can be started on a machine")
         if not hasattr(os, "killpg"):
             raise ValueError(f"launch needs process groups, which {sys.platform} does not have; use Linux or macOS")
-        command = (_find_program(command), *command[1:])
-    with memory_folder(make=max_restarts > 0) as memory:
-        for restarts in range(max_restarts + 1):
+        command = (_find_program(flags.command), *flags.command[1:])
+    with memory_folder(make=flags.max_restarts > 0) as memory:
+        for restarts in range(flags.max_restarts + 1):
             if restarts:
-                say(f"starting all again, {restarts} of {max_restarts}")
-            outcome = run_together(command, count=processes, restarts=restarts, grace=grace, more=memory)
+                say(f"starting all again, {restarts} of {flags.max_restarts}")
+            outcome = run_together(command, count=flags.processes, restarts=restarts, grace=flags.grace, more=memory)
             if outcome.status in (0, WRONG_USAGE) or outcome.interrupted:
                 break
     return outcome.status

@@ -1,13 +1,14 @@
-"""`--lora rank=8,...`: what a training adds to a frozen model, read from the flag."""
+"""`--lora rank=8,...`: the low-rank factors that a training adds to a frozen model."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 
 from jaxshard.adapt.lora import lora
-from jaxshard.core.low_rank import BaseDtype
+from jaxshard.commands.pairs import read_pairs, readers_of
+from jaxshard.commands.values import read_rate
 from jaxshard.core.rules import ends_with
 from jaxshard.core.tree import paths
 from jaxshard.models.decoder import Decoder
@@ -15,65 +16,32 @@ from jaxshard.models.decoder import Decoder
 _SYNTAX = "write rank=8, and if you like alpha=16, base=bf16 or base=int8, and match=q_proj/kernel, as often as needed"
 
 
-class Factors(NamedTuple):
-    """The arguments of `js.lora`.
-
-    Attributes:
-      rank: of the factors.
-      alpha: of the gain alpha / rank.
-      base: the dtype in which adapted matrices are stored, or None for f32.
-      match: patterns of paths; none for all matrices of blocks but those of routers and experts.
-    """
-
-    rank: int
-    alpha: float | None
-    base: BaseDtype | None
-    match: tuple[str, ...]
-
-    def add_to(self, network: Decoder) -> Decoder:
-        """Return the model with factors.
-
-        Raises:
-          ValueError: as making the parameters of `js.lora`.
-        """
-        match = self.match or _matrices_of_blocks(network)
-        tuned = lora(network.init, network.loss, rank=self.rank, match=match, alpha=self.alpha, base=self.base)
-        try:
-            jax.eval_shape(tuned.init, jax.random.key(0))
-        except ValueError as error:
-            raise ValueError(f"--{error}") from error  # "lora: ..."
-        return cast(Decoder, tuned.model)
-
-
-def parse_factors(text: str) -> Factors:
-    """Parse the value of --lora.
-
-        >>> parse_factors("rank=8,match=q_proj/kernel,match=v_proj/kernel")
-        Factors(rank=8, alpha=None, base=None, match=('q_proj/kernel', 'v_proj/kernel'))
+def read_factors(text: str) -> dict[str, Any]:
+    """Read the value of --lora: arguments of `js.lora`.
 
     Raises:
-      ValueError: a part that is not name=value, an unknown name, one that comes twice, or a value that is none.
+      ValueError: it is not understood, or has no rank.
     """
-    given: dict[str, Any] = {"alpha": None, "base": None}
-    match: list[str] = []
-    for part in text.split(","):
-        name, _, value = (one.strip() for one in part.partition("="))
-        try:
-            if name == "match" and value:
-                match.append(value)
-            elif name == "base" and value in ("bf16", "int8") and given["base"] is None:
-                given["base"] = value
-            elif name == "alpha" and 0 < float(value) < float("inf") and given["alpha"] is None:
-                given["alpha"] = float(value)
-            elif name == "rank" and 0 < int(value) < 2**31 and "rank" not in given:
-                given["rank"] = int(value)
-            else:
-                raise ValueError
-        except ValueError:
-            raise ValueError(f"--lora {text}: {part.strip()!r} can't be; {_SYNTAX}") from None
+    own = {name: read for name, read in readers_of(lora).items() if name not in ("init_fn", "loss_fn")}
+    given = read_pairs("--lora", text, own | {"alpha": read_rate, "match": str}, _SYNTAX, repeated=["match"])
     if "rank" not in given:
         raise ValueError(f"--lora {text}: there is no rank; {_SYNTAX}")
-    return Factors(**given, match=tuple(match))
+    return given
+
+
+def add_factors(network: Decoder, text: str) -> Decoder:
+    """Return the model with the factors of --lora; by default all matrices of blocks have some.
+
+    Raises:
+      ValueError: as `read_factors`, or as making the parameters of `js.lora`.
+    """
+    given = read_factors(text)
+    try:
+        tuned = lora(network.init, network.loss, **{"match": _matrices_of_blocks(network)} | given)
+        jax.eval_shape(tuned.init, jax.random.key(0))
+    except ValueError as error:
+        raise ValueError(f"--lora {text}: {error}; {_SYNTAX}") from error
+    return cast(Decoder, tuned.model)
 
 
 def _matrices_of_blocks(network: Decoder) -> tuple[str, ...]:

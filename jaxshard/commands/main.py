@@ -1,36 +1,32 @@
 """The command line `jaxshard COMMAND ...`.
 
-A command's module, and with it JAX, is imported when its flags are known to exist, so that help and refusals come at
-once.
+A command's file, and with it JAX, is imported when its flags are read, so that help and refusals come at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
+from typing import Any
 
+from jaxshard.commands import flags, parse
 from jaxshard.commands.errors import UsageError, file_errors
 from jaxshard.commands.streams import OutputError, checked_streams
+from jaxshard.core.near_words import did_you_mean
 
 COMMANDS = {
-    "train": "train a language model, sharded over a mesh",
-    "generate": "continue prompts with a model, sharded over a mesh",
-    "launch": "run a command in several processes on this machine",
-    "audit": "compare the collectives of a compiled step with what the strategy promises",
-    "parity": "compare a sharded step with the same step on one device",
-    "plan": "predict memory, communication and time of a step, and whether it fits",
-    "search": "rank the layouts of a model on chips that are not here, with reasons",
-    "schedule": "print a pipeline schedule with its bubble and its memory",
-    "checkpoint": "list, show or verify saved steps",
-    "doctor": "print devices, versions and what is missing",
+    name: f"{line[0].lower()}{line[1:]}".removesuffix(".")
+    for name, command in flags.COMMANDS.items()
+    for line in [(command.__doc__ or "").partition("\n")[0]]
 }
-"""Each command with its line of help; its flags are in `jaxshard.commands.signatures`."""
+"""Each command with its line of help."""
 
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as a shell says of a program that SIGINT ended."""
@@ -56,10 +52,6 @@ def main(args: Sequence[str] | None = None) -> int:
       can't be written, 75 where one of several processes never came, 130 after Ctrl-C, each with a line on standard
       error. 70, with a traceback, where the user's function raised. 141, without a line, where the reader of standard
       output is gone, as under `| head -1`. Where another process failed, its status.
-
-    Raises:
-      SystemExit: with status 2, as in argparse, for a command or flag that does not exist or a value of another type;
-        with status 0 for `COMMAND --help`.
     """
     words = sys.argv[1:] if args is None else list(args)
     try:
@@ -68,7 +60,7 @@ def main(args: Sequence[str] | None = None) -> int:
             if line:
                 print(f"jaxshard: {line}", file=sys.stderr)
     except (OutputError, UsageError) as error:
-        status = error.status
+        status = error.exit_status
         if str(error):
             _print_if_possible(f"jaxshard: {error}")
     except Exception:  # of the user's function, whatever it is: Python's own status, 1, would say that a check failed
@@ -98,10 +90,10 @@ def usage() -> str:
     )
 
 
-def command_of(name: str) -> Callable[..., int | None]:
-    """Import the function whose signature has a command's flags."""
-    command: Callable[..., int | None] = getattr(importlib.import_module("jaxshard.commands.signatures"), name)
-    return command
+def runner_of(name: str) -> Callable[[Any], int | None]:
+    """Import the function that runs a command, and with it JAX."""
+    run: Callable[[Any], int | None] = importlib.import_module(f"jaxshard.commands.{name}").run
+    return run
 
 
 def _run(words: Sequence[str]) -> tuple[int, str]:
@@ -116,37 +108,25 @@ def _run(words: Sequence[str]) -> tuple[int, str]:
         print(f"jaxshard {metadata.version('jaxshard')}")
         return 0, ""
     if name not in COMMANDS:
-        import difflib
-
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
-        print(f"jaxshard: {f'there is no command {name!r}' if name else 'name a command'}; {hint}", file=sys.stderr)
-        raise SystemExit(2)
+        hint = did_you_mean(name, COMMANDS) or f"there are {', '.join(COMMANDS)}"
+        return 2, f"{f'there is no command {name!r}' if name else 'name a command'}; {hint}"
     try:
         with _ended_by_ctrl_c():
-            from jaxshard.commands.parse import parse
-
-            call = parse(command_of(name), name, rest)
-            importlib.import_module(f"jaxshard.commands.{name}")
+            command = flags.COMMANDS[name]
+            if {"-h", "--help"} & set(itertools.takewhile("--".__ne__, rest)):
+                print(parse.help_of(command))
+                return 0, ""
+            given = parse.parse(command, rest)
+            run = runner_of(name)
         with _ctrl_c_again_where_it_is_lost(), file_errors():
-            return call() or 0, ""
-    except UsageError as error:
-        return error.status, str(error)
+            return run(given) or 0, ""
     except KeyboardInterrupt:
         return INTERRUPTED, "interrupted"
-    except (ValueError, RuntimeError, FloatingPointError) as error:
-        from jaxshard.checks.replicas import ReplicasDiffer
-        from jaxshard.distributed.agree import Disagreement
-        from jaxshard.distributed.failures import MissingProcess
-        from jaxshard.training.non_finite import BadStep
-
-        if isinstance(error, BadStep):
-            return 1, f"{error.what}; see --bad-steps"
-        if isinstance(error, ReplicasDiffer):
-            return 1, str(error)
-        if isinstance(error, Disagreement | MissingProcess):
-            return error.exit_status, str(error)
-        raise
+    except (UsageError, ValueError, RuntimeError, FloatingPointError) as error:
+        status: int | None = getattr(error, "exit_status", None)
+        if status is None:
+            raise
+        return status, f"{error.what}; see --bad-steps" if hasattr(error, "what") else str(error)
 
 
 @contextlib.contextmanager

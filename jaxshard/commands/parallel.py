@@ -1,51 +1,48 @@
-"""How a step runs, resolved from the flags: `Parallel` holds the mesh, the strategy over its axes, and the engine."""
+"""The flags of sharding as values: `Parallel` holds the mesh, the strategy over its axes, and the engine."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple, cast, get_args
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import optax
 from jax.sharding import Mesh
 
-from jaxshard.adapt.remat import Kept, RematPolicy, offloaded
 from jaxshard.commands.devices import choose_devices, describe
-from jaxshard.commands.flags import PrecisionName, ShardingFlags, check_positive, refuse
-from jaxshard.commands.outer import parse_outer
-from jaxshard.commands.wire import parse_wire
+from jaxshard.commands.engine import Plan, make_engine
+from jaxshard.commands.errors import refuse
+from jaxshard.commands.flags import PrecisionName, Sharding
+from jaxshard.commands.pairs import read_pairs
+from jaxshard.commands.values import read_number, read_rate
 from jaxshard.core.context import context
+from jaxshard.core.layout import Layout
 from jaxshard.core.local import local, local_of
+from jaxshard.core.make_layout import layout as make_layout
 from jaxshard.core.mesh import axis_size, make_mesh, mesh_str
+from jaxshard.core.near_words import did_you_mean, one_of
+from jaxshard.core.rules import RULES, Fate, Rule
 from jaxshard.core.strategy import Strategy, compose, ddp, expert, fsdp, hsdp, pipeline, tensor, zero1, zero2
 from jaxshard.core.strategy_parts import context_of
+from jaxshard.core.types import InitFn
 from jaxshard.core.wire import Scaled
-from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine
-from jaxshard.engines.explicit import explicit
-from jaxshard.engines.pipeline.engine import pipelined
 from jaxshard.plan.topology import topology_mesh
-from jaxshard.schedules.named import ONE_CHUNK, full_name
-from jaxshard.schedules.schedule import Schedule
-
-_ENGINES: dict[str, Callable[..., Engine]] = {"explicit": explicit, "auto": auto}
 
 _STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "ddp": ddp, "zero1": zero1, "zero2": zero2, "fsdp": fsdp, "hsdp": hsdp
 }  # fmt: skip
 
-DEFAULT_STRATEGY = "fsdp"
-
-_REMAT_NAMES = "everything", "dots", "nothing"
-
 CONTEXT_AXES = ("context", "context_heads")
-"""Axes in --mesh that split rows. The second is for --context usp, which exchanges heads over it."""
+"""Axes in --mesh that shard rows. The second is for --context usp, which exchanges heads over it."""
 
-_MICROBATCHES_PER_STAGE = 4
-"""Of a pipeline where --microbatches is not given: with two chunks the bubble is an eighth at most."""
+_OUTER = "write average, or rate=1,momentum=0.4 for SGD with Nesterov momentum, or rate= alone for SGD"
+
+_FATES: dict[str, Fate] = {"tensor": "split", "replicated": "whole", "whole": "whole"}
+"""The values of --rule by the words of `js.tensor`."""
 
 
 class Parallel(NamedTuple):
@@ -54,7 +51,7 @@ class Parallel(NamedTuple):
     Attributes:
       mesh: the mesh over the chosen devices.
       strategy: the data strategy, composed with those of the axes context, expert, tensor and pipe.
-      engine: how the gradient is computed.
+      engine: computes the gradient.
       rows_multiple: the number that the rows of a batch must be a multiple of: micro-batches times data shards.
       seq_multiple: the same for the tokens in a row: two chunks for each device of the context.
       strategy_name: the name of the data strategy.
@@ -69,6 +66,15 @@ class Parallel(NamedTuple):
     strategy_name: str
     devices: str
 
+    def layout(self, init_fn: InitFn, tx: optax.GradientTransformation | None = None) -> Layout:
+        """Make the layout of a model and an optimizer; ValueError for a --rule that no parameter has."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "tensor: rules without effect")
+            try:
+                return make_layout(self.strategy, self.mesh, init_fn, tx)
+            except UserWarning as unused:
+                raise ValueError(f"--rule: {unused}") from unused
+
     @property
     def shown(self) -> dict[str, str]:
         """The facts that a command prints, by name."""
@@ -81,8 +87,8 @@ class Parallel(NamedTuple):
         if replicas := local_of(self.strategy):
             alike = f"; alike in the first {replicas.warmup}" if replicas.warmup else ""
             shown["replicas"] = f"synchronised every {replicas.every} steps{alike}"
-        if context := context_of(self.strategy):
-            shown["context"] = f"{context.how} over {' x '.join(context.axis)}"
+        if form := context_of(self.strategy):
+            shown["context"] = f"{form.how} over {' x '.join(form.axis)}"
         if "schedule" in about:
             shown["schedule"] = f"{about['schedule']}, {self.engine.microbatches} micro-batches"
         return shown
@@ -90,12 +96,12 @@ class Parallel(NamedTuple):
     @property
     def about(self) -> dict[str, Any]:
         """The facts that a command writes into its JSON object."""
-        mesh = {"mesh": dict(self.mesh.shape), "devices": self.mesh.size}
-        context = context_of(self.strategy)
-        form: dict[str, Any] = {"context": context.how} if context else {}
+        about = {"mesh": dict(self.mesh.shape), "devices": self.mesh.size, "strategy": self.strategy_name}
+        if form := context_of(self.strategy):
+            about["context"] = form.how
         if replicas := local_of(self.strategy):
-            form |= {"sync_every": replicas.every, "sync_warmup": replicas.warmup}
-        return mesh | {"strategy": self.strategy_name} | form | self.engine.describe()
+            about |= {"sync_every": replicas.every, "sync_warmup": replicas.warmup}
+        return about | self.engine.describe()
 
 
 class Topology(NamedTuple):
@@ -108,7 +114,7 @@ class Topology(NamedTuple):
     slices: int = 1
     make: Callable[..., Mesh] = topology_mesh
 
-    def mesh(self, axes: dict[str, int]) -> Mesh:
+    def mesh(self, axes: Mapping[str, int]) -> Mesh:
         """Make the mesh."""
         return self.make(self.name, num_slices=self.slices, **axes)
 
@@ -118,7 +124,7 @@ class Topology(NamedTuple):
 
 
 def make_parallel(
-    flags: ShardingFlags,
+    flags: Sharding,
     *,
     remat: str | None = None,
     precision: PrecisionName | None = None,
@@ -127,14 +133,13 @@ def make_parallel(
     depth: int | None = None,
     batch: int | None = None,
 ) -> Parallel:
-    """Resolve the flags; without --mesh all devices are on the axis data.
+    """Make mesh, strategy and engine; without --mesh all devices are on the axis data.
 
     Args:
-      flags: what was asked for. An axis tensor in the mesh adds tensor parallelism, an axis pipe a pipeline. An axis
-        context splits rows and an axis expert spreads the experts of a model that has some: their devices also share
-        what the data strategy splits.
-      remat: what the forward pass keeps, as `parse_remat` takes it; by default what the model states, or nothing in a
-        pipeline.
+      flags: the flags. An axis tensor in the mesh adds tensor parallelism, an axis pipe a pipeline. An axis context
+        shards rows and an axis expert the experts of a model that has some: their devices also share what the data
+        strategy shards.
+      remat: the value of --remat; by default what the model states, or nothing in a pipeline.
       precision: of weights where they are used, and of the sums of gradients; by default f32.
       ordered: add over devices in one fixed order.
       topology: make the mesh of chips that are not here.
@@ -144,9 +149,7 @@ def make_parallel(
     Raises:
       ValueError: flags that do not fit together, or not to the devices.
     """
-    check_positive(microbatches=flags.microbatches)
-    policy = None if remat is None else parse_remat(remat)
-    name = flags.strategy or DEFAULT_STRATEGY
+    name = flags.strategy or "fsdp"
     _check_synchronisation(flags, name)
     data_axes = {"replica": 2, "data": -1} if name == "hsdp" or flags.sync_every else {"data": -1}
     axes = _with_data_axes(flags, name, data_axes)
@@ -157,56 +160,92 @@ def make_parallel(
     else:
         refuse("is for the devices that are here, and --topology names others; leave one out", devices=flags.devices)
         mesh, where = topology.mesh(axes), str(topology)
-    split = _context_axes(flags, axes)
     *replicas, data = data_axes
     rows_over = (*(_parts_of(data, axes) or (data,)), *(("expert",) if "expert" in axes else ()))
-    shared = (*rows_over, *split)
-    if flags.sync_every:
-        strategy = compose(
-            _STRATEGIES[name](shared if len(shared) > 1 else shared[0]),
-            local(
-                "replica",
-                every=flags.sync_every,
-                outer=parse_outer(flags.outer),
-                warmup=flags.sync_warmup or 0,
-            ),
-        )
-    else:
-        strategy = _STRATEGIES[name](*replicas, shared if len(shared) > 1 else shared[0])
-    if split:
-        strategy = compose(strategy, context(split, how=flags.context or "gather"))
-    if "expert" in axes:
-        strategy = compose(strategy, expert())
-    if "tensor" in axes:
-        strategy = compose(strategy, tensor())
-    if ordered:
-        _check_ordered(flags, axes)
+    split = _context_axes(flags, axes)
     shards = axis_size(mesh, (*replicas, *rows_over))
-    engine: Engine
-    wire = _read_wire(flags, axes, ordered)
-    if "pipe" in axes:
-        make, chunks = _plan_pipeline(flags, mesh.shape["pipe"], shards, policy=policy, depth=depth, batch=batch)
-        engine = make(precision=precision, **wire)
-        strategy = compose(strategy, pipeline("pipe", chunks=chunks))
-    else:
-        _check_no_pipeline(flags)
-        options: dict[str, Any] = {"reduction": "ordered"} if ordered else {}
-        engine = _ENGINES[flags.engine or "explicit"](
-            microbatches=flags.microbatches or 1, remat=policy, precision=precision, **options, **wire
-        )
-    parts = axis_size(mesh, split)
-    return Parallel(
-        mesh,
-        strategy,
-        engine,
-        shards * engine.microbatches,
-        2 * parts if parts > 1 else 1,
-        name,
-        where,
+    engine, chunks = make_engine(
+        flags, Plan(mesh.shape, shards, depth, batch), remat=remat, precision=precision, ordered=ordered
     )
+    parts = [_data_strategy(flags, name, (*rows_over, *split))]
+    parts += [context(split, how=flags.context or "gather")] if split else []
+    parts += [expert()] if "expert" in axes else []
+    rules = [_read_rule(text, axes, depth is not None) for text in flags.rule]
+    parts += [tensor([*rules, *RULES])] if "tensor" in axes else []
+    parts += [pipeline("pipe", chunks=chunks)] if chunks else []
+    over = axis_size(mesh, split)
+    seq_multiple = 2 * over if over > 1 else 1
+    return Parallel(mesh, compose(*parts), engine, shards * engine.microbatches, seq_multiple, name, where)
 
 
-def _check_count(flags: ShardingFlags, axes: dict[str, int], devices: Sequence[jax.Device]) -> None:
+def read_axes(text: str) -> dict[str, int]:
+    """Read the value of --mesh.
+
+        >>> read_axes("replica=2,data=-1")
+        {'replica': 2, 'data': -1}
+
+    Raises:
+      ValueError: an axis that is not name=size, or a name that comes twice.
+    """
+    syntax = "write each axis once, as name=size, such as data=8 or replica=2,data=4"
+    axes = read_pairs("--mesh", text, read_number(int, -1, "the number of devices, or -1 for what is left"), syntax)
+    if wrong := [name for name in axes if not name.isidentifier()]:
+        raise ValueError(f"--mesh {text}: {wrong[0]!r} is no name; {syntax}")
+    return axes
+
+
+def read_outer(text: str | None) -> optax.GradientTransformation | None:
+    """Read the value of --outer: the outer optimizer of `js.local`; None for its default.
+
+        >>> read_outer("rate=0.7,momentum=0.9") is not None
+        True
+
+    Raises:
+      ValueError: it is not understood, or a number is out of range.
+    """
+    if text is None or text == "average":
+        return None if text is None else optax.sgd(1.0)
+    of_momentum = read_number(float, 0, "a momentum from 0 to below 1")
+    given = read_pairs("--outer", text, {"rate": read_rate, "momentum": of_momentum}, _OUTER)
+    if "rate" not in given or given.get("momentum", 0) >= 1:
+        raise ValueError(f"--outer {text}: give a rate, and a momentum from 0 to below 1; {_OUTER}")
+    momentum = given.get("momentum") or None
+    return optax.sgd(given["rate"], momentum, nesterov=momentum is not None)
+
+
+def _data_strategy(flags: Sharding, name: str, shared: tuple[str, ...]) -> Strategy:
+    """Make the strategy over the axes of the data, and over the axis replica where there is one."""
+    axis = shared if len(shared) > 1 else shared[0]
+    if not flags.sync_every:
+        return _STRATEGIES[name](*(["replica"] if name == "hsdp" else []), axis)
+    replicas = local(
+        "replica",
+        every=flags.sync_every,
+        outer=read_outer(flags.outer),
+        warmup=flags.sync_warmup or 0,
+    )
+    return compose(_STRATEGIES[name](axis), replicas)
+
+
+def _read_rule(text: str, axes: Mapping[str, int], is_known: bool) -> Rule:
+    """Read a value of --rule as a rule of `js.tensor`; of a known model the names are known, too."""
+    name, _, axis = (one.strip() for one in text.rpartition("="))
+    is_name = name.isidentifier()
+    if not name or axis not in _FATES or (axis == "tensor" and not is_name):
+        near = "" if axis in _FATES else f"; {did_you_mean(axis, _FATES)}".removesuffix("; ")
+        raise ValueError(
+            f"--rule {text}: write a logical axis and tensor, the mesh axis that shards it, or replicated, such as "
+            f"vocab=replicated{near}"
+        )
+    names = [key for key, fate in RULES if key.isidentifier() and isinstance(fate, str)]
+    if is_known and is_name and name not in names:
+        raise ValueError(f"--rule {text}: ready-made models have no axis {name}; {one_of(name, names)}")
+    if "tensor" not in axes:
+        raise ValueError(f"--rule {text} is about the axis tensor; add it to --mesh, such as data=-1,tensor=2")
+    return (name, _FATES[axis])
+
+
+def _check_count(flags: Sharding, axes: Mapping[str, int], devices: Sequence[jax.Device]) -> None:
     """Raise ValueError for a mesh of another number of devices than there are."""
     needed = math.prod(axes.values())
     if -1 in axes.values() or needed == len(devices) or min(axes.values()) < 1:
@@ -219,24 +258,25 @@ def _check_count(flags: ShardingFlags, axes: dict[str, int], devices: Sequence[j
     )
 
 
-def _check_synchronisation(flags: ShardingFlags, name: str) -> None:
-    check_positive(sync_every=flags.sync_every, sync_warmup=flags.sync_warmup)
-    of_meetings = {"--sync-warmup": flags.sync_warmup, "--outer": flags.outer}
-    for flag, value in of_meetings.items():
-        if value and not flags.sync_every:
-            raise ValueError(f"{flag} {value} is about how --sync-every synchronises; add --sync-every N")
-    if flags.sync_every and name == "hsdp":
+def _check_synchronisation(flags: Sharding, name: str) -> None:
+    if not flags.sync_every:
+        refuse(
+            "is about how --sync-every synchronises; add --sync-every N",
+            sync_warmup=flags.sync_warmup,
+            outer=flags.outer,
+        )
+    elif name == "hsdp":
         raise ValueError(
             f"--sync-every {flags.sync_every}: hsdp reduces gradients over the axis replica in every step; use "
-            "--strategy fsdp, which splits parameters within each replica"
+            "--strategy fsdp, which shards parameters within each replica"
         )
 
 
-def _with_data_axes(flags: ShardingFlags, name: str, data_axes: dict[str, int]) -> dict[str, int]:
+def _with_data_axes(flags: Sharding, name: str, data_axes: dict[str, int]) -> dict[str, int]:
     """The axes in --mesh with those of the data strategy, of size 1 where all devices are on other axes."""
     if flags.mesh is None:
         return data_axes
-    axes = parse_axes(flags.mesh)
+    axes = read_axes(flags.mesh)
     given = [name for name in axes if name not in ("expert", "tensor", "pipe", *CONTEXT_AXES)]
     if not given:
         return dict.fromkeys(data_axes, 1) | axes
@@ -251,13 +291,13 @@ def _with_data_axes(flags: ShardingFlags, name: str, data_axes: dict[str, int]) 
     return axes
 
 
-def _parts_of(data: str, axes: dict[str, int]) -> tuple[str, ...]:
+def _parts_of(data: str, axes: Mapping[str, int]) -> tuple[str, ...]:
     """The axes in --mesh that one data axis is divided into, one for each dimension of a torus: data0, data1, ..."""
     return tuple(name for name in axes if re.fullmatch(rf"{data}\d+", name))
 
 
-def _context_axes(flags: ShardingFlags, axes: dict[str, int]) -> tuple[str, ...]:
-    """The axes in --mesh that split rows; ValueError where --context is for others."""
+def _context_axes(flags: Sharding, axes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes in --mesh that shard rows; ValueError where --context is for others."""
     found = tuple(name for name in CONTEXT_AXES if name in axes)
     wanted = CONTEXT_AXES if flags.context == "usp" else CONTEXT_AXES[:1] if flags.context or found else ()
     if found != wanted:
@@ -268,141 +308,3 @@ def _context_axes(flags: ShardingFlags, axes: dict[str, int]) -> tuple[str, ...]
             f"write --mesh data=-1,{example}" + ("" if form == "usp" else ", or --context usp for two axes")
         )
     return found
-
-
-def _check_ordered(flags: ShardingFlags, axes: dict[str, int]) -> None:
-    engine, form = flags.engine, flags.context or "gather"
-    other_engine = engine not in (None, "explicit")
-    if "context" in axes and form in ("gather", "usp"):
-        raise ValueError(
-            f"--ordered: --context {form} gathers keys and values, whose gradients the hardware sums in its own order; "
-            "use --context ulysses, or leave out --ordered"
-        )
-    if other_engine or not {"expert", "tensor", "pipe"}.isdisjoint(axes):
-        raise ValueError(
-            "--ordered: only the engine explicit adds in one order, and without the axes tensor, pipe and expert; "
-            f"leave out {f'--engine {engine}' if other_engine else 'these axes'}, or --ordered"
-        )
-
-
-def _read_wire(flags: ShardingFlags, axes: dict[str, int], ordered: bool) -> dict[str, Any]:
-    """The arguments of the engine that --wire stands for; ValueError beside flags that it does not go with."""
-    if flags.wire is None:
-        return {}
-    arguments = parse_wire(flags.wire)
-    if flags.engine == "auto":
-        raise ValueError(f"--wire {flags.wire}: under --engine auto the compiler sends what it likes; leave one out")
-    scaled = isinstance(arguments.get("reduce_dtype"), Scaled)
-    if ordered and scaled:
-        raise ValueError(
-            f"--ordered: --wire {flags.wire} adds gradients in one order by itself; leave out --ordered, or gradients="
-        )
-    if "pipe" in axes and "scatter" in arguments:
-        raise ValueError(f"--wire {flags.wire}: a pipeline keeps no residuals of gradients; leave out feedback=on")
-    return arguments
-
-
-def _check_no_pipeline(flags: ShardingFlags) -> None:
-    mesh = flags.mesh or "data=-1"
-    refuse(
-        f"is for a pipeline, but --mesh {mesh} has no axis pipe; write --mesh data=-1,pipe=2, or leave the flag out",
-        engine="pipelined" if flags.engine == "pipelined" else None,
-        schedule=flags.schedule,
-        chunks=flags.chunks,
-    )
-
-
-def _plan_pipeline(
-    flags: ShardingFlags, stages: int, shards: int, *, policy: RematPolicy | None, depth: int | None, batch: int | None
-) -> tuple[Callable[..., Engine], int]:
-    """What makes the engine of a pipeline, and its chunks per device."""
-    if flags.engine not in (None, "pipelined"):
-        raise ValueError(
-            f"--engine {flags.engine}: a mesh with the axis pipe runs under engine pipelined; leave out the flag or "
-            "the axis"
-        )
-    table = _read_table(flags, stages)
-    given = table or flags
-    chunks = given.chunks or _default_chunks(flags.schedule, stages, depth)
-    microbatches = given.microbatches or _default_microbatches(stages, shards, batch)
-    if names := offloaded(policy):
-        raise ValueError(
-            f"--remat: a pipeline keeps activations on the devices, so {', '.join(names)} can't be offloaded; take "
-            "save, or a mesh without the axis pipe"
-        )
-    stash = "layer" if policy in (None, "nothing") else policy  # a block's input, from which it is recomputed
-    schedule = table or flags.schedule or "interleaved"
-    return partial(pipelined, microbatches=microbatches, schedule=schedule, stash=stash), chunks
-
-
-def _read_table(flags: ShardingFlags, stages: int) -> Schedule | None:
-    """The user's own table where --schedule is a file; ValueError where other flags contradict it."""
-    if flags.schedule is None or not flags.schedule.endswith(".csv"):
-        return None
-    table = Schedule.from_csv(Path(flags.schedule))
-    for name, own, asked in (
-        ("pipe", table.stages, stages),
-        ("microbatches", table.microbatches, flags.microbatches),
-        ("chunks", table.chunks, flags.chunks),
-    ):
-        if asked not in (None, own):
-            raise ValueError(
-                f"--schedule {flags.schedule} is a table for {name}={own}, but {name}={asked} was asked for"
-            )
-    return table
-
-
-def _default_chunks(schedule: str | None, stages: int, depth: int | None) -> int:
-    """Two chunks per device if the schedule can have them and the model has a block for each."""
-    if schedule is not None and full_name(schedule) in ONE_CHUNK:
-        return 1
-    return 2 if depth is not None and depth >= 2 * stages else 1
-
-
-def _default_microbatches(stages: int, shards: int, batch: int | None) -> int:
-    """Several micro-batches per stage if they divide the batch."""
-    wanted = [times * stages for times in (_MICROBATCHES_PER_STAGE, 3, 2, 1)]
-    return next((count for count in wanted if batch is None or batch % (shards * count) == 0), stages)
-
-
-def parse_axes(text: str) -> dict[str, int]:
-    """Parse the value of --mesh.
-
-        >>> parse_axes("replica=2,data=-1")
-        {'replica': 2, 'data': -1}
-
-    Raises:
-      ValueError: an axis that is not name=size, or a name that comes twice.
-    """
-    axes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, count = part.strip().partition("=")
-        if not name.isidentifier() or not count.removeprefix("-").isdecimal() or name in axes:
-            raise ValueError(f"--mesh {text}: write each axis once, as name=size, such as data=8 or replica=2,data=4")
-        axes[name] = int(count)
-    return axes
-
-
-def parse_remat(text: str) -> RematPolicy:
-    """Parse the value of --remat: a policy by its name, or what is done with each named activation.
-
-        >>> parse_remat("dots")
-        'dots'
-        >>> parse_remat("attention_out=save,block_in=offload")
-        {'attention_out': 'save', 'block_in': 'offload'}
-
-    Raises:
-      ValueError: something else, or an activation that comes twice.
-    """
-    if text in _REMAT_NAMES:
-        return text
-    policy: dict[str, Kept] = {}
-    for part in text.split(","):
-        name, _, kept = part.strip().partition("=")
-        if not name or kept not in get_args(Kept) or name in policy:
-            raise ValueError(
-                f"--remat {text}: write {', '.join(_REMAT_NAMES)}, or each activation once with "
-                f"{', '.join(get_args(Kept))}, such as attention_out=save,block_in=offload"
-            )
-        policy[name] = cast(Kept, kept)
-    return policy

@@ -3,54 +3,39 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 from rich.text import Text
 
 from jaxshard.checks.difference import Difference
-from jaxshard.checks.parity import DIFFERS, Parity
-from jaxshard.checks.parity import parity as compare
+from jaxshard.checks.parity import DIFFERS, Parity, parity
 from jaxshard.commands.doctor import versions
 from jaxshard.commands.errors import refusals, usage_errors
-from jaxshard.commands.flags import ShardingFlags, check_files, check_positive, check_seed
+from jaxshard.commands.flags import Parity as ParityFlags
 from jaxshard.commands.parallel import make_parallel
-from jaxshard.commands.pretrained import PREFIX
-from jaxshard.commands.program import Program, depth_of, named_size, parse_changes, program_of
+from jaxshard.commands.program import Program, depth_of, is_known, named_size, program_of, read_changes
 from jaxshard.commands.result import write_json
-from jaxshard.commands.terminal import facts, make_console, working
-from jaxshard.models.sizes import SIZES
+from jaxshard.commands.terminal import facts, start, working
 from jaxshard.training.metrics import finite
 
 _ROWS, _SEQ = 16, 32
 """The batch of a ready-made size: at most 512 tokens, since long sums lose digits."""
 
 
-def run(
-    target: str,
-    *,
-    change: str | None,
-    sharding: ShardingFlags,
-    batch: int | None,
-    seed: int,
-    json: Path | None,
-) -> int:
-    """Compare a sharded step with the same step on one device; the arguments are the flags.
+def run(flags: ParityFlags) -> int:
+    """Compare a sharded step with the same step on one device.
 
     Returns:
       1 if an array differs, else 0.
     """
-    console = make_console(stderr=str(json) == "-")
+    console = start(flags)
     with usage_errors():
-        check_positive(batch=batch)
-        check_seed(seed)
-        check_files(json=json)
-        how = make_parallel(sharding, depth=depth_of(target, change), batch=batch)
-    program = _small_program(target, change, batch, seed, how.rows_multiple)
+        how = make_parallel(flags, depth=depth_of(flags.target, flags.change), batch=flags.batch)
+    program = _small_program(flags, how.rows_multiple)
     facts(console, how.shown | {"model": program.name})
     started = time.perf_counter()
     with working(console, "running both"), refusals():
-        report = compare(
+        report = parity(
             program.init_fn,
             program.loss_fn,
             program.tx,
@@ -58,26 +43,26 @@ def run(
             how.mesh,
             program.batch,
             engine=how.engine,
-            key=seed,
+            key=flags.seed,
         )
     seconds = time.perf_counter() - started
     last = report.headline if report.ok else f"{report.headline}: {', '.join(one.name for one in report.failures)}"
     for line in ("", *map(_style, report.table()), "", *report.remarks, Text(last, "" if report.ok else "bold red")):
         console.print(line)
-    about = {"model": program.name, "seed": seed} | how.about
-    write_json(json, about | _numbers(report) | {"seconds": seconds, "versions": versions()})
+    about = {"model": program.name, "seed": flags.seed} | how.about
+    write_json(flags.json, about | _numbers(report) | {"seconds": seconds, "versions": versions()})
     return 0 if report.ok else 1
 
 
-def _small_program(target: str, change: str | None, batch: int | None, seed: int, rows_multiple: int) -> Program:
+def _small_program(flags: ParityFlags, rows_multiple: int) -> Program:
     """The program; a ready-made size has a small batch."""
-    if target not in SIZES and not target.startswith(PREFIX):
-        return program_of(target, change=change, rows=batch)
-    rows, changes = batch or _ROWS + -_ROWS % rows_multiple, parse_changes(change)
+    target, change = flags.target, flags.change
+    if not is_known(target):
+        return program_of(target, change, rows=flags.batch)
     with usage_errors():
-        size = named_size(target)
-    seq = None if "seq" in changes else min(_SEQ, size.shape["seq"])
-    return program_of(target, change=change, rows=rows, seq=seq, seed=seed, rows_multiple=rows_multiple)
+        seq = None if "seq" in read_changes(target, change) else min(_SEQ, named_size(target).shape["seq"])
+    rows = flags.batch or _ROWS + -_ROWS % rows_multiple
+    return program_of(target, change, rows=rows, seq=seq, seed=flags.seed, rows_multiple=rows_multiple)
 
 
 def _style(line: str) -> Text:
@@ -92,17 +77,9 @@ def _numbers(report: Parity) -> dict[str, Any]:
         "loss": {"sharded": losses[0], "one_device": losses[1]},
         "arrays": [_array(one) for one in report.differences],
         "failures": [one.name for one in report.failures],
-        "why": list(report.why),
-        "notes": list(report.notes),
-        "batches": list(report.batches),
-    }
+    } | {name: list(getattr(report, name)) for name in ("why", "notes", "batches")}
 
 
 def _array(one: Difference) -> dict[str, Any]:
-    return {
-        "what": one.what,
-        "leaf": one.leaf,
-        "difference": finite(one.error),
-        "allowed": one.allowed,
-        "ok": one.ok,
-    }
+    about = {name: getattr(one, name) for name in ("what", "leaf", "allowed", "ok")}
+    return about | {"difference": finite(one.error)}

@@ -5,18 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxshard.commands.errors import UsageError, refusals, usage_errors
-from jaxshard.commands.flags import PrecisionName, ShardingFlags, StrategyName, check_files, check_positive, refuse
+from jaxshard.commands.errors import UsageError, refusals, refuse, usage_errors
+from jaxshard.commands.flags import Plan, StrategyName
 from jaxshard.commands.parallel import Topology
 from jaxshard.commands.prepared import Prepared, prepare
 from jaxshard.commands.result import write_json
-from jaxshard.commands.terminal import facts, make_console, working
+from jaxshard.commands.terminal import facts, start, working
 from jaxshard.core.file_errors import naming
 from jaxshard.core.pictures.canvas import write_picture
 from jaxshard.core.tree import path_str
@@ -36,65 +35,41 @@ _COMPARED: tuple[StrategyName, ...] = ("ddp", "zero1", "zero2", "fsdp")
 """Strategies over the same mesh, whose memory a picture shows beside that of the one that was asked for."""
 
 
-def run(
-    target: str,
-    *,
-    change: str | None,
-    sharding: ShardingFlags,
-    batch: int | None,
-    seq: int | None,
-    remat: str | None,
-    precision: PrecisionName | None,
-    topology: str | None,
-    slices: int | None,
-    chip: str | None,
-    price: float | None,
-    estimate: bool,
-    codegen: bool,
-    plot: Path | None,
-    json: Path | None,
-) -> None:
-    """Predict a step and print what it needs; the arguments are the flags."""
-    console = make_console(stderr=str(json) == "-")
+def run(flags: Plan) -> None:
+    """Predict a step and print what it needs."""
+    console = start(flags)
     with usage_errors():
-        check_files(json=json, plot=plot)
-        check_positive(slices=slices, price=price)
-        limits = None if chip is None else chip_named(chip)
-        if topology is None:
-            refuse("is of a TPU topology; add --topology, such as v5e:16x16", slices=slices)
-            refuse("asks the compiler of other devices; add --topology, such as v5e:16x16", codegen=codegen)
-        if estimate:
-            refuse("asks the compiler, and --estimate does without; leave one out", codegen=codegen)
+        limits = None if flags.chip is None else chip_named(flags.chip)
+        if flags.topology is None:
+            refuse("is of a TPU topology; add --topology, such as v5e:16x16", slices=flags.slices)
+            refuse("asks the compiler of other devices; add --topology, such as v5e:16x16", codegen=flags.codegen)
+        if flags.estimate:
+            refuse("asks the compiler, and --estimate does without; leave one out", codegen=flags.codegen)
     started = time.perf_counter()
-    chips = None if topology is None else Topology(topology, slices or 1, planned_mesh)
-    prepared = prepare(
-        target, change=change, sharding=sharding, batch=batch, seq=seq, remat=remat, precision=precision, topology=chips
-    )
-    if topology is None and chip is None:
+    slices = flags.slices or 1
+    chips = None if flags.topology is None else Topology(flags.topology, slices, planned_mesh)
+    prepared = prepare(flags, chips)
+    if flags.topology is None and flags.chip is None:
         raise UsageError(f"for which chips? Add --topology, such as {_SOME}, or --chip for devices like these")
     facts(console, prepared.how.shown | {"model": prepared.program.name, "batch": _sizes(prepared.rows)})
-    words = "estimating" if estimate else "asking the compiler, where there is one"
+    words = "estimating" if flags.estimate else "asking the compiler, where there is one"
     with working(console, words), refusals():
-        prediction = _predict(prepared, limits, price, estimate)
+        prediction = _predict(prepared, flags, limits)
     seconds = time.perf_counter() - started
     console.print(f"\n{prediction}")
-    result = {"model": prepared.program.name, "topology": topology, "slices": slices or 1} | prepared.how.about
+    result = {"model": prepared.program.name, "topology": flags.topology, "slices": slices} | prepared.how.about
     result |= prediction.as_dict() | {"predict_seconds": seconds}
-    if codegen and topology is not None:
-        result |= {"compiled": _compile(console, prepared, Topology(topology, slices or 1))}
-    write_json(json, result)
-    if plot is not None:  # last: without matplotlib there are still the tables
+    if flags.codegen and flags.topology is not None:
+        result |= {"compiled": _compile(console, prepared, Topology(flags.topology, slices))}
+    write_json(flags.json, result)
+    if flags.plot is not None:  # last: without matplotlib there are still the tables
         with working(console, "drawing"), usage_errors():
-            chosen = prepared.how.strategy_name
-            others = [] if chosen == "hsdp" else [name for name in _COMPARED if name != chosen]
-            asked = partial(
-                prepare, target, change=change, batch=batch, seq=seq, remat=remat, precision=precision, topology=chips
-            )
-            compared: dict[str, Prediction] = {
-                name: _predict(asked(sharding=replace(sharding, strategy=name)), limits, price, estimate)
-                for name in others
-            }
-            files = _draw(plot, prepared, prediction, {chosen: prediction} | compared)
+            compared = {prepared.how.strategy_name: prediction}
+            for name in () if prepared.how.strategy_name == "hsdp" else _COMPARED:
+                if name not in compared:
+                    other = replace(flags, strategy=name)
+                    compared[name] = _predict(prepare(other, chips), other, limits)
+            files = _draw(flags.plot, prepared, prediction, compared)
         console.print(f"\ndrawn: {', '.join(map(str, files))}")
 
 
@@ -116,11 +91,11 @@ def _draw(plot: Path, prepared: Prepared, prediction: Prediction, compared: dict
     return files
 
 
-def _predict(prepared: Prepared, chip: Chip | None, price: float | None, estimate: bool) -> Prediction:
+def _predict(prepared: Prepared, flags: Plan, chip: Chip | None) -> Prediction:
     program = prepared.program
     return predict(
-        prepared.layout, program.loss_fn, prepared.rows, prepared.how.engine, tx=program.tx, chip=chip, price=price,
-        estimate=estimate,
+        prepared.layout, program.loss_fn, prepared.rows, prepared.how.engine, tx=program.tx, chip=chip,
+        price=flags.price, estimate=flags.estimate,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from jaxshard.hf.folder import find_folder
 from jaxshard.hf.load import load
 from jaxshard.models.recipe import Recipe, Size
 
-PREFIX = "hf:"
+_PREFIX = "hf:"
 
 RECIPE = Recipe(batch=16, steps=100, learning_rate=2e-5, warmup=10, b2=0.999, weight_decay=0.0)
 """How a model is fine-tuned unless flags say otherwise."""
@@ -67,9 +67,14 @@ class Pretrained(NamedTuple):
                 f"{unused} of the {self.vocab} rows of the model's vocabulary are padding: {of} has {vocab} token ids"
             )
         raise ValueError(
-            f"--model {PREFIX}{self.folder}: its vocabulary has {self.vocab} token ids, and {of} has {vocab}; use the "
+            f"--model {_PREFIX}{self.folder}: its vocabulary has {self.vocab} token ids, and {of} has {vocab}; use the "
             "tokenizer that the model was trained with"
         )
+
+
+def is_pretrained(name: str) -> bool:
+    """Return True for "hf:PATH"."""
+    return name.startswith(_PREFIX)
 
 
 def folder_of(name: str) -> Path:
@@ -78,9 +83,9 @@ def folder_of(name: str) -> Path:
     Raises:
       FileNotFoundError, ValueError: as `js.hf.model`; an address hf://.
     """
-    path = name.removeprefix(PREFIX)
+    path = name.removeprefix(_PREFIX)
     if path.startswith("//"):
-        raise ValueError(f"{name} is an address; write {PREFIX}{path.lstrip('/')}, the name of a model or its folder")
+        raise ValueError(f"{name} is an address; write {_PREFIX}{path.lstrip('/')}, the name of a model or its folder")
     return find_folder(path)
 
 
@@ -100,7 +105,7 @@ def find_pretrained(name: str, changes: dict[str, Any]) -> Pretrained | None:
     Raises:
       FileNotFoundError, ValueError: as `js.hf.model`.
     """
-    if not name.startswith(PREFIX):
+    if not is_pretrained(name):
         return None
     shape = pretrained_size(name).shape | changes
     return Pretrained(folder_of(name), shape["vocab"], shape["seq"])

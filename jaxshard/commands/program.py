@@ -16,8 +16,8 @@ import numpy as np
 import optax
 
 from jaxshard.commands.errors import UsageError, usage_errors
-from jaxshard.commands.flags import RecipeFlags, check_positive
-from jaxshard.commands.pretrained import PREFIX, ROW, pretrained_size
+from jaxshard.commands.pairs import read_pairs, readers_of
+from jaxshard.commands.pretrained import ROW, is_pretrained, pretrained_size
 from jaxshard.core.local_path import check_local
 from jaxshard.core.near_words import one_of
 from jaxshard.core.transform import check_transform
@@ -40,35 +40,28 @@ class Program(NamedTuple):
     name: str
 
 
-def size_of(model: str, change: str | None, given: RecipeFlags, rows_multiple: int) -> Size:
+def size_of(model: str, change: str | None, *, seq: int | None, batch: int | None, rows_multiple: int) -> Size:
     """Look up a ready-made size, or the model of "hf:PATH", and replace its numbers by those that are given.
 
     Without --batch the recipe's number of rows is rounded up to a multiple of `rows_multiple`.
 
     Raises:
-      ValueError: no such size or argument, or a number that is not above zero.
+      ValueError: no such size or argument, or a length that the model does not take.
     """
-    check_positive(seq=given.seq, batch=given.batch, steps=given.steps, lr=given.lr)
-    size, changes = named_size(model), parse_changes(change)
+    size, changes = named_size(model), read_changes(model, change)
     try:
-        size.check_changes(changes)
         size.model(**changes)
     except (TypeError, ValueError) as error:
         raise ValueError(f"--change {change}: {error}") from error
-    if given.seq is not None and "seq" in changes:
-        raise ValueError(f"--seq {given.seq} and --change {change} both say seq; leave one out")
+    if seq is not None and "seq" in changes:
+        raise ValueError(f"--seq {seq} and --change {change} both say seq; leave one out")
     shape, recipe = size.shape | changes, size.recipe
-    recipe = recipe._replace(
-        batch=given.batch or recipe.batch + -recipe.batch % rows_multiple,
-        steps=given.steps or recipe.steps,
-        learning_rate=given.lr or recipe.learning_rate,
-    )
-    seq = given.seq or shape["seq"]
-    if model.startswith(PREFIX):
-        seq = given.seq or min(ROW, shape["seq"])
-        if seq > shape["seq"]:
+    if is_pretrained(model):
+        if seq is not None and seq > shape["seq"]:
             raise ValueError(f"--seq {seq}: the model takes at most {shape['seq']} tokens in a row; give that or fewer")
-    return size._replace(shape=shape | {"seq": seq}, recipe=recipe)
+        seq = seq or min(ROW, shape["seq"])
+    recipe = recipe._replace(batch=batch or recipe.batch + -recipe.batch % rows_multiple)
+    return size._replace(shape=shape | {"seq": seq or shape["seq"]}, recipe=recipe)
 
 
 def named_size(model: str) -> Size:
@@ -77,7 +70,7 @@ def named_size(model: str) -> Size:
     Raises:
       ValueError: there is no such size; or as `js.hf.model`.
     """
-    if model.startswith(PREFIX):
+    if is_pretrained(model):
         return pretrained_size(model)
     if model not in SIZES:
         raise ValueError(f"--model {model}: there is no such size; {one_of(model, SIZES)}, or hf:PATH")
@@ -86,12 +79,12 @@ def named_size(model: str) -> Size:
 
 def depth_of(target: str, change: str | None = None) -> int | None:
     """Return the number of identical blocks of a ready-made size; None for others, and for a user's function."""
-    return (named_size(target).shape | parse_changes(change)).get("depth") if _is_known(target) else None
+    return (named_size(target).shape | read_changes(target, change)).get("depth") if is_known(target) else None
 
 
-def _is_known(target: str) -> bool:
-    """True for a ready-made size and "hf:PATH", False for what may be a user's function."""
-    return target in SIZES or target.startswith(PREFIX)
+def is_known(target: str) -> bool:
+    """Return True for a ready-made size and "hf:PATH", False for what may be a user's function."""
+    return target in SIZES or is_pretrained(target)
 
 
 def name_with_changes(model: str, change: str | None) -> str:
@@ -99,38 +92,36 @@ def name_with_changes(model: str, change: str | None) -> str:
     return model if change is None else f"{model} ({change})"
 
 
-def parse_changes(text: str | None) -> dict[str, Any]:
-    """Parse the value of --change; a rope_scaling may be its factor, or factor:low:high:original.
+def read_changes(model: str, change: str | None) -> dict[str, Any]:
+    """Read the value of --change, arguments of a ready-made model.
 
-        >>> parse_changes("depth=4,tied=true,norm_epsilon=1e-6")
+        >>> read_changes("llama-1m", "depth=4,tied=true,norm_epsilon=1e-6")
         {'depth': 4, 'tied': True, 'norm_epsilon': 1e-06}
 
     Raises:
-      ValueError: a part that is not name=value, a name that comes twice, or a value that is no number, true or false.
+      ValueError: an argument that the model does not have, that comes twice, or with a value of another type.
     """
-    changes: dict[str, Any] = {}
-    for part in [] if text is None else text.split(","):
-        name, _, value = part.strip().partition("=")
-        try:
-            changes[name] = _value(value) if name.isidentifier() and name not in changes else _value("")
-        except (ValueError, TypeError):
-            raise ValueError(
-                f"--change {text}: write each argument once, as name=number, name=true or name=false, such as depth=4"
-            ) from None
-    return changes
+    if change is None:
+        return {}
+    readers = readers_of(named_size(model).make)
+    if "rope_scaling" in readers:
+        readers["rope_scaling"] = _read_scaling
+    return read_pairs("--change", change, readers, "write each argument once, such as depth=4")
 
 
-def _value(text: str) -> Any:
-    if text in ("true", "false"):
-        return text == "true"
-    numbers = [float(x) if set(x) & set(".en") else int(x) for x in text.split(":")]
-    return numbers[0] if len(numbers) == 1 else RopeScaling(*numbers)  # type: ignore[arg-type]
+def _read_scaling(text: str) -> float | RopeScaling:
+    """Read the factor of a rope's scaling, or factor:low:high:original."""
+    try:
+        first, *others = [float(x) if set(x) & set(".en") else int(x) for x in text.split(":")]
+        return RopeScaling(first, *others) if others else first  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ValueError("give a factor, or factor:low:high:original") from None
 
 
 def program_of(
     target: str,
-    *,
     change: str | None = None,
+    *,
     rows: int | None = None,
     seq: int | None = None,
     seed: int | None = 0,
@@ -147,7 +138,7 @@ def program_of(
     Args:
       target: a size such as "gpt-1m", "hf:PATH" for the shape of a folder's model, or "path/to/file.py:make" or
         "package.module:make", where `make` is a function without arguments that returns (init_fn, loss_fn, tx, batch).
-      change: arguments of a ready-made size that are replaced, see `parse_changes`.
+      change: arguments of a ready-made size that are replaced, see `read_changes`.
       rows: the rows of a ready-made size's batch; by default the recipe's number.
       seq: the tokens in a row of a ready-made size's batch; by default what the size says.
       seed: draws the tokens of a ready-made size; None for a batch of shapes alone, which takes no memory.
@@ -157,9 +148,26 @@ def program_of(
       UsageError: no such size, file, module or function, a function that returns something else, or `change`, `rows`
         or `seq` for a function.
     """
-    if _is_known(target) or ":" not in target:
-        return _ready_made(target, change, RecipeFlags(batch=rows, seq=seq, seed=seed or 0), rows_multiple, seed)
-    if (change, rows, seq) != (None, None, None):
+    if not is_known(target) and ":" in target:
+        return _users_own(target, (change, rows, seq) != (None, None, None))
+    if not is_known(target):
+        raise UsageError(
+            f"{target}: there is no such size; {one_of(target, SIZES)}, or hf:PATH, or path/to/file.py:function "
+            f"or package.module:function, {_RETURNS}"
+        )
+    with usage_errors():
+        size = size_of(target, change, seq=seq, batch=rows, rows_multiple=rows_multiple)
+    model, shape = size.model(), (size.recipe.batch, size.shape["seq"] + 1)
+    tokens: Any = jax.ShapeDtypeStruct(shape, np.int32)
+    if seed is not None:
+        tokens = np.random.default_rng(seed).integers(0, size.shape["vocab"], shape, np.int32)
+    tx = model.optimizer(size.recipe.optimizer())
+    return Program(model.init, model.loss, tx, {"tokens": tokens}, name_with_changes(target, change))
+
+
+def _users_own(target: str, has_numbers: bool) -> Program:
+    """Import and call the function of the user's that `target` names."""
+    if has_numbers:
         raise UsageError(
             f"--change, --batch and --seq are for ready-made sizes ({', '.join(SIZES)}); {target} makes its own model "
             "and batch: change them there"
@@ -169,23 +177,6 @@ def program_of(
     where, _, name = target.rpartition(":")
     make = _find_function(_import_module(where, target), name, target)
     return _check_program(make(), target)
-
-
-def _ready_made(name: str, change: str | None, given: RecipeFlags, rows_multiple: int, seed: int | None) -> Program:
-    if not _is_known(name):
-        raise UsageError(
-            f"{name}: there is no such size; {one_of(name, SIZES)}, or hf:PATH, or path/to/file.py:function "
-            f"or package.module:function, {_RETURNS}"
-        )
-    with usage_errors():
-        size = size_of(name, change, given, rows_multiple)
-    model, shape = size.model(), (size.recipe.batch, size.shape["seq"] + 1)
-    if seed is None:
-        tokens: Any = jax.ShapeDtypeStruct(shape, np.int32)
-    else:
-        tokens = np.random.default_rng(seed).integers(0, size.shape["vocab"], shape, np.int32)
-    tx = model.optimizer(size.recipe.optimizer())
-    return Program(model.init, model.loss, tx, {"tokens": tokens}, name_with_changes(name, change))
 
 
 def _import_module(where: str, target: str) -> ModuleType:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxshard.checks.replicas import ReplicaWatch, check_replicas
-from jaxshard.commands.flags import check_positive
 from jaxshard.commands.saving import Saving
 from jaxshard.core.layout import Layout, human_bytes
 from jaxshard.training.state import TrainState
@@ -57,13 +56,9 @@ def make_copies(every: int | None, layout: Layout, saves: Saving) -> Copies:
     """Make the comparison of `--check-replicas`.
 
     Raises:
-      ValueError: the number is not above 0, or steps would be saved whose copies were not compared.
+      ValueError: steps would be saved whose copies were not compared.
     """
-    check_positive(check_replicas=every)
-    places = {
-        "--checkpoint-every": None if saves.folder is None else saves.every,
-        "--memory-every": saves.memory_every,
-    }
+    places = {"--checkpoint-every": None if saves.folder is None else saves.every, "--memory-every": saves.memory_every}
     found = {flag: number for flag, number in places.items() if number is not None}
     if every is None:
         return Copies(layout, None, 0, ())

@@ -19,7 +19,7 @@ from jaxshard.core.layout import Layout
 from jaxshard.generation.generate import check_request, generate
 from jaxshard.models.decoder import Decoder
 from jaxshard.training.metrics import finite
-from jaxshard.training.records import Record
+from jaxshard.training.records import Record, mean_speed
 from jaxshard.training.state import TrainState
 
 _PROMPT_LENGTH = 32
@@ -63,22 +63,9 @@ def summarize(records: Collection[Record]) -> dict[str, Any]:
         "bad_steps": [record.step for record in latest if record.metrics["bad"]],
         "loss_eval": finite(evaluations[-1]["loss"]) if evaluations else None,
         "evaluations": [{name: finite(value) for name, value in one.items()} for one in evaluations],
-        **{name: mean_speed(records, name) for name in (_speed_of(records), "flops_per_second", "mfu")},
+        **{name: mean_speed(records, name) for name in ("tokens_per_second", "flops_per_second", "mfu")},
         "train_seconds": sum(record.seconds for record in records),
     }
-
-
-def _speed_of(records: Collection[Record]) -> str:
-    """The name of the speed that counts the data: rows where no tokens are counted."""
-    rows = any("rows_per_second" in record.speed for record in records)
-    return "rows_per_second" if rows else "tokens_per_second"
-
-
-def mean_speed(records: Collection[Record], name: str) -> float | None:
-    """Return the mean over the time of the records; None if none of them knows this speed."""
-    seconds = sum(record.seconds for record in records)
-    known = [record.speed[name] * record.seconds / seconds for record in records if name in record.speed]
-    return sum(known) if known else None
 
 
 def why_no_sample(network: Decoder, layout: Layout) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,7 +17,9 @@ from jaxshard.checkpoint.checksums import Damaged
 from jaxshard.checkpoint.folder import absolute_root, complete_steps, latest_step, step_folders
 from jaxshard.checkpoint.memory.checkpointer import MemoryCheckpointer, memory_of_launch
 from jaxshard.checkpoint.reader import describe, restore
-from jaxshard.commands.flags import SavingFlags, check_folders, check_positive, refuse
+from jaxshard.commands.errors import refuse
+from jaxshard.commands.flags import Saving as SavingFlags
+from jaxshard.commands.outputs import check_folder
 from jaxshard.core.layout import Layout
 from jaxshard.core.types import PyTree
 from jaxshard.hf.config import make_config
@@ -31,8 +33,9 @@ EVERY = 10
 _FIX_THE_BATCHES = {"model": "--model", "batch": "--batch", "seq": "--seq", "seed": "--seed", "corpus": "--data"}
 """Facts of a saved run that decide which batch a step sees, with their flags: a run goes on only with the same ones."""
 
-_FIX_THE_RATE = {"steps": "--steps", "lr": "--lr"}
-"""Facts of a saved run that only decide the learning rate of the steps to come."""
+_CHANGE_THE_REST = dict.fromkeys(("steps", "lr", "warmup", "decay"), "the learning rate changes")
+_CHANGE_THE_REST |= dict.fromkeys(("clip", "optimizer"), "the steps to come are others")
+"""Facts of a saved run that a run may go on with other values of, each with the effect."""
 
 
 class Saving(NamedTuple):
@@ -129,7 +132,7 @@ class Saving(NamedTuple):
         if self.folder is None or self.resumed is None:
             return []
         saved = describe(self.folder, step=self.resumed).data
-        if not isinstance(saved, dict) or not saved.keys() >= facts.keys():
+        if not isinstance(saved, dict) or not saved.keys() >= _FIX_THE_BATCHES.keys():
             raise ValueError(
                 f"--resume: step {self.resumed} in {self.folder} was not saved by jaxshard train; js.restore reads it"
             )
@@ -145,9 +148,9 @@ def _compare_facts(saved: dict[str, Any], facts: dict[str, Any], which: str) -> 
                 f"{flag}, or another folder for a new run"
             )
     return [
-        f"the run so far had {flag} {saved[name]}, now it is {facts[name]}: the learning rate changes"
-        for name, flag in _FIX_THE_RATE.items()
-        if saved[name] != facts[name]
+        f"the run so far had --{name} {saved[name]}, now it is {facts[name]}: {why}"
+        for name, why in _CHANGE_THE_REST.items()
+        if name in saved and name in facts and saved[name] != facts[name]
     ]
 
 
@@ -173,15 +176,14 @@ def make_saving(flags: SavingFlags, *, others: Sequence[Path | None] = ()) -> Sa
       OSError: a folder that can't be written.
     """
     folder = flags.checkpoint
-    check_positive(memory_every=flags.memory_every)
     if flags.memory_every is not None:
         _check_memory(flags.memory_every)
     if folder is None:
-        refuse("needs a folder: add --checkpoint DIR", **vars(replace(flags, memory_every=None)))
+        own = {field.name: getattr(flags, field.name) for field in fields(SavingFlags) if field.name != "memory_every"}
+        refuse("needs a folder: add --checkpoint DIR", **own)
         return Saving(memory_every=flags.memory_every)
     if not flags.resume:
         refuse("chooses the step to go on from: add --resume", fall_back=flags.fall_back)
-    check_positive(checkpoint_every=flags.checkpoint_every, keep=flags.keep)
     newest = latest_step(folder)
     _check_folder(folder, others)
     if newest is not None and not flags.resume:
@@ -213,7 +215,7 @@ def check_export(folder: Path | None, network: Any) -> None:
     """Raise for a folder that the trained model can't be written into, or a model that transformers does not know."""
     if folder is None:
         return
-    check_folders(export=folder)
+    check_folder("--export", folder)
     if not isinstance(network, Decoder):
         raise ValueError(f"--export {folder}: transformers has no such model; export models of language")
     if (folder / CONFIG).exists():
@@ -226,7 +228,7 @@ def check_export(folder: Path | None, network: Any) -> None:
 
 def _check_folder(folder: Path, others: Sequence[Path | None]) -> None:
     """Raise for a folder of something else than steps, or that can't be written; make it if it is absent."""
-    check_folders(checkpoint=folder)
+    check_folder("--checkpoint", folder)
     folder.mkdir(parents=True, exist_ok=True)
     own = {path.absolute() for path in others if path is not None}
     seen = (path for path in folder.iterdir() if not path.name.startswith("."))

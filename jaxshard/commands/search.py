@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxshard.commands.errors import refusals, usage_errors
-from jaxshard.commands.flags import PrecisionName, check_files, check_positive
+from jaxshard.commands.flags import Search
 from jaxshard.commands.program import Program, program_of
 from jaxshard.commands.result import write_json
-from jaxshard.commands.terminal import facts, make_console, working
+from jaxshard.commands.terminal import facts, start, working
 from jaxshard.core.tree import abstract
 from jaxshard.plan.planned import planned_devices
 from jaxshard.plan.search.search import search
@@ -20,50 +19,36 @@ _COMMANDS = 3
 """Plans that are printed as commands."""
 
 
-def run(
-    target: str,
-    *,
-    topology: str,
-    slices: int | None,
-    change: str | None,
-    batch: int | None,
-    seq: int | None,
-    precision: PrecisionName | None,
-    price: float | None,
-    compile: int | None,
-    json: Path | None,
-) -> None:
-    """Search, and print the ranking; the arguments are the flags."""
-    console = make_console(stderr=str(json) == "-")
+def run(flags: Search) -> None:
+    """Search, and print the ranking."""
+    console = start(flags)
+    slices = flags.slices or 1
     with usage_errors():
-        check_files(json=json)
-        check_positive(slices=slices, batch=batch, seq=seq, price=price, compile=compile or None)
-        devices = len(planned_devices(topology, num_slices=slices or 1))
-    program = program_of(target, change=change, rows=batch, seq=seq, seed=None)
-    facts(console, {"model": program.name, "devices": f"{devices} of {slices or 1} x {topology}"})
+        devices = len(planned_devices(flags.topology, num_slices=slices))
+    program = program_of(flags.target, flags.change, rows=flags.batch, seq=flags.seq, seed=None)
+    facts(console, {"model": program.name, "devices": f"{devices} of {slices} x {flags.topology}"})
     with working(console, "searching") as say, refusals(), usage_errors():
         ranking = search(
             program.init_fn,
             program.loss_fn,
             program.tx,
             _with_targets(program),
-            topology,
-            num_slices=slices or 1,
-            precision=precision,
-            price=price,
-            compile=3 if compile is None else compile,
+            flags.topology,
+            num_slices=slices,
+            precision=flags.precision,
+            price=flags.price,
+            compile=flags.compile,
             progress=say,
         )
     console.print(f"\n{ranking}", soft_wrap=True, highlight=False, markup=False)
-    sizes = "".join(
-        f" --{name} {value}" for name, value in (("batch", batch), ("seq", seq), ("change", change)) if value
-    )
+    given = {"batch": flags.batch, "seq": flags.seq, "change": flags.change}
+    sizes = "".join(f" --{name} {value}" for name, value in given.items() if value)
     for number, plan in enumerate(ranking.plans[:_COMMANDS], 1):
-        words = f"{target}{sizes} {' '.join(plan.candidate.words)}"
-        where = f" --topology {topology}" + f" --slices {slices}" * bool(slices)
+        words = f"{flags.target}{sizes} {' '.join(plan.candidate.words)}"
+        where = f" --topology {flags.topology}" + f" --slices {slices}" * bool(flags.slices)
         console.print(f"\n{number}. jaxshard plan {words}{where}\n   jaxshard train {words}", soft_wrap=True,
                       highlight=False, markup=False)  # fmt: skip
-    write_json(json, {"model": program.name, "slices": slices or 1, "devices": devices} | ranking.as_dict())
+    write_json(flags.json, {"model": program.name, "slices": slices, "devices": devices} | ranking.as_dict())
 
 
 def _with_targets(program: Program) -> Any:

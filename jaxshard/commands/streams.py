@@ -19,7 +19,7 @@ class OutputError(Exception):
     def __init__(self, name: str, error: OSError) -> None:
         gone = error.errno == errno.EPIPE
         super().__init__("" if gone else f"{name} can't be written: {error.strerror or error}")
-        self.status = 141 if gone else 2
+        self.exit_status = 141 if gone else 2
         """The exit status: 141, as a shell says of a program that SIGPIPE ended, where the reader is gone."""
 
 

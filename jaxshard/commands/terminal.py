@@ -12,7 +12,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from jaxshard.commands.experts import describe_experts
+from jaxshard.commands.config import write_config
+from jaxshard.commands.errors import usage_errors
+from jaxshard.commands.flags import Config, Flags, Result
+from jaxshard.commands.outputs import check_files
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.text_table import align_columns
 
@@ -41,13 +44,25 @@ _RECENT_STEPS = 20
 """The number of steps over which the shown speed is a mean."""
 
 
-def make_console(*, stderr: bool, quiet: bool = False) -> Console:
-    """Make a console that prints text as it is: no markup, no wrapping, no colour codes in files and pipes.
+def start(flags: Flags, *, quiet: bool = False) -> Console:
+    """Check the files that a command will write, save its flags, and make its console.
+
+    The console prints text as it is: no markup, no wrapping, no colour codes in files and pipes. It is standard error
+    where standard output is kept for JSON.
 
     Args:
-      stderr: print to standard error, where standard output is kept for JSON.
-      quiet: print nothing, as all but the first of several processes do.
+      flags: of the command.
+      quiet: print and write nothing, as all but the first of several processes do.
+
+    Raises:
+      UsageError: a file that can't be written.
     """
+    if not quiet:
+        with usage_errors():
+            check_files(flags)
+        if isinstance(flags, Config) and flags.save_config is not None:
+            write_config(flags.save_config, flags)
+    stderr = isinstance(flags, Result) and str(flags.json) == "-"
     return Console(stderr=stderr, quiet=quiet, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -55,6 +70,11 @@ def facts(console: Console, rows: dict[str, str]) -> None:
     """Print one line per fact, with the names in a column of their own."""
     for name, value in rows.items():
         console.print(Text.assemble((f"  {name:<{_NAME_WIDTH}}  ", "dim"), value))
+
+
+def printable(text: Any) -> str:
+    """Replace what would command a terminal, in the text of a model or of a stranger's file."""
+    return "".join(one if one.isprintable() or one in "\n\t" else "\N{REPLACEMENT CHARACTER}" for one in str(text))
 
 
 @contextlib.contextmanager
@@ -82,6 +102,8 @@ def progress(console: Console, steps: int) -> Iterator[Callable[[Record], None]]
       console: where it is shown.
       steps: the number of the last step.
     """
+    from jaxshard.training.records import mean_speed
+
     columns = TextColumn(" "), BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[status]}", markup=False)
     bar = Progress(*columns, console=console, refresh_per_second=4, disable=not console.is_terminal)
     task = bar.add_task("", total=steps, status="the first step")
@@ -93,7 +115,8 @@ def progress(console: Console, steps: int) -> Iterator[Callable[[Record], None]]
         before = before if recent else record.step - 1
         recent.append(record)
         left = (time.perf_counter() - started) / (record.step - before) * (steps - record.step)
-        status = f"loss {record.metrics['loss']:.3f}  {_speed(recent)}  {_clock(left)} left"
+        speed = mean_speed(recent, "tokens_per_second")
+        status = f"loss {record.metrics['loss']:.3f}  {speed:,.0f} tokens/s  {_clock(left)} left"
         bar.update(task, completed=record.step, status=status)
         if bar.disable and (record.step % max(1, steps // _PROGRESS_LINES) == 0 or record.step in (before + 1, steps)):
             console.print(f"  step {record.step}/{steps}  {status}")
@@ -111,13 +134,15 @@ def tables(console: Console, result: dict[str, Any]) -> None:
     console.print()
     facts(console, _outcome(result) if result["losses"] else {"steps": "none was left to take"})
     if result["experts"]:
-        facts(console, describe_experts(result["experts"]))
+        facts(console, _describe_experts(result["experts"]))
     console.print()
     _print_table(console, _bytes_rows(result["bytes_per_device"]), "<>>")
     console.print()
     _print_table(console, _collectives_rows(result["collectives"]), "<>>>")
     if sample := result["sample"]:
-        prompt, text = (_printable(sample[part], console) for part in ("prompt", "text"))
+        # Characters that the console's encoding lacks are replaced.
+        parts = (sample[part].encode(console.encoding, errors="replace") for part in ("prompt", "text"))
+        prompt, text = (part.decode(console.encoding) for part in parts)
         console.print(Text("\n  sample, after a prompt", "dim"))
         console.print(Text.assemble((prompt, "dim"), text))
 
@@ -128,8 +153,7 @@ def _outcome(result: dict[str, Any]) -> dict[str, str]:
     loss = f"first {_number(losses[0])}, last {_number(losses[-1])}"
     if result["evaluations"]:
         loss += f", held-out {_number(held_out)}"
-    unit = "tokens" if "tokens_per_second" in result else "rows"
-    speed = f"{result[f'{unit}_per_second']:,.0f} {unit}/s, {_flops(result['flops_per_second'])}"
+    speed = f"{result['tokens_per_second']:,.0f} tokens/s, {_flops(result['flops_per_second'])}"
     if result["mfu"] is not None:
         speed += f", {result['mfu']:.1%} of what the chips can do"
     times = f"{len(losses)} steps in {result['train_seconds']:.1f} s, compiled in {result['compile_seconds']:.1f} s"
@@ -137,6 +161,15 @@ def _outcome(result: dict[str, Any]) -> dict[str, str]:
     if bad := result["bad_steps"]:
         outcome["bad steps"] = f"left out: {', '.join(map(str, bad))}"
     return outcome
+
+
+def _describe_experts(experts: dict[str, Any]) -> dict[str, str]:
+    """Write the loads of experts as facts: from the least to the most of each block, and who is dead."""
+    blocks = [f"{min(block):.2f} to {max(block):.2f}" for block in experts["load"]]
+    dead: list[str] = experts["dead"]
+    shown = ", ".join(dead[:8]) + (f" and {len(dead) - 8} more" if len(dead) > 8 else "")
+    lost = "" if experts["drop_rate"] is None else f"; {experts['drop_rate']:.2%} of the choices dropped"
+    return {"experts": f"load {', '.join(blocks)} of the mean{lost}", "dead experts": shown or "none"}
 
 
 def _bytes_rows(sizes: dict[str, dict[str, int]]) -> Iterator[tuple[str, ...]]:
@@ -165,23 +198,10 @@ def _print_table(console: Console, rows: Iterable[Sequence[str]], sides: str) ->
         console.print(f"  {line}")
 
 
-def _speed(records: deque[Record]) -> str:
-    """The mean speed over the latest records, in the unit of the first speed they hold."""
-    from jaxshard.commands.result import mean_speed
-
-    name = next(iter(records[-1].speed))
-    return f"{mean_speed(records, name):,.0f} {name.removesuffix('_per_second')}/s"
-
-
 def _flops(rate: float) -> str:
     """Format a rate with its unit, such as "15.0 GFLOP/s"."""
     unit, name = next((pair for pair in ((1e15, "P"), (1e12, "T"), (1e9, "G")) if rate >= pair[0]), (1e6, "M"))
     return f"{rate / unit:.1f} {name}FLOP/s"
-
-
-def _printable(text: str, console: Console) -> str:
-    """Replace the characters that the console's encoding lacks."""
-    return text.encode(console.encoding, errors="replace").decode(console.encoding)
 
 
 def _number(value: float | None) -> str:

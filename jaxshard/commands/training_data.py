@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.console import Console
 
-from jaxshard.commands.flags import DataFlags, check_not_empty, refuse
+from jaxshard.commands.errors import refuse
+from jaxshard.commands.flags import Data
 from jaxshard.commands.pretrained import Pretrained
+from jaxshard.commands.terminal import printable
 from jaxshard.data import corpus as corpora
 from jaxshard.data.corpus import Corpus
 from jaxshard.data.documents import Documents, tokenize
@@ -78,7 +80,7 @@ class TrainingData(NamedTuple):
             text = bytes(tokens.astype(np.uint8)).decode(errors="replace")
         else:
             return " ".join(map(str, tokens))
-        return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+        return printable(text)
 
     @property
     def _is_bytes(self) -> bool:
@@ -89,7 +91,7 @@ class TrainingData(NamedTuple):
         )
 
 
-def load_data(console: Console, flags: DataFlags, base: Pretrained | None) -> TrainingData:
+def load_data(console: Console, flags: Data, base: Pretrained | None) -> TrainingData:
     """Load the data that the flags name; print notes about what loading leaves out.
 
     Args:
@@ -104,7 +106,6 @@ def load_data(console: Console, flags: DataFlags, base: Pretrained | None) -> Tr
       OSError: a file that can't be read.
       ImportError: there is no library to tokenise with.
     """
-    check_not_empty(data=flags.data, tokenizer=flags.tokenizer, template=flags.template)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         data = _load(flags, base)
@@ -117,7 +118,7 @@ def load_data(console: Console, flags: DataFlags, base: Pretrained | None) -> Tr
     return data
 
 
-def _load(flags: DataFlags, base: Pretrained | None) -> TrainingData:
+def _load(flags: Data, base: Pretrained | None) -> TrainingData:
     if flags.data is None:
         refuse("describes a file of token ids; name it with --data", dtype=flags.dtype, vocab=flags.vocab)
         refuse("makes tokens of a text; name it with --data", tokenizer=flags.tokenizer, template=flags.template)
@@ -138,7 +139,7 @@ def _load(flags: DataFlags, base: Pretrained | None) -> TrainingData:
     return TrainingData(tokenize(path, used, template=template), used)
 
 
-def _load_plain(path: Path, flags: DataFlags, base: Pretrained | None, tokens: bool) -> Corpus[np.ndarray]:
+def _load_plain(path: Path, flags: Data, base: Pretrained | None, tokens: bool) -> Corpus[np.ndarray]:
     """Load token ids, or the bytes of text."""
     refuse("is for records that a tokenizer reads: add --tokenizer PATH", template=flags.template)
     if base is not None and not tokens:

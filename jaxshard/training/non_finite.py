@@ -91,6 +91,8 @@ class BadStep(FloatingPointError):
             print(error)    # names the arrays that hold inf or NaN
     """
 
+    exit_status = 1
+
     def __init__(self, what: str, advice: str = "", step: int | None = None, run: TrainState | None = None):
         super().__init__(f"{what}. {advice}" if advice else what)
         self.what, self.step, self.run = what, step, run

@@ -106,3 +106,10 @@ def call_with_records(callbacks: Sequence[Callable[[Record], Any]], records: Seq
     for record in records:
         for callback in callbacks:
             callback(record)
+
+
+def mean_speed(records: Collection[Record], name: str) -> float | None:
+    """Return the mean over the time of the records; None if none of them knows this speed."""
+    seconds = sum(record.seconds for record in records)
+    known = [record.speed[name] * record.seconds / seconds for record in records if name in record.speed]
+    return sum(known) if known else None

@@ -13,7 +13,7 @@ import pytest
 import jaxshard as js
 from jaxshard.checkpoint import lock
 from jaxshard.checkpoint.lock import LOCK, check_free, hold, release
-from jaxshard.commands.flags import SavingFlags
+from jaxshard.commands.flags import Saving as SavingFlags
 from jaxshard.commands.saving import make_saving
 from tests.checkpoint.small import at, layout
 

@@ -176,8 +176,6 @@ def test_a_loss_that_returns_something_else_is_refused_in_one_line(function, fla
     [
         (["gpt-0"], "there is no such size"),
         (["gpt-1m", "--batch", "3"], "3 rows, which the 8 devices"),
-        (["gpt-1m", "--mesh", "model=8"], "needs the axes data"),
-        (["gpt-1m", "--microbatches", "0"], "--microbatches 0: give a number above 0"),
         (["gpt-1m", "--json", "/nowhere/audit.json"], "the folder /nowhere does not exist"),
         ([], "name a model or a function"),
         (["gpt-1m", "--hlo", "step.txt"], "give gpt-1m or --hlo, not both"),

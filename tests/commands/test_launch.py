@@ -151,8 +151,6 @@ def test_flags_after_the_double_dash_are_the_commands_own(capfd):
     [
         (["-n", "2", "--", "no-such-command", "x"], "no-such-command: there is no such command on PATH"),
         (["-n", "2"], "jaxshard launch -n 2 -- jaxshard train"),
-        (["-n", "0", "--", "true"], "--processes 0"),
-        (["-n", "2", "--max-restarts", "-1", "--", "true"], "--max-restarts -1"),
     ],
 )
 def test_what_cant_be_run(flags, message, capsys):

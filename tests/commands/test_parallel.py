@@ -6,7 +6,7 @@ import pytest
 
 import jaxshard as js
 from jaxshard.checks.collectives.compiler_choices import explain_substitutes
-from jaxshard.commands.flags import ShardingFlags
+from jaxshard.commands.flags import Sharding
 from jaxshard.commands.main import main
 from jaxshard.commands.parallel import make_parallel
 from jaxshard.core.layout import split_rows
@@ -27,14 +27,11 @@ NAMES = {"attention_out": "save", "block_in": "offload"}
     ],
 )
 def test_what_the_forward_pass_keeps(mesh, remat, field, expected):
-    assert getattr(make_parallel(ShardingFlags(mesh=mesh), remat=remat).engine, field) == expected
+    assert getattr(make_parallel(Sharding(mesh=mesh), remat=remat).engine, field) == expected
 
 
 def test_both_names_of_bfloat16_are_one_precision():
-    assert (
-        make_parallel(ShardingFlags(), precision="bfloat16").engine
-        == make_parallel(ShardingFlags(), precision="bf16").engine
-    )
+    assert make_parallel(Sharding(), precision="bfloat16").engine == make_parallel(Sharding(), precision="bf16").engine
 
 
 @pytest.mark.slow
@@ -56,7 +53,7 @@ def test_an_activation_that_the_model_does_not_name_is_refused_in_one_line(comma
     ],
 )
 def test_an_axis_expert_splits_rows_and_experts(mesh, strategy, rows, multiple):
-    how = make_parallel(ShardingFlags(mesh=mesh, strategy=strategy))
+    how = make_parallel(Sharding(mesh=mesh, strategy=strategy))
     assert (split_rows(how.strategy, how.mesh), how.rows_multiple) == (rows, multiple)
     assert expert_of(how.strategy).axis == ("expert",)
 
@@ -77,8 +74,27 @@ def test_the_mesh_that_the_audit_advises_for_a_torus_is_accepted_as_it_is_printe
         mesh = js.plan.planned_mesh("v5e:2x4", **axes)
     remedy = explain_substitutes(mesh, ("data",))
     (flag,) = re.findall(r"--mesh (\S+)$", remedy)
-    how = make_parallel(ShardingFlags(mesh=flag, strategy=strategy))
+    how = make_parallel(Sharding(mesh=flag, strategy=strategy))
     assert (split_rows(how.strategy, how.mesh), how.rows_multiple) == (rows, 8)
     named = re.findall(r"'(data\d)'", remedy)
     assert tuple(named) == rows[-2:]
-    assert make_parallel(ShardingFlags(mesh="data0=2,data1=2,tensor=2", strategy="fsdp")).rows_multiple == 4
+    assert make_parallel(Sharding(mesh="data0=2,data1=2,tensor=2", strategy="fsdp")).rows_multiple == 4
+
+
+@pytest.mark.parametrize(
+    ("rule", "dim"),
+    [((), "dim 0 over"), (("vocab=replicated",), None), (("vocab=whole", "embed=tensor"), "dim 1 over")],
+)
+def test_a_rule_decides_about_a_logical_axis(rule, dim):
+    """An embedding [vocab, width] is sharded over tensor along vocab, unless a rule says otherwise."""
+    model = js.models.gpt(vocab=64, width=32, depth=1, heads=4, seq=16)
+    layout = make_parallel(Sharding(mesh="data=4,tensor=2", strategy="ddp", rule=rule)).layout(model.init)
+    (row,) = (line for line in layout.explain().splitlines() if "[64, 32]" in line and line.startswith("param"))
+    assert f"{dim} tensor" in row if dim else "over tensor" not in row
+
+
+def test_a_pattern_of_a_rule_that_fits_nothing_is_refused():
+    model = js.models.gpt(vocab=64, width=32, depth=1, heads=4, seq=16)
+    how = make_parallel(Sharding(mesh="data=4,tensor=2", rule=("*/scal=replicated",)))
+    with pytest.raises(ValueError, match=r"--rule: tensor: rules without effect: '\*/scal' matches no path"):
+        how.layout(model.init)

@@ -106,12 +106,8 @@ def test_a_wrong_program_fails_with_the_names_of_its_leaves(capsys, tmp_path):
 @pytest.mark.parametrize(
     "target, flags, message",
     [
-        ("gpt5", [], "gpt5: there is no such size; did you mean gpt2? Use one of gpt-1m"),
-        ("absent.py:make", [], "the file absent.py does not exist"),
         ("parity_programs.py:right", ["--batch", "8"], "parity_programs.py:right makes its own model and batch"),
         ("parity_programs.py:right", ["--mesh", "model=8"], "the strategy fsdp needs the axes data"),
-        ("parity_programs.py:right", ["--microbatches", "0"], "--microbatches 0: give a number above 0"),
-        ("parity_programs.py:right", ["--json", "absent/r.json"], "the folder absent does not exist"),
         ("parity_programs.py:uneven", [], "13 rows, which the 8 devices of axis 'data' do not divide"),
         (
             "parity_programs.py:opaque",

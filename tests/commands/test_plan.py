@@ -68,7 +68,6 @@ def test_what_does_not_fit_is_a_plain_answer(capsys):
         (["llama-1m"], "for which chips? Add --topology, such as v5e:16x16 (TPUs) or h100:8x4"),
         (["llama-1m", "--topology", "v5e:4x4", "--estimate", "--codegen"], "leave one out"),
         (["llama-1m", "--chip", "v55"], "there is no chip 'v55'; use one of v5"),
-        (["llama-1m", "--price", "-1"], "--price -1.0: give a number above 0"),
     ],
 )
 def test_faulty_flags_are_refused_by_name(words, message, capsys):

@@ -9,7 +9,7 @@ import pytest
 
 import jaxshard as js
 from jaxshard.checkpoint.reader import describe
-from jaxshard.commands.flags import SavingFlags
+from jaxshard.commands.flags import Saving as SavingFlags
 from jaxshard.commands.main import main
 from jaxshard.commands.saving import EVERY, make_saving
 from tests.checkpoint.small import at, layout
@@ -23,6 +23,7 @@ def train(tmp_path_factory):
     corpus = tmp_path_factory.mktemp("data") / "tokens.npy"
     np.save(corpus, np.random.default_rng(0).integers(0, 32, 2000, np.uint8))
     flags = ["--data", str(corpus), "--vocab", "32", "--batch", "8", "--seq", "16", "--sample", "0", "--devices", "8"]
+    flags += ["--change", "depth=1,width=32,heads=4"]
     return lambda *more: main(["train", *flags, "--steps", "3", *more])
 
 
@@ -85,7 +86,7 @@ def test_a_run_that_is_complete_takes_no_step(folder, train, capsys):
         (["--batch", "16"], "has --batch 8, now it is 16"),
         (["--seq", "8"], "has --seq 16, now it is 8"),
         (["--data", __file__, "--vocab", "256"], "has --data tokens.npy"),
-        (["--model", "llama-1m"], "has --model gpt-1m, now it is llama-1m"),
+        (["--model", "llama-1m"], "has --model gpt-1m (depth=1,width=32,heads=4), now it is llama-1m"),
     ],
 )
 def test_other_batches_are_refused(whole, train, capsys, flags, message):

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxshard as js
-from jaxshard.commands.flags import ShardingFlags
+from jaxshard.commands.engine import read_wire
+from jaxshard.commands.flags import Sharding
 from jaxshard.commands.parallel import make_parallel
-from jaxshard.commands.wire import parse_wire
 
 
 @pytest.mark.parametrize(
@@ -27,27 +27,7 @@ from jaxshard.commands.wire import parse_wire
     ],
 )  # fmt: skip
 def test_a_value_stands_for_arguments_of_the_engine(text, arguments):
-    assert parse_wire(text) == arguments
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "'' is not understood or comes twice"),
-        ("int8", "'int8' is not understood"),
-        ("gradients=int8,gradients=fp8", "comes twice"),
-        ("gradients=int4", "gradients=int4 is none of int8, fp8 and bf16"),
-        ("block=128", "block is a number from 2 on"),
-        ("weights=int8,block=1", "block is a number from 2 on"),
-        ("weights=int8,feedback=yes", "feedback on or off"),
-        ("weights=int8,feedback=on", "feedback is for gradients in int8 or fp8"),
-        ("gradients=bf16,feedback=on", "feedback is for gradients in int8 or fp8"),
-    ],
-)
-def test_bad_values_are_refused_with_what_to_write(text, words):
-    with pytest.raises(ValueError, match=words) as refused:
-        parse_wire(text)
-    assert str(refused.value).startswith(f"--wire {text}: ") and "write gradients=int8" in str(refused.value)
+    assert read_wire(text) == arguments
 
 
 @pytest.mark.parametrize(
@@ -60,11 +40,11 @@ def test_bad_values_are_refused_with_what_to_write(text, words):
 )
 def test_flags_that_do_not_go_with_it_are_named(flags, ordered, words):
     with pytest.raises(ValueError, match=words):
-        make_parallel(ShardingFlags(wire="gradients=int8,feedback=on", **flags), ordered=ordered)
+        make_parallel(Sharding(wire="gradients=int8,feedback=on", **flags), ordered=ordered)
 
 
 def test_the_facts_of_a_run_name_the_formats():
-    how = make_parallel(ShardingFlags(wire="gradients=int8,weights=fp8"))
+    how = make_parallel(Sharding(wire="gradients=int8,weights=fp8"))
     assert how.shown["engine"] == (
         "explicit, gradients travel as int8 in blocks of 256, weights travel as float8_e3m4 in blocks of 256"
     )

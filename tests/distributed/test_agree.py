@@ -122,10 +122,10 @@ def test_nobody_waits_for_a_process_that_has_failed(monkeypatch):
     ],
 )
 def test_commands_tell_what_is_wrong_between_processes_in_a_line(error, status, monkeypatch, capsys):
-    def doctor() -> None:
+    def doctor(flags) -> None:
         raise error
 
-    monkeypatch.setattr(main, "command_of", lambda name: doctor)
+    monkeypatch.setattr(main, "runner_of", lambda name: doctor)
     assert main.main(["doctor"]) == status
     assert capsys.readouterr().err == f"jaxshard: {error}\n"
 

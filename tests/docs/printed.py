@@ -1,8 +1,6 @@
 """The commands that the pages print, and the files that a reader has when typing them."""
 
-import contextlib
 import functools
-import io
 import itertools
 import json
 import os
@@ -19,7 +17,8 @@ import numpy as np
 import optax
 
 import jaxshard as js
-from jaxshard.commands.main import command_of
+from jaxshard.commands.errors import UsageError
+from jaxshard.commands.flags import COMMANDS
 from jaxshard.commands.parse import parse
 from tests.data.small_tokenizer import make_word_tokenizer
 from tests.docs.pages import ROOT
@@ -27,6 +26,10 @@ from tests.hf.checkpoints import VOCAB, draw, numbers, write_tensors
 
 _LINE = re.compile(r"(?:\$ )?(?P<command>(?:[A-Z_]+=\S+ )*(?:python -m )?jaxshard(?= +[a-z-]+(?: |$)).*)")
 _SPAN = re.compile(r"`(?P<command>jaxshard [a-z]+[^`]*)`")
+
+
+_MAKE = ("--checkpoint", "--export", "--save-config")
+"""Flags whose values are made by a command, and may be read by the next one."""
 
 
 class Printed(NamedTuple):
@@ -61,7 +64,7 @@ class Printed(NamedTuple):
     @property
     def makes(self) -> set[str]:
         """The folders that the command makes and others may go on with."""
-        return {after for word, after in itertools.pairwise(self.words) if word in ("--checkpoint", "--export")}
+        return {after for word, after in itertools.pairwise(self.words) if word in _MAKE}
 
     @property
     def _words(self) -> list[str]:
@@ -99,12 +102,18 @@ def printed_by(page: Path) -> list[Printed]:
 def why_not_accepted(command: Printed) -> str:
     """Return what the parser says of a command and of the one behind `launch ... --`; "" where it accepts them."""
     words = [word for word in command.words if word != "..."]
-    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.suppress(SystemExit):
-        parse(command_of(words[0]), words[0], words[1:])
+    try:
+        _parse(words)
         if "--" in words and words[words.index("--") + 1] == "jaxshard":
-            name, *rest = words[words.index("--") + 2 :]
-            parse(command_of(name), name, rest)
-    return said.getvalue()
+            _parse(words[words.index("--") + 2 :])
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def _parse(words: list[str]) -> None:
+    if not {"-h", "--help"} & set(words):
+        parse(COMMANDS[words[0]], words[1:])
 
 
 def stories_of(page: Path) -> list[list[Printed]]:

@@ -56,8 +56,7 @@ def test_the_flags_exist(name, capsys):
     found = {flag for _, rest in commands for flag in re.findall(r"--[a-z][a-z-]*", rest)}
     known = set()
     for command in ("train", "launch"):
-        with pytest.raises(SystemExit):
-            main([command, "--help"])
+        main([command, "--help"])
         known |= set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out))
     assert found and found <= known
 

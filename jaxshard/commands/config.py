@@ -1,0 +1,60 @@
+"""Flags in a file: `--config run.toml` reads them, by the same names, and `--save-config run.toml` writes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from jaxshard.commands.errors import UsageError, usage_errors
+from jaxshard.commands.flags import Flags
+from jaxshard.core.file_errors import naming
+from jaxshard.core.near_words import did_you_mean
+
+
+def read_config(file: Path, names: Collection[str], command: str) -> dict[str, Any]:
+    """Read the flags in a TOML file.
+
+    Args:
+      file: the file; `sync-every = 8` and `sync_every = 8` are the flag --sync-every.
+      names: of the flags that the command has.
+      command: for errors.
+
+    Raises:
+      UsageError: the file can't be read or is no TOML, or has a name that is no flag of the command.
+    """
+    with usage_errors():
+        try:
+            entries = tomllib.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"--config {file}: this is no TOML: {error}") from error
+    for name, value in entries.items():
+        if name.replace("-", "_") not in names:
+            near = did_you_mean(name, [one.replace("_", "-") for one in names])
+            raise UsageError(f"--config {file}: {name} is no flag of {command}" + (f"; {near}" if near else ""))
+        if isinstance(value, dict):
+            raise UsageError(f"--config {file}: {name} is a table; write {name} = VALUE")
+    return {name.replace("-", "_"): value for name, value in entries.items()}
+
+
+def write_config(file: Path, flags: Flags) -> None:
+    """Write the flags that differ from their defaults as a TOML file that `read_config` reads."""
+    lines = []
+    for field in dataclasses.fields(flags):
+        value = getattr(flags, field.name)
+        if value != field.default and field.name not in ("config", "save_config"):
+            lines.append(f"{field.name.replace('_', '-')} = {_toml(value)}\n")
+    with naming(file):
+        file.write_text("".join(lines), encoding="utf-8")
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool | int | float):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    # A JSON string is a TOML string, but for one character that TOML wants escaped.
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,56 @@
+"""The files and folders that a command will write, tried before it works, so that no work is lost."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from jaxshard.commands.flags import Flags
+from jaxshard.commands.parse import flags_of
+from jaxshard.core.local_path import check_local
+
+_BLOCK = 4096
+"""Bytes that file systems give away at a time, at least."""
+
+
+def check_files(flags: Flags) -> None:
+    """Raise ValueError for a file among the flags that could not be written later."""
+    for flag in flags_of(type(flags)).values():
+        file: Path | None = getattr(flags, flag.name) if flag.kind.is_written else None
+        if file is None or str(file) == "-":
+            continue
+        if file.is_dir():
+            raise ValueError(f"{flag} {file}: that is a folder; give a file")
+        if not file.parent.is_dir():
+            raise ValueError(f"{flag} {file}: the folder {file.parent} does not exist; make it, or give another file")
+        if not file.exists():
+            _try_to_write(file.parent, f"{flag} {file}")
+        elif not os.access(file, os.W_OK):
+            raise ValueError(f"{flag} {file} can't be written; give another file")
+
+
+def check_folder(flag: str, given: str | Path | None, schemes: tuple[str, ...] = ()) -> None:
+    """Raise ValueError for a folder that could not be written later; parent folders may be absent.
+
+    Addresses of the given schemes, such as "gs", are not tried.
+    """
+    if given is None:
+        return
+    check_local(given, schemes=schemes)
+    if "://" in str(given):
+        return
+    folder = Path(given)
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"{flag} {folder}: {there} is a file; give a folder")
+    _try_to_write(there, f"{flag} {folder}")
+
+
+def _try_to_write(folder: Path, what: str) -> None:
+    """Write a block into a file without a name; a full or read-only file system refuses it."""
+    try:
+        with tempfile.TemporaryFile(dir=folder, prefix=".") as file:
+            file.write(bytes(_BLOCK))
+    except OSError as error:
+        raise ValueError(f"{what} can't be written: {error.strerror or error}") from error

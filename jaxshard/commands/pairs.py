@@ -1,0 +1,84 @@
+"""Flags whose values have parts, such as `--lora rank=8,base=int8`; the parts may be the arguments of a function."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from jaxshard.commands.values import Read, read_choice, read_number, read_switch
+from jaxshard.core.near_words import one_of
+
+_BY_TYPE: dict[type, Read] = {
+    bool: read_switch,
+    int: read_number(int, -math.inf, "a whole number"),
+    float: read_number(float, -math.inf, "a finite number"),
+}
+
+
+def read_pairs(
+    flag: str, text: str, readers: Mapping[str, Read] | Read, syntax: str, *, repeated: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Read the parts of a flag's value: "rank=8,match=up/kernel".
+
+        >>> read_pairs("--mesh", "data=4,tensor=2", int, "write each axis once")
+        {'data': 4, 'tensor': 2}
+
+    Args:
+      flag: its name, for errors.
+      text: the parts, with commas between them.
+      readers: of the value of every name; or one reader, where any name may stand.
+      syntax: what to write, for errors.
+      repeated: the names that may come more than once; their values become lists.
+
+    Returns:
+      The values by name, in the order of the text.
+
+    Raises:
+      ValueError: a part that is not name=value, an unknown name, one that comes twice, or a value that is refused.
+    """
+    found: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, value = (one.strip() for one in part.partition("="))
+        try:
+            if not name or not value:
+                raise ValueError("is not name=value")
+            if isinstance(readers, Mapping) and name not in readers:
+                raise ValueError(f"there is no {name}; {one_of(name, readers)}")
+            if name in found and name not in repeated:
+                raise ValueError(f"{name} comes twice")
+            read = readers[name] if isinstance(readers, Mapping) else readers
+            found[name] = [*found.get(name, []), read(value)] if name in repeated else read(value)
+        except ValueError as error:
+            which = "" if part == text else f"{part.strip()!r}: "
+            raise ValueError(f"{flag} {text}: {which}{error}; {syntax}") from error
+    return found
+
+
+def readers_of(function: Callable[..., Any]) -> dict[str, Read]:
+    """Make a reader for every argument of a function, by its annotation or else by its default."""
+    try:
+        hints = get_type_hints(function)
+    except NameError:  # a library may import the types of its annotations for type checkers alone
+        hints = {}
+    parameters = inspect.signature(function).parameters.values()
+    return {one.name: _reader_of(hints.get(one.name), one.default) for one in parameters}
+
+
+def read_literal(text: str) -> Any:
+    """Read a number, or true or false; any other text stays as it is."""
+    for read in (int, float, read_switch):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _reader_of(hint: Any, default: Any) -> Read:
+    kinds = [one for one in get_args(hint) or (hint,) if one is not type(None)]
+    if get_origin(hint) is Literal or (len(kinds) == 1 and get_origin(kinds[0]) is Literal):
+        return read_choice(get_args(hint) if get_origin(hint) is Literal else get_args(kinds[0]))
+    kind = kinds[0] if len(kinds) == 1 else type(default)
+    return _BY_TYPE.get(kind, _BY_TYPE.get(type(default), read_literal))

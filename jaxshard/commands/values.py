@@ -1,0 +1,84 @@
+"""The types of flags: a reader for each, which returns the value of a text or refuses it with a correction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from jaxshard.core.local_path import local_path
+from jaxshard.core.near_words import one_of
+
+Read = Callable[[str], Any]
+"""A function that returns the value of a text, or raises a ValueError that says what to write."""
+
+LARGEST = 2**63
+"""The upper bound of whole numbers."""
+
+
+class Kind(NamedTuple):
+    """The kind of a flag's value.
+
+    Attributes:
+      metavar: the word for the value in the help.
+      read: of one text.
+      alias: another name of the flag, such as "-n".
+      is_positional: the value is given without a flag.
+      is_written: the value is a file that the command writes.
+    """
+
+    metavar: str
+    read: Read = str
+    alias: str = ""
+    is_positional: bool = False
+    is_written: bool = False
+
+
+def read_number(kind: type[int] | type[float], least: float, words: str) -> Read:
+    """Make a reader of numbers from `least` on; `words` say which ones."""
+
+    def read(text: str) -> Any:
+        try:
+            number = kind(text)
+        except ValueError:
+            raise ValueError("give a whole number" if kind is int else "give a number") from None
+        if not least <= number < (LARGEST if kind is int else math.inf):
+            raise ValueError(f"give {words}")
+        return number
+
+    return read
+
+
+def read_choice(words: Sequence[str]) -> Read:
+    """Make a reader of one of some words."""
+
+    def read(text: str) -> str:
+        if text not in words:
+            raise ValueError(one_of(text, words))
+        return text
+
+    return read
+
+
+def read_switch(text: str) -> bool:
+    """Read "on" or "off", or "true" or "false"."""
+    words = {"on": True, "true": True, "off": False, "false": False}
+    if text not in words:
+        raise ValueError("write on or off")
+    return words[text]
+
+
+read_count = read_number(int, 1, f"a number above 0 and below {LARGEST}")
+read_natural = read_number(int, 0, "a number from 0 to 2**63 - 1")
+read_rate = read_number(float, math.ulp(0), "a number above 0 and below infinity")
+
+Count = Annotated[int | None, Kind("N", read_count)]
+Step = Annotated[int | None, Kind("N", read_natural)]
+Natural = Annotated[int, Kind("N", read_natural)]
+Rate = Annotated[float | None, Kind("X", read_rate)]
+Real = Annotated[float, Kind("X", read_number(float, -math.inf, "a finite number"))]
+Text = Annotated[str | None, Kind("TEXT")]
+Texts = Annotated[tuple[str, ...], Kind("TEXT")]
+File = Annotated[Path | None, Kind("PATH", local_path)]
+Written = Annotated[Path | None, Kind("PATH", local_path, is_written=True)]
