@@ -1,4 +1,4 @@
-"""`row_axes`: the mesh axes over which the rows of a batch are spread where the loss sees only some of them."""
+"""`row_axes`: the mesh axes over which the rows of a batch are split if the loss sees only some of them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _in_turns = jax.make_user_context(default_value=False)
 
 
 def taking_turns() -> AbstractContextManager[None]:
-    """Make a context in which the loss sees one micro-batch of several."""
+    """Make a context in which the loss sees one of several micro-batches."""
     context: AbstractContextManager[None] = _in_turns(True)
     return context
 
 
 def row_axes() -> tuple[str, ...]:
-    """Return the mesh axes over which the other rows of the batch are, for statistics of all of them.
+    """Return the mesh axes that split the rows of the batch here, for statistics of all rows.
 
     Under `js.explicit` these are the axes that split the rows: a mean over rows, averaged over them with
     `jax.lax.pmean`, is the mean of the global batch. Under `js.auto`, in evaluation and outside of jaxshard's steps all
