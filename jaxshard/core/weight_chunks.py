@@ -104,7 +104,7 @@ class Offered(NamedTuple):
     """A weight that an engine passed to a loss, and the way to gather it in chunks instead.
 
     Attributes:
-      weight: the whole weight.
+      weight: the gathered weight.
       stored: the stored parameter.
       sink: zeros like the stored gradient, to which the gradient flows; None if the parameter is frozen.
       param: the parameter's placement.
@@ -122,7 +122,7 @@ class Offered(NamedTuple):
     mesh: Mesh
 
     def cut(self, dim: int, count: int, parts: int) -> Chunks | None:
-        """Return the chunks along a dimension that `parts` devices split in computation; None if they can't be gathered."""
+        """Return the chunks along a dimension that `parts` devices split in use; None if they can't be gathered."""
         grad = self.grad or self.param
         used, held, made = (axis_names(spec[dim]) for spec in (self.param.use, self.param.store, grad.store))
         finest = max(held, made, key=len)
