@@ -228,7 +228,7 @@ class Tensor:
         return self.rules.resolve([without_foreign(leaf) for leaf in leaves], own)
 
     def find_whole(self, leaves: Sequence[Leaf], mesh: Mesh) -> dict[str, list[Leaf]]:
-        """Group by reason the parameters of `MIN_SIZE` elements or more that are replicated without a rule that asks for it.
+        """Group by reason the parameters of `MIN_SIZE` elements or more that no rule asks to replicate, but which are.
 
         Leave out parameters that a pattern or one of the user's own fates keeps replicated, tables of positions, and
         the kernels of fewer key and value heads than devices.
