@@ -1,4 +1,4 @@
-"""Calling a strategy, and checking what it returns.
+"""Call a strategy, and check the placements that it returns.
 
 Strategies are functions that anyone may write, so their placements are checked before anything is made from them: a
 wrong one would otherwise show much later, as an error of JAX about an array without a name.
@@ -21,8 +21,8 @@ class Placer:
     """Places the arrays of a layout one by one, and collects the wrong placements to report them together.
 
     Args:
-      strategy: the strategy that is asked.
-      mesh: the mesh that it is asked about.
+      strategy: the strategy to call.
+      mesh: the mesh that it receives.
     """
 
     def __init__(self, strategy: Strategy, mesh: Mesh):
@@ -30,7 +30,7 @@ class Placer:
         self._problems: dict[tuple[str, str], list[Role]] = {}
 
     def place(self, role: Role, leaf: Leaf) -> Placement:
-        """Return the strategy's placement of an array; the whole array where that is wrong."""
+        """Return the strategy's placement of an array; if it is wrong, note the problem and return a replicated one."""
         placement = self._strategy(role, leaf, whole(leaf), self._mesh)
         problem = _find_problem(placement, role, leaf, self._mesh)
         if not problem:
@@ -56,7 +56,7 @@ def place_batch(strategy: Strategy, leaf: Leaf, mesh: Mesh) -> Placement:
 
 
 def _find_problem(placement: Any, role: Role, leaf: Leaf, mesh: Mesh) -> str:
-    """Tell what is wrong with a placement, and the fix; "" if nothing is."""
+    """Describe what is wrong with a placement, and the fix; return "" if nothing is wrong."""
     if not isinstance(placement, Placement):
         return f"got {type(placement).__name__}; return the placement that the strategy received, or one made from it"
     view, use, store = placement.view, placement.use, placement.store
@@ -77,7 +77,7 @@ def _find_problem(placement: Any, role: Role, leaf: Leaf, mesh: Mesh) -> str:
             fix = f"use {fit} rows" if role == "batch" else f"pad it with placement.pad({dim}, {fit}) before the split"
             return f"dim {dim} has {size} elements, which the {parts} devices of {entry!r} do not divide; {fix}"
     if placement.memory and role != "opt":
-        return f"it rests in {placement.memory!r}, where only optimizer state can; leave memory as it is"
+        return f"it is stored in {placement.memory!r}, where only optimizer state can be; leave memory as it is"
     at_rest = {(view.logical_dim(dim), axis) for dim, axis in split_dims(store)}
     for dim, axis in split_dims(use):
         if (dim, axis) not in at_rest:

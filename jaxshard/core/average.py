@@ -19,19 +19,19 @@ Decay = float | Callable[[jax.Array], jax.Array]
 class Average:
     """An exponential moving average of the parameters that the loss reads: a teacher (Mean Teacher, BYOL, DINO).
 
-    It stands in the state that `init_fn` returns. After each step, from the new parameters,
+    Put it into the state that `init_fn` returns. After each step, from the new parameters,
 
         average = decay * average + (1 - decay) * params
 
-    The loss reads `.params` and never writes it. Each array is placed as its parameter is and is updated there: under
+    The loss reads `.params` and never writes it. Each array has the placement of its parameter: under
     FSDP stored sharded, updated on its shards, without a collective. Where the loss reads it, it is all-gathered as
-    many bytes as it has, before the loss. A step that is left out as a bad one leaves the average as it was.
+    many bytes as it has, before the loss. A step that is skipped as a bad one does not change the average.
 
     Args:
-      params: the parameters, or some of them under their own paths ({"encoder": params["encoder"]}): what the average
-        starts from. bf16 and f16 arrays are averaged in f32.
+      params: the first value of the average: the parameters, or some of them under their own paths
+        ({"encoder": params["encoder"]}). bf16 and f16 arrays are averaged in f32.
       decay: between 0 and 1; 0.999 averages about 1000 steps. Or a schedule of the step's number, made outside of
-        `init_fn`, for which optax's do: `optax.cosine_decay_schedule(...)`.
+        `init_fn`, such as one of optax's: `optax.cosine_decay_schedule(...)`.
 
     Attributes:
       params: the average, a tree like the one given.
@@ -83,8 +83,7 @@ class Average:
         """Return the average after a step, elementwise.
 
         Args:
-          params: the step's new parameters, with those that are averaged among them under the same paths; both are in
-            the same view.
+          params: the step's new parameters, in the same view as the average; they may have more paths than it.
           step: the step's number, from 0 on.
         """
         decay = self.decay(step) if callable(self.decay) else self.decay
@@ -98,7 +97,7 @@ def is_average(x: Any) -> bool:
 
 
 def find_averaged(params: PyTree, averaged: PyTree, what: str = "") -> PyTree:
-    """Find what belongs to the leaves of an average in a tree like the parameters, by their paths.
+    """Select the leaves of a tree like the parameters that have the paths of an average's leaves.
 
     Args:
       params: a tree like the parameters.
@@ -125,10 +124,10 @@ def average_dtype(x: Any) -> Any:
 
 
 def blend(old: jax.Array, new: jax.Array, decay: float | jax.Array) -> jax.Array:
-    """Return `decay * old + (1 - decay) * new`; integers are followed, not averaged."""
+    """Return `decay * old + (1 - decay) * new`; integers are copied, not averaged."""
     if not jnp.issubdtype(old.dtype, jnp.inexact):
         return new
-    # In this form the average of equal numbers is that number, whatever the rounding.
+    # In this form the average of two equal numbers is exactly that number, without a rounding error.
     moved: jax.Array = old + (1 - decay) * (new.astype(old.dtype) - old)
     return moved.astype(old.dtype)
 

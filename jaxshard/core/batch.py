@@ -2,9 +2,9 @@
 
 The rows are the first dimension, which is split over devices and cut into micro-batches.
 
-Scalars have none, nor have the arrays that `js.without_rows` names. What is left should have as many rows as any other.
-Where the sizes differ, the arrays of one size are taken to have the rows, which only a loss that sees the whole batch
-can't tell from the truth.
+Scalars have no rows, nor have the arrays that `js.without_rows` names. All other arrays should have the same number.
+Where their first sizes differ, only the arrays of one size count as rows. That is allowed only where the loss sees the
+global batch, so that the choice can't change its value.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jaxshard.core.types import PyTree
 
 @dataclass(frozen=True, eq=False)
 class BatchPlan:
-    """Which arrays of a batch have rows, and their placements; made by `Layout.plan_batch`, once for its shapes.
+    """The arrays of a batch that have rows, and all placements; made by `Layout.plan_batch`, once for its shapes.
 
     Attributes:
       strategy: may have `js.without_rows` among its parts.
@@ -52,10 +52,10 @@ class BatchPlan:
 
     @cached_property
     def row_count(self) -> int:
-        """The number of rows; 0 without arrays that have any.
+        """The number of rows; 0 if no array has rows.
 
-        Where arrays differ in their first sizes, a size that the devices divide goes before one that they do not, then
-        the size of most arrays, then the largest.
+        Where arrays differ in their first sizes, prefer a size that the devices divide, then the size of most arrays,
+        then the largest.
         """
         sizes, parts = Counter(self.counts.values()), axis_size(self.mesh, self.axes)
         return max(sizes, key=lambda size: (size % parts == 0, sizes[size], size), default=0)
@@ -86,12 +86,12 @@ class BatchPlan:
 
         Args:
           microbatches: the engine's number of micro-batches.
-          whole: True where the loss sees the whole batch. Then arrays with different first sizes are taken as they are,
-            with a warning that names those that every device has whole.
+          whole: True where the loss sees the global batch. Then arrays may have different first sizes, with a warning
+            that names the arrays that are replicated.
 
         Raises:
-          TypeError: a list of numbers stands where an array is meant.
-          ValueError: no array has rows, they have different numbers of them, or devices and micro-batches do not divide
+          TypeError: the batch has a list of numbers in place of an array.
+          ValueError: no array has rows, they have different numbers of rows, or devices and micro-batches do not divide
             the rows.
         """
         check_no_lists("the batch", self.batch)
@@ -108,8 +108,8 @@ class BatchPlan:
             others = ", ".join(f"{path}: {size}" for path, size in self.counts.items() if size != count)
             if devices > 1:
                 warnings.warn(
-                    f"arrays of the batch differ in their first sizes: those of {count} are taken for rows, which "
-                    f"devices share, and every device has these whole: {others}. To choose yourself, {fix}",
+                    f"arrays of the batch differ in their first sizes: {count} is taken for the number of rows, which "
+                    f"devices share, and these are replicated: {others}. To choose yourself, {fix}",
                     stacklevel=4,
                 )
         _ = self.placements  # raises where the strategy can't place an array
@@ -122,14 +122,14 @@ class BatchPlan:
 
 
 def row_counts(strategy: Strategy, batch: PyTree) -> dict[str, int]:
-    """Return the first size of every array that may have rows, by path: of those that are no scalars and not named."""
+    """Return {path: first size} of the arrays that may have rows: not scalars, and not named by `js.without_rows`."""
     patterns = _patterns(strategy)
     arrays = ((path_str(path), x) for path, x in jax.tree_util.tree_leaves_with_path(batch) if np.ndim(x))
     return {path: np.shape(x)[0] for path, x in arrays if not any(ends_with(path, one) for one in patterns)}
 
 
 def check_several_batches(who: str, batches: Any) -> None:
-    """Raise TypeError for one batch, a tree or an array, where an iterable of batches is meant."""
+    """Raise TypeError for a single batch (a tree or an array) in place of an iterable of batches."""
     is_one = isinstance(batches, Mapping | str | bytes) or hasattr(batches, "__array__")
     if not is_one and (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
         return
@@ -141,9 +141,9 @@ def check_several_batches(who: str, batches: Any) -> None:
 
 
 def check_no_lists(what: str, tree: PyTree) -> None:
-    """Raise TypeError for lists of numbers that are meant to be arrays; JAX sees a scalar in each number.
+    """Raise TypeError for lists of numbers that are meant to be arrays, in which JAX sees a scalar for each number.
 
-    Those are lists of lists, lists as long as arrays have rows, and all lists where there are no arrays with rows.
+    Refuse lists of lists, lists as long as the arrays have rows, and all lists if no array has rows.
 
     Args:
       what: the name of the tree.
@@ -172,7 +172,7 @@ def _is_list_of_scalars(x: Any) -> bool:
 
 
 def _describe_no_rows(batch: PyTree) -> str:
-    """Return the sentence for a batch in which no array has rows, with the way out where the strategy is the cause."""
+    """Return the error message for a batch in which no array has rows, with a fix if the strategy is the cause."""
     if any(np.ndim(x) for x in jax.tree.leaves(batch)):
         way = "js.without_rows names all of its arrays; name fewer, or use js.shard(axis, roles), which splits no batch"
     else:
@@ -181,13 +181,13 @@ def _describe_no_rows(batch: PyTree) -> str:
 
 
 def describe_differing(counts: dict[str, int]) -> str:
-    """Say that arrays of a batch have different numbers of rows, given what `row_counts` returned."""
+    """Return the error message for arrays of a batch with different numbers of rows, from `row_counts`."""
     listed = ", ".join(f"{path}: {count}" for path, count in counts.items())
     return f"the arrays of a batch must have the same number of rows (dim 0), got {listed}"
 
 
 def name_those_without(counts: dict[str, int], rows: int) -> str:
-    """Say what to do where arrays have different first sizes: an example that names those with other sizes than `rows`.
+    """Return a fix for arrays of different first sizes: a `js.without_rows` that names the arrays of another size.
 
     Args:
       counts: what `row_counts` returned.
@@ -198,7 +198,7 @@ def name_those_without(counts: dict[str, int], rows: int) -> str:
 
 
 def warn_of_patterns(strategy: Strategy, batch: PyTree) -> None:
-    """Warn of patterns of `js.without_rows` that fit no array of a batch, such as misspelt ones."""
+    """Warn of patterns of `js.without_rows` that match no array of a batch, such as misspelt patterns."""
     found = paths(batch)
     unused = [p for p in _patterns(strategy) if not any(ends_with(path, p) for path in found)]
     if unused:

@@ -1,16 +1,16 @@
 """A checksum of the bits of an array, computed on its device in one pass: `bit_sum`.
 
-Element i with the bits w, as a number of 32 bits, adds mix(w + i * 0x9E3779B9), and the checksum is the sum modulo
-2**32. `mix` is a bijection (the last steps of MurmurHash3: each of its shifts and odd factors can be undone), so at a
-place i different bits always add different numbers. Hence
+Element i with the bits w, as a 32-bit integer, adds mix(w + i * 0x9E3779B9), and the checksum is the sum modulo
+2**32. `mix` is a bijection (the last steps of MurmurHash3: each of its shifts and odd factors can be undone), so at an
+index i different bits always add different integers. Hence
 
 - a change inside one element of at most 32 bits, a flipped bit above all, always changes the checksum: the sum changes
-  by the difference of two different numbers of 32 bits, which is not 0 modulo 2**32. An element of 64 bits counts as
-  two;
+  by the difference of two different 32-bit integers, which is not 0 modulo 2**32. A 64-bit element counts as
+  two elements;
 - changes of several elements cancel with a probability of about 2**-32, also where they follow a pattern. (In a sum of
   words times odd factors, two flips of a top bit would always cancel.)
 
-Bits are what counts: 0.0 and -0.0 differ, and so do two NaNs. A bool counts as its value.
+The checksum compares bits: 0.0 and -0.0 differ, and so do two NaNs. A bool counts as its value.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from jaxtyping import Array, Shaped, UInt32
 from jaxshard.core.keys import words_of
 
 _STEP = 0x9E3779B9
-"""2**32 divided by the golden ratio, odd: what neighbouring places differ by."""
+"""2**32 divided by the golden ratio, odd: the difference of what neighbouring indices add."""
 
 
 def bit_sum(x: Shaped[Array, "*dims"]) -> UInt32[Array, ""]:
     """Return the checksum of an array's bits.
 
-    It is one pass over the array, some 15 integer operations for each element, and compiles to a reduction that makes
-    no copy of it.
+    The compiled program reads the array once, with some 15 integer operations for each element, and makes no copy.
 
     Args:
       x: an array of any dtype, random keys included.
@@ -47,7 +46,7 @@ def bit_sum(x: Shaped[Array, "*dims"]) -> UInt32[Array, ""]:
 
 
 def _parts(x: jax.Array) -> list[jax.Array]:
-    """Return the bits of each element as numbers of 32 bits, uint32[*dims]: one array, or more for wider elements."""
+    """Return the bits of each element as uint32[*dims] arrays: one array, or two for 64-bit elements."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return [*_parts(lax.real(x)), *_parts(lax.imag(x))]
     if x.dtype == jnp.bool_:
@@ -63,8 +62,8 @@ def _parts(x: jax.Array) -> list[jax.Array]:
 
 
 def _places(shape: tuple[int, ...]) -> jax.Array:
-    """Return the number of each element of an array, in row-major order and modulo 2**32."""
-    # Not a reshape of arange: the last two dimensions lie in tiles on TPUs, and a reshape would copy the array.
+    """Return the row-major index of each element of an array, modulo 2**32."""
+    # Not a reshape of arange: the last two dimensions are stored in tiles on TPUs, and a reshape would copy the array.
     place, stride = jnp.zeros(shape, jnp.uint32), 1
     for dim in reversed(range(len(shape))):
         place += lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride % 2**32)

@@ -1,7 +1,7 @@
-"""The cache of keys and values that is in force while one part of a model runs, a block or the embedding.
+"""The KV cache that attention uses while one part of a model runs: a block, the embedding or the head.
 
-Generation puts it in force, and `js.attention` writes and reads it, so that a model needs no word about it. Rows may
-have different lengths: a key lies in the slot of its position, and what is behind a row's last position is not seen.
+Generation sets it in a context, and `js.attention` writes and reads it, so that a model does not mention it. Rows may
+have different lengths: a key is stored in the slot of its position, and slots after a row's last position are masked.
 
 Shape suffixes: L blocks, B rows, S slots (one for each position that a row may have), K heads of keys and values, D
 width of a head.
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 
 class Stored(NamedTuple):
-    """The keys and values of one call of attention, in all blocks.
+    """The cached keys and values of one call of attention, in all blocks.
 
     Attributes:
       keys: [L, B, K, S, D].
@@ -31,7 +31,7 @@ class Stored(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The shapes of what one call of attention stores of a position in one block, and its place.
+    """The shapes and sharding of the keys and values that one call of attention stores of a position in one block.
 
     Attributes:
       kv_heads: heads of keys and values.
@@ -46,7 +46,7 @@ class Slots(NamedTuple):
     spec: PartitionSpec
 
     def shapes(self, blocks: int, rows: int, size: int) -> Stored:
-        """Return the shapes of the stored arrays with so many slots."""
+        """Return the shapes of the stored arrays with `size` slots."""
         made = [
             jax.ShapeDtypeStruct((blocks, rows, self.kv_heads, size, width), dtype)
             for width, dtype in zip(self.widths, self.dtypes)
@@ -57,14 +57,14 @@ class Slots(NamedTuple):
 class Cache:
     """The cache of one part of a model, in the order of its calls of attention.
 
-    It lives as long as the part is traced once. Its arrays are references (`jax.new_ref`), so that attention may stand
+    A cache is made for one trace of the part. Its arrays are references (`jax.new_ref`), so that attention may run
     inside of `jax.jit`, `jax.checkpoint` or `jax.lax.cond` in the part.
 
     Args:
-      count: how many positions of each row are at hand.
+      count: how many new positions of each row the part computes.
       stored: references to the arrays of each call; None to find out which calls there are.
-      starts: int32[B], the position of the first one at hand in each row; None where that is 0, as in a prompt.
-      block: the number of the block.
+      starts: int32[B], the first new position of each row; None where that is 0, as in a prompt.
+      block: the index of the block.
 
     Attributes:
       found: what each call stores, where `stored` is None.
@@ -90,7 +90,7 @@ class Cache:
         return context
 
     def positions(self, count: int) -> jax.Array:
-        """Return the positions of the `count` elements at hand, which must be the same in all rows."""
+        """Return the `count` new positions, which must be the same in all rows."""
         self.asked_positions = True
         numbers = jnp.arange(count, dtype=jnp.int32)
         return numbers if self.starts is None else self.starts[0] + numbers

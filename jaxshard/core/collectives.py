@@ -1,6 +1,6 @@
 """Collectives over the named axes of a `PartitionSpec`, inside `shard_map`.
 
-Several axes are taken one after the other, never as one: one mesh axis per torus dimension then gives native
+Several axes take one collective each, never a joint one: one mesh axis per torus dimension then gives native
 reduce-scatters on TPU.
 """
 
@@ -18,15 +18,15 @@ from jaxshard.core.placement import split_dims
 
 
 def gather(x: jax.Array, spec: PartitionSpec, *, keep: Sequence[str] = ()) -> jax.Array:
-    """Gather the whole array of which `x` is this device's shard under `spec`.
+    """All-gather the array of which `x` is this device's shard under `spec`.
 
-    One all-gather per axis, minor axes first, so that parts come to lie in their order. The last of them moves the
-    bytes of the whole array, the ones before it less.
+    One all-gather per axis, minor axes first, so that the shards are joined in order. The last all-gather moves the
+    bytes of the full array, the earlier ones fewer.
 
     Args:
       x: this device's shard.
-      spec: how the whole array is split.
-      keep: axes that go on splitting the result.
+      spec: how the full array is split.
+      keep: axes of the spec that are not gathered.
     """
     for dim, axis in reversed(split_dims(spec)):
         if axis not in keep:
@@ -43,7 +43,7 @@ def scatter_sum(x: jax.Array, spec: PartitionSpec, axes: Sequence[str], *, keep:
 
     Args:
       x: this device's share, as large as the sum.
-      spec: how the sum is to be split.
+      spec: how to split the sum.
       axes: the mesh axes to sum over.
       keep: axes of the spec that split `x` already and are left alone.
     """
@@ -70,19 +70,19 @@ def all_sum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 def stack_totals(
     fn: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array], specs: Sequence[PartitionSpec], mesh: Mesh
 ) -> jax.Array:
-    """Stack `fn(x)`, a scalar each, of global arrays, in global-view code: the compiler adds over devices."""
+    """Stack the scalars `fn(x)` of global arrays, in global-view code: the compiler adds over devices."""
     del specs, mesh  # the compiler knows them
     return jnp.stack([fn(x) for x in arrays])
 
 
 class Sums(NamedTuple):
-    """One way of adding shares over devices: native or in one order.
+    """A way to add shares over devices: native reductions or sums in a fixed order.
 
     Attributes:
       scatter_sum: sums a share and keeps this device's shard; see `scatter_sum` of this file.
       all_sum: sums a share, on every device; see `all_sum`.
-      stack_totals: reduces global arrays to a number each; see `stack_totals`.
-      in_order: True if sums are taken in one order, so that they give the same bits for every number of processes.
+      stack_totals: reduces each global array to a scalar; see `stack_totals`.
+      in_order: True if sums have a fixed order, so that they give the same bits for every number of processes.
     """
 
     scatter_sum: Callable[..., jax.Array]
@@ -92,13 +92,13 @@ class Sums(NamedTuple):
 
 
 NATIVE = Sums(scatter_sum, all_sum, stack_totals, in_order=False)
-"""Sums in whatever order suits the hardware. `ordered_sums.ORDERED` are those in one order."""
+"""Sums in the order that the hardware prefers; `ordered_sums.ORDERED` has a fixed order."""
 
 
 def sum_scalar(x: jax.Array, axes: Sequence[str], sums: Sums = NATIVE) -> jax.Array:
-    """Sum a share of a loss, a weight or a metric over the axes; what is narrower than f32 is added in f32."""
+    """Sum a share of a loss, a weight or a metric over the axes; bf16 and f16 are added in f32."""
     if x.dtype in _NARROW and axes:
-        # Also because the CPU compiler aborts on a manual bf16 sum beside automatic axes (JAX 0.10 to 0.12).
+        # Also because the CPU compiler aborts on a manual bf16 sum when other axes are automatic (JAX 0.10 to 0.12).
         return sums.all_sum(x.astype(jnp.float32), axes).astype(x.dtype)
     return sums.all_sum(x, axes)
 

@@ -1,8 +1,8 @@
-"""All that depends on the version of JAX or Python, or that they keep private (JAX 0.10 to 0.12, Python 3.11 on).
+"""All code that depends on the version of JAX or Python, or on their private names (JAX 0.10 to 0.12, Python 3.11 on).
 
 Each function says why the name is needed, and what happens when a new version changes it: loudly (an error where it is
-used) or silently (a wrong or slower result). What would change silently has a test in tests/core/test_compat.py, and so
-have the names of primitives and compiler passes that other files compare with.
+used) or silently (a wrong or slower result). Silent changes are tested in tests/core/test_compat.py, as are the names
+of primitives and compiler passes that other files compare with.
 """
 
 import functools
@@ -57,7 +57,7 @@ def warn_if_untested() -> None:
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    # From here over warn_if_untested and the two functions of js.layout to the code that called it.
+    # The stack: this function, warn_if_untested, the two functions of js.layout, and the user's call.
     warnings.warn(message, stacklevel=5)
 
 
@@ -65,7 +65,7 @@ def _warn_once(message: str) -> None:
 
 
 KEEP_REPEATED_GATHERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-"""Options under which the CPU compiler does not merge a unit's gather of the backward pass with the forward's.
+"""Options that keep the CPU compiler from merging the all-gather in a unit's backward pass with the forward's.
 
 Undocumented: the name of a pass of XLA. It expands the barrier of `jax.checkpoint` too early (JAX 0.10), after which
 equal gathers are merged. Silent: under another name nothing is disabled, and gathered weights are kept for the backward
@@ -123,7 +123,7 @@ def compiler_input(lowered: jax.stages.Lowered) -> CompilerInput:
         )
         raise _Taken
 
-    with _taking:  # which also guards what is put back
+    with _taking:  # the lock also guards the restored function
         compile_program = private.compile_or_get_cached
         private.compile_or_get_cached = take
         try:
@@ -147,7 +147,7 @@ AttributeError with `import jaxshard`.
 
 
 def backend_is_initialized() -> bool:
-    """Return whether JAX has touched a device, after which the number of simulated devices is fixed.
+    """Return whether JAX has started a backend, after which the number of simulated devices is fixed.
 
     Private: `jax._src.xla_bridge`. There is no public way to ask without starting the backend. Loud: an ImportError or
     AttributeError with `import jaxshard`.
@@ -158,7 +158,7 @@ def backend_is_initialized() -> bool:
 def cluster_processes() -> int:
     """Return how many processes `jax.distributed.initialize()` would join in the cluster that it finds; 1 without one.
 
-    JAX takes every pod of Kubernetes for one of a Job, and fails in a notebook's: only those of an indexed Job count.
+    Only Kubernetes pods of an indexed Job count: JAX takes every pod for one of a Job, and fails in a notebook's pod.
 
     Private: `jax._src.clusters`, `ClusterEnv._cluster_types` and its methods. JAX can't be asked without joining. Loud:
     an AttributeError in `js.initialize`.
@@ -173,7 +173,7 @@ def cluster_processes() -> int:
 def place_in_cluster(timeout: int) -> tuple[str, int, int, Sequence[int] | None]:
     """Return (host:port of process 0, number of processes, index of this one, local devices or None) in the cluster.
 
-    As `jax.distributed.initialize()` would find them, in a cluster of which `cluster_processes` counts several. On TPU
+    These are what `jax.distributed.initialize()` would find, where `cluster_processes` counts several. On TPU
     pods it may wait, up to `timeout` seconds, until the first host has an address.
 
     Private: `jax._src.clusters`, `ClusterEnv.auto_detect_unset_distributed_params`. JAX can't be asked without joining.
@@ -183,7 +183,7 @@ def place_in_cluster(timeout: int) -> tuple[str, int, int, Sequence[int] | None]
         os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, timeout
     )
     assert address is not None and count is not None and index is not None, "a cluster that was counted is known"
-    # The variable goes before what the cluster says; JAX reads it where nothing is given.
+    # The environment variable overrides the cluster; JAX reads it if the argument is None.
     return address, count, index, None if os.environ.get("JAX_LOCAL_DEVICE_IDS") else devices
 
 
@@ -200,13 +200,13 @@ def coordinator_client() -> Any:
     """Return the client of JAX's coordinator, whose key-value store all processes share; None in a single process.
 
     Private: `jax._src.distributed.global_state.client`, the only way to the store that JAX itself uses. Loud: an
-    AttributeError. Its methods are used by `put_key` and the others below.
+    AttributeError. `put_key` and the functions below it use its methods.
     """
     return distributed.global_state.client
 
 
 def default_devices() -> list[jax.Device] | None:
-    """Return the devices of the default backend, or None where none of the platforms in JAX_PLATFORMS is there.
+    """Return the devices of the default backend, or None if no platform in JAX_PLATFORMS is available.
 
     Undocumented: up to 0.12 an assertion fails inside JAX for a platform without a plugin. Loud: another error.
     """
@@ -217,7 +217,7 @@ def default_devices() -> list[jax.Device] | None:
 
 
 def has_cudnn() -> bool:
-    """Return whether cuDNN can be loaded, which JAX asks for its version when it traces attention for a GPU.
+    """Return whether cuDNN can be loaded: JAX reads its version when it traces attention for a GPU.
 
     Private: `jax._src.lib.cuda_versions`, None without a CUDA plugin. Loud: an ImportError.
     """
@@ -265,7 +265,7 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def newly_manual_axes(params: dict[str, Any]) -> frozenset[str]:
-    """Return the axes that a shard_map equation, given by its parameters, makes manual and that were not so around it.
+    """Return the mesh axes that a shard_map makes manual and that are automatic outside of it, from its parameters.
 
     Undocumented: the name of the parameter. Loud: a KeyError with it.
     """
@@ -295,7 +295,7 @@ def equation_frames(equation: Any) -> list[tuple[str, int, str]]:
 
 @contextmanager
 def equation_context(equation: Any) -> Iterator[None]:
-    """Enter the context in which an equation has to be evaluated again: mesh, `check_vma`, precision, source line.
+    """Enter the context in which to evaluate an equation again: mesh, `check_vma`, precision, source line.
 
     Private: `eqn.ctx.manager` and `eqn.source_info`, which `jax.core.eval_jaxpr` uses itself. Loud: an AttributeError.
     """
@@ -306,7 +306,7 @@ def equation_context(equation: Any) -> Iterator[None]:
 
 
 def cast_primitive(name: str) -> Primitive:
-    """Make a primitive `bind(x, dtype=dtype)` that casts, so that a traced program shows which casts are meant.
+    """Make a primitive `bind(x, dtype=dtype)` that casts, so that a jaxpr shows which casts are deliberate.
 
     Undocumented: `jax.interpreters.mlir`. Loud: an AttributeError with the import.
     """
@@ -322,7 +322,7 @@ def cast_primitive(name: str) -> Primitive:
 
 
 def function_primitive(name: str, fn: Callable[..., jax.Array]) -> Primitive:
-    """Make a primitive `bind(*arrays, **params)` that computes `fn(*arrays, **params)`, one equation in a program.
+    """Make a primitive `bind(*arrays, **params)` that computes `fn(*arrays, **params)` as one equation of a jaxpr.
 
     It is compiled, differentiated and mapped as `fn` is.
 
@@ -357,7 +357,7 @@ def function_primitive(name: str, fn: Callable[..., jax.Array]) -> Primitive:
 
 
 def mark_primitive(name: str) -> Primitive:
-    """Make a primitive `bind(*arrays, results=avals, **params)` that computes nothing: it is traced, and then read.
+    """Make a primitive `bind(*arrays, results=avals, **params)` that computes nothing, only to be found in a jaxpr.
 
     Under `jax.vmap` operands and results get the new dimension in front. It has no derivatives and can't be compiled.
 
@@ -381,8 +381,9 @@ def mark_primitive(name: str) -> Primitive:
 def splash_gradients(blocks: Any, mask_infos: Any, residuals: Any, d_out: Any, **options: Any) -> Any:
     """Return the gradients of q, k and v [heads, positions, width] of splash attention's TPU kernels.
 
-    The public kernel's derivative knows only its own output. In a ring the output is that of all keys, and a turn has
-    the gradients of some: there `residuals` are (q, k, v, segment ids, output, log of the sum of exp(logits)).
+    The public kernel's derivative knows only its own output. In ring attention the output is that of all keys, and each
+    step of the ring computes the gradients of some keys. `residuals` are (q, k, v, segment ids, output, log of the
+    sum of exp(logits)) there.
 
     Private: `splash_attention_kernel._splash_attention_bwd`, its arguments and the order of its results. Loud: an
     AttributeError or TypeError.
@@ -416,18 +417,18 @@ def forget_profile() -> None:
 
 
 def dce_jaxpr(jaxpr: Any) -> tuple[Any, list[bool]]:
-    """Return (the jaxpr without what its results don't need, for each input whether it is left).
+    """Return (the jaxpr without dead code, for each input whether it is still used).
 
-    Undocumented: `jax.interpreters.partial_eval.dce_jaxpr`, which knows of every primitive with programs inside (scan,
-    cond, jit, ...) which of their inputs are needed. Loud: an AttributeError.
+    Undocumented: `jax.interpreters.partial_eval.dce_jaxpr`, which knows which inputs each primitive with
+    inner jaxprs (scan, cond, jit, ...) needs. Loud: an AttributeError.
     """
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
 
 
 def without_callbacks(program: Any) -> Any:
-    """Return the jaxpr in which dead code elimination finds callbacks that nothing reads (`jax.debug.print`) dead.
+    """Return the jaxpr with callbacks made effect-free, so that dead code elimination removes those that nothing reads.
 
-    Calls and control flow are entered; what runs on references (kernels) is left as it is.
+    `jax.debug.print` is such a callback. Inner jaxprs of calls and control flow are changed too, those of kernels not.
 
     Private: `Jaxpr.replace`, and the names of the effects. Silent: under other names callbacks would stay, and run once
     more. Tested by its effect.
@@ -457,7 +458,7 @@ _WITH_CALLBACKS_INSIDE = {"jit", "pjit", "remat2", "remat", "checkpoint", "close
 
 
 def replace_equations(jaxpr: Any, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any]) -> Any:
-    """Return the jaxpr with other arguments, results and equations, all of them its own variables and equations.
+    """Return the jaxpr with other arguments, results and equations, chosen from its own variables and equations.
 
     Private: `debug_info._replace`. The names of arguments and results in it have to be forgotten, since JAX checks that
     there are as many as arguments. Loud: an AttributeError, or JAX's own assertion.
@@ -467,7 +468,7 @@ def replace_equations(jaxpr: Any, invars: Sequence[Any], outvars: Sequence[Any],
 
 
 def fresh_variable(aval: Any) -> Any:
-    """Return a variable of this type that no program uses yet.
+    """Return a new jaxpr variable of this type.
 
     Undocumented: the argument of `jax.extend.core.Var`. Loud: a TypeError.
     """
@@ -520,9 +521,9 @@ def call_before_exit(fn: Callable[[], Any]) -> None:
 def avoid_compilation_cache(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> None:
     """Turn JAX's persistent compilation cache off, with a warning, where several CPU devices compute together.
 
-    Loaded from it the collectives of a program that do not depend on each other are no longer in one order: some
-    devices wait in one and some in the other, until XLA ends the process after 40 s (seen with JAX 0.10.2; to try it
-    with a newer one, run `jaxshard train` out of the cache several times on a busy machine).
+    In a program that is loaded from the cache, independent collectives no longer have a fixed order: some devices wait
+    in one collective and some in another, until XLA ends the process after 40 s (seen with JAX 0.10.2; to try it
+    with a newer version, run `jaxshard train` from the cache several times on a busy machine).
     """
     config: Any = jax.config
     if not config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
@@ -540,21 +541,21 @@ def avoid_compilation_cache(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh)
 
 # The key-value store of JAX's coordinator. `store` is `coordinator_client()`, or an object with its methods.
 #
-# Private: the methods of the client, undocumented and written in C++, and the texts of its errors, which all are
-# RuntimeErrors. Renamed methods are loud. A changed text is loud too: where None was expected an error is raised.
+# Private: the methods of the client, undocumented and written in C++, and the texts of its errors, all RuntimeErrors.
+# Renamed methods are loud. A changed text is loud too: a function raises where it should return None.
 
 
 def put_key(store: Any, key: str, value: str, *, overwrite: bool = False) -> None:
     """Store a value under a key.
 
     Raises:
-      RuntimeError: the key is there already and `overwrite` is False, or the store can't be reached.
+      RuntimeError: the key exists and `overwrite` is False, or the store can't be reached.
     """
     store.key_value_set(key, value, allow_overwrite=overwrite)
 
 
 def get_key(store: Any, key: str) -> str | None:
-    """Return the value of a key, or None if it is not there."""
+    """Return the value of a key, or None if it does not exist."""
     try:
         return str(store.key_value_try_get(key))
     except RuntimeError as error:
@@ -564,7 +565,7 @@ def get_key(store: Any, key: str) -> str | None:
 
 
 def wait_for_key(store: Any, key: str, seconds: float) -> str | None:
-    """Return the value of a key as soon as it is there, or None if it has not come within `seconds`."""
+    """Wait until a key exists and return its value, or None after `seconds`."""
     try:
         return str(store.blocking_key_value_get(key, max(1, int(1000 * seconds))))
     except RuntimeError as error:

@@ -1,7 +1,7 @@
-"""Constraints on activations by the names of their dimensions; they do nothing in a program without a layout.
+"""Sharding constraints on activations by the names of their dimensions; without a layout they do nothing.
 
-The layout comes by a context (`follow_layout`) that engines enter around the user's code, so that a model names its
-dimensions once and knows neither mesh nor strategy.
+Engines set the layout in a context (`follow_layout`) around the user's code, so that a model names its dimensions once
+and knows neither mesh nor strategy.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def constrain(
     """Constrain the dimensions of an activation to be split as the current strategy splits these names.
 
     "batch" is split over the batch axes (where they divide the rows), "context" over those of `js.context`, any other
-    name as the rules of `js.tensor` say ("sequence" over both), and None is whole. Outside of jaxshard's steps, or
-    without such axes, `x` comes back as it is. Under `js.explicit` each device has its own rows and positions, so
-    "batch" and "context" say nothing there.
+    name as the rules of `js.tensor` say ("sequence" over both), and None is not split. Outside of jaxshard's steps, or
+    without such axes, `x` is returned unchanged. Under `js.explicit` each device has its own rows and positions, so
+    "batch" and "context" have no effect there.
 
-    Collectives: those that bring `x` there from where it was, chosen by the compiler.
+    Collectives: the compiler chooses those that change the sharding of `x`.
 
     Args:
       x: an activation of any shape, global under `js.auto`.
@@ -61,8 +61,8 @@ def constrain(
         not divide.
 
     Example:
-      With sequence parallelism, the input of a column-parallel layer is whole in the forward pass and split in the
-      backward pass, so that its partial sums are scattered:
+      With sequence parallelism, the input of a column-parallel layer has all positions in the forward pass, and its
+      gradient is split in the backward pass, so that partial sums are reduce-scattered:
 
         h = js.constrain(h, ("batch", None, None), grad=("batch", "sequence", None))    # h: [batch, seq, embed]
     """
@@ -75,7 +75,7 @@ def constrain(
 
 
 def is_split(name: str, size: int | None = None) -> bool:
-    """Return whether the current strategy splits dimensions of this name, and of this size where one is given."""
+    """Return whether the current strategy splits dimensions of this name (and size, if given)."""
     activations: Activations | None = _current.value
     if activations is None:
         return False
@@ -87,19 +87,19 @@ def is_split(name: str, size: int | None = None) -> bool:
 
 
 def split_count(name: str, size: int) -> int:
-    """Return into how many parts the current strategy splits a dimension of this name and size, 1 without one."""
+    """Return into how many parts the current strategy splits a dimension of this name and size; 1 without a layout."""
     activations: Activations | None = _current.value
     return 1 if activations is None else activations.split_count(name, size)
 
 
 def activations_in_force() -> Activations | None:
-    """Return the placement of activations of the layout that is followed here; None outside of jaxshard's steps."""
+    """Return the activation shardings of the current layout; None outside of jaxshard's steps."""
     activations: Activations | None = _current.value
     return activations
 
 
 def devices_in_force() -> list[Any]:
-    """Return the devices that the program traced here is made for: those of the layout's mesh, else the default one."""
+    """Return the devices for which the program is traced: those of the layout's mesh, or else the default device."""
     activations: Activations | None = _current.value
     if activations is not None:
         return list(activations.layout.mesh.devices.flat)
@@ -113,7 +113,7 @@ def follow_layout(layout: Layout) -> AbstractContextManager[None]:
     return context
 
 
-# A gradient of its own: JAX's constraint constrains the cotangent as it constrains the value, and `grad` may differ.
+# A custom VJP: JAX's own constraint gives the cotangent the sharding of the value, and `grad` may differ.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _constrain_both_ways(forward: NamedSharding, backward: NamedSharding, x: jax.Array) -> jax.Array:
     constrained: jax.Array = jax.lax.with_sharding_constraint(x, forward)
@@ -133,7 +133,7 @@ _constrain_both_ways.defvjp(_forward, _backward)
 
 @dataclass(frozen=True)
 class Activations:
-    """The placement of activations under a layout; two of the same layout are equal."""
+    """The shardings of activations under a layout; equal for equal layouts."""
 
     layout: Layout
 
@@ -144,7 +144,7 @@ class Activations:
         return isinstance(other, Activations) and other.layout is self.layout
 
     def constrain(self, x: jax.Array, names: Sequence[str | None], grad: Sequence[str | None]) -> jax.Array:
-        """Do what the function `constrain` does, under this layout."""
+        """Implement the function `constrain` under this layout."""
         mesh, manual = self.mesh()
         if set(mesh.axis_names) <= manual:
             return x
@@ -154,12 +154,12 @@ class Activations:
             entries = [e if e is _FREE else spec_entry(tuple(a for a in e if a not in manual)) for e in axes]
             return NamedSharding(mesh, PartitionSpec(*entries))
 
-        # A name of its own: the constraints that bring weights are never saved for the backward pass, these may be.
+        # Named, so that a remat policy can save it; the constraints that gather weights are never saved.
         named: jax.Array = checkpoint_name(_constrain_both_ways(sharding(names), sharding(grad), x), CONSTRAINED)
         return named
 
     def split_count(self, name: str, size: int) -> int:
-        """Do what the function `split_count` does, under this layout."""
+        """Implement the function `split_count` under this layout."""
         mesh, manual = self.mesh()
         if name not in ("batch", "context", TOKENS) and not is_split(name, size):
             return 1
@@ -167,20 +167,20 @@ class Activations:
         return 1 if axes is _FREE else axis_size(mesh, tuple(axis for axis in axes if axis not in manual))
 
     def mesh(self) -> tuple[Mesh, frozenset[str]]:
-        """Return the mesh, and the axes that an enclosing `shard_map` handles: nothing is constrained over these."""
+        """Return the mesh, and its manual axes in an enclosing `shard_map`, over which nothing is constrained."""
         inside = jax.sharding.get_abstract_mesh()
         manual = [name for name, kind in zip(inside.axis_names, inside.axis_types) if kind == AxisType.Manual]
         return (inside if manual else self.layout.mesh), frozenset(manual)  # type: ignore[return-value]
 
     def axes(self, name: str | None, size: int, who: str = "constrain") -> Any:
-        """Return the mesh axes that split a dimension of this name and size; the compiler's choice for odd rows."""
+        """Return the mesh axes that split a dimension of this name and size, UNCONSTRAINED for odd rows."""
         if name is None:
             return ()
         if name in ("batch", TOKENS):
             axes = self.layout.batch_axes if name == "batch" else self.layout.sum_axes
             return axes if size % axis_size(self.layout.mesh, axes) == 0 else _FREE
         of_context = self._context_axes() if name in ("context", "sequence") else ()
-        # Of the new positions that generation runs, often one, there may be fewer than devices.
+        # Generation often runs one new position, fewer than there are devices.
         few = name == "sequence" and cache_in_force() is not None and size % self._size_of("sequence")
         parts = [] if name == "context" or few else self.tensors()
         axes = of_context + tuple(axis for part in parts for axis in part.entry(name, size, self.layout.mesh, who))
@@ -191,7 +191,7 @@ class Activations:
         return math.prod(axis_size(self.layout.mesh, p.axis) for p in self.tensors() if p.rules.fate(name) == "split")
 
     def _context_axes(self) -> tuple[str, ...]:
-        """The axes of the context, if the compiler handles them: each device has its own positions otherwise."""
+        """The axes of the context, unless a `shard_map` makes them manual, where each device has its own positions."""
         context, (_, manual) = self.layout.context, self.mesh()
         return () if context is None else tuple(axis for axis in context.axis if axis not in manual)
 

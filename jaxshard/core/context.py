@@ -1,4 +1,4 @@
-"""`js.context`: the strategy that splits the positions of a batch, and what `js.compose` does beside it."""
+"""`js.context`: the strategy that splits the positions of a batch, and its combination with others in `js.compose`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxshard.core.types import AxisName
 ContextForm = Literal["gather", "ulysses", "usp", "ring"]
 
 CONTEXT_DIMS: Mapping[str, int] = {"tokens": 1, "targets": 1, "weights": 1, "positions": 1, "segment_ids": 1}
-"""The arrays of a batch that have positions, and in which dimension, unless `js.context` is told otherwise."""
+"""Default of `js.context(dims=)`: the arrays of a batch that have positions, and the dimension of the positions."""
 
 
 @axes_in_a_tuple
@@ -23,23 +23,23 @@ def context(
 ) -> Strategy:
     """Context parallelism: each device computes a part of the positions of every row, for rows too long for one.
 
-    Everything but attention treats positions one by one, and `js.attention` brings the keys and values of the other
-    devices. The parts are such that causal attention is as much work on each of n devices: of 2n chunks of a row,
-    device i has the chunks i and 2n - 1 - i. So a row must have a multiple of 2n positions.
+    Every layer but attention computes each position by itself, and `js.attention` communicates keys and values. The
+    positions are divided so that causal attention is the same work on each of n devices: a row is cut into 2n chunks,
+    and device i has the chunks i and 2n - 1 - i. So a row must have a multiple of 2n positions.
 
-    Batches rest as they would without it, whole over the axis. Beside it in `js.compose` rows are not split over the
-    axis, whatever else says so, but fills may use it: `js.fsdp(("data", "context"))` splits rows over data alone and
-    parameters over both. Losses, metrics and gradients are summed over the axis, as over those of the batch.
+    Batches are stored replicated over the axis. In `js.compose` the axis never splits rows, even if another strategy
+    names it for them, but it may split other arrays: `js.fsdp(("data", "context"))` splits rows over data alone and
+    parameters over both. Losses, metrics and gradients are summed over the axis, as over the batch axes.
 
-    A loss must treat positions one by one but in `js.attention`, and read its positions from the batch or from
-    `js.positions`. It must have labels beside its inputs: {"tokens": [B, T], "targets": [B, T]}, not one array of
-    T + 1, of which no device could shift its part. (The models of `js.models` take both.) Under `js.auto` any attention
-    is right, for the loss sees whole rows there.
+    Outside of `js.attention` a loss must compute each position by itself, and it must read positions from the batch or
+    from `js.positions`. Labels must be an array of their own: {"tokens": [B, T], "targets": [B, T]}, not one array of
+    T + 1 tokens, since no device could shift its part. (The models of `js.models` take both.) Under `js.auto` any
+    attention is right, because the loss sees all positions there.
 
     Args:
       axis: a mesh axis, or a tuple of axes that split the positions together; a pair of them for "usp".
       dims: the arrays of a batch that have positions, by the last name of their path, and in which dimension. An array
-        of fewer dimensions, such as weights [rows], has none. None says that one of such a size has none either.
+        of fewer dimensions, such as weights [rows], has none, and neither has an array with the value None.
       how: how attention sees the keys and values of other devices. "gather" gathers all of them. "ulysses" exchanges
         heads for positions (all-to-all), "usp" gathers over the first axis and exchanges over the second, and "ring"
         passes them around.
@@ -80,7 +80,7 @@ def context(
 
 
 def rows_without_context(parts: Sequence[Strategy]) -> Sequence[Strategy]:
-    """Take the axes of `js.context` away from those that split rows; raise ValueError for what can't be beside it."""
+    """Remove the axes of `js.context` from `js.batch`; raise ValueError for strategies that can't be combined."""
     contexts = [part for part in parts if isinstance(part, Context)]
     if not contexts:
         return parts

@@ -1,6 +1,6 @@
-"""A context in which a program is traced to be counted, not run: layers then show the products of their formula.
+"""A context in which a program is traced to count its FLOPs, not to run: layers then trace their formulas.
 
-A kernel says nothing about what it computes, or something else on every platform. What a model asks for is its formula.
+The jaxpr of a kernel does not show its matrix products, or shows others on every platform; that of its formula does.
 """
 
 from __future__ import annotations

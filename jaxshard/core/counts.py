@@ -1,4 +1,4 @@
-"""Whole numbers that users give: of steps between two calls, of steps to wait, of parts."""
+"""Check integers that users pass as counts, such as steps between two calls, or parts."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 
 def check_count(who: str, *, least: int = 1, **counts: Any) -> None:
-    """Raise for numbers that count nothing.
+    """Raise unless every count is an integer of at least `least`.
 
     Args:
-      who: the function or class that they are given to.
+      who: the function or class that receives them, for the message.
       least: the smallest number that is allowed.
-      **counts: the numbers by the names of their parameters; None stands for one that is not given.
+      **counts: the counts by the names of their parameters; None is a parameter that was left out.
 
     Raises:
-      TypeError: one is no whole number, such as the text "10".
-      ValueError: one is too small.
+      TypeError: a count is not an integer, such as the string "10".
+      ValueError: a count is too small.
     """
     for name, value in counts.items():
         if value is None:

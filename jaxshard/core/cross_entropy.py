@@ -1,4 +1,4 @@
-"""Cross-entropy that leaves logits split over the vocabulary where they are."""
+"""Cross-entropy that does not gather logits that are split over the vocabulary."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cross_entropy(
       The loss of each label. Divide their sum by the number of labels that count, not by `losses.size`.
 
     Raises:
-      ValueError: labels that are not integers or do not have the shape of the logits but for the last dimension; a
+      ValueError: labels that are not integers, or whose shape is not that of the logits without the last dimension; a
         `where` that is not boolean or does not broadcast to the labels.
       TypeError: an `ignore_index` that is no integer.
 
@@ -66,7 +66,7 @@ def cross_entropy(
 
 
 def compute_nats(logits: Float32[Array, "*batch vocab"], labels: Int[Array, "*batch"]) -> Float32[Array, "*batch"]:
-    """Compute what `cross_entropy` does for labels from 0 to vocab - 1, of logits that are where they should be."""
+    """Compute the loss of labels from 0 to vocab - 1, without checks and without a sharding constraint."""
     # Not an index: looking a label up would make the partitioner move the logits. Not in the labels' dtype: bytes wrap.
     own = (
         jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == jnp.asarray(labels, jnp.int32)[..., None]
@@ -76,13 +76,13 @@ def compute_nats(logits: Float32[Array, "*batch vocab"], labels: Int[Array, "*ba
 
 def in_vocabulary(labels: Int[Array, "*batch"], vocab: int) -> Bool[Array, "*batch"]:
     """Return which labels are from 0 to vocab - 1."""
-    # One comparison: without a sign, negative labels are larger than any vocabulary. In fewer than 32 bits, or than
-    # they have, labels might wrap around into it.
+    # One comparison: cast to unsigned, negative labels are larger than any vocabulary. A cast to fewer bits than they
+    # have, or than 32, might wrap a label around into the vocabulary.
     return labels.astype(f"uint{max(32, 8 * labels.dtype.itemsize)}") < vocab
 
 
 def spoil(good: Bool[Array, "*batch"], nats: Float32[Array, "*batch"]) -> Float32[Array, "*batch"]:
-    """Make the losses NaN that are not good. Gradients pass as they are, so that the backward pass has nothing more."""
+    """Replace losses that are not good by NaN; gradients pass unchanged, so this adds no work to the backward pass."""
     return nats + jnp.where(good, jnp.float32(0), jnp.float32(jnp.nan))
 
 

@@ -21,14 +21,14 @@ from jaxshard.core.types import PyTree
 
 
 def is_leaf(node: Any) -> bool:
-    """Tell whether a node of a tree is a `Leaf`, which JAX would take for a tuple."""
+    """Return whether a node of a tree is a `Leaf`, which JAX would flatten as a tuple."""
     return isinstance(node, Leaf)
 
 
 def name_dims(strategy: Strategy, mesh: Mesh, runs: Sequence[ModelRun], params: PyTree) -> PyTree:
     """Make a `Leaf` of every parameter, with the names that models and rules give its dimensions.
 
-    Warns of large parameters that stay whole over the axis of `tensor` although no rule asks for it.
+    Warn of large parameters that are replicated over the axis of `tensor` although no rule asks for it.
 
     Args:
       strategy: the strategy of the layout.
@@ -73,7 +73,7 @@ def _warn_of_rules(part: Tensor, leaves: list[Leaf], mesh: Mesh) -> None:
         if reason == INDIVISIBLE:
             fix = f"make its size a multiple of {axis_size(mesh, part.axis)}"
         warnings.warn(
-            f"tensor: {reason} {', '.join(_describe_kinds(missed))}: copied whole over {part.axis!r}; {fix}, or say "
+            f"tensor: {reason} {', '.join(_describe_kinds(missed))}: replicated over {part.axis!r}; {fix}, or say "
             f"('*/{first}', 'whole')",
             stacklevel=5,
         )
@@ -86,7 +86,7 @@ def _warn_of_rules(part: Tensor, leaves: list[Leaf], mesh: Mesh) -> None:
 
 
 def _describe_kinds(leaves: list[Leaf]) -> list[str]:
-    """Write the paths and shapes of parameters, those of the same kind in all blocks once."""
+    """Format the paths and shapes of parameters; one entry for parameters of the same kind in all blocks."""
     groups = group_by_kind(leaves, lambda leaf: leaf.path, lambda leaf: (leaf.shape, leaf.names)).items()
     return [
         f"{kind} {list(same[0].shape)}{_describe_names(same[0])}{f' ({len(same)} of them)' if len(same) > 1 else ''}"

@@ -1,11 +1,11 @@
-"""Factorizations of many matrices at once, and a loop over the matrices in their place, for simulated CPU devices.
+"""Replace batched matrix factorizations by loops over single matrices, for simulated CPU devices.
 
 JAX's CPU backend divides a batch of matrices (`jax.numpy.linalg.eigh` of [L, n, n]) into tasks for the threads of the
-process, and waits for these tasks. Simulated devices share the threads. Where the other devices hold all of them,
-because they wait for this one in a collective or because they factorize batches too, the tasks never start, and the
-step never ends. A single matrix is factorized by the thread that asks for it. Seen with JAX 0.10.2 and 0.12.0.1 in
-`jax::ParallelBatchMap` of jaxlib's LAPACK kernels. To be deleted when that no longer waits for threads of the pool:
-tests/training/test_owners.py tries it.
+process, and waits for these tasks. Simulated devices share the threads. If the other devices occupy all threads,
+because they wait for this device in a collective or factorize batches too, the tasks never start: a deadlock. A single
+matrix is factorized by the calling thread. Seen with JAX 0.10.2 and 0.12.0.1 in
+`jax::ParallelBatchMap` of jaxlib's LAPACK kernels. To be deleted when that function no longer waits for threads of the
+pool: tests/training/test_owners.py tries it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ FACTORIZATIONS = frozenset({
     "cholesky", "eig", "eigh", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd",
     "triangular_solve", "tridiagonal",
 })  # fmt: skip
-"""Primitives of linear algebra on whole matrices, besides products."""
+"""Linear algebra primitives that need all elements of a matrix, besides products."""
 
 
 def one_matrix_at_a_time(program: Any) -> Any:
-    """Return a closed jaxpr with a loop over single matrices for every factorization of several; itself without any.
+    """Return the closed jaxpr with a loop over single matrices in place of every batched factorization.
 
-    The results are the same, bit for bit where the library that factorizes them takes matrices one by one, as LAPACK
-    does. Calls are opened on the way. Where the compiler would have split the batch over devices, it gathers it.
+    The results are the same, bit for bit if the library factorizes matrices one by one, as LAPACK does. Calls are
+    inlined. A batch that the compiler would have split over devices is gathered.
     """
     return _with_loops(program) if _factorizes_several(program) else program
 
@@ -47,7 +47,7 @@ def _factorizes_several(program: Any) -> bool:
 
 
 def _batch(eqn: Any) -> tuple[int, ...]:
-    """The leading dimensions of an equation that factorizes several matrices; () of any other equation."""
+    """Return the batch dimensions of a factorization of several matrices; () for any other equation."""
     if eqn.primitive.name not in FACTORIZATIONS:
         return ()
     batch = tuple(eqn.invars[0].aval.shape[:-2])
@@ -55,7 +55,7 @@ def _batch(eqn: Any) -> tuple[int, ...]:
 
 
 def _loop(eqn: Any, operands: list[Any]) -> list[Any] | None:
-    """The rule for `replay`: the results of an equation that factorizes several matrices, itself or in a branch."""
+    """Rule for `replay`: evaluate an equation that factorizes several matrices, itself or in a branch, by a loop."""
     if batch := _batch(eqn):
         flat = [x.reshape(math.prod(batch), *x.shape[len(batch) :]) for x in operands]
         made = lax.map(lambda matrices: bind(eqn, matrices), flat)
@@ -67,7 +67,7 @@ def _loop(eqn: Any, operands: list[Any]) -> list[Any] | None:
 
 
 def _in_param(value: Any) -> Any:
-    """A parameter of an equation with loops in the programs that it holds: of a branch, or of a loop's turn."""
+    """Return an equation's parameter with loops in its jaxprs: those of branches, or the body of a loop."""
     if type(value) is tuple:
         return tuple(map(_in_param, value))
     return one_matrix_at_a_time(value) if hasattr(value, "jaxpr") else value

@@ -1,4 +1,4 @@
-"""Errors of files that name the file, which Python's own do only where a file can't be opened."""
+"""Add the file's path to OSErrors, since Python names it only if a file can't be opened."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _TENSORSTORE = re.compile(r"\[os_error_code='(\d+)'\]")
-"""How TensorStore tells the errno; checkpoint/compat.py speaks of it."""
+"""The errno in TensorStore's messages; see checkpoint/compat.py."""
 
 
 @contextlib.contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Raise an OSError of the block again with its errno and the path, alone: without the errors behind it."""
+    """Re-raise an OSError of the block with its errno and the path, without the chain of earlier errors."""
     try:
         yield
     except OSError as error:
@@ -23,7 +23,7 @@ def naming(path: str | Path) -> Iterator[None]:
 
 
 def errno_of(error: BaseException) -> int | None:
-    """Return the number of an operating system's error, also of one that a library tells as a text alone."""
+    """Return the errno of an error, also if a library reports it only in its message; None without one."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     if found := _TENSORSTORE.search(str(error)):

@@ -1,6 +1,6 @@
 """Arrays of other libraries (torch, TensorFlow, pandas) as NumPy arrays, without importing any of them.
 
-They are known by the protocols `__array__` and `__dlpack__`. NumPy reads the first; JAX reads the second, and knows
+They have the protocols `__array__` and `__dlpack__`. NumPy reads the first; JAX reads the second, and knows
 bfloat16, which NumPy does not.
 """
 
@@ -31,7 +31,7 @@ def as_arrays(what: str, tree: PyTree) -> PyTree:
 def convert_foreign(what: str, tree: PyTree) -> PyTree:
     """Convert arrays of other libraries to NumPy arrays; arrays of JAX and NumPy and Python numbers stay as they are.
 
-    A mapping that is no node of a tree for JAX, such as the `BatchEncoding` of a Hugging Face collator, becomes a
+    A mapping that is no pytree node for JAX, such as the `BatchEncoding` of a Hugging Face collator, becomes a
     dictionary.
 
     Args:

@@ -1,4 +1,4 @@
-"""Which results of a traced program are arguments handed through unchanged, through calls, loops and branches."""
+"""Find the results of a jaxpr that are unchanged arguments, through calls, loops and branches."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from jaxshard.core.jaxpr import CALLS, open_jaxpr
 from jaxshard.core.primitives import SAME
 
 Sources = Sequence[int | None]
-"""For each result of a program the index of the argument that it is, or None; the same for an equation's operands."""
+"""For each result of a program (or equation) the index of the argument (or operand) that it equals, or None."""
 
 
 def handed_through(program: Any) -> Sources:
-    """Return for each result of a program the index of the argument that it is; None where it is computed."""
+    """Return for each result of a program the index of the argument that it equals; None for a computed result."""
     jaxpr, _ = open_jaxpr(program)
     source = {var: index for index, var in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
@@ -28,7 +28,7 @@ def handed_through(program: Any) -> Sources:
 
 
 def operands_handed_through(eqn: Any) -> Sources:
-    """Return for each result of an equation the index of the operand that it is; None where it is computed."""
+    """Return for each result of an equation the index of the operand that it equals; None for a computed result."""
     name, params = eqn.primitive.name, eqn.params
     if name in SAME:
         return range(len(eqn.outvars))

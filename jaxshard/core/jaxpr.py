@@ -1,4 +1,4 @@
-"""Program surgery: a traced function whose parts can be run, and what those parts depend on.
+"""Trace a function to a jaxpr, run parts of it, and find what those parts depend on.
 
 A jaxpr is a list of equations over variables, each variable made by one equation or given as an argument. For
 
@@ -13,9 +13,9 @@ A jaxpr is a list of equations over variables, each variable made by one equatio
     dependent_variables(eqns, [w])             -> {w, b}                    what changes with w
     program.run(a, {x: 0.5})                   -> sin(0.5)                  without making b
 
-Variables (`jax.extend.core.Var`) are hashable and compared by identity; a place in an equation that holds a number
-instead is a `Literal`, which is in no set here. Only names that JAX documents are used in this file; the others, and
-what differs between its versions, are in core/compat.py.
+Variables (`jax.extend.core.Var`) are hashable and compared by identity; a constant operand of
+an equation is a `Literal`, which is in no set here. This file uses only names that JAX documents; private names, and
+differences between versions, are in core/compat.py.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ CALLS = {
     }.items()
     for name in names
 }
-"""Primitives that run, once and on their own operands, the program in the parameter of that name."""
+"""{primitive that runs an inner jaxpr, once and on its own operands: the parameter that holds the jaxpr}."""
 
 PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call")
-"""Those of them that do nothing else."""
+"""The primitives of `CALLS` that do nothing else."""
 
 T = TypeVar("T")
 
 Rule = Callable[[Any, list[Any]], list[Any] | None]
-"""`rule(equation, operands)` -> its results, or None for those that the equation itself gives."""
+"""`rule(equation, operands)` -> results to use in place of the equation, or None to evaluate the equation."""
 
 
 class Program(NamedTuple):
@@ -70,7 +70,7 @@ class Program(NamedTuple):
         return cls._of(closed, jax.tree.structure(args), jax.tree.structure(shapes))
 
     def results(self, values: Sequence[Any]) -> PyTree:
-        """Return the tree of results with these values, numbers as arrays of the dtypes that the program has."""
+        """Return the tree of results with these values; Python numbers become arrays of the program's dtypes."""
         arrays = (jnp.asarray(x, atom.aval.dtype) for x, atom in zip(values, jax.tree.leaves(self.out), strict=True))
         return jax.tree.unflatten(jax.tree.structure(self.out), arrays)
 
@@ -85,11 +85,11 @@ class Program(NamedTuple):
         return list(open_jaxpr(self.closed)[0].eqns)
 
     def inline_calls(self) -> Program:
-        """Return the same program, with variables of its own, in which no equation is one of `CALLS`."""
+        """Return the same program with all `CALLS` inlined, on new variables."""
         return self.replace_closed(inline_calls(self.closed))
 
     def replace_closed(self, closed: Any) -> Program:
-        """Return the program of another closed jaxpr with the same trees of arguments and results."""
+        """Return a program for another closed jaxpr with the same trees of arguments and results."""
         return self._of(closed, jax.tree.structure(self.args), jax.tree.structure(self.out))
 
     def part(self, outs: Sequence[Any], ins: Sequence[Any]) -> Callable[..., list[Any]]:
@@ -100,7 +100,7 @@ class Program(NamedTuple):
     def only(self, wanted: Sequence[Any]) -> Callable[..., list[Any]]:
         """Return a function of the program's arguments that computes some variables and nothing else.
 
-        Nor does it call back: the compiler keeps what prints, which would then do so once more.
+        Callbacks are left out: the compiler never removes a `jax.debug.print`, which would then print twice.
         """
         alone, used = results_alone(without_callbacks(self.closed), wanted)
 
@@ -118,7 +118,7 @@ class Program(NamedTuple):
 
         Args:
           wanted: a tree of variables and Literals.
-          given: values by variable; what is not needed may be among them.
+          given: values by variable; it may have values that are not needed.
           eqns: the equations that may be used, all of them by default.
           effects: whether equations with side effects, such as `jax.debug.print`, run as well.
         """
@@ -132,11 +132,11 @@ class Program(NamedTuple):
 
 
 def trace_or_none(trace: Callable[[], T]) -> T | None:
-    """Trace a user's function for shapes that it need not be written for; None where it is not.
+    """Trace a user's function for shapes that it may not support; return None if it fails.
 
     Args:
-      trace: traces it. Whatever it raises says that nothing can be learned from these shapes: user code, and the
-        libraries that check shapes in it, raise errors of any class.
+      trace: traces it. Every exception counts as "not supported", since user code, and the libraries that check shapes
+        in it, raise errors of any class.
     """
     try:
         return trace()
@@ -145,7 +145,7 @@ def trace_or_none(trace: Callable[[], T]) -> T | None:
 
 
 def _as_array(x: Any, atom: Any) -> Any:
-    """Results that are Literals come back as Python's numbers: make arrays of them."""
+    """Convert a Python number, the value of a result that is a Literal, to an array."""
     aval: Any = atom.aval
     return jnp.asarray(x, aval.dtype) if isinstance(atom, Literal) else x
 
@@ -159,12 +159,12 @@ def open_jaxpr(program: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def eliminate_dead_code(program: Any) -> tuple[Any, list[bool]]:
-    """Return (the jaxpr without what its results don't need, for each input whether it is left)."""
+    """Return (the jaxpr without dead code, for each input whether it is still used)."""
     return dce_jaxpr(open_jaxpr(program)[0])
 
 
 def results_alone(program: Any, results: Sequence[Any]) -> tuple[Any, list[bool]]:
-    """Return (the closed jaxpr of some variables of a program alone, for each input whether they need it)."""
+    """Return (the closed jaxpr that computes only these variables, for each input whether they need it)."""
     jaxpr, consts = open_jaxpr(program)
     steps, _ = needed_equations(jaxpr.eqns, results, set())
     alone, used = eliminate_dead_code(replace_equations(jaxpr, jaxpr.invars, results, steps))
@@ -172,17 +172,17 @@ def results_alone(program: Any, results: Sequence[Any]) -> tuple[Any, list[bool]
 
 
 def read_equations(jaxpr: Any) -> list[Any]:
-    """Return the equations of which something reads a result, or that have effects.
+    """Return the equations that have effects or whose results are read.
 
-    JAX 0.10 leaves dead Pallas kernels in a program, such as that of a forward pass of which a policy offloads the
-    results. XLA leaves them out.
+    JAX 0.10 leaves dead Pallas kernels in a program, such as a forward kernel whose results a remat policy offloads.
+    XLA removes them.
     """
     read = {id(atom) for equation in jaxpr.eqns for atom in equation.invars} | {id(atom) for atom in jaxpr.outvars}
     return [one for one in jaxpr.eqns if one.effects or any(id(result) in read for result in one.outvars)]
 
 
 def subprogram(program: Any, outs: Sequence[Any], ins: Sequence[Any], eqns: Sequence[Any]) -> Callable[..., list[Any]]:
-    """Return `fn(*values of ins) -> values of outs` by some equations of a program, its constants filled in.
+    """Return `fn(*values of ins) -> values of outs`, which evaluates some equations of a program with its constants.
 
     `eqns` must be enough: see `needed_equations`.
     """
@@ -192,12 +192,12 @@ def subprogram(program: Any, outs: Sequence[Any], ins: Sequence[Any], eqns: Sequ
 
 
 def inline_calls(program: Any) -> Any:
-    """Return the closed jaxpr with all `CALLS` opened: jit, checkpoint, and functions with derivatives of their own."""
+    """Return the closed jaxpr with all `CALLS` inlined: jit, checkpoint and functions with custom derivatives."""
     return jax.make_jaxpr(lambda *args: replay(program, args))(*open_jaxpr(program)[0].in_avals)
 
 
 def replay(program: Any, args: Sequence[Any], rule: Rule = lambda equation, operands: None) -> list[Any]:
-    """Evaluate a program, calls opened, with `rule` in place of the equations that it has results for."""
+    """Evaluate a program with its calls inlined, where `rule` may replace the results of an equation."""
 
     def run_opened(eqn: Any, operands: list[Any]) -> list[Any] | None:
         inner = eqn.params.get(CALLS.get(eqn.primitive.name, ""))
@@ -207,7 +207,7 @@ def replay(program: Any, args: Sequence[Any], rule: Rule = lambda equation, oper
 
 
 def evaluate(program: Any, args: Sequence[Any], rule: Rule) -> list[Any]:
-    """Evaluate a program, with `rule` in place of the equations that it has results for; calls stay calls."""
+    """Evaluate a program without inlining calls, where `rule` may replace the results of an equation."""
     jaxpr, consts = open_jaxpr(program)
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
@@ -238,7 +238,7 @@ def is_checkpoint(eqn: Any) -> bool:
 def checkpoint_again(
     eqn: Any, body: Callable[..., list[Any]], policy: Callable[..., Any] | None
 ) -> Callable[..., list[Any]]:
-    """Return `body` in a `jax.checkpoint` like the equation, with this policy."""
+    """Wrap `body` in a `jax.checkpoint` with the equation's options, but this policy."""
     prevent_cse = bool(jax.tree.reduce(lambda a, b: a or b, eqn.params["prevent_cse"]))
     again: Callable[..., list[Any]] = jax.checkpoint(body, policy=policy, prevent_cse=prevent_cse)
     return again
@@ -255,10 +255,10 @@ def variables(atoms: Iterable[Any]) -> set[Any]:
 def needed_equations(
     eqns: Sequence[Any], outs: Iterable[Any], given: set[Any], *, effects: bool = False
 ) -> tuple[list[Any], set[Any]]:
-    """Return (the equations that `outs` depend on, in order; all variables that these name, `outs` included).
+    """Return (the equations that `outs` depend on, in order; all their variables, `outs` included).
 
-    Equations that make nothing but what is `given` are not needed, and neither is what only they need. Those with side
-    effects are needed if `effects` says so.
+    Equations that compute only `given` variables are not needed, nor are the equations that only these depend on.
+    Equations with side effects are needed if `effects` is True.
     """
     want = variables(outs)
     found = []
@@ -270,7 +270,7 @@ def needed_equations(
 
 
 def dependent_variables(eqns: Sequence[Any], roots: Iterable[Any]) -> set[Any]:
-    """Return the variables that depend on some of the roots, these included."""
+    """Return the variables that depend on any of the roots, and the roots."""
     found = variables(roots)
     for eqn in eqns:
         if not found.isdisjoint(variables(eqn.invars)):
@@ -279,5 +279,5 @@ def dependent_variables(eqns: Sequence[Any], roots: Iterable[Any]) -> set[Any]:
 
 
 def assign(names: PyTree, values: PyTree) -> dict[Any, Any]:
-    """Return the values by variable, of two trees of one structure."""
+    """Return {variable: value} from two trees of the same structure."""
     return dict(zip(jax.tree.leaves(names), jax.tree.leaves(values), strict=True))

@@ -1,6 +1,6 @@
-"""Random keys that do not depend on how the rows of a batch are spread over devices.
+"""Random keys per row that do not depend on how the rows of a batch are split over devices.
 
-A key is used as a counter. An engine hands a device whose rows begin at row r of the global batch the step's key
+A key is used as a counter. If a device's rows begin at row r of the global batch, the engine gives it the step's key
 advanced by r. Key i of `row_keys` there is that key advanced by i, so both together give the step's key advanced by
 r + i, on every mesh.
 """
@@ -17,12 +17,12 @@ from jaxtyping import Array, Key, UInt32
 
 ArrayOrShape = TypeVar("ArrayOrShape", jax.Array, jax.ShapeDtypeStruct)
 
-# How far apart the rows at hand lie in the global batch: micro-batches may take every n-th row.
+# The distance in the global batch between neighbouring rows of a micro-batch, which may take every n-th row.
 _stride = jax.make_user_context(default_value=1)
 
 
 def row_stride(rows: int) -> AbstractContextManager[None]:
-    """Make a context in which neighbouring rows at hand lie `rows` apart in the global batch."""
+    """Make a context in which neighbouring rows of the loss's batch are `rows` apart in the global batch."""
     context: AbstractContextManager[None] = _stride(rows)
     return context
 
@@ -33,11 +33,11 @@ def row_keys(
     """Make one random key per row, the same for a row of the global batch wherever that row is computed.
 
     Call it on the key that your function received, before any split, and `vmap` over the result. Row r of the global
-    batch then draws the same numbers under every engine and mesh. No collectives.
+    batch then draws the same random numbers under every engine and mesh. No collectives.
 
     Args:
       key: the key that `loss_fn` (or a block of `js.Stacked`) received.
-      rows: how many rows are at hand: all of them under `js.auto`, this device's under the other engines.
+      rows: how many rows the loss received: the global batch under `js.auto`, this device's rows under other engines.
 
     Returns:
       Keys [rows], of the kind of `key`.
@@ -55,22 +55,22 @@ def row_keys(
 
 
 def keys_of_rows(key: jax.Array, numbers: jax.Array) -> jax.Array:
-    """Make the keys of `row_keys` for rows of these numbers in the global batch, uint32[rows]."""
-    # The hash keeps row r's key from being the advanced key itself, of which the user may draw numbers too.
+    """Make the keys of `row_keys` for rows with these indices in the global batch, uint32[rows]."""
+    # The hash makes row r's key differ from the advanced key, from which the user may draw numbers too.
     keys: jax.Array = jax.vmap(lambda row: jax.random.fold_in(advance(key, row), 0))(numbers)
     return keys
 
 
 def advance(key: jax.Array, rows: jax.Array | int) -> jax.Array:
-    """Advance a key by some rows: add them to its last word, modulo 2**32."""
+    """Advance a key by a number of rows: add it to the key's last word, modulo 2**32."""
     data = words_of(key)
     return keys_of(data.at[..., -1].add(jnp.asarray(rows).astype(data.dtype)), key.dtype)
 
 
 def neighbour(key: jax.Array) -> jax.Array:
-    """Return another key, unrelated to this one and to all keys split or folded from it; both advance alike."""
+    """Return a key that is independent of this key and of all keys split or folded from it; both advance alike."""
     data = words_of(key)
-    # Not folded: engines count rows in the last word, before this, and `row_keys` adds to it after this.
+    # Not by fold_in: engines add rows to the last word before this call, and `row_keys` adds to it afterwards.
     return keys_of(data.at[..., 0].add(jnp.asarray(0x9E3779B9, data.dtype)), key.dtype)
 
 
@@ -95,7 +95,7 @@ def is_key(dtype: Any) -> bool:
 
 
 def words_of(x: ArrayOrShape) -> ArrayOrShape:
-    """Return the words that random keys are made of; any other array is returned as it is.
+    """Return the uint32 words of random keys; return any other array unchanged.
 
     Args:
       x: an array, or a `ShapeDtypeStruct`, for which a `ShapeDtypeStruct` is returned.
@@ -108,10 +108,10 @@ def words_of(x: ArrayOrShape) -> ArrayOrShape:
 
 
 def keys_of(x: jax.Array, dtype: Any) -> jax.Array:
-    """Make random keys of their words: the inverse of `words_of`. Other arrays, and keys, are returned as they are.
+    """Make random keys from their words, the inverse of `words_of`; return other arrays, and keys, unchanged.
 
     Args:
-      x: what `words_of` returned.
+      x: the result of `words_of`.
       dtype: the dtype of the array before `words_of`.
     """
     was_key = is_key(dtype) and x.dtype != dtype
@@ -120,7 +120,7 @@ def keys_of(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def key_impl_of(dtype: Any) -> Any:
-    """Return the implementation behind a dtype of random keys, as `jax.random.wrap_key_data` takes it.
+    """Return the implementation of a dtype of random keys, as `jax.random.wrap_key_data` takes it.
 
     `jax.random.key_impl` takes keys but no dtypes, so it is asked inside of a trace.
     """

@@ -1,4 +1,4 @@
-"""Arrays of the same kind in all blocks of a model: paths that differ in the number of a block only."""
+"""Group arrays of the same kind in all blocks of a model: paths that differ only in the index of a block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NUMBERED = re.compile(r"(^|_)\d+$|(?<=^h)\d+$|(?<=^block)\d+$|(?<=^blocks)\d+$|
 
 
 def kind_of(path: str) -> str:
-    """Put a star in the place of numbers that count modules.
+    """Replace the indices of modules in a path by a star.
 
     >>> kind_of("layers/11/attn/query/kernel"), kind_of("Block_3/fc1/kernel")
     ('layers/*/attn/query/kernel', 'Block_*/fc1/kernel')
@@ -26,9 +26,9 @@ def group_by_kind(
     """Group items by the kind of their path.
 
     Args:
-      items: for example leaves.
+      items: the items, such as leaves.
       path_of: returns the path of an item.
-      rest_of: returns what items of a group have in common besides, such as their shape.
+      rest_of: returns a further property that items of a group must share, such as their shape.
 
     Returns:
       {(kind, rest): items}, in the order of the first of each. The kind of a single item is its path itself.

@@ -1,9 +1,9 @@
-"""Models that the library can look into, and the functions by which it recognises them.
+"""Models whose structure the library knows, and the functions by which it recognises them.
 
 `model.init`, `model.loss` and `model.evaluate` of a known model are not bound methods but small values, `InitOf`,
-`LossOf` and `EvaluateOf`, that carry their model. So recognition is an `isinstance`, not a look at names, and it
-survives `jax.jit`. A function of the user's that *calls* one of them (a lambda, a loss with a penalty) is recognised
-while it is traced: `models_run` lists the known models whose functions ran.
+`LossOf` and `EvaluateOf`, that carry their model. So recognition is an `isinstance`, not a comparison of
+names, and works through `jax.jit`. A user's function that *calls* such a value (a lambda, a loss with a penalty) is
+recognised while it is traced: `models_run` lists the known models whose functions ran.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from jaxshard.core.types import PyTree
 
 
 class KnownModel:
-    """The base of models that the library can look into.
+    """The base class of models whose structure the library knows.
 
-    A subclass implements `make_params`, `compute_loss` and `compute_metrics`; their public forms `init`, `loss` and
-    `evaluate` say which model they belong to.
+    A subclass implements `make_params`, `compute_loss` and `compute_metrics`; users call their public forms `init`,
+    `loss` and `evaluate`, which carry the model.
     """
 
     stacked_for_user: bool = False
-    """True if the user wrote single blocks that were stacked here: the optimizer has to update them as single ones."""
+    """True if the user wrote single blocks that the library stacked: the optimizer must update them one by one."""
 
     @property
     def init(self) -> InitOf:
@@ -60,11 +60,11 @@ class KnownModel:
         raise NotImplementedError
 
     def separate_labels(self, batch: PyTree) -> PyTree:
-        """Return a batch with labels beside its inputs, position by position, for `js.context`, which splits both."""
+        """Return a batch with inputs and labels as separate arrays, as `js.context` needs them."""
         return batch
 
     def dim_names(self, params: PyTree) -> PyTree:
-        """Return for every parameter a tuple with the logical name, or None, of its first dimensions, as a tree."""
+        """Return a tree with a tuple for every parameter: the logical names, or None, of its first dimensions."""
         raise NotImplementedError
 
 
@@ -78,7 +78,6 @@ class InitOf:
         return f"{self.model!r}.init"
 
     def __call__(self, key: jax.Array) -> PyTree:
-        """Return the model's parameters, with its state where it has one."""
         made = self.model.make_params(key)
         _note(self.model, made)
         return made
@@ -94,7 +93,6 @@ class LossOf:
         return f"{self.model!r}.loss"
 
     def __call__(self, model: PyTree, batch: PyTree, key: jax.Array | None) -> Any:
-        """Return the loss of a batch."""
         _note(self.model, model)
         return self.model.compute_loss(model, batch, key)
 
@@ -109,18 +107,17 @@ class EvaluateOf:
         return f"{self.model!r}.evaluate"
 
     def __call__(self, model: PyTree, batch: PyTree) -> dict[str, Mean | Sum | Max]:
-        """Return the metrics of a batch."""
         return self.model.compute_metrics(model, batch)
 
 
 def check_function(name: str, fn: Any, call: str) -> None:
-    """Raise TypeError unless this is a function that can be called so; see `check_is_function`."""
+    """Raise TypeError unless `fn` is a function that can be called as `call`; see `check_is_function`."""
     check_is_function(name, fn, call)
     check_call(name, fn, call)
 
 
 def check_is_function(name: str, fn: Any, call: str) -> None:
-    """Raise TypeError unless this is a function; of a known model the message names the method to pass.
+    """Raise TypeError unless `fn` is a function; for a known model the message names the method to pass.
 
     Args:
       name: the name of the parameter: "init_fn", "loss_fn" or "eval_fn".
@@ -135,13 +132,13 @@ def check_is_function(name: str, fn: Any, call: str) -> None:
 
 
 def check_call(name: str, fn: Any, call: str) -> None:
-    """Raise TypeError for a function that takes other arguments, such as another method of a known model."""
+    """Raise TypeError if `fn` takes other arguments than `call`, such as another method of a known model."""
     _check_method(name, fn, call)
     _check_parameters(name, fn, call)
 
 
 def _check_method(name: str, fn: Any, call: str) -> None:
-    """Raise TypeError for another method of a known model than that which is meant."""
+    """Raise TypeError for the wrong method of a known model, such as `model.init` for `loss_fn`."""
     methods = {InitOf: "init", LossOf: "loss", EvaluateOf: "evaluate"}
     own = {"init_fn": "init", "loss_fn": "loss", "eval_fn": "evaluate"}.get(name)
     given = methods.get(type(unwrap(fn)))
@@ -150,7 +147,7 @@ def _check_method(name: str, fn: Any, call: str) -> None:
 
 
 def _check_parameters(name: str, fn: Any, call: str) -> None:
-    """Raise TypeError for a function that can't be called in this way."""
+    """Raise TypeError for a function whose signature does not allow the call."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # a builtin; calling it will tell
@@ -169,7 +166,7 @@ def _check_parameters(name: str, fn: Any, call: str) -> None:
 def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function inside `jax.jit` and inside partials that bind nothing.
 
-    Other wrappers are left alone, even those that say what they wrap: they may compute something else.
+    Other wrappers are kept, even if they have `__wrapped__`: they may compute something else.
     """
     while True:
         if isinstance(fn, functools.partial) and not fn.args and not fn.keywords:
@@ -206,15 +203,15 @@ class _Runs:
         self.found: list[ModelRun] = []
 
 
-# Functions under jax.jit are traced again where this differs, so that no model hides in a program that JAX remembers.
+# JAX traces functions under jax.jit again where this differs, so that a cached jaxpr never hides a model.
 _runs = jax.make_user_context(default_value=None)
 
 
 @contextmanager
 def models_run() -> Iterator[list[ModelRun]]:
-    """Collect the known models whose `init` or `loss` runs inside, in the order in which they run.
+    """Collect the known models whose `init` or `loss` runs in the block, in order.
 
-    A context around this one collects them, too.
+    An outer `models_run` collects them, too.
     """
     outer: _Runs | None = _runs.value
     runs = _Runs()

@@ -1,7 +1,7 @@
-"""The environment variables by which the processes of one run find each other.
+"""Names of the environment variables by which the processes of one run find each other.
 
-`jaxshard launch` sets them and `js.distributed.initialize` reads them. They have a file of their own so that the
-launcher, which outlives many runs, does not import JAX.
+`jaxshard launch` sets them and `js.distributed.initialize` reads them. This file imports nothing, so that the launcher
+needs no JAX.
 """
 
 COORDINATOR = "JAXSHARD_COORDINATOR_ADDRESS"
@@ -14,10 +14,10 @@ INDEX = "JAXSHARD_PROCESS_ID"
 """The index of this process among them, from 0."""
 
 RESTARTS = "JAXSHARD_RESTARTS"
-"""The number of times that all processes were started again. For users' scripts; the library does not read it."""
+"""The number of restarts of all processes. For users' scripts; the library does not read it."""
 
 LIMIT = "JAXSHARD_INITIALIZATION_TIMEOUT"
 """How many seconds a process waits for all the others to start."""
 
 MEMORY = "JAXSHARD_MEMORY"
-"""The folder, in memory, in which `js.MemoryCheckpointer` keeps runs from one start of the processes to the next."""
+"""The in-memory folder in which `js.MemoryCheckpointer` keeps runs across restarts of the processes."""

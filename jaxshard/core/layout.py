@@ -1,4 +1,4 @@
-"""`Layout`: where every array of a run lives. The one value that training, checkpoints, planning and pictures share."""
+"""`Layout`: the placement of every array of a run, which training, checkpoints, planning and pictures share."""
 
 from __future__ import annotations
 
@@ -40,30 +40,30 @@ from jaxshard.core.types import PyTree, Role
 
 @dataclass(frozen=True)
 class Layout:
-    """Where every array of a training run lives, per role. Made by `js.layout`; holds shapes, never values.
+    """The placement of every array of a training run, by role; made by `js.layout`. It holds shapes, never values.
 
     Attributes:
       mesh: the mesh.
       strategy: the strategy that was applied.
-      params: where each parameter rests and how it is used, a tree of `Placement`.
-      grads: where each gradient rests; None for frozen parameters.
-      opt_params: where the optimizer sees a parameter and its gradient; None for frozen parameters.
-      opt_state: where each array of the optimizer state rests.
-      state: where each array of the model's own state rests.
+      params: the `Placement` of each parameter, stored and in use, as a tree.
+      grads: the placement of each gradient; None for frozen parameters.
+      opt_params: the placement of a parameter and its gradient in the optimizer; None for frozen parameters.
+      opt_state: the placement of each array of the optimizer state.
+      state: the placement of each array of the model's own state.
       shapes: the logical shapes of parameters, optimizer state and model state.
       trainable: True for every parameter that is trained, False for a frozen one.
       stacked_for_user: True if the user wrote single blocks that the library stacked: `js.make_step` then refuses an
         optimizer that would update stacked blocks differently from single ones.
       model: the known model whose `init` the layout was made from; None for another function, and after unpickling.
-      owners: who updates which matrix, where the optimizer multiplies matrices (Muon, Shampoo) and its state is split;
-        None for other optimizers. `print(layout.owners)` shows it.
+      owners: the device that updates each matrix, if the optimizer multiplies matrices (Muon, Shampoo) and its state is
+        split; None for other optimizers. `print(layout.owners)` shows it.
 
     Example:
         layout = js.layout(js.zero2(), js.make_mesh(data=8), init_fn, tx)
         print(layout)                              # a summary of 20 lines
         print(layout.explain())                    # a table of all arrays
         layout.bytes_per_device()["opt"]           # bytes of optimizer state on each device
-        layout.params["head"]["kernel"].store      # PartitionSpec(None, None): whole
+        layout.params["head"]["kernel"].store      # PartitionSpec(None, None): replicated
     """
 
     mesh: Mesh
@@ -80,7 +80,7 @@ class Layout:
     owners: Owners | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Describe the layout for `pickle`: devices can't leave their process, so the mesh is one of device ids."""
+        """Return the state to pickle: devices can't leave their process, so the mesh is described by device ids."""
         own = {one.name: self.__dict__[one.name] for one in fields(self)}
         # A model holds functions, which can't be pickled.
         return own | {"model": None, "mesh": MeshById.of(self.mesh) if isinstance(self.mesh, Mesh) else self.mesh}
@@ -91,7 +91,7 @@ class Layout:
 
     @property
     def without_owners(self) -> Layout:
-        """The same layout with all optimizer state split as the strategy says, and no matrix owned by one device."""
+        """The same layout without owners: all optimizer state is split as the strategy says."""
         if self.owners is None:
             return self
         placements = jax.tree.leaves(self.opt_state)
@@ -116,11 +116,11 @@ class Layout:
 
     @cached_property
     def local(self) -> Local | None:
-        """The `js.local` that lets replicas train by themselves; None without one."""
+        """The `js.local` whose replicas train independently; None without one."""
         return local_of(self.strategy)
 
     def inside_replica(self) -> Layout:
-        """Return the layout of one replica of a `js.local`: that of an ordinary run over the other axes."""
+        """Return the layout of one replica of a `js.local`: an ordinary run over the other axes."""
         own = Composed(tuple(part for part in parts_of(self.strategy) if not isinstance(part, Local)))
         placements = None if self.opt_state is None else jax.tree.map(Placement.drop_first, self.opt_state.inner)
 
@@ -132,7 +132,7 @@ class Layout:
         return replace(self, strategy=own, opt_state=placements, shapes=shapes)
 
     def start_optimizer(self, tx: Any, params: PyTree) -> PyTree:
-        """Make the first optimizer state for trained parameters; under `js.local` with what every replica has."""
+        """Make the first optimizer state for trained parameters; under `js.local` a `LocalState` with all replicas."""
         return tx.init(params) if self.local is None else self.local.start(tx, params, self.mesh)
 
     @cached_property
@@ -142,15 +142,15 @@ class Layout:
 
     @cached_property
     def sum_axes(self) -> tuple[str, ...]:
-        """The mesh axes over which losses, metrics and gradients are summed: those of the rows and of the context."""
+        """The mesh axes over which losses, metrics and gradients are summed: the batch axes and the context axes."""
         return (*self.batch_axes, *(self.context.axis if self.context else ()))
 
     @cached_property
     def manual_axes(self) -> frozenset[str]:
-        """The mesh axes of the batch and of the context, and those that split what is stored but not used.
+        """The mesh axes that engines handle in `shard_map`: of the batch, of the context, and of sharded storage.
 
-        Explicit engines handle them. The set is empty where tensor axes alone split anything: the compiler derives
-        those collectives.
+        An axis of sharded storage splits arrays in `store` but not in `use`. The set is empty if only tensor axes split
+        anything: the compiler derives those collectives.
         """
         axes = set(self.sum_axes)
         for placement in (*jax.tree.leaves(self.params), *jax.tree.leaves(self.grads)):
@@ -168,12 +168,12 @@ class Layout:
 
     @property
     def base(self) -> PyTree:
-        """True for the parameters that are given again rather than saved: the frozen ones of a model of `js.lora`."""
+        """True for parameters that checkpoints leave out: the frozen base of a model of `js.lora`."""
         adapted = has_low_rank(self.shapes.params)
         return jax.tree.map(lambda trained: adapted and not trained, self.trainable)
 
     def batch_placement(self, array: Any) -> Placement:
-        """Return the placement of a global batch array by itself; raises ValueError if its rows do not divide."""
+        """Return the placement of a single array of a global batch; raises ValueError if its rows do not divide."""
         return place_batch(self.strategy, leaf_of((), array), self.mesh)
 
     def batch_sharding(self, array: Any) -> NamedSharding:
@@ -201,7 +201,7 @@ class Layout:
         return self.plan_batch(batch).shardings
 
     def rows_mask(self, batch: PyTree) -> PyTree:
-        """Return True for every array of a batch, or of a device's share of one, that has rows, as a tree."""
+        """Return a tree with True for every array of a batch, or of a device's share of it, that has rows."""
         return self.plan_batch(batch).rows
 
     def shardings(self, placements: PyTree) -> PyTree:
@@ -229,29 +229,29 @@ class Layout:
         return bytes_by_role(self.placed(), self.mesh)
 
     def host_bytes_per_device(self) -> int:
-        """Return the bytes that rest in the host's memory for one device, of arrays that `js.offload` keeps there."""
+        """Return the bytes per device of arrays that `js.offload` keeps in the host's memory."""
         return bytes_on_host(self.placed(), self.mesh)
 
     def argument_bytes(self, batch: PyTree) -> int:
-        """Return the bytes per device of what a step receives: parameters, both states, step, key and batch."""
+        """Return the bytes per device of a step's arguments: parameters, both states, step, key and batch."""
         resting = sum(count for role, count in self.bytes_per_device().items() if role != "grad")
         placed = zip(jax.tree.leaves(batch), jax.tree.leaves(self.batch_placements(batch)), strict=True)
         rows: int = sum(placement.bytes_per_device(self.mesh, x.dtype) for x, placement in placed)
         return resting + rows + bytes_of((), jnp.int32) + bytes_of((), self.shapes.key.dtype)
 
     def sharded_fraction(self, role: Role) -> float:
-        """Return the share, from 0 to 1, of a role's elements that lies in arrays that are split.
+        """Return the fraction, from 0 to 1, of a role's elements that are in sharded arrays.
 
-        An array counts as split over mesh axes of more than one device only.
+        An array counts as sharded if its mesh axes have more than one device.
         """
         return split_share(self.placed(), self.mesh, role)
 
     def explain(self) -> str:
-        """Write a table of every array: role, path, shape, dtype, spec, bytes per device, why it is whole or padded."""
+        """Write a table of every array: role, path, shape, dtype, spec, bytes, why it is replicated or padded."""
         return explain(self._contents())
 
     def __str__(self) -> str:
-        """Write a summary in at most 20 lines of 100 columns: by role and by kind of array, what is whole and why."""
+        """Write a summary in at most 20 lines of 100 columns: by role and kind of array, what is replicated and why."""
         return summarize(self._contents())
 
     def _contents(self) -> Contents:
@@ -265,7 +265,7 @@ class Layout:
 
 
 def check_layout(call: str, layout: Any) -> None:
-    """Raise TypeError unless this is a `Layout`, as where arguments are given in another order.
+    """Raise TypeError unless this is a `Layout`, for example if arguments are in another order.
 
     Args:
       call: how the function is called: "js.restore(dir, layout)".
@@ -278,11 +278,11 @@ def check_layout(call: str, layout: Any) -> None:
 
 
 class Shapes(NamedTuple):
-    """The logical shapes behind a layout: trees of ShapeDtypeStruct.
+    """The logical shapes of a layout's arrays: trees of ShapeDtypeStruct.
 
     Attributes:
       params: the parameters.
-      opt_state: what `tx.init` returned for the trained parameters.
+      opt_state: the optimizer state that `tx.init` returns for the trained parameters.
       state: the model's own state; () without one.
       key: a random key.
     """
@@ -294,12 +294,12 @@ class Shapes(NamedTuple):
 
 
 def split_model(model: PyTree) -> tuple[PyTree, PyTree]:
-    """Return (params, state) of what an `init_fn` returned; the state is () if there is none."""
+    """Split the result of an `init_fn` into (params, state); the state is () if there is none."""
     return (model.params, model.state) if isinstance(model, Model) else (model, ())
 
 
 def join_model(params: PyTree, state: PyTree) -> PyTree:
-    """Make what the user's functions receive from parameters and state: the inverse of `split_model`."""
+    """Join parameters and state to the model that users' functions receive: the inverse of `split_model`."""
     return params if isinstance(state, tuple) and state == () else Model(params, state)
 
 

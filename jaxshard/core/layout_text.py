@@ -1,7 +1,7 @@
-"""How a layout is shown: a summary of 20 lines for people, and the table of all arrays.
+"""Format a layout as text or HTML: a summary of 20 lines, and the table of all arrays.
 
 The summary has a row for each kind of array: "layers/*/attn/query/kernel" stands for the parameter of that name in all
-layers, with its gradient and its optimizer state where they lie alike.
+layers, together with its gradient and its optimizer state where they have the same placement.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxshard.core.strategy_parts import Context, Pipeline
 from jaxshard.core.text_table import Folded, Table, align_columns, page
 
 LINES, COLUMNS = 20, 100
-"""The most that a summary takes on a screen."""
+"""The lines and columns that a summary may take."""
 
 _ROWS_IN_NOTEBOOK = 1000
 """The most arrays that a notebook lists; `explain` lists them all."""
@@ -37,12 +37,12 @@ class Contents(NamedTuple):
     Attributes:
       mesh: the mesh.
       batch_axes: the axes that split the rows of a batch.
-      context: what splits their positions; None without one.
+      context: the strategy that splits their positions; None without one.
       pipeline: the strategy that places the blocks in stages; None without one.
       num_blocks: the number of those blocks.
       placed: every array.
-      local: what lets replicas train by themselves; None without one.
-      owners: the owners of whole matrices; None without.
+      local: the strategy of replicas that train independently; None without one.
+      owners: the devices that update matrices; None without owners.
     """
 
     mesh: Mesh
@@ -67,7 +67,7 @@ def human_bytes(count: float) -> str:
 
 
 def spec_str(placement: Placement) -> str:
-    """Write the stored spec as text: "whole", or which dimension is split over what."""
+    """Format the stored spec: "whole", or the mesh axes that split each dimension."""
     if placement.owned:
         return placement.owned
     splits = [f"dim {dim} over {' x '.join(axis_names(e))}" for dim, e in enumerate(placement.store) if e is not None]
@@ -118,7 +118,7 @@ def _describe_mesh(contents: Contents) -> list[str]:
 
 
 def _describe_replicas(contents: Contents) -> list[str]:
-    """Write a line about replicas that train by themselves."""
+    """Write a line about the replicas of `js.local`."""
     local = contents.local
     if local is None:
         return []
@@ -151,7 +151,7 @@ def _run_str(run: range) -> str:
 
 
 class _Kind(NamedTuple):
-    """What arrays that lie alike in all blocks have in common: kind of path, place, and where and why it is whole."""
+    """The key of a group of arrays: kind of path, place, and the axes over which it is replicated, with the reason."""
 
     kind: str
     place: str
@@ -169,7 +169,7 @@ _KIND_HEAD, _KIND_SIDES = ("largest arrays", "role", "bytes/device", "size / axe
 
 
 def summarize(contents: Contents) -> str:
-    """Write a layout in at most 20 lines of 100 columns: by role, by kind of array, and what is whole and why."""
+    """Write a layout in at most 20 lines of 100 columns: by role, by kind of array, and what is replicated and why."""
     groups = _group(contents)
     owners = _fold(str(contents.owners).splitlines(), 4) if contents.owners else []
     lines = [*_fold(_describe_mesh(contents), 4), *owners, *_role_table(contents).lines]
@@ -184,7 +184,7 @@ def summarize(contents: Contents) -> str:
 
 
 def to_html(contents: Contents) -> str:
-    """Write the same for a notebook, with the table of all arrays folded away."""
+    """Write the summary as HTML for a notebook, with the table of all arrays folded away."""
     groups = _group(contents)
     kinds = _kind_rows(groups)
     shown = kinds[:_KINDS_IN_NOTEBOOK]
@@ -203,7 +203,7 @@ def to_html(contents: Contents) -> str:
 
 
 def _group(contents: Contents) -> dict[_Kind, list[_Member]]:
-    """Group the arrays by kind and place; a moment is of the kind of its parameter."""
+    """Group the arrays by kind and place; an optimizer moment has the kind of its parameter."""
     placed = contents.placed
     params = {one.leaf.path: one.leaf.shape for one in placed if one.role == "param"}
     groups: dict[_Kind, list[_Member]] = {}
@@ -216,7 +216,7 @@ def _group(contents: Contents) -> dict[_Kind, list[_Member]]:
 
 
 def _param_of(path: str, shape: tuple[int, ...], params: dict[str, tuple[int, ...]]) -> str:
-    """Return the path of the parameter whose optimizer state this is; the path itself if it is no parameter's."""
+    """Return the path of the parameter that an optimizer state belongs to; the path itself if it belongs to none."""
     words = path.split("/")
     ends = ("/".join(words[first:]) for first in range(len(words)))
     return next((end for end in ends if params.get(end) == shape), path)
@@ -231,7 +231,7 @@ def _describe_place(placement: Placement) -> str:
 
 
 def _find_reason(placement: Placement) -> tuple[str, str]:
-    """Return over what an array is whole, and why: ("", "") for one that is split as the strategy wants it."""
+    """Return (how an array is replicated, why); ("", "") if it is split as the strategy wants it."""
     if placement.owned:
         return "", ""
     if not axes_of(placement.store):
@@ -252,7 +252,7 @@ def _role_table(contents: Contents) -> Table:
 
 
 def _kind_rows(groups: dict[_Kind, list[_Member]]) -> list[tuple[str, ...]]:
-    """Write a row for each kind of array, those with the most bytes first."""
+    """Write a row for each kind of array, most bytes first."""
     merged: dict[tuple[str, str], list[_Member]] = {}
     for group, members in groups.items():
         merged.setdefault((group.kind, group.place), []).extend(members)
@@ -267,7 +267,7 @@ def _kind_rows(groups: dict[_Kind, list[_Member]]) -> list[tuple[str, ...]]:
 
 
 def _describe_whole(groups: dict[_Kind, list[_Member]]) -> list[str]:
-    """Write a line for each reason for which arrays are whole, those with the most bytes first."""
+    """Write a line for each reason why arrays are replicated, most bytes first."""
     reasons: dict[tuple[str, str], list[_Member]] = {}
     for group, members in groups.items():
         if group.whole:
@@ -279,7 +279,7 @@ def _describe_whole(groups: dict[_Kind, list[_Member]]) -> list[str]:
 
 
 def _name_rule(why: str) -> str:
-    """Say of a pattern that it is one: "whole: *pos_embed*" is "the rule *pos_embed*"."""
+    """Rename a rule's pattern for readers: "whole: *pos_embed*" becomes "the rule *pos_embed*"."""
     pattern = why.removeprefix("whole: ")
     return f"the rule {pattern}" if pattern != why and not why.endswith("kernel") else pattern
 

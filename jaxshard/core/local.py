@@ -1,12 +1,12 @@
-"""`js.local`: replicas that train by themselves and are synchronised every so many steps (Local SGD, DiLoCo).
+"""`js.local`: replicas that train independently and are synchronised every few steps (Local SGD, DiLoCo).
 
-The run's parameters are those that the replicas share: what is evaluated, saved and handed on. Each replica's own,
-from which it has moved away since the last synchronisation, are a part of the optimizer's state:
+The run's parameters are shared by all replicas; they are evaluated, saved and exported. The replicas' own parameters,
+which have moved away from them since the last synchronisation, are a part of the optimizer's state:
 
-    params                      [...]             the same on all replicas, as every layout stores them
-    opt_state.params            [replicas, ...]   each replica's own
-    opt_state.inner             [replicas, ...]   the state of the inner optimizer, likewise
-    opt_state.outer             [...]             that of the outer one
+    params                      [...]             equal on all replicas, stored as in any layout
+    opt_state.params            [replicas, ...]   each replica's own parameters
+    opt_state.inner             [replicas, ...]   each replica's state of the inner optimizer
+    opt_state.outer             [...]             the state of the outer optimizer
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LocalState(NamedTuple):
 
     Attributes:
       params: each replica's own parameters, [replicas, ...].
-      inner: the state of the optimizer that the run was made with, of each replica, [replicas, ...].
+      inner: each replica's state of the run's optimizer, [replicas, ...].
       outer: the state of the outer optimizer, a tuple of one: checkpoints name its arrays outer/0/...
     """
 
@@ -45,7 +45,7 @@ class LocalState(NamedTuple):
 
 @dataclass(frozen=True)
 class Local:
-    """The strategy of replicas that train by themselves; see `local`."""
+    """The strategy of replicas that train independently; see `local`."""
 
     axis: tuple[str, ...]
     every: int
@@ -64,11 +64,11 @@ class Local:
         return axis_size(mesh, self.axis)
 
     def due(self, step: jax.Array) -> jax.Array:
-        """Return what follows a step, `step` of which are before: 0 nothing, 1 a synchronisation, 2 in the warm-up."""
+        """Return what to do after step number `step` (from 0): 0 nothing, 1 synchronise, 2 it was a warm-up step."""
         return jnp.where(step < self.warmup, 2, ((step + 1) % self.every == 0).astype(jnp.int32))
 
     def start(self, tx: Any, params: PyTree, mesh: Mesh) -> LocalState:
-        """Make the optimizer's first state for trained parameters: all replicas begin with the same."""
+        """Make the first optimizer state for trained parameters: all replicas begin equal."""
 
         def copy(x: Any) -> Any:
             x = jnp.asarray(x)
@@ -78,7 +78,7 @@ class Local:
         return LocalState(own, inner, (self.outer.init(params),))
 
     def lift(self, placement: Placement, mesh: Mesh) -> Placement:
-        """Return the placement of one array for each replica, [replicas, ...], from that of a replica's own."""
+        """Return the placement of an array [replicas, ...] from the placement of one replica's array."""
         count, axis, view = self.replicas(mesh), spec_entry(self.axis), placement.view
         lifted = View((count, *view.logical), (count, *view.padded), (count, *view.stored), view.extra_dims)
         use, store = (PartitionSpec(axis, *spec) for spec in (placement.use, placement.store))
@@ -87,7 +87,7 @@ class Local:
 
 @functools.cache
 def average() -> optax.GradientTransformation:
-    """Make the outer optimizer that is taken by default: it puts the replicas' mean in the shared parameters' place."""
+    """Make the default outer optimizer: it replaces the shared parameters by the mean of the replicas."""
     return optax.sgd(1.0)
 
 
@@ -98,43 +98,43 @@ def local(
     outer: optax.GradientTransformation | None = None,
     warmup: int = 0,
 ) -> Strategy:
-    """Let the devices of an axis train by themselves, and synchronise their parameters every so many steps.
+    """Train a replica on each index of a mesh axis, and synchronise their parameters every few steps.
 
-    Each index on the axis is a replica: rows are split over it, and with its rows it takes ordinary steps of the
-    optimizer of the run, the inner one. Gradients are reduced inside a replica alone, over the other axes, so nothing
-    but a few scalars (the loss, norms) moves over the axis. After every `every`-th step the mean of the replicas'
-    parameters is taken, and the way from the shared parameters to it is the gradient that `outer` is given:
+    Each index on the axis is a replica: rows are split over the axis, and each replica takes ordinary steps of the
+    run's optimizer (the inner optimizer) on its rows. Gradients are reduced only inside a replica, over the other axes,
+    so only a few scalars (the loss, norms) are communicated over the axis. After every `every`-th step the replicas'
+    parameters are averaged, and the difference to the shared parameters is the gradient for the optimizer `outer`:
 
-        outer gradient = shared - mean over replicas of their own        shared = shared + outer's update
+        outer gradient = shared - mean of the replicas' parameters        shared = shared + outer's update
 
-    All replicas go on from the new shared parameters, and keep the inner optimizer's state. The run's parameters are
-    the shared ones: js.evaluate, js.logical, js.save and exports see these. By default the replicas are
-    averaged (Local SGD); with every=1 and SGD inside the run is the one of `js.ddp`.
+    All replicas go on from the new shared parameters, and keep the inner optimizer's state. js.evaluate, js.logical,
+    js.save and exports see the shared parameters. By default the replicas are averaged (Local SGD); with every=1 and
+    SGD as the inner optimizer the run equals that of `js.ddp`.
 
-    In `js.compose` it stands beside the strategy inside a replica, of which any but `js.pipeline` and `js.expert` may
-    be used: js.compose(js.fsdp("data"), js.local("replica", every=32)).
+    Combine it by `js.compose` with the strategy inside a replica, which may be any but `js.pipeline` and `js.expert`:
+    js.compose(js.fsdp("data"), js.local("replica", every=32)).
 
-    Memory: beside what the strategy inside needs, the shared parameters and the state of `outer` (by default none, with
-    momentum one more array like the parameters), split as the optimizer's state is and the same on all replicas.
+    Memory: in addition to the strategy inside a replica, the shared parameters and the state of `outer` (by default
+    none, with momentum one array like the parameters), split as the optimizer's state is and equal on all replicas.
 
     Args:
       axis: the mesh axis of the replicas, the slowest links; or a tuple of axes.
       every: the number of steps from one synchronisation to the next.
-      outer: an optax transform for the shared parameters. None takes optax.sgd(1.0), which averages the replicas: it
-        never goes further than they went. DiLoCo's is optax.sgd(0.7, momentum=0.9, nesterov=True), chosen for
-        thousands of steps with hundreds in between: over many meetings it goes 0.7 / (1 - 0.9) = 7 times as far,
-        which in runs of hundreds of steps is too far. There optax.sgd(0.5, momentum=0.75, nesterov=True) after a
-        `warmup` came closest to the loss of `js.ddp`: it goes twice as far, but not beyond the mean in one meeting.
-      warmup: the number of steps at the start of the run that are those of `js.ddp`: gradients are averaged over
-        replicas too, weighed as rows are, before the inner optimizer sees them (its clip of a global norm included).
-        All replicas and the shared parameters are the same after each, and `outer` is not used. Replicas that part
-        while the model has learned nothing lose most; take the warm-up of the learning rate. As in every step under
-        js.local, a replica has a random key of its own. The loss must be a `js.Mean` (or a `js.Loss` of one): the
-        first step refuses a scalar, which does not say how replicas' rows make one loss.
+      outer: an optax transform for the shared parameters. None takes optax.sgd(1.0), which averages the replicas.
+        DiLoCo's is optax.sgd(0.7, momentum=0.9, nesterov=True), chosen for thousands of steps with hundreds between
+        synchronisations: over many of them its updates are 0.7 / (1 - 0.9) = 7 times as large as the average's, too
+        large for runs of hundreds of steps. There optax.sgd(0.5, momentum=0.75, nesterov=True) after a `warmup` came
+        closest to the loss of `js.ddp`: its updates are twice as large over many synchronisations, not in one.
+      warmup: the number of first steps that are taken as in `js.ddp`: gradients are averaged over replicas too,
+        weighted by rows, before the inner optimizer (its clip by global norm included) sees them. After each such step
+        all replicas and the shared parameters are equal, and `outer` is not used. Replicas that diverge at the start of
+        training lose most, so use the number of warm-up steps of the learning rate. As in every step under js.local,
+        each replica has its own random key. The loss must be a `js.Mean` (or a `js.Loss` of one): the first step
+        refuses a scalar, which does not say how to average over replicas.
 
     Returns:
-      A strategy. Applied, it raises ValueError if the mesh has no such axis, rows or arrays are split over it anyway,
-      the model has state besides parameters, or beside `js.pipeline` or `js.expert`.
+      A strategy. Applied, it raises ValueError if the mesh has no such axis, another strategy splits arrays over it,
+      the model has state besides parameters, or it is combined with `js.pipeline` or `js.expert`.
 
     Raises:
       ValueError: `every` or `warmup` is no whole number in range.
@@ -167,7 +167,7 @@ def local_of(strategy: Strategy) -> Local | None:
 
 
 PlaceState = Callable[[Any, PyTree, PyTree], tuple[PyTree, PyTree]]
-"""`place(tx, shapes, placements) -> (shapes, placements)` of the state of a transform for parameters that lie so."""
+"""`place(tx, shapes, placements) -> (shapes, placements)` of a transform's state, for parameters placed so."""
 
 
 def place_local(
@@ -179,9 +179,9 @@ def place_local(
       local: the strategy.
       mesh: the mesh.
       tx: the inner optimizer.
-      shapes: those of the trained parameters.
-      params: where each of them rests in a replica.
-      opt_params: where the optimizer sees it.
+      shapes: the shapes of the trained parameters.
+      params: their placements in a replica.
+      opt_params: the placements in which the optimizer receives them.
       place: places the state of a transform.
     """
     count = local.replicas(mesh)
@@ -201,7 +201,7 @@ def place_local(
 
 
 def check_local(strategy: Strategy, params: PyTree, placements: PyTree, state: PyTree) -> None:
-    """Raise ValueError where `js.local` stands beside something that it can't be combined with; names it."""
+    """Raise ValueError if `js.local` is combined with something that it does not support, and name it."""
     local = local_of(strategy)
     if local is None:
         return

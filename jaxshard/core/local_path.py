@@ -1,4 +1,4 @@
-"""Paths of files and folders that users give: of a file system that is mounted here, never addresses such as gs://."""
+"""Check paths that users pass: files and folders of a mounted file system, never addresses such as gs://."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
-"""The beginning of gs://bucket, or of gs:/bucket, which is what `Path` makes of it; a drive has one letter (C:/)."""
+"""The beginning of gs://bucket, or gs:/bucket as `Path` writes it; two letters at least, as C:/ is a drive."""
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
@@ -25,8 +25,8 @@ def check_local(path: str | os.PathLike[str], *, schemes: tuple[str, ...] = ()) 
 
     Args:
       path: a path or an address.
-      schemes: those of addresses that the caller can use, such as "gs". An address that was made into a `Path` is
-        refused all the same, because `Path` drops one of its slashes.
+      schemes: the schemes of addresses that the caller accepts, such as "gs". An address that was made into a `Path` is
+        refused even then, because `Path` drops one of its slashes.
     """
     text = os.fspath(path)
     address = _ADDRESS.match(text)

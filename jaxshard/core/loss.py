@@ -1,7 +1,7 @@
-"""What a model is and what a loss returns: `Model`, `Mean`, `Sum`, `Max`, `Loss`.
+"""The values that users' functions return: `Model`, and `Mean`, `Sum`, `Max` and `Loss`.
 
-The rows of a batch are computed apart: on several devices, in several micro-batches. These values say how a number is
-combined over the rows, so that every engine combines it the same way:
+The rows of a batch are computed on several devices, in several micro-batches. These values say how a result is combined
+over the rows, so that every engine combines it the same way:
 
     Mean    totals and weights are added, then divided once
     Sum     values are added
@@ -48,23 +48,23 @@ _Terms = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True, init=False)
 class Mean:
-    """A weighted mean that is not divided yet: a total and a weight, each a sum over rows.
+    """A weighted mean before the division: a total and a weight, each a sum over rows.
 
     Totals and weights are summed over shards, micro-batches and stages and divided once, so a token-weighted loss is
-    exact on every mesh. A mean of local means would not be, where devices hold different numbers of tokens.
+    exact on every mesh. A mean of local means is wrong if devices hold different numbers of tokens.
 
     Means add (`ce + 0.01 * aux`: each term keeps its own weight) and scale by numbers. No gradient passes through a
-    weight, so it must not depend on the parameters. Both are kept in f32 at least: in bf16 a count stops at 256.
+    weight, so it must not depend on the parameters. Both are at least f32: in bf16 a count stops at 256.
 
     Args:
-      total: a scalar, the sum of the weighted values of the rows at hand.
-      weight: a scalar, the sum of the weights of the same rows. The rows at hand may be a share of the batch: a weight
-        that counts anything else, such as a fixed batch size, is added up over the shares as well. Where a batch is
-        computed in parts that is refused if it is seen in the program of the loss, and found by `js.parity` else.
+      total: a scalar, the sum of the weighted values of the rows that the loss received.
+      weight: a scalar, the sum of the weights of these rows, which may be a part of the batch. Any other weight, such
+        as a fixed batch size, would be added once per part. Engines refuse it if the jaxpr of the loss shows it;
+        otherwise `js.parity` finds it.
 
     Attributes:
-      totals: one floating scalar per term of the sum.
-      weights: one floating scalar per term of the sum.
+      totals: one floating scalar per term, if Means were added.
+      weights: one floating scalar per term.
 
     Raises:
       ValueError: a total or weight that is not a scalar.
@@ -133,10 +133,10 @@ def _float_dtype(number: Any) -> Any:
 def weighted_sum(mean: Mean, weights: tuple[Float[Array, ""], ...]) -> Float[Array, ""]:
     """Add up the totals of a mean, each divided by the given weight.
 
-    With the weights of the whole batch this is a share of the global mean: shares of all devices add up to it.
+    With the weights of the global batch this is a device's share of the global mean: the shares add up to it.
 
     Args:
-      mean: totals of the rows at hand.
+      mean: totals of a part of the rows.
       weights: a scalar for each total. Zero gives zero and a zero gradient, not NaN.
     """
 
@@ -148,12 +148,12 @@ def weighted_sum(mean: Mean, weights: tuple[Float[Array, ""], ...]) -> Float[Arr
 
 
 def explain_weight(whole: str, parts: int, added: str) -> str:
-    """Say that a weight is no sum over rows, and what to write instead.
+    """Return the error message for a weight that is no sum over rows, with the fix.
 
     Args:
-      whole: the weight of the whole batch.
-      parts: in how many parts the batch is computed.
-      added: what the weights of the parts add up to.
+      whole: the weight of the global batch.
+      parts: the number of parts of the batch.
+      added: the sum of the weights of the parts.
     """
     return (
         f"the weight of js.Mean is no sum over rows: that of the whole batch is {whole}, those of its {parts} parts "
@@ -166,22 +166,22 @@ def explain_weight(whole: str, parts: int, added: str) -> str:
 class Sum(NamedTuple):
     """A metric that adds up over rows, such as a count.
 
-    Within a batch it is added over devices and micro-batches in its own dtype, in f32 or 32-bit integers at least. An
-    int32 of more than 2**31 in one batch wraps around, as `jnp.sum` of it does: make such a sum of floats. Over batches
-    `js.combine` and `js.evaluate` add exactly.
+    Within a batch it is added over devices and micro-batches in its own dtype, at least f32 or a 32-bit integer. An
+    int32 above 2**31 in one batch wraps around, as in `jnp.sum`: use floats for such a sum. Over batches `js.combine`
+    and `js.evaluate` add exactly.
 
     Attributes:
-      value: an array of any shape, summed over the rows at hand.
+      value: an array of any shape, summed over the rows that the loss received.
     """
 
     value: jax.Array
 
 
 class Max(NamedTuple):
-    """A metric whose largest value over rows counts.
+    """A metric that is the maximum over rows.
 
     Attributes:
-      value: an array of any shape, the elementwise maximum over the rows at hand.
+      value: an array of any shape, the elementwise maximum over the rows that the loss received.
     """
 
     value: jax.Array
@@ -190,30 +190,30 @@ class Max(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Loss:
-    """A loss with a new model state or with metrics beside it: what `loss_fn` may return instead of a number.
+    """A loss together with a new model state or metrics, as `loss_fn` may return it in place of a scalar.
 
-    The state counts once per step, however many devices and micro-batches share the rows. All of them receive the state
-    that the step began with, and what they return is combined, leaf by leaf:
+    The state changes once per step, however many devices and micro-batches share the rows. All of them receive the
+    state from before the step, and the states that they return are combined, leaf by leaf:
 
     - `js.Sum(x)`: the new state is the old one plus the sum of x over all rows. `js.Max(x)`: the larger of the old one
       and the maximum of x. `js.Mean(total, weight)`: the mean.
     - an array that is proven equal on all devices and in all micro-batches, such as a counter or a teacher made of
       parameters and the old state: taken once;
-    - any other floating array: the mean over devices and micro-batches, as of the running averages of BatchNorm. The
-      variance between micro-batches is no part of that mean;
-    - any other array is refused by its path, and so is one that depends on the number of rows at hand but on none of
-      their data (`n + x.shape[0]`). `n + mask.sum()` in floats can't be told from a mean: `js.parity` finds it.
+    - any other floating array, such as the running averages of BatchNorm: the mean over devices and micro-batches. A
+      mean of variances leaves out the variance between micro-batches;
+    - any other array is refused by its path, and so is an array that depends on the number of rows but not on their
+      data (`n + x.shape[0]`). `n + mask.sum()` in floats can't be told from a mean: `js.parity` finds it.
 
-    Where the loss sees the whole batch (`js.auto()` without micro-batches) nothing needs to be combined.
+    Where the loss sees the global batch (`js.auto()` without micro-batches) nothing is combined.
 
     Attributes:
-      value: a scalar or a `Mean`. A scalar is opaque and runs under `js.auto` alone.
+      value: a scalar or a `Mean`. A scalar does not say how to combine it, and runs only under `js.auto`.
       state: the model's new mutable state, a tree like the old one whose leaves may be `Sum`, `Max` or `Mean`; None
         leaves the state as it is. With `update` a tree of any structure.
       metrics: `Mean`, `Sum` or `Max` by name, combined over all rows of the global batch.
-      update: `update(old, combined) -> new state`, run once per step on the old state and on `state` combined, with the
-        sum, maximum or mean in the place of what declares it. For what is neither, such as the code averages of a
-        VQ-VAE. It reads values of the loss through `combined` alone.
+      update: `update(old, combined) -> new state`, run once per step on the old state and the combined `state`, with
+        arrays in place of `Sum`, `Max` and `Mean`. For other rules, such as the moving averages of a VQ-VAE's codes.
+        It must read values of the loss only through `combined`.
 
     Example:
         def loss_fn(model, batch, key):
@@ -230,7 +230,7 @@ class Loss:
 
 
 def as_loss(output: Any) -> Loss:
-    """Return the output of a loss function as a `Loss`; raises TypeError, with what was received, if it is none."""
+    """Convert the output of a loss function to a `Loss`; raise TypeError, with the value received, if it can't be."""
     loss = output if isinstance(output, Loss) else Loss(output)
     value = loss.value
     if not isinstance(value, Mean):
@@ -262,7 +262,7 @@ def lowest_value(dtype: Any) -> Any:
 
 
 def sum_dtype(dtype: Any) -> Any:
-    """Return the dtype in which numbers of a dtype are added: f32 or 32-bit integers at least."""
+    """Return the dtype in which values of a dtype are added: at least f32 or a 32-bit integer."""
     dtype = jnp.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.promote_types(dtype, jnp.float32)
@@ -274,10 +274,10 @@ def sum_dtype(dtype: Any) -> Any:
 
 
 def combine(a: Mean | Sum | Max, b: Mean | Sum | Max) -> Mean | Sum | Max:
-    """Combine one metric of two sets of rows into that of all of them.
+    """Combine a metric of two sets of rows into the metric of all rows.
 
-    Outside of `jax.jit` the numbers are added on the host, integers in 64 bits and floats in f64, so that many batches
-    neither wrap around nor drift; this waits for both. Inside of it they are added in their own dtype.
+    Outside of `jax.jit` values are added on the host, in int64 or f64, so that many batches neither wrap around nor
+    lose precision; this waits for both metrics. Inside of `jax.jit` they are added in their own dtype.
 
     Args:
       a: a metric of some rows.
@@ -294,7 +294,7 @@ def combine(a: Mean | Sum | Max, b: Mean | Sum | Max) -> Mean | Sum | Max:
 
 
 def on_host(metric: Mean | Sum | Max) -> Mean | Sum | Max:
-    """Return a metric as NumPy arrays, in 64 bits where it is summed; waits for it."""
+    """Return a metric as NumPy arrays, 64-bit if it is a sum; wait for its values."""
     read: Callable[[Any], Any] = np.asarray if isinstance(metric, Max) else _exact
     found: Mean | Sum | Max = jax.tree.map(lambda x: read(x) if _readable(x) else x, metric)
     return found
@@ -313,14 +313,14 @@ def _largest(a: Any, b: Any) -> Any:
 
 
 def _readable(x: Any) -> bool:
-    """Return whether this process can read the number: it is no tracer, and no array that is split over processes."""
+    """Return whether this process can read the value: no tracer, and no array that is split over processes."""
     if isinstance(x, jax.core.Tracer):
         return False
     return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
 
 
 def _exact(x: Any) -> np.ndarray:
-    """Read a number, or an array of them, into the widest dtype of its kind."""
+    """Read a number or an array as a NumPy array in the largest dtype of its kind."""
     x = np.asarray(x)
     kinds = ((jnp.floating, np.float64), (jnp.unsignedinteger, np.uint64), (jnp.complexfloating, np.complex128))
     wide: Any = next((wide for kind, wide in kinds if jnp.issubdtype(x.dtype, kind)), np.int64)

@@ -1,11 +1,11 @@
-"""`LowRank`: a frozen matrix and two trained factors, in a tree of parameters where the matrix was.
+"""`LowRank`: a frozen matrix and two trained factors, a node that replaces the matrix in a tree of parameters.
 
     base [in, out]  frozen, in its own dtype, in bf16, or in int8 with a scale [out]
     a    [in, r]    trained                        weight = base + gain * a @ b
     b    [r, out]   trained
 
-A tree with such nodes says by itself what is frozen: only factors are trained (`choose_trained`), so layouts, engines,
-optimizers and checkpoints need not be told. A matrix may have several dimensions on either side ([in, heads, width]),
+In a tree with such nodes only the factors are trained (`choose_trained`), so layouts, engines, optimizers and
+checkpoints need no option for LoRA. A matrix may have several dimensions on either side ([in, heads, width]),
 and dimensions in front that stack matrices of their own ([blocks, in, out]).
 
 Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1; for a quantized base Dettmers
@@ -38,13 +38,13 @@ class LowRank:
     """A matrix as a frozen base and two trained factors; see the top of this file.
 
     Attributes:
-      base: the matrix [*stack, *in, *out], in int8 or as the model has it.
+      base: the matrix [*stack, *in, *out], in int8 or in a floating dtype.
       a: the first factor, [*stack, *in, rank].
       b: the second factor, [*stack, rank, *out]; zeros at the start.
-      scale: of a base in int8, what its numbers are multiplied by, one per output channel, [*stack, *out]; else None.
+      scale: of an int8 base, the factor of each output channel, [*stack, *out]; else None.
       gain: the factor of a @ b, alpha / rank.
-      cast: what was done to the base to store it: nothing (None), a cast to "bf16" or "int8". After a cast to bf16 the
-        weight is computed in the dtype of the factors, otherwise in that of base or scale.
+      cast: the cast of the base for storage: none (None), "bf16" or "int8". After a cast to bf16 the weight has the
+        dtype of the factors, otherwise the dtype of base or scale.
     """
 
     base: Any
@@ -74,7 +74,7 @@ class LowRank:
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the weight, in which it is used."""
+        """The dtype of the weight in computation."""
         return {None: self.base, "bf16": self.a, "int8": self.scale}[self.cast].dtype
 
     def weight(self) -> Float[Array, ...]:
@@ -83,22 +83,22 @@ class LowRank:
 
 
 def is_low_rank(node: Any) -> bool:
-    """Tell whether a node of a tree is a `LowRank`."""
+    """Return whether a node of a tree is a `LowRank`."""
     return isinstance(node, LowRank)
 
 
 def has_low_rank(tree: PyTree) -> bool:
-    """Tell whether a tree has a `LowRank`."""
+    """Return whether a tree has a `LowRank`."""
     return any(map(is_low_rank, jax.tree.leaves(tree, is_leaf=is_low_rank)))
 
 
 def map_low_rank(fn: Callable[[LowRank], Any], tree: PyTree) -> PyTree:
-    """Replace every `LowRank` of a tree by what `fn` makes of it; other leaves are the same objects."""
+    """Replace every `LowRank` of a tree by `fn` of it; other leaves are the same objects."""
     return jax.tree.map(lambda x: fn(x) if is_low_rank(x) else x, tree, is_leaf=is_low_rank)
 
 
 def matrix_shapes(tree: PyTree) -> PyTree:
-    """Return a tree of shapes with one matrix in place of each `LowRank`, in the dtype in which it is used."""
+    """Return a tree of shapes with one matrix in place of each `LowRank`, in the dtype of its weight."""
     return map_low_rank(lambda x: jax.ShapeDtypeStruct(x.base.shape, x.dtype), tree)
 
 
@@ -107,7 +107,7 @@ def choose_trained(params: PyTree, trainable: Callable[[str], bool] | None) -> P
 
     Args:
       params: parameters, or their shapes.
-      trainable: tells it of a path; None takes all parameters, in a tree with a `LowRank` the factors alone.
+      trainable: `trainable(path)`; None takes all parameters, or only the factors in a tree with a `LowRank`.
     """
     adapted = has_low_rank(params)
 
@@ -150,7 +150,7 @@ def name_factors(params: PyTree, matrices: PyTree) -> PyTree:
 def adapt_matrix(
     w: Shaped[Array, ...], key: jax.Array, *, stack: int, inputs: int, rank: int, gain: float, base: BaseDtype | None
 ) -> LowRank:
-    """Make a `LowRank` of a matrix, which it equals at the start: `a` is drawn from N(0, 1 / in), `b` is zero."""
+    """Convert a matrix to a `LowRank` that equals it at first: `a` is drawn from N(0, 1 / in), `b` is zero."""
     front, ins, outs = w.shape[:stack], w.shape[stack : stack + inputs], w.shape[stack + inputs :]
     dtype = jnp.promote_types(w.dtype, jnp.float32)
     a = jax.random.normal(key, (*front, *ins, rank), dtype) / math.sqrt(math.prod(ins))
@@ -161,7 +161,7 @@ def adapt_matrix(
 
 
 def cast_base(w: Shaped[Array, ...], stack: int, inputs: int, cast: BaseDtype | None) -> tuple[Array, Array | None]:
-    """Return (base, scale or None) of a matrix.
+    """Cast a matrix to the dtype of its base; return (base, scale or None).
 
     In int8 each output channel has a scale of its own, the largest magnitude over 127, in the dtype of the matrix. The
     error of an element is at most half the scale, so 1 / 254 of the largest magnitude in its channel.
@@ -172,13 +172,13 @@ def cast_base(w: Shaped[Array, ...], stack: int, inputs: int, cast: BaseDtype | 
     wide = w.astype(jnp.promote_types(w.dtype, jnp.float32))
     scale = (jnp.abs(wide).max(summed) / 127).astype(w.dtype)
     spread = jnp.expand_dims(scale, summed).astype(wide.dtype)
-    # A scale in bf16 may be rounded down, so numbers are cut off; a channel of zeros has a scale of zero.
+    # A bf16 scale may be rounded down, so values are clipped to 127; a channel of zeros has a scale of zero.
     numbers = jnp.where(spread > 0, jnp.round(wide / jnp.where(spread > 0, spread, 1)), 0)
     return jnp.clip(numbers, -127, 127).astype(jnp.int8), scale
 
 
 def key_of_path(key: jax.Array, path: Any) -> jax.Array:
-    """Return the key that draws the factors at a path: another one than parameters are drawn from."""
+    """Return the key for the factors at a path, which differs from the keys of parameters."""
     return jax.random.fold_in(jax.random.fold_in(key, 0x10AA), zlib.crc32(path_str(path).encode()) >> 1)
 
 
@@ -196,18 +196,18 @@ def _compute_weight(*arrays: jax.Array, gain: float, cast: BaseDtype | None) -> 
 
 
 WEIGHT = function_primitive("low_rank_weight", _compute_weight)
-"""`LowRank.weight` as one equation, so that a product with it can be found in a traced program (`adapt/factored.py`),
-and so that a `jax.checkpoint` policy knows it by name: weights are made again rather than kept."""
+"""`LowRank.weight` as one equation, so that a product with it can be found in a jaxpr (`adapt/factored.py`), and so
+that a `jax.checkpoint` policy knows it by name: weights are computed again, never saved for the backward pass."""
 
 
 def bind_weight(x: LowRank) -> jax.Array:
-    """Make the weight by one equation, `WEIGHT`."""
+    """Compute the weight by a single equation of the primitive `WEIGHT`."""
     made: jax.Array = WEIGHT.bind(*jax.tree.leaves(x), gain=x.gain, cast=x.cast)
     return made
 
 
 def merge_lora(params: PyTree) -> PyTree:
-    """Merge the low-rank factors that `js.lora` added into the weights: the tree that the original model has.
+    """Merge the low-rank factors of `js.lora` into the weights, for the original model.
 
     Args:
       params: parameters or a `js.Model`, in model order, such as `js.logical(run, layout).params`; also inside a

@@ -1,4 +1,4 @@
-"""`layout`: a strategy applied to the shapes of a run.
+"""`layout`: apply a strategy to the shapes of a run.
 
 Everything is made from shapes: `init_fn` and `tx.init` are traced, never run. Parameters first get names for their
 dimensions (from known models, then the rules of `js.tensor`), then the strategy is called for each of them in the
@@ -54,18 +54,18 @@ def layout(
     *,
     trainable: PyTree | Callable[[str], bool] | None = None,
 ) -> Layout:
-    """Apply a strategy to a training run, as `js.layout` does, but for the owners of matrices.
+    """Apply a strategy to a training run, as `js.layout` does, without owners of matrices.
 
     Traces `init_fn` and `tx.init` on shapes alone and touches no device.
 
     Args:
-      strategy, mesh, init_fn, tx, trainable: those of `js.layout`.
+      strategy, mesh, init_fn, tx, trainable: as in `js.layout`.
 
     Returns:
-      The layout, in which an optimizer that multiplies matrices has its state split like that of any other.
+      The layout, in which the state of an optimizer that multiplies matrices is split like any other.
 
     Raises:
-      TypeError, ValueError: those of `js.layout`.
+      TypeError, ValueError: as `js.layout` does.
     """
     warn_if_untested()
     if tx is not None:
@@ -96,7 +96,7 @@ def layout(
         return jax.tree.map(lambda leaf: placer.place(role, leaf), leaves, is_leaf=is_leaf)
 
     placed = {role: place(role) for role in ROLES if role in ("param", "grad", "opt")}
-    # The update happens where the optimizer state is, so that is where the optimizer sees parameters and gradients.
+    # The update runs with the sharding of the optimizer state, so parameters and gradients enter it in that sharding.
     opt_params = select(mask, placed["opt"])
     local = local_of(strategy)
     check_local(strategy, params, (placed, opt_params), state)
@@ -124,7 +124,7 @@ def layout(
         strategy=strategy,
         params=placed["param"],
         grads=select(mask, placed["grad"]),
-        opt_params=jax.tree.map(Placement.on_device, opt_params),  # the state alone may rest in the host's memory
+        opt_params=jax.tree.map(Placement.on_device, opt_params),  # only the state may be in the host's memory
         opt_state=opt_places,
         state=_place_state(state, placed["param"], place_plain("state")),
         shapes=Shapes(params, opt_state, state, key),
@@ -146,11 +146,11 @@ STACKED_EXAMPLE = """model = js.Stacked(embed, block, head, num_blocks=24, init=
     #   embed(params, batch, key) -> x     block(block_params, x, key) -> x     head(params, x, batch, key) -> js.Mean
     layout = js.layout(strategy, mesh, model.init, tx)
     step = js.make_step(model.loss, tx, layout, engine=js.pipelined(microbatches=8))"""
-"""How a model is described to a pipeline, for errors."""
+"""An example of a model for a pipeline, for error messages."""
 
 
 def _find_model(runs: Sequence[ModelRun], params: PyTree) -> KnownModel | None:
-    """Return the model whose `init` made all parameters, or the only one that ran; that of `js.lora` runs another's."""
+    """Return the model whose `init` made all parameters, or else the only one that ran (`js.lora` runs its base's)."""
     whole = [run for run in runs if same_structure(split_model(run.tree)[0], params)] or runs
     return whole[0].model if len(whole) == 1 else None
 
@@ -165,12 +165,12 @@ def _check_blocks(strategy: Strategy, leaves: PyTree) -> None:
 
 
 def _check_rows(strategy: Strategy, mesh: Mesh) -> None:
-    """Raise an error about rows now rather than with the first batch."""
+    """Check here how rows are split, so that an error does not wait for the first batch."""
     axes, context = split_rows(strategy, mesh), context_of(strategy)
     if both := [axis for axis in axes if context is not None and axis in context.axis]:
         raise ValueError(
             f"context: the strategy splits rows over {', '.join(map(repr, both))} too, over which js.context splits "
-            "their positions; combine them by js.compose, which leaves rows whole there, or use another axis"
+            "their positions; combine them by js.compose, which does not split rows there, or use another axis"
         )
 
 
@@ -219,7 +219,7 @@ def _check_trainable(params: PyTree, mask: PyTree) -> None:
 
 
 def _shapes_of_model(init_fn: InitFn, key: Any) -> PyTree:
-    """Return the shapes and dtypes of what `init_fn` returns; raise TypeError for leaves that are no arrays."""
+    """Return the shapes and dtypes of the result of `init_fn`; raise TypeError for leaves that are no arrays."""
     headline = (
         "init_fn must return a tree of arrays. Return the arrays alone and let loss_fn put the rest back; of an "
         "Equinox module, eqx.partition and eqx.combine do that (docs/guides/models.md). These leaves are none:"
@@ -256,10 +256,10 @@ def _shapes_of(fn: Callable[[Any], Any], argument: Any, headline: str) -> PyTree
 
 
 def _place_state(state: PyTree, params: PyTree, fill: Callable[..., Placement]) -> PyTree:
-    """Place the model's state: the arrays of a `js.Average` as their parameters, others as the strategy says.
+    """Place the model's state: the arrays of a `js.Average` like their parameters, others as the strategy says.
 
     Raises:
-      ValueError: an average of what is no parameter, or of another shape.
+      ValueError: an array of an average has no parameter of its path and shape.
     """
 
     def place(path: tuple[Any, ...], node: Any) -> Any:
@@ -284,18 +284,18 @@ def _place_state(state: PyTree, params: PyTree, fill: Callable[..., Placement]) 
 def _place_opt_state(
     opt_state: PyTree, params: PyTree, placements: PyTree, fill: Callable[..., Placement], mesh: Mesh
 ) -> PyTree:
-    """Place every array of the optimizer state, without ever asking for the class of the state.
+    """Place every array of the optimizer state by its path and shape, whatever the classes of the state.
 
-    An array whose path ends with a parameter's path and that has its shape lives where that parameter's optimizer
-    state lives; of several such parameters the longest path wins. For a parameter "layer/w" [64, 64] Adam's state is:
+    An array whose path ends with a parameter's path and that has its shape gets that parameter's placement in the role
+    "opt"; of several such parameters the longest path wins. For a parameter "layer/w" [64, 64] Adam's state is:
 
-        0/count         []          ends with no parameter's path: a scalar integer, whole
+        0/count         []          ends with no parameter's path: a scalar integer, replicated
         0/mu/layer/w    [64, 64]    ends with "layer/w" and has its shape: as the parameter
         0/nu/layer/w    [64, 64]    the same
 
-    The shape matters too: Adafactor's "v_row/layer/w" is [64], so it is placed as an array of its own. One that has a
-    number for each block of the parameter's elements, such as "mu_scales/layer/w" [64, 4] of 8-bit Adam, lies with the
-    blocks (`Placement.of_blocks`) if the devices' parts are of whole blocks.
+    The shape matters too: Adafactor's "v_row/layer/w" is [64], so it is placed as an array of its own. An array with a
+    value for each block of the parameter's elements, such as "mu_scales/layer/w" [64, 4] of 8-bit Adam, is split like
+    the blocks (`Placement.of_blocks`) if no device boundary cuts a block.
     (`optax.tree_map_params`, the obvious tool, raises for muon, masked and partition.)
     """
     known = {

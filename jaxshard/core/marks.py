@@ -1,8 +1,8 @@
-"""Marks: what a traced program shows in place of functions that know how positions are split over devices.
+"""Marks: single equations in a jaxpr that stand for functions which handle split positions themselves.
 
-Under `js.context` each device runs the loss on its own positions. A proof reads the program of the loss, and takes it
-that these functions are right by contract: `js.attention` exchanges keys and values itself, `js.positions` knows where
-its device's positions lie. In the program that is read they are one equation each:
+Under `js.context` each device runs the loss on its own positions. A proof reads the jaxpr of the loss, and trusts the
+contract of these functions: `js.attention` exchanges keys and values itself, `js.positions` returns the positions of
+its device. In the jaxpr that is read each of them is one equation:
 
     a:f32[2,64,8,16] = js_mark[name=js.attention positions=(-3, -3, -3) result_positions=(-3,)] q k v
 """
@@ -23,22 +23,22 @@ MARK = mark_primitive("js_mark")
 
 
 def show_marks(length: int) -> AbstractContextManager[None]:
-    """Make a context in which functions that know how positions are split leave marks.
+    """Make a context in which functions that handle split positions leave marks.
 
     Args:
-      length: the number of positions in a row, also where the program is traced for a part of them.
+      length: the number of positions in a row, also where the program is traced for some of them.
     """
     context: AbstractContextManager[None] = _length(length)
     return context
 
 
 def is_marking() -> bool:
-    """Return whether the program that is traced here is only read, so that functions leave a mark."""
+    """Return whether this trace is only read by a proof, so that functions leave marks."""
     return bool(_length.value)
 
 
 def marked_length() -> int:
-    """Return the number of positions in a row, all of them, in a program that is only read."""
+    """Return the number of all positions in a row, in a context of `show_marks`."""
     length: int = _length.value
     return length
 
@@ -51,17 +51,17 @@ def leave_mark(
     result_dims: Sequence[int | Literal["sum"] | None],
     how: Any = None,
 ) -> list[jax.Array]:
-    """Show a function in the program by its contract, in a context of `show_marks`, and compute nothing.
+    """Add a mark with a function's contract to the jaxpr, in a context of `show_marks`; compute nothing.
 
     Args:
-      name: what the user calls, such as "js.attention".
+      name: the function that the user calls, such as "js.attention".
       arrays: its operands.
-      dims: where each operand has its positions, counted from the end (-1 is the last dimension); None for an operand
-        without positions, such as a weight; "sum" for a sum over positions.
+      dims: the dimension of each operand's positions, counted from the end (-1 is the last dimension); None for an
+        operand without positions, such as a weight; "sum" for a sum over positions.
       results: shapes and dtypes of its results.
-      result_dims: where each result has its positions; "sum" if it adds up over positions, None if it is the same on
-        all devices.
-      how: what else the user said, compared by ==. It must not depend on how many positions there are.
+      result_dims: the dimension of each result's positions; "sum" if results add up over positions, None if the result
+        is equal on all devices.
+      how: the function's other options, compared by ==. It must not depend on the number of positions.
 
     Returns:
       Arrays like `results`, without values.

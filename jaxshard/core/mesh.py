@@ -1,4 +1,4 @@
-"""Meshes: named axes over devices, always with Auto axis types, and simulated devices to try them on."""
+"""Make meshes with named axes of type Auto, and simulated CPU devices to try them on."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def make_mesh(devices: Sequence[jax.Device] | None = None, /, **axes: int) -> Me
 
     Args:
       devices: the devices; by default all.
-      **axes: the size of each axis by its name. One may be -1: it takes what the others leave.
+      **axes: the size of each axis by its name. One size may be -1, for all remaining devices.
 
     Returns:
-      The mesh. The last axis has the nearest neighbours, so put there what communicates most.
+      The mesh. The last axis has the nearest neighbours: use it for the parallelism that communicates most.
 
     Raises:
       ValueError: no axis, more than one -1, a size below 1, or sizes that do not multiply to the number of devices.
@@ -51,7 +51,7 @@ def solve_sizes(axes: dict[str, int], devices: int) -> dict[str, int]:
     """Replace a size of -1 so that the sizes multiply to the number of devices; raises as `make_mesh` does."""
     asked = ", ".join(f"{name}={size}" for name, size in axes.items())
     if not axes:
-        raise ValueError(f"make_mesh: name at least one axis, such as data=-1, for the {devices} devices at hand")
+        raise ValueError(f"make_mesh: name at least one axis, such as data=-1, for the {devices} devices")
     if strange := [f"{name}={size!r}" for name, size in axes.items() if not isinstance(size, Integral)]:
         raise TypeError(f"make_mesh: every size must be a whole number, got {', '.join(strange)}")
     unknown = [name for name, size in axes.items() if size == -1]
@@ -62,7 +62,7 @@ def solve_sizes(axes: dict[str, int], devices: int) -> dict[str, int]:
     if unknown:
         if devices % known:
             raise ValueError(
-                f"make_mesh: {asked} leaves nothing whole for {unknown[0]!r}: {devices} devices are not divisible by "
+                f"make_mesh: {asked} leaves no size for {unknown[0]!r}: {devices} devices are not divisible by "
                 f"{known}; use sizes whose product divides {devices}"
             )
         return axes | {unknown[0]: devices // known}
@@ -74,7 +74,7 @@ def solve_sizes(axes: dict[str, int], devices: int) -> dict[str, int]:
 
 
 def _other_counts(wanted: int, devices: int) -> str:
-    """Say how to get another number of devices; simulated ones are counted for each process."""
+    """Say how to get another number of devices; simulated devices are counted per process."""
     processes = process_count_and_id()[0]
     if processes == 1 and wanted > devices:
         return (
@@ -92,11 +92,11 @@ def _other_counts(wanted: int, devices: int) -> str:
 
 
 def simulate_devices(count: int) -> None:
-    """Make the CPU appear as several devices, to try a mesh without the hardware.
+    """Simulate several devices on the CPU, to try a mesh without the hardware.
 
     Call it at the top of a program, before JAX has touched any device.
 
-    Under `jaxshard launch`, or whatever else starts several processes, each of them has `count` devices: with
+    If several processes are started, by `jaxshard launch` for example, each of them has `count` devices: with
     `jaxshard launch -n 2` and `js.simulate_devices(4)` the mesh has eight.
 
     Args:
@@ -124,10 +124,10 @@ def simulate_devices(count: int) -> None:
 
 
 class MeshById(NamedTuple):
-    """A mesh without its devices, which can't leave their process: what is pickled in its place.
+    """A picklable description of a mesh, whose devices can't leave their process.
 
     Attributes:
-      platform: that of the devices, such as "tpu".
+      platform: the platform of the devices, such as "tpu".
       ids: the ids of the devices, an array of the mesh's shape as nested lists.
       axes: the names of the axes.
     """
@@ -143,7 +143,7 @@ class MeshById(NamedTuple):
         return cls(mesh.devices.flat[0].platform, ids.tolist(), mesh.axis_names)
 
     def find(self) -> Mesh:
-        """Return the mesh of the devices of this process with these ids.
+        """Return the mesh of this process's devices with these ids.
 
         Raises:
           ValueError: there are no such devices.
@@ -164,7 +164,7 @@ class MeshById(NamedTuple):
 
 
 def axis_names(axis: AxisName | None) -> tuple[str, ...]:
-    """Return an axis, a tuple of axes or None as a tuple of names."""
+    """Convert an axis, a tuple of axes or None to a tuple of names."""
     if axis is None:
         return ()
     return (axis,) if isinstance(axis, str) else tuple(axis)
@@ -176,23 +176,23 @@ def axis_size(mesh: Mesh, axis: AxisName | None) -> int:
 
 
 def shares_threads(mesh: Mesh) -> bool:
-    """Return True for a mesh of several CPU devices, which compute with the same threads; False without devices."""
+    """Return True for a mesh of several CPU devices, which share threads; False for a mesh without devices."""
     return not isinstance(mesh, AbstractMesh) and mesh.size > 1 and bool(mesh.devices.flat[0].platform == "cpu")
 
 
 def device_kind(mesh: Mesh) -> str:
-    """Return what kind of devices a mesh is of, as JAX names it; nothing for a mesh without devices."""
+    """Return the `device_kind` of a mesh's devices; "" for a mesh without devices."""
     return "" if isinstance(mesh, AbstractMesh) else str(mesh.devices.flat[0].device_kind)
 
 
 def slice_indices(mesh: Mesh) -> np.ndarray:
-    """Return for every device of a mesh, in its shape, the number of the TPU slice that it is in; 0 elsewhere."""
+    """Return the TPU slice index of every device of a mesh, in the mesh's shape; 0 on other platforms."""
     numbers = [slice_index(device) for device in mesh.devices.flat]
     return np.array(numbers).reshape(mesh.devices.shape)
 
 
 def slice_index(device: jax.Device) -> int:
-    """Return the number of the TPU slice that a device is in; 0 where there are none."""
+    """Return the index of a device's TPU slice; 0 on other platforms."""
     return getattr(device, "slice_index", 0) or 0
 
 
@@ -202,13 +202,13 @@ def mesh_str(mesh: Mesh) -> str:
 
 
 def mesh_inside(mesh: Mesh) -> Mesh | AbstractMesh:
-    """Return the mesh for constraints on arrays: inside a `shard_map` its own, in which some axes are handled."""
+    """Return the mesh for sharding constraints: inside a `shard_map` its own, in which some axes are manual."""
     inside = jax.sharding.get_abstract_mesh()
     return inside if inside.manual_axes else mesh
 
 
 def check_is_here(mesh: Mesh) -> None:
-    """Raise ValueError for a mesh of stand-ins (`js.plan.planned_mesh`), for which nothing can be compiled."""
+    """Raise ValueError for a mesh of planned devices (`js.plan.planned_mesh`), for which nothing can be compiled."""
     device = mesh.devices.flat[0]
     if not isinstance(device, jax.Device):
         raise ValueError(
@@ -219,7 +219,7 @@ def check_is_here(mesh: Mesh) -> None:
 
 
 def check_axis(mesh: Mesh, axis: AxisName, who: str) -> tuple[str, ...]:
-    """Return the names of `axis`; raises ValueError unless the mesh has them all and none comes twice."""
+    """Return the names of `axis`; raise ValueError unless the mesh has each of them and none is repeated."""
     names = axis_names(axis)
     missing = [name for name in names if name not in mesh.shape]
     if missing:

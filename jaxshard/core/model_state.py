@@ -1,13 +1,13 @@
-"""The model's new state, of what a loss returned: declared contributions, averages, and the loss's own `update`.
+"""Compute the model's new state from a loss: declared contributions, averages, and the loss's own `update`.
 
-A loss that sees the whole batch replaces the state by what it returns. What it declares instead is a contribution,
-which can be combined over micro-batches and devices before it enters the state:
+A loss that sees the global batch may replace the state. Instead it may declare contributions, which can be combined
+over micro-batches and devices before they enter the state:
 
     js.Sum(x)     new = old + the sum of x
     js.Max(x)     new = the larger of old and the maximum of x
     js.Mean(t, w) new = the mean, t / w, each summed
 
-`engines/state_rules.py` combines states where the loss sees a part of the batch at a time.
+`engines/state_rules.py` combines states if the loss sees only a part of the batch at a time.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from jaxshard.core.types import PyTree
 
 
 def is_declared(x: Any) -> bool:
-    """Return whether a node of a returned state declares how it is combined: `js.Sum`, `js.Max` or `js.Mean`."""
+    """Return whether a node of a returned state is a contribution: `js.Sum`, `js.Max` or `js.Mean`."""
     return isinstance(x, (Sum, Max, Mean))
 
 
 def next_state(old: PyTree, loss: Loss) -> PyTree:
-    """Return the model's state after a loss, whose contributions are those of the whole batch.
+    """Return the model's state after a loss with the contributions of the global batch.
 
     Args:
       old: the state that the loss received.
@@ -56,11 +56,11 @@ def next_state(old: PyTree, loss: Loss) -> PyTree:
 
 
 def check_averages(old: PyTree, loss: Loss) -> None:
-    """Raise a ValueError unless a loss hands each `js.Average` of the state on as it received it.
+    """Raise ValueError unless a loss returns each `js.Average` of the state unchanged.
 
     Args:
       old: the state that the loss received, in the same trace.
-      loss: what it returned.
+      loss: the loss that was returned.
     """
     if loss.state is None or loss.update is not None:
         return
@@ -89,7 +89,7 @@ def _refuse_update_alone(loss: Loss) -> None:
 
 
 def _check_update(update: Callable[..., PyTree]) -> None:
-    """Raise a ValueError if an `update` reads traced values: those of one micro-batch, in a trace that has ended."""
+    """Raise ValueError if an `update` closes over traced values, of a single micro-batch and a trace that has ended."""
     names = [name for name, value in _variables_of(update, set()) if _is_traced(value)]
     if names:
         raise ValueError(
@@ -100,7 +100,7 @@ def _check_update(update: Callable[..., PyTree]) -> None:
 
 
 def _variables_of(fn: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of the variables around a function, of those that it calls, and of what is bound to it."""
+    """Yield (name, value) of a function's closure variables and bound arguments, and of the functions among them."""
     if id(fn) in seen:
         return
     seen.add(id(fn))

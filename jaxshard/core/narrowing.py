@@ -1,4 +1,4 @@
-"""64-bit NumPy arrays, which JAX narrows to 32 bits without a word unless they are switched on in it."""
+"""Check 64-bit NumPy arrays, which JAX silently casts to 32 bits unless `jax_enable_x64` is set."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _SWITCH = 'or switch 64-bit numbers on: jax.config.update("jax_enable_x64", True
 def check_narrowing(tree: PyTree, what: str) -> None:
     """Check arrays that are about to be placed on devices.
 
-    Floating-point and complex numbers lose half their digits, about which one warning per array says so. Integers pass
-    if their values fit.
+    Warn once per array of floating-point or complex numbers, which lose half their digits. Integers pass if their
+    values fit.
 
     Args:
-      tree: arrays; those of NumPy are looked at.
-      what: what the tree is, for the messages.
+      tree: arrays; only NumPy arrays are checked.
+      what: the name of the tree, for messages.
 
     Raises:
-      ValueError: integers that do not fit; every array is named, with such a value.
+      ValueError: integers that do not fit; the message names every array, with such a value.
     """
     if jnp.result_type(float) == jnp.float64:
         return

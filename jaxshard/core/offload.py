@@ -1,4 +1,4 @@
-"""Arrays that rest in the host's memory between steps: `offload` and the part of strategies that it makes."""
+"""`offload`: the strategy that keeps arrays in the host's memory between steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxshard.core.tree import Leaf
 from jaxshard.core.types import Role
 
 HOST = "pinned_host"
-"""The kind of memory: the host's, in pages that stay where they are, which devices read and write by themselves."""
+"""The memory kind: page-locked host memory, which devices access by DMA."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ def offload(role: Literal["opt"] = "opt", *, min_size: int = MIN_SIZE) -> Strate
     """Keep the optimizer's state in the host's memory between steps.
 
     Each device has its part of the state, as the other strategies split it, in pinned memory of its host. During the
-    update an elementwise optimizer brings stacked arrays to the device one block at a time and sends each back before
-    the next, so that the device's memory holds a block's worth; arrays that are not stacked, and all arrays of an
-    optimizer that is not elementwise, are brought whole. The numbers are the same, but for the last bit where the
-    compiler fuses the operations of one block in another way.
+    update, an elementwise optimizer copies stacked arrays to the device one block at a time and back before the next,
+    so that the device's memory holds the state of one block; arrays that are not stacked, and all arrays of an
+    optimizer that is not elementwise, are copied at once. Results are the same, except for the last bit if the compiler
+    fuses the operations of one block differently.
 
     Args:
       role: "opt", the only one so far.
       min_size: arrays with fewer elements stay on the device.
 
     Returns:
-      A strategy, to be composed with others. Applied, it raises ValueError where devices have no such memory.
+      A strategy, to be composed with others. Applied, it raises ValueError if the devices have no such memory.
 
     Raises:
       ValueError: another role, or a negative `min_size`.
@@ -56,7 +56,7 @@ def offload(role: Literal["opt"] = "opt", *, min_size: int = MIN_SIZE) -> Strate
         layout.host_bytes_per_device()      # the state's bytes, which are no longer in layout.bytes_per_device()
     """
     if role != "opt":
-        raise ValueError(f"offload: only optimizer state, 'opt', can rest in the host's memory, got {role!r}")
+        raise ValueError(f"offload: only optimizer state, 'opt', can be kept in the host's memory, got {role!r}")
     if min_size < 0:
         raise ValueError(f"offload: min_size must be at least 0 elements, got {min_size}")
     return Offload(min_size)

@@ -1,12 +1,12 @@
-"""Sums over mesh axes in one order, whatever the processes: the same bits from 1 x 8 devices as from 4 x 2.
+"""Sums over mesh axes in a fixed order: the same bits from 1 process of 8 devices as from 4 processes of 2.
 
-A native reduction adds in the order that suits the wires. Here the parts travel as they are, and each device adds the
-parts of the sum that it is to hold, in the order of the devices in the mesh:
+A native reduction adds in an order that depends on the hardware. Here devices exchange the unreduced parts, and each
+device adds the parts of its shard of the sum, in the order of the devices in the mesh:
 
     device 0 holds shares   a0 a1        all-to-all       device 0 receives  a0 b0   and adds  a0 + b0
     device 1 holds shares   b0 b1      -------------->    device 1 receives  a1 b1   and adds  a1 + b1
 
-Sums of integers are exact in any order and go the native way.
+Sums of integers are exact in any order, so they use native reductions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxshard.core.placement import axes_of, split_dims
 
 
 def pairwise_sum(parts: Num[Array, " n *dims"]) -> Num[Array, "*dims"]:
-    """Add parts [n, ...] -> [...] in pairs: of four parts (0 + 2) + (1 + 3). What is narrower than f32 is added in f32.
+    """Add parts [n, ...] -> [...] in pairs: of four parts (0 + 2) + (1 + 3). bf16 and f16 are added in f32.
 
     Reference: while n > 1, part i is added to part i + n // 2; an odd last part waits for the next round.
     """
@@ -38,10 +38,10 @@ def pairwise_sum(parts: Num[Array, " n *dims"]) -> Num[Array, "*dims"]:
 
 
 def scatter_sum(x: jax.Array, spec: PartitionSpec, axes: Sequence[str], *, keep: Sequence[str] = ()) -> jax.Array:
-    """Do what `collectives.scatter_sum` does, in one order.
+    """Compute `collectives.scatter_sum` in a fixed order.
 
-    An all-to-all stands for each reduce-scatter. It moves as many bytes, but its result is as large as its operand,
-    where a reduce-scatter leaves only the shard.
+    An all-to-all replaces each reduce-scatter. It moves the same bytes, but its result is as large as its operand,
+    while a reduce-scatter returns only the shard.
     """
     split = [(dim, axis) for dim, axis in split_dims(spec) if axis not in keep]
     for dim, axis in split:
@@ -55,10 +55,10 @@ def scatter_sum(x: jax.Array, spec: PartitionSpec, axes: Sequence[str], *, keep:
 
 
 def all_sum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Do what `collectives.all_sum` does, in one order.
+    """Compute `collectives.all_sum` in a fixed order.
 
-    An all-to-all and an all-gather of the array, flat and padded so that it divides: together as many bytes as an
-    all-reduce. An array with fewer elements than there are devices is gathered from all of them instead.
+    One all-to-all and one all-gather of the array, flattened and padded so that it divides: together the bytes of an
+    all-reduce. An array with fewer elements than devices is all-gathered instead.
     """
     axes = tuple(axes)
     count = lax.axis_size(axes) if axes else 1
@@ -76,7 +76,7 @@ def all_sum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 def stack_totals(
     fn: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array], specs: Sequence[PartitionSpec], mesh: Mesh
 ) -> jax.Array:
-    """Do what `collectives.stack_totals` does, in one order: f32[arrays], of an `fn` that is a sum over elements.
+    """Compute `collectives.stack_totals` in a fixed order, f32[arrays], for an `fn` that is a sum over elements.
 
     One all-gather of one number per array and device. In global-view code, under jit.
     """
@@ -88,19 +88,19 @@ def stack_totals(
         everyone = lax.all_gather(mine, axes).reshape(*sizes, len(arrays)) if axes else mine
         return jnp.stack([_sum_shards(everyone[..., i], axes, axes_of(spec)) for i, spec in enumerate(specs)])
 
-    # Manual over all axes, so that the compiler does not split a sum over those where every device has a copy.
+    # Manual over all axes, so that the compiler does not split a sum over axes where the array is replicated.
     spread = jax.shard_map(on_device, mesh=mesh, in_specs=tuple(specs), out_specs=PartitionSpec(), check_vma=False)
     totals: jax.Array = spread(*arrays)
     return totals
 
 
 def _sum_shards(numbers: jax.Array, axes: tuple[str, ...], split: tuple[str, ...]) -> jax.Array:
-    """Sum one number per device, [size of each axis]; copies over the axes that do not split count once."""
+    """Sum one scalar per device, [size of each axis]; replicas over axes that do not split it count once."""
     return pairwise_sum(numbers[tuple(slice(None) if axis in split else 0 for axis in axes)].reshape(-1))
 
 
 ORDERED = Sums(scatter_sum, all_sum, stack_totals, in_order=True)
-"""Sums in one order, for `js.explicit(reduction="ordered")`."""
+"""Sums in a fixed order, for `js.explicit(reduction="ordered")`."""
 
 
 def _exchange(parts: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Which source files belong to this package, and which are the user's: for source lines of programs and for errors."""
+"""Tell this package's source files from the user's, to name the user's source line in reports and errors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 def package_folder(name: str) -> Path:
     """Return the folder of an importable package, such as "jaxshard.engines".
 
-    Folders are found by importable name, not by path, so that a package that moves fails here and not silently in
-    whoever compares paths.
+    Folders are found by importable name, not by path, so that a package that moves raises here instead of silently
+    changing comparisons of paths.
 
     Raises:
       ModuleNotFoundError: there is no such package.
@@ -20,7 +20,7 @@ def package_folder(name: str) -> Path:
     spec = find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"no package {name!r}", name=name)
-    # Not resolved: through a symbolic link, frames of our code bear the path by which Python imported it.
+    # Symbolic links are not resolved: frames have the path by which Python imported the file.
     return Path(spec.submodule_search_locations[0])
 
 
@@ -32,7 +32,7 @@ _FRAMEWORKS = {
     "chex", "einops", "equinox", "flax", "haiku", "haliax", "jax", "jaxlib", "jaxtyping", "numpy", "optax",
     "optimistix", "qwix",
 }  # fmt: skip
-"""Installed packages that are nobody's model."""
+"""Installed packages that are no model code."""
 
 
 def is_jaxshard_file(file: str | Path) -> bool:
@@ -41,21 +41,21 @@ def is_jaxshard_file(file: str | Path) -> bool:
 
 
 def users_line(frames: Sequence[str]) -> str:
-    """Choose the frame to show: the innermost one of the user's code, else the innermost of all.
+    """Choose the frame to show: the innermost frame of the user's code, or else the innermost frame.
 
-    Installed frameworks and this package are not the user's code (its ready-made models are, and so are models that are
-    installed), nor is what merely calls the step: the search ends at a frame of an engine or of the training loop. So
-    of the stack
+    Installed frameworks and this package are not the user's code, but installed models and this package's models are.
+    Code that only calls the step does not count: the search ends at a frame of an engine or of the training loop. From
+    the stack
 
         flax/linen/linear.py:271   user/model.py:22   jaxshard/engines/explicit.py:80   user/train.py:10
 
-    the line shown is user/model.py:22; without that frame the operation is the engine's own, not user/train.py's.
+    it chooses user/model.py:22; without that frame the operation is the engine's own, not user/train.py's.
     """
     return users_frame(frames) or frames[0]
 
 
 def users_frame(frames: Sequence[str]) -> str:
-    """Return the innermost frame of the user's code, as `users_line` finds it; "" where there is none."""
+    """Return the innermost frame of the user's code, as in `users_line`; "" without one."""
     for frame in frames:
         file = Path(frame.rpartition(":")[0])
         if any(file.is_relative_to(folder) for folder in _STEPS):
@@ -66,7 +66,7 @@ def users_frame(frames: Sequence[str]) -> str:
 
 
 def is_outside_engines(line: str) -> bool:
-    """Return True for a line, maybe "near" it, of a model: the user's own, or a ready-made one, or of a library."""
+    """Return True for a line (or "near ..." one) of a model: the user's, a ready-made one, or a library's."""
     file = Path(line.removeprefix("near ").rpartition(":")[0])
     return file.is_relative_to(_MODELS) or not is_jaxshard_file(file)
 

@@ -1,14 +1,15 @@
-"""Matrices that are updated whole, each by one device: who owns which, and the stacks in which their state is stored.
+"""Owners: the device that updates each matrix, and the stacks in which the matrices' optimizer state is stored.
 
-An optimizer such as Shampoo multiplies matrices in every step. Where its state is split over devices, all of them would
-gather every matrix. Instead equal matrices form a stack, and each device owns some of its places:
+An optimizer such as Shampoo multiplies matrices in every step. If its state is split over devices, every device would
+have to gather every matrix. Instead, matrices of equal shape form a stack, and each device owns some of its places:
 
     eight matrices [256, 256] over 8 devices      places  0 | 1 | 2 | 3 | 4 | 5 | 6 | 7
     three matrices [64, 64] over 2 devices        places  0 1 | 2 .             the last place is empty
 
-The parameter and its gradient stay split as before; in a step one all-to-all brings what the owner needs, and another
-one takes the update back. What the optimizer keeps for a matrix (its factors) lives at the matrix's place: the first
-array of a stack holds the state of all of them, [places, ...] split over the devices, the others are stored empty.
+The parameter and its gradient stay sharded. In a step, one all-to-all sends the shards to the owners, and a second
+all-to-all sends the updates back. The optimizer state of a matrix (its factors) is stored at the matrix's place: the
+first array of a stack has the state of all its matrices, [places, ...] split over the devices, and the other arrays are
+stored empty.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from jaxshard.core.placement import Placement, View, spec_entry
 
 
 class Rows(NamedTuple):
-    """The rows of parts that every device sends to the owners, one to each, and that they send back.
+    """The layout of the all-to-all buffers: every device sends one row to each owner, and receives it back updated.
 
-    Each owner's matrices lie in its row one after the other:
+    A row holds the sender's parts of the owner's matrices, one after another:
 
         device 0   w0 w0 w0 w0          owns a large matrix
         device 1   v0 v0 v1 v1          owns two small ones
 
     Attributes:
-      firsts: for each kind of matrices, where they begin in the row of each device.
-      width: the elements of a row, the same for all.
+      firsts: for each kind of matrices, the offset at which they begin in the row of each device.
+      width: the number of elements of a row, the same for all.
     """
 
     firsts: tuple[tuple[int, ...], ...]
@@ -43,12 +44,12 @@ class Rows(NamedTuple):
 
 
 def lay_rows(kinds: Sequence[tuple[Sequence[int], int, int]]) -> Rows:
-    """Lay out the rows of (matrices of each device, places on each device, elements of a part) for each kind."""
+    """Lay out rows for each kind: (number of matrices per device, places per device, elements of a part)."""
     used, width = [0] * len(kinds[0][0]), 0
     firsts = []
     for counts, slots, size in kinds:
         firsts.append(tuple(used))
-        # As many places as the fullest device has are read and written, whatever comes behind.
+        # Every device reads and writes as many places as the largest owner has, even past its own matrices.
         width = max(width, *(first + slots * size for first, count in zip(used, counts, strict=True) if count))
         used = [first + count * size for first, count in zip(used, counts, strict=True)]
     return Rows(tuple(firsts), width)
@@ -56,20 +57,20 @@ def lay_rows(kinds: Sequence[tuple[Sequence[int], int, int]]) -> Rows:
 
 @dataclass(frozen=True)
 class OwnedStack:
-    """Equal matrices with equal programs, and the device that owns each.
+    """Matrices of equal shape and equal optimizer updates, and the device that owns each.
 
     Attributes:
       paths: the parameters, such as ("blocks/query/kernel", "blocks/key/kernel").
-      leaves: their numbers among the trained parameters.
-      slices: how many matrices each parameter stacks along its first dimension; 0 where each is one.
-      shape: of one matrix.
+      leaves: their indices among the trained parameters.
+      slices: the number of matrices that each parameter stacks along its first dimension; 0 if it is a single matrix.
+      shape: the shape of one matrix.
       axes: the mesh axes over which the matrices are owned, major first.
       devices: the number of devices along these axes.
-      slots: the places on each device.
-      places: for each matrix, in order, its place: the number of the device times `slots`, plus the slot there.
-      states: for each array of the optimizer state that lives with the matrix, its number for each parameter.
-      moved: the dtypes of the arrays of the matrix's size that go to its owner, and of those that come back.
-      flops: of the matrix products in the update of one matrix.
+      slots: the number of places on each device.
+      places: the place of each matrix, in order: index of the device * `slots` + slot on the device.
+      states: for each kind of optimizer state that is stored with a matrix, the index of its array for each parameter.
+      moved: the dtypes of the matrix-sized arrays that are sent to the owner, and of those that are sent back.
+      flops: the FLOPs of the matrix products in the update of one matrix.
     """
 
     paths: tuple[str, ...]
@@ -96,17 +97,17 @@ class OwnedStack:
         return tuple(owners.count(device) for device in range(self.devices))
 
     def units(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """Put arrays of the parameters together as one array [count, ...]."""
+        """Join one array per parameter to a single array [count, ...]."""
         return jnp.concatenate(arrays) if self.slices else jnp.stack(arrays)
 
     def arrays(self, units: jax.Array) -> list[jax.Array]:
-        """Take [count, ...] apart into an array for each parameter: the inverse of `units`."""
+        """Split [count, ...] into one array per parameter: the inverse of `units`."""
         if not self.slices:
             return list(units)
         return [units[first : first + self.slices] for first in range(0, self.count, self.slices)]
 
     def place(self, units: jax.Array) -> jax.Array:
-        """Bring [count, ...] to the order of places, [devices * slots, ...], with zeros where nothing is owned."""
+        """Reorder [count, ...] to places, [devices * slots, ...], with zeros in empty places."""
         total = self.devices * self.slots
         if self.places == tuple(range(total)):
             return units
@@ -116,7 +117,7 @@ class OwnedStack:
         return jnp.take(jnp.concatenate([units, empty]), order, axis=0)
 
     def unplace(self, placed: jax.Array) -> jax.Array:
-        """Bring [devices * slots, ...] back to [count, ...], the inverse of `place`."""
+        """Reorder [devices * slots, ...] to [count, ...]: the inverse of `place`."""
         if self.places == tuple(range(self.devices * self.slots)):
             return placed
         return jnp.take(placed, np.asarray(self.places, np.int32), axis=0)
@@ -142,12 +143,12 @@ class Owners:
 
     Attributes:
       stacks: the stacks, the most expensive first.
-      refused: parameters whose program has matrix products but that have no owner, with the reason.
-      natural: for each array of optimizer state that lives by ownership (by its number) where it would live without.
+      refused: (path, reason) of parameters whose update has matrix products but that have no owner.
+      natural: {index of an optimizer state array that is stored with owners: its placement without owners}.
 
     Example:
         layout = js.layout(js.fsdp(), js.make_mesh(data=8), init_fn, optax.contrib.muon(1e-3))
-        layout.owners.flops_per_device       # matrix products of the update, on the device that has the most
+        layout.owners.flops_per_device       # FLOPs of the update's matrix products on the busiest device
     """
 
     stacks: tuple[OwnedStack, ...]
@@ -156,7 +157,7 @@ class Owners:
 
     @property
     def flops_per_device(self) -> tuple[int, float]:
-        """FLOPs of the updates' matrix products on the busiest device, and on each if they were divided evenly."""
+        """(FLOPs of the updates' matrix products on the busiest device, FLOPs per device if divided evenly)."""
         loads: dict[tuple[str, ...], np.ndarray] = {}
         for stack in self.stacks:
             load = stack.flops * np.asarray(stack.counts, np.float64)
@@ -164,7 +165,7 @@ class Owners:
         return int(sum(load.max() for load in loads.values())), float(sum(load.mean() for load in loads.values()))
 
     def owner_of(self, path: str) -> tuple[int, ...]:
-        """Return the numbers of the devices, along the axes of its stack, that own the matrices of a parameter."""
+        """Return the indices, along the axes of the stack, of the devices that own a parameter's matrices."""
         for stack in self.stacks:
             if path in stack.paths:
                 each, at = stack.slices or 1, stack.paths.index(path)
@@ -176,7 +177,7 @@ class Owners:
         return "\n".join(["owners of whole matrices:", *(f"  {stack}" for stack in self.stacks), *kept])
 
     def place_state(self, shapes: Sequence[jax.ShapeDtypeStruct], placements: Sequence[Placement]) -> list[Placement]:
-        """Return the placements of the optimizer's arrays, in order, with those that are owned in their stacks."""
+        """Return the placements of the optimizer's arrays, in order, with owned arrays placed in their stacks."""
         placed = list(placements)
         for stack in self.stacks:
             for numbers in stack.states:
@@ -195,7 +196,7 @@ class Owners:
         return placed
 
     def store(self, leaves: Sequence[jax.Array], placements: Sequence[Placement]) -> list[jax.Array]:
-        """Turn the logical arrays of an optimizer's state, in order, into stored ones."""
+        """Convert the logical arrays of an optimizer's state, in order, to stored arrays."""
         stored = [x if one.owned else one.view.apply(x) for x, one in zip(leaves, placements, strict=True)]
         for stack in self.stacks:
             for first, *others in stack.states:
@@ -205,7 +206,7 @@ class Owners:
         return stored
 
     def unstore(self, leaves: Sequence[jax.Array], placements: Sequence[Placement]) -> list[jax.Array]:
-        """Turn the stored arrays of an optimizer's state, in order, into logical ones: the inverse of `store`."""
+        """Convert the stored arrays of an optimizer's state, in order, to logical arrays: the inverse of `store`."""
         logical = [x if one.owned else one.view.invert(x) for x, one in zip(leaves, placements, strict=True)]
         for stack in self.stacks:
             for numbers in stack.states:

@@ -1,4 +1,4 @@
-"""Arrays of a layout with their places, and what they add up to on a device."""
+"""Arrays of a layout with their placements, and their bytes per device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Placed(NamedTuple):
     Attributes:
       role: "param", "grad", "opt" or "state".
       leaf: its path, logical shape, dtype and names.
-      placement: where it lives.
+      placement: its placement.
     """
 
     role: Role
@@ -29,7 +29,7 @@ class Placed(NamedTuple):
 def bytes_by_role(placed: Sequence[Placed], mesh: Mesh) -> dict[Role, int]:
     """Return the bytes of the stored arrays on one device by role: "param", "grad", "opt", "state".
 
-    Arrays that rest in the host's memory are not among them (`bytes_on_host`).
+    Arrays in the host's memory are not included (`bytes_on_host`).
     """
     total: dict[Role, int] = {"param": 0, "grad": 0, "opt": 0, "state": 0}
     for role, leaf, placement in placed:
@@ -38,12 +38,12 @@ def bytes_by_role(placed: Sequence[Placed], mesh: Mesh) -> dict[Role, int]:
 
 
 def bytes_on_host(placed: Sequence[Placed], mesh: Mesh) -> int:
-    """Return the bytes of the arrays that rest in the host's memory, for one device."""
+    """Return the bytes per device of the arrays in the host's memory."""
     return sum(p.bytes_per_device(mesh, leaf.dtype) for _, leaf, p in placed if p.memory)
 
 
 def split_share(placed: Sequence[Placed], mesh: Mesh, role: Role) -> float:
-    """Return the share, from 0 to 1, of a role's elements in arrays that are split over more than one device."""
+    """Return the fraction, from 0 to 1, of a role's elements in arrays that are split over more than one device."""
     of_role = [one for one in placed if one.role == role]
     split = sum(one.leaf.size for one in of_role if _is_split(one.placement, mesh))
     return split / max(1, sum(one.leaf.size for one in of_role))

@@ -1,11 +1,11 @@
-"""Where one array lives: `View` (its shape at rest) and `Placement` (which mesh axes split which dimension).
+"""The placement of one array: `View` (its stored shape) and `Placement` (the mesh axes that split each dimension).
 
 A view pads an array with zeros and then reshapes it. Padding makes a dimension divisible. f32[10] over 4 devices:
 
     logical [10]    0 1 2 3 4 5 6 7 8 9
     stored  [12]    0 1 2 | 3 4 5 | 6 7 8 | 9 . .         spec ("data"), a "|" between devices
 
-The reshape brings stacked blocks into pipeline order: [L, ...] becomes [chunks, p, per stage, ...], whose second
+The reshape puts stacked blocks into pipeline order: [L, ...] becomes [chunks, p, per stage, ...], whose second
 dimension is split over the p devices of the pipeline. With L = 7, p = 2 and 2 chunks there are 4 stages of 2 blocks:
 
     logical [7]            0 1 2 3 4 5 6
@@ -14,8 +14,8 @@ dimension is split over the p devices of the pipeline. With L = 7, p = 2 and 2 c
                            chunk 0     0 1    ->   2 3      stages 0 and 1
                            chunk 1     4 5    ->   6 .      stages 2 and 3
 
-Stages visit the devices in turn, as interleaved schedules need it, and yet it is a plain reshape: nothing is permuted,
-and dropping the padding of the flattened array gives the blocks in model order again.
+Consecutive stages are on consecutive devices, as interleaved schedules need it, and still it is a plain reshape:
+nothing is permuted, and dropping the padding of the flattened array gives the blocks in model order again.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from jaxshard.core.types import AxisName
 
 @dataclass(frozen=True)
 class View:
-    """The shape of an array at rest: padded with zeros at the end of its dimensions, then reshaped.
+    """The stored shape of an array: padded with zeros at the end of its dimensions, then reshaped.
 
-    All dimensions but the first stay one dimension each. The first is stored as several where blocks lie in pipeline
-    order (the drawing at the top of this file).
+    Only the first dimension may be stored as several, for blocks in pipeline order (see the drawing at the top of this
+    file).
 
     Attributes:
-      logical: the shape that the model knows.
+      logical: the shape in the model.
       padded: the shape after padding, at least as large in every dimension.
-      stored: the shape at rest, `len(logical) + extra_dims` dimensions with as many elements as `padded`.
-      extra_dims: into how many dimensions more than one the first is unfolded.
+      stored: the stored shape, `len(logical) + extra_dims` dimensions with as many elements as `padded`.
+      extra_dims: the number of dimensions that unfolding the first dimension adds.
 
     Example:
         view = js.View(logical=(7, 64), padded=(8, 64), stored=(2, 2, 2, 64), extra_dims=2)
@@ -73,7 +73,7 @@ class View:
         return x[tuple(slice(size) for size in self.logical)] if self.is_padded else x
 
     def clear_padding(self, x: Shaped[Array, "*stored"]) -> Shaped[Array, "*stored"]:
-        """Set the padding of a stored array to zero; elementwise, so that a split array stays where it is."""
+        """Set the padding of a stored array to zero, elementwise, so that a sharded array needs no communication."""
         if not self.is_padded:
             return x
         inside = jnp.ones((), bool)
@@ -83,42 +83,42 @@ class View:
         return jnp.where(inside.reshape(self.stored), x, jnp.zeros((), x.dtype))
 
     def logical_dim(self, stored_dim: int) -> int:
-        """Return the logical dimension that a stored dimension belongs to."""
+        """Return the logical dimension of a stored dimension."""
         return max(0, stored_dim - self.extra_dims)
 
     def stored_dim(self, logical_dim: int) -> int:
-        """Return the index in `stored` of a logical dimension: the innermost one, if it is unfolded into several."""
+        """Return the index in `stored` of a logical dimension; the innermost one if it is unfolded into several."""
         return logical_dim + self.extra_dims
 
     def unfold_first(self, sizes: tuple[int, ...]) -> View:
-        """Store the first dimension as several of these sizes, padded to their product."""
+        """Store the first dimension as several dimensions of these sizes, padded to their product."""
         assert not self.extra_dims, "the first dimension is unfolded once"
         padded = (math.prod(sizes), *self.padded[1:])
         return View(self.logical, padded, (*sizes, *padded[1:]), len(sizes) - 1)
 
     def drop_first(self) -> View:
-        """Return the view of one slice along the first logical dimension: of a single block."""
+        """Return the view of one slice along the first logical dimension, such as a single block."""
         return View(self.logical[1:], self.padded[1:], self.stored[1 + self.extra_dims :])
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The place of one array in one role (parameter, gradient, optimizer state, model state or batch).
+    """The sharding of one array in one role (parameter, gradient, optimizer state, model state or batch).
 
     Attributes:
-      view: the array's shape at rest.
-      use: how the mesh splits the array where computation uses it; one entry per logical dimension.
-      store: how the mesh splits it at rest, between steps; one entry per stored dimension. Going from `store` to `use`
-        is a gather, which an engine issues.
-      why: the reason why a fill left the array whole, for people; "" where it is split.
-      rule: the rule of `js.tensor` that decided about the array, for people; "" without.
-      owned: for state that lives with the owners of whole matrices (`Layout.owners`) where it is, for people; "" for
-        all else. Such an array is stored in a stack with others, not by its view alone.
-      memory: the kind of memory in which it rests, such as "pinned_host"; "" is the device's own.
+      view: the array's stored shape.
+      use: the PartitionSpec in computation, one entry per logical dimension.
+      store: the PartitionSpec in storage, between steps, one entry per stored dimension. From `store` to `use` an
+        engine issues an all-gather.
+      why: the reason why a fill left the array replicated, for people; "" if it is split.
+      rule: the rule of `js.tensor` that decided about the array, for people; "" without one.
+      owned: where state that is stored with the owners of matrices (`Layout.owners`) is, for people; "" for other
+        arrays. Such an array is stored in a stack with others, not by its own view.
+      memory: the memory kind of the stored array, such as "pinned_host"; "" is the device's own memory.
 
     Example:
-      A weight f32[1024, 4096] under `js.compose(js.fsdp("data"), js.tensor())` rests split over both axes, and is used
-      split over "tensor" alone:
+      A weight f32[1024, 4096] under `js.compose(js.fsdp("data"), js.tensor())` is stored split over both axes, and used
+      split over "tensor" only:
 
         placement.store    # PartitionSpec("data", "tensor")
         placement.use      # PartitionSpec(None, "tensor")
@@ -133,11 +133,11 @@ class Placement:
     memory: str = ""
 
     def split(self, dim: int, names: AxisName) -> Placement:
-        """Split the stored dimension `dim` further, over a mesh axis or several."""
+        """Split the stored dimension `dim` over a mesh axis or several, minor to the axes that split it already."""
         return replace(self, store=_add_axes(self.store, dim, names), why="")
 
     def use_split(self, dim: int, names: AxisName) -> Placement:
-        """Let computation see the logical dimension `dim` split over a mesh axis, or several, as well."""
+        """Split the logical dimension `dim` over a mesh axis or several in computation, too."""
         return replace(self, use=_add_axes(self.use, dim, names))
 
     def pad(self, dim: int, size: int) -> Placement:
@@ -149,13 +149,13 @@ class Placement:
         return replace(self, view=View(view.logical, padded, stored, view.extra_dims))
 
     def unfold_first(self, sizes: tuple[int, ...]) -> Placement:
-        """Store the first dimension, so far whole, as several of these sizes."""
+        """Store the first dimension, which must not be split yet, as several dimensions of these sizes."""
         assert self.store[0] is None, self
         more = (None,) * (len(sizes) - 1)
         return replace(self, view=self.view.unfold_first(sizes), store=PartitionSpec(*more, *self.store))
 
     def resize(self, dim: int, size: int) -> Placement:
-        """Return the placement of an array with another size along a dimension: of a chunk of it, without padding."""
+        """Return the placement of an array of another size along a dimension, such as a chunk, without padding."""
         view = self.view
         assert not view.extra_dims, "blocks in pipeline order have no chunks"
 
@@ -165,20 +165,20 @@ class Placement:
         return replace(self, view=View(resized(view.logical), resized(view.padded), resized(view.stored)))
 
     def drop_first(self) -> Placement:
-        """Return the placement of one slice along the first logical dimension: of a single block."""
+        """Return the placement of one slice along the first logical dimension, such as a single block."""
         use, store = PartitionSpec(*self.use[1:]), PartitionSpec(*self.store[1 + self.view.extra_dims :])
         return replace(self, view=self.view.drop_first(), use=use, store=store)
 
     def of_blocks(self, counts: tuple[int, ...], mesh: Mesh) -> Placement | None:
-        """Return the placement of an array with one number for each block of this array's elements.
+        """Return the placement of an array with one value for each block of this array's elements.
 
         Args:
-          counts: its shape, the number of blocks along each dimension.
+          counts: the shape of that array: the number of blocks along each dimension.
           mesh: the mesh of the layout.
 
         Returns:
-          Split as this array is, so that a block and its number are on one device. Axes that split blocks themselves
-          split another dimension, if one divides. None where `counts` can't be numbers of blocks, or this array is
+          A placement split like this array, so that a block and its value are on the same device. Axes that would cut a
+          block split another dimension, if one divides. None if `counts` can't be numbers of blocks, or this array is
           stored in another shape along a dimension with blocks.
         """
         view, sizes = self.view, self.view.logical
@@ -221,17 +221,17 @@ class Placement:
         return tuple(size // axis_size(mesh, entry) for size, entry in zip(self.view.stored, self.store, strict=True))
 
     def bytes_per_device(self, mesh: Mesh, dtype: object) -> int:
-        """Return the bytes of the stored array on one device, without the tiles to which a compiler pads it."""
+        """Return the bytes of the stored array on one device, without the compiler's padding to tiles."""
         return bytes_of(self.shard_shape(mesh), dtype)
 
 
 def _splits_evenly(size: int, count: int, parts: int) -> bool:
-    """Whether each of `parts` devices has whole blocks of a dimension of `size` elements in `count` blocks."""
+    """Return whether splitting `size` elements in `count` blocks over `parts` devices cuts no block."""
     return parts == 1 or (size % count == 0 and count % parts == 0)
 
 
 def whole(leaf: Leaf) -> Placement:
-    """Return the placement that every strategy starts from: shaped as the model has it, whole on every device."""
+    """Return the placement that every strategy starts from: the logical shape, replicated on every device."""
     spec = PartitionSpec(*(None,) * len(leaf.shape))
     return Placement(View(leaf.shape, leaf.shape, leaf.shape), spec, spec)
 
@@ -242,7 +242,7 @@ def spec_entry(names: tuple[str, ...]) -> str | tuple[str, ...] | None:
 
 
 def _add_axes(spec: PartitionSpec, dim: int, names: AxisName) -> PartitionSpec:
-    """Split a dimension over more axes, minor to those that split it already."""
+    """Split a dimension over more axes, minor to the axes that split it already."""
     entries = list(spec)
     if not -len(entries) <= dim < len(entries):
         raise IndexError(f"dim {dim} of an array with {len(entries)} dimensions can't be split; test leaf.shape first")

@@ -1,7 +1,7 @@
-"""Positions of rows that `js.context` splits: which of them a device has, and how it takes its part of an array.
+"""Positions under `js.context`: the positions that each device has, and its part of an array.
 
-A row is cut into 2n chunks for n devices, of which device i has the chunks i and 2n - 1 - i, in this order. A causal
-query sees the keys before it, so that one early and one late chunk together are as much work on every device:
+A row is cut into 2n chunks for n devices, and device i has the chunks i and 2n - 1 - i, in this order. A causal query
+attends to the keys before it, so that one early and one late chunk together are the same work on every device:
 
     n = 2, a row of 8 positions     chunks       0 1 | 2 3 | 4 5 | 6 7
                                     device 0     0 1               6 7
@@ -21,14 +21,14 @@ from jaxshard.core.marks import is_marking, leave_mark, marked_length
 
 
 def positions(count: int) -> Int[Array, " count"]:
-    """Return the positions in its row of the `count` elements at hand, of which each device may have a part.
+    """Return the positions of the `count` elements that the model computes in each row; a device may have some of them.
 
-    Under `js.explicit` and `js.pipelined` with `js.context` these are this device's positions, for a model that knows
-    positions not from its batch: rotary angles, a table of learned positions. Where `js.generate` goes on with a row
-    they are those behind the ones before. Elsewhere they are 0 to `count` - 1. No collectives.
+    Use it in a model that does not read positions from its batch, for rotary angles or a table of learned positions.
+    Under `js.explicit` and `js.pipelined` with `js.context` these are this device's positions. In `js.generate` they
+    continue after the positions in the KV cache. Elsewhere they are 0 to `count` - 1. No collectives.
 
     Args:
-      count: how many positions the arrays at hand have.
+      count: the number of positions of the model's arrays here.
 
     Raises:
       ValueError: a negative count, or an odd one where a device has two chunks of a row.
@@ -56,7 +56,7 @@ def positions(count: int) -> Int[Array, " count"]:
 
 
 def count_in_row(count: int) -> int:
-    """Return how many positions a row has, of which `count` are at hand."""
+    """Return the number of positions of a row, of which `count` are on this device."""
     if is_marking():
         return marked_length()
     axes = split_axes()
@@ -64,9 +64,9 @@ def count_in_row(count: int) -> int:
 
 
 def sum_in_row(x: jax.Array) -> jax.Array:
-    """Return the sum over all positions of a row, given that over the positions at hand.
+    """Return the sum over all positions of a row, from the sum over this device's positions.
 
-    For what is not linear in such sums, such as a product of two of them: sums themselves are added up by `js.Mean`.
+    Needed only for expressions that are not linear in such sums, such as a product of two: `js.Mean` adds plain sums.
 
     Collectives: an all-reduce of `x` over the axes of a context, where each device has its own positions.
     """
@@ -77,7 +77,7 @@ def sum_in_row(x: jax.Array) -> jax.Array:
 
 
 def split_axes() -> tuple[str, ...]:
-    """Return the axes over which each device has its own part of the positions here; () where rows are whole."""
+    """Return the axes over which each device has its own positions here; () if it has all positions."""
     activations = activations_in_force()
     context = None if activations is None else activations.layout.context
     if activations is None or context is None:
@@ -87,7 +87,7 @@ def split_axes() -> tuple[str, ...]:
 
 
 def has_part() -> bool:
-    """Return whether a device has its own part of the positions here, or a proof asks as if it had one."""
+    """Return whether a device has its own positions here, or a proof traces the program as if it had."""
     return is_marking() or bool(split_axes())
 
 
@@ -99,6 +99,6 @@ def take_part(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
 
 
 def chunks_of(axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-    """Return the numbers of the two chunks of a row that this device has."""
+    """Return the indices of the two chunks of a row that this device has."""
     index = lax.axis_index(axes)
     return index, 2 * lax.axis_size(axes) - 1 - index

@@ -1,7 +1,7 @@
-"""Tables of JAX's primitives: which are elementwise, which only move elements, which draw random numbers.
+"""Tables of JAX's primitives: elementwise ones, those that only move elements, those that draw random numbers.
 
-A primitive that stands in none of them may do anything, so that one that JAX renames makes proofs fail, never succeed
-wrongly (but for `GENERATORS`). A test says that each of them exists.
+A primitive in none of the tables may do anything, so that proofs fail, but never succeed wrongly, if JAX renames a
+primitive (except for `GENERATORS`). A test checks that each of them exists.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from jaxshard.core.jaxpr import open_jaxpr
 SAME = {
     "copy", "copy_p", "device_put", "optimization_barrier", "pcast", "pvary", "sharding_constraint", "stop_gradient",
 }  # fmt: skip
-"""Primitives each of whose outputs is the input at the same place."""
+"""Primitives whose every output equals the input of the same index."""
 
 RESHAPES = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"}
-"""Primitives that only move elements: harmless where all are equal or nothing moves."""
+"""Primitives that only move elements: harmless if all elements are equal or the shape stays."""
 
 ARITHMETIC: dict[str, Callable[..., Any]] = {
     "abs": np.abs, "add": np.add, "add_any": np.add, "cbrt": np.cbrt, "ceil": np.ceil, "cos": np.cos, "div": np.divide,
@@ -34,7 +34,7 @@ ARITHMETIC: dict[str, Callable[..., Any]] = {
     "convert_element_type": lambda x: x, "integer_pow": lambda x, y: np.float64(x) ** y,
     "select_n": lambda which, *cases: cases[int(which)],
 }  # fmt: skip
-"""Elementwise primitives whose value in padding is worth knowing."""
+"""Elementwise primitives that can be evaluated for the constant values in padding."""
 
 ELEMENTWISE = frozenset(ARITHMETIC) | {
     "acos", "acosh", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
@@ -50,7 +50,7 @@ GENERATORS = frozenset({"random_bits", "random_gamma", "threefry2x32", "rng_bit_
 
 
 def evaluate(name: str, params: dict[str, Any], numbers: Sequence[float | None], dtype: Any) -> float | None:
-    """Return the finite result of an elementwise primitive for these numbers, in its dtype; None if it is not known."""
+    """Return the result of an elementwise primitive for these numbers, in its dtype; None if unknown or not finite."""
     if name not in ARITHMETIC or jnp.issubdtype(dtype, np.complexfloating):
         return None
     extra = {"y": params["y"]} if name == "integer_pow" else {}
@@ -61,7 +61,7 @@ def evaluate(name: str, params: dict[str, Any], numbers: Sequence[float | None],
 
 
 def draws_random_bits(program: Any) -> bool:
-    """Return whether a jaxpr, or a program inside it, draws random numbers."""
+    """Return whether a jaxpr, or an inner jaxpr, draws random numbers."""
     return any(
         equation.primitive.name in GENERATORS or any(map(draws_random_bits, jaxprs_in_params(equation.params)))
         for equation in open_jaxpr(program)[0].eqns

@@ -1,4 +1,4 @@
-"""`row_axes`: the mesh axes over which the rows of a batch are spread where the loss sees only some of them."""
+"""`row_axes`: the mesh axes over which the rows of a batch are split if the loss sees only some of them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ _in_turns = jax.make_user_context(default_value=False)
 
 
 def taking_turns() -> AbstractContextManager[None]:
-    """Make a context in which the loss sees one micro-batch of several."""
+    """Make a context in which the loss sees one of several micro-batches."""
     context: AbstractContextManager[None] = _in_turns(True)
     return context
 
 
 def row_axes() -> tuple[str, ...]:
-    """Return the mesh axes over which the other rows of the batch are, for statistics of all of them.
+    """Return the mesh axes that split the rows of the batch here, for statistics of all rows.
 
-    Under `js.explicit` these are the axes that split the rows: a mean over rows, averaged over them with
-    `jax.lax.pmean`, is the mean of the global batch. Under `js.auto`, in evaluation and outside of jaxshard's steps all
-    rows are at hand, and there are no axes: (). No collectives.
+    Under `js.explicit` a mean over a device's rows, averaged over these axes with `jax.lax.pmean`, is the mean of the
+    global batch. Under `js.auto`, in evaluation and outside of jaxshard's steps the function sees all rows, and there
+    are no axes: (). No collectives.
 
     Raises:
-      ValueError: under an engine that computes the rows in turns, micro-batches or a pipeline's: the other rows are
-        then on no axis, so no statistics can be those of the batch.
+      ValueError: under an engine that computes micro-batches one after another: other rows of the batch are then not
+        on another device but in another micro-batch, so statistics of all rows can't be computed.
 
     Example:
-      A batch normalisation that takes the statistics of the global batch under either engine:
+      Batch normalisation with the statistics of the global batch under either engine:
 
         x = nn.BatchNorm(use_running_average=not train, axis_name=js.row_axes() or None)(x)
     """
@@ -39,8 +39,8 @@ def row_axes() -> tuple[str, ...]:
     layout, (_, manual) = activations.layout, activations.mesh()
     if _in_turns.value or (layout.pipeline is not None and manual):
         raise ValueError(
-            "row_axes: the rows of the batch are computed in turns, so that statistics of all of them (batch "
-            "normalisation) can't be had; leave out microbatches=, and use js.auto() or js.explicit() instead of a "
+            "row_axes: micro-batches are computed one after another, so statistics of all rows (batch normalisation) "
+            "can't be computed; leave out microbatches=, and use js.auto() or js.explicit() instead of a "
             "pipeline"
         )
     return tuple(axis for axis in layout.batch_axes if axis in manual)

@@ -1,12 +1,13 @@
-"""Rules: the names of a parameter's dimensions, and which of those names a tensor axis splits.
+"""Rules of `js.tensor`: the names of a parameter's dimensions, and the names that a tensor axis splits.
 
-There are two kinds of pairs, in one list, of which the first that fits decides:
+A list has two kinds of pairs, and the first pair that fits decides:
 
-    ("mlp", "split")                         a name and its fate, for the dimensions of that name in all parameters
-    ("up_proj/kernel", ("embed", "mlp"))     a pattern and names, for the parameters whose path ends with it
-    ("*/scale", "whole")                     a pattern, for parameters that stay whole
+    ("mlp", "split")                         a name and its fate, for dimensions of that name in all parameters
+    ("up_proj/kernel", ("embed", "mlp"))     a pattern and names, for parameters whose path ends with the pattern
+    ("*/scale", "whole")                     a pattern, for parameters that are not split
 
-Naming comes first, fates second: "layer_0/up_proj/kernel" [512, 2048] is ("embed", "mlp"), "embed" is whole and "mlp"
+Names are found first, fates second: "layer_0/up_proj/kernel" [512, 2048] is ("embed", "mlp"), "embed" is whole and
+  "mlp"
 split, so the matrix is split along dimension 1. A name without "/" and "*" in front of a fate is a name of dimensions,
 anything else is a pattern.
 """
@@ -32,24 +33,25 @@ _FATES = ("split", "split or whole", "whole")
 _POSITIONS = ("sequence", "length", "positions")
 
 BY_MODEL = "named by the model"
-"""What `Leaf.named_by` says where the model's own annotation named the dimensions."""
+"""The value of `Leaf.named_by` if the model's own annotation named the dimensions."""
 
 
 EXPERTS = ("expert", "experts")
 """The names of a dimension of experts, which `js.expert` splits.
 
-Without it a tensor axis splits "experts", as patterns name them in models whose experts are one einsum. "expert", the
-name that models give themselves, stays whole there: then the hidden dimension of every expert is split.
+Without `js.expert` a tensor axis splits "experts", the name that patterns give in models whose experts are one einsum.
+"expert", the name in models' own annotations, is not split by it: then the hidden dimension of every expert is split.
 """
 
 
 def kernel_names(leaf: Leaf) -> Names | None:
     """Name the dimensions of a kernel that no other rule knows: of a matrix, a DenseGeneral, an einsum, a convolution.
 
-    One that narrows, or that contracts several dimensions into one, is row-parallel: a contracted dimension is split.
-    Any other is column-parallel: a dimension of its output is split. A layer that widens and the one that narrows again
-    then make a pair with one all-reduce (Shoeybi et al. 2019, "Megatron-LM", section 3). Of several dimensions the
-    first of more than three elements is split: attention heads, not the dimension that stacks query, key and value.
+    A kernel with more inputs than outputs, or that contracts several dimensions into one, is row-parallel: a contracted
+    dimension is split. Any other kernel is column-parallel: an output dimension is split. An up-projection and the
+    down-projection after it then make a pair with one all-reduce (Shoeybi et al. 2019, "Megatron-LM", section 3). Of
+    several dimensions the first of more than three elements is split: attention heads, not the dimension that stacks
+    query, key and value.
     """
     first = _count_stacked_dims(leaf)
     shape, names = leaf.shape[first:], leaf.names[first:]
@@ -88,7 +90,7 @@ def _guess_contracted(path: str, shape: tuple[int, ...]) -> list[int] | None:
 def gating_names(leaf: Leaf) -> Names | None:
     """Name the dimensions of two gated projections in one kernel [2, embed, mlp] or [2, mlp, embed], as Gemma has it.
 
-    The larger one is "mlp". One more dimension in front is that of experts.
+    The larger dimension is "mlp". An additional leading dimension is "experts".
     """
     *front, _, first, last = leaf.shape[_count_stacked_dims(leaf) :]
     if len(front) > 1:
@@ -97,7 +99,7 @@ def gating_names(leaf: Leaf) -> Names | None:
 
 
 def gate_names(leaf: Leaf) -> Names | None:
-    """Name the gate of an MLP, [embed, mlp]; None for a gate that narrows, which is the router of experts."""
+    """Name the gate of an MLP, [embed, mlp]; None for a gate with fewer outputs than inputs, a router of experts."""
     return ("embed", "mlp") if leaf.shape[-1] >= leaf.shape[-2] else None
 
 
@@ -108,7 +110,7 @@ _EINSUM_KERNELS: tuple[tuple[str, Names], ...] = (
     ("qkv_einsum", (None, "heads", "embed", "head_dim")),
     ("attn_vec_einsum", ("heads", "head_dim", "embed")),
 )
-"""Gemma's attention: "w" in its own Einsum, "kernel" in NNX's."""
+"""Gemma's attention kernels: parameter "w" of its own Einsum, "kernel" of NNX's."""
 
 
 _UP, _DOWN = ("wi", "wi_0", "wi_1", "w1", "w3", "up", "gate"), ("wo", "w2", "down")
@@ -153,23 +155,23 @@ RULES: tuple[Rule, ...] = (
     *((f"mlp/linear{weight}", ("mlp", "embed")) for weight in ("", "/w")),
     *((f"moe/linear{weight}", ("experts", "mlp", "embed")) for weight in ("", "/w")),
     ("router_logits/w", ("embed", None)),
-    # Experts stacked in front, in a module that says so or has a router: each device holds some of them whole.
+    # Experts stacked in front, in a module that is named so or has a router: each device holds some experts.
     *((f"{module}/{up}", ("experts", "embed", "mlp")) for module in _OF_EXPERTS for up in _UP),
     *((f"{module}/{down}", ("experts", "mlp", "embed")) for module in _OF_EXPERTS for down in _DOWN),
-    # The same names elsewhere are matrices of an MLP, of which a first dimension may stack layers.
+    # The same names elsewhere are matrices of an MLP, whose first dimension may stack layers.
     *((up, ("embed", "mlp")) for up in _UP if up != "gate"),
     ("gate", gate_names),
     *((down, ("mlp", "embed")) for down in _DOWN),
     *((f"{router}/kernel", ("embed", None)) for router in _ROUTERS),
-    # Norms, which stay whole however many layers are stacked.
+    # Norms, replicated however many layers are stacked.
     *((f"*{norm}", "whole") for norm in ("/scale", "ln_*/bias", "norm/bias", "LayerNorm_*/bias", "BatchNorm_*/bias")),
     # Tables: of tokens and of positions.
     *((f"*{table}*", "whole") for table in ("pos_embed", "position", "wpe", "posemb")),
     *((table, ("vocab", "embed")) for table in ("embedding", "input_embedding")),
     *((f"{head}/kernel", ("embed", "vocab")) for head in ("lm_head", "logits", "unembed", "logits_dense")),
-    # Recurrent cells: Flax joins the kernels of the gates along their outputs, so these stay whole.
+    # Recurrent cells: Flax joins the kernels of the gates along their outputs, so these are replicated.
     *((f"{gate}/kernel", ("features", "embed")) for gate in ("[ih][ifgorzn]", "dense_[ih]")),
-    # Whatever else is called a kernel: matrices, and convolutions over one to three dimensions.
+    # All other kernels: matrices, and convolutions over one to three dimensions.
     ("kernel", kernel_names),
 )
 """The built-in rules; your own go in front: `js.tensor([("fuse/kernel", ("embed", "mlp")), *js.RULES])`.
@@ -205,24 +207,24 @@ class Rules:
         return next((fate for key, fate in self.rules if key == name and isinstance(fate, str)), None)
 
     def keeps_whole(self, names: Names) -> bool:
-        """Tell whether arrays of such dimensions are meant to stay whole: by the user's own fates, or by position."""
+        """Return whether such arrays are meant to be replicated: by the user's own fates, or by position."""
         own = {key for key, value in self.rules if isinstance(value, str) and (key, value) not in RULES}
         return any(name in own or name in _POSITIONS for name in names)
 
     def resolve(self, leaves: Sequence[Leaf], axes: Container[str] = ()) -> list[Leaf]:
         """Give the dimensions of parameters their names.
 
-        They come from the first of the user's own patterns that fits, else from the model, else from the built-in
-        patterns. A bias has the names of the last dimensions of the kernel beside it.
+        Names come from the first of the user's own patterns that fits, or else from the model, or else from the
+        built-in patterns. A bias has the names of the last dimensions of the kernel in the same module.
 
         Args:
-          leaves: parameters; those that the model annotated may have names for their first dimensions only. Such an
-            annotation decides if it splits something; else the built-in patterns are asked as well. (Flax's attention
-            hands an annotation of two names on to kernels of three dimensions.)
-          axes: names that no rule needs to know.
+          leaves: parameters; the model's annotation may name only the first dimensions. It decides if it splits
+            something; otherwise the built-in patterns are tried as well. (Flax's attention passes an annotation of two
+            names on to kernels of three dimensions.)
+          axes: names that need no rule.
 
         Returns:
-          The leaves with a name, or None, for every dimension, and with what named them.
+          The leaves with a name, or None, for every dimension, and the rule that named them.
 
         Raises:
           ValueError: a name that no rule knows; every one is listed, with the names that are near.
@@ -230,7 +232,7 @@ class Rules:
         experts = find_routed(leaves)
         named = {leaf.path: self.name_dims(leaf, axes, leaf.path in experts) for leaf in leaves}
         for leaf in named.values():
-            # Patterns speak of kernels only: a column-parallel kernel [embed, mlp] has its bias [mlp] split, a
+            # Patterns name only kernels: a column-parallel kernel [embed, mlp] has its bias [mlp] split, a
             # row-parallel one [mlp, embed] its bias [embed] whole.
             kernel = named.get(leaf.path.removesuffix("bias") + "kernel")
             if leaf.path.endswith("bias") and not leaf.named_by and kernel is not None and kernel.named_by:
@@ -258,22 +260,22 @@ class Rules:
         return reasons
 
     def _own_patterns(self) -> list[tuple[str, Any]]:
-        """List the patterns that are not built in."""
+        """List the user's own patterns, without the built-in ones."""
         return [(key, value) for key, value in self.rules if _is_pattern(key, value) and (key, value) not in RULES]
 
     def name_dims(self, leaf: Leaf, axes: Container[str] = (), routed: bool = False) -> Leaf:
-        """Give the dimensions of one parameter their names, which no rule needs to know; see `resolve`.
+        """Name the dimensions of one parameter, without checking that rules know the names; see `resolve`.
 
         Args:
           leaf: the parameter.
-          axes: names that no rule needs to know.
-          routed: True for one that `find_routed` found: patterns see it in a module called "experts" as well.
+          axes: names that need no rule.
+          routed: True for a parameter from `find_routed`: patterns see it in a module called "experts" as well.
         """
         module, _, name = leaf.path.rpartition("/")
         inside = leaf._replace(path=f"{module}/experts/{name}") if routed else leaf
         patterns, given = [rule for rule in self.rules if _is_pattern(*rule)], pad_names(leaf)
-        # A model that names its dimensions knows better than built-in patterns, which look at paths; the user's own
-        # patterns know better still. Other names are not the model's words: the library gives them.
+        # The model's own names rank before built-in patterns, which only see paths, and after the user's own patterns.
+        # The names in the tuple are the library's, not the model's.
         if any(name not in (None, BLOCKS, LAYERS, CONTRACTED) for name in leaf.names):
             splits = any(name in axes or self.fate(name) != "whole" for name in leaf.names)
             if splits or len(leaf.names) == len(leaf.shape):
@@ -302,7 +304,7 @@ class Rules:
 
 
 def find_routed(leaves: Sequence[Leaf]) -> set[str]:
-    """Find the paths of arrays that have as many parts as the router beside them, in the same module, has outputs."""
+    """Find the paths of arrays whose first dimension has the size of the outputs of a router in the same module."""
     outputs = {}
     for leaf in leaves:
         words = leaf.path.split("/")
@@ -341,14 +343,14 @@ def _fits(key: str, leaf: Leaf) -> bool:
 
 
 def ends_with(path: str, pattern: str) -> bool:
-    """Tell whether the path of an array ends with the pattern, from the start of a word."""
+    """Return whether the path of an array ends with the pattern, from the start of a word."""
     return fnmatchcase("/" + path, "*/" + pattern.removeprefix("*/"))
 
 
 def _names_by(value: Fate | Names | NamesOf, leaf: Leaf) -> Names | None:
-    """Return the names that a pattern gives to the dimensions of a parameter; None if their number is another.
+    """Return the names that a pattern gives to the dimensions of a parameter; None if it has another number of names.
 
-    A leading dimension more than there are names is that of layers, which `nn.scan` and `nn.vmap` stack.
+    One leading dimension more than names stacks layers, as `nn.scan` and `nn.vmap` do.
     """
     front = leaf.names[: _count_stacked_dims(leaf)]
     rank = len(leaf.shape) - len(front)
@@ -361,7 +363,7 @@ def _names_by(value: Fate | Names | NamesOf, leaf: Leaf) -> Names | None:
 
 
 def _bias_names(shape: tuple[int, ...], kernel: Leaf) -> Names | None:
-    """Return the names of the last dimensions of a kernel, for a bias of their sizes; a first one may stack layers."""
+    """Return the names of a kernel's last dimensions, for a bias of their sizes; a first one may stack layers."""
     for front in (0, 1):
         tail = len(shape) - front
         if tail > 0 and shape == kernel.shape[:front] + kernel.shape[len(kernel.shape) - tail :]:

@@ -1,4 +1,4 @@
-"""Arrays in a format of `js.wire`: rounded to 8-bit numbers with scales, and back; and floats as their bits."""
+"""Quantize arrays to 8-bit formats of `js.wire` with scales, and back; convert floats to their bits, and back."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jaxshard.core.wire import LARGEST, Scaled
 
 
 class Encoded(NamedTuple):
-    """An array as it travels.
+    """A quantized array, as devices send it.
 
     Attributes:
-      values: [..., size], of the format's carrier.
+      values: [..., size], in the format's carrier dtype.
       scales: f32[..., blocks].
     """
 
@@ -25,9 +25,9 @@ class Encoded(NamedTuple):
 
 
 def encode(x: jax.Array, wire: Scaled) -> Encoded:
-    """Round an array [..., size] to scaled numbers, in blocks along its last dimension.
+    """Quantize an array [..., size] in blocks along its last dimension.
 
-    A block with an infinite or NaN number has the scale NaN, so that all of it is NaN where it arrives.
+    A block with an infinite or NaN number has the scale NaN, so that the receiver decodes all of it as NaN.
     """
     x = x.astype(jnp.float32)
     scales = _SCALES.bind(x, wire=wire)
@@ -35,13 +35,13 @@ def encode(x: jax.Array, wire: Scaled) -> Encoded:
 
 
 def decode(sent: Encoded, wire: Scaled) -> jax.Array:
-    """Return the f32[..., size] that `encode` rounded to."""
+    """Dequantize the result of `encode` to f32[..., size]."""
     decoded: jax.Array = _DECODE.bind(*sent, wire=wire)
     return decoded
 
 
 def to_bits(x: jax.Array) -> jax.Array:
-    """Return the bits of a floating array as unsigned integers, in which no compiler widens it on its way."""
+    """Return the bits of a floating array as unsigned integers, so that no compiler casts it to f32 in a collective."""
     bits: jax.Array = _BITS.bind(x)
     return bits
 
@@ -74,7 +74,7 @@ def _decode(values: jax.Array, scales: jax.Array, wire: Scaled) -> jax.Array:
 
 
 def _cut(x: jax.Array, wire: Scaled) -> jax.Array:
-    """Cut the last dimension into blocks, [..., blocks, numbers]; one that is shorter is filled up with zeros."""
+    """Cut the last dimension into blocks, [..., blocks, size of a block], with zeros to fill the last block."""
     blocks, width = wire.scales(x.shape[-1]), min(wire.block, x.shape[-1])
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, blocks * width - x.shape[-1])])
     return x.reshape(*x.shape[:-1], blocks, width)
@@ -91,5 +91,5 @@ _DECODE = function_primitive("wire_decode", _decode)
 _BITS = function_primitive("wire_bits", lambda x: lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}"))
 _FROM_BITS = function_primitive("wire_from_bits", lambda bits, dtype: lax.bitcast_convert_type(bits, dtype))
 STEPS = tuple(one.name for one in (_SCALES, _VALUES, _DECODE, _BITS, _FROM_BITS))
-"""The names of what stands between a stored array and a weight that has travelled, each one equation of a program, so
-that a `jax.checkpoint` policy knows them: they are done again rather than their results kept."""
+"""The primitives between a stored array and a gathered weight, by which a `jax.checkpoint` policy recognises them: they
+are computed again in the backward pass, and their results never saved."""

@@ -1,16 +1,16 @@
-"""Sums and gathers over mesh axes in which 8-bit numbers with scales travel (`wire.Scaled`).
+"""Sums and gathers over mesh axes that communicate 8-bit numbers with scales (`wire.Scaled`).
 
-A reduce-scatter is an all-to-all of rounded parts, which each device adds up in f32. An all-reduce is that of the flat
-array, and a gather of the rounded sums. Over several axes one is taken after the other, so that each level, inside a
-slice and across slices, moves fewer bytes; a sum is rounded again on each level:
+A reduce-scatter is an all-to-all of quantized parts, which each device adds in f32. An all-reduce is such a
+reduce-scatter of the flat array and an all-gather of the quantized sums. Several axes are reduced one after another, so
+that each level, inside a slice and across slices, moves fewer bytes; a sum is quantized again on each level:
 
     device 0 holds shares   a0 a1       all-to-all, int8      device 0 receives  a0 b0   and adds  a0 + b0   in f32
     device 1 holds shares   b0 b1     ------------------->    device 1 receives  a1 b1   and adds  a1 + b1
 
-What rounding takes is known where it happens. Each function returns it, in the shape of the device's share, such that
-the exact sum is the sum that was computed and that of all devices' errors.
+Each function also returns this device's rounding errors, in the shape of its share: the exact sum is the computed sum
+plus the sum of all devices' errors.
 
-Arrays that would not shrink (a few numbers for each device) take the native collective.
+Arrays that would not shrink (a few numbers for each device) use the native collective.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from jaxshard.core.wire import Scaled
 
 
 class Summed(NamedTuple):
-    """A sum over devices of which parts travelled rounded.
+    """A sum over devices with quantized communication.
 
     Attributes:
       total: this device's shard of the sum.
-      error: f32, what this device's rounding took, in the shape of its share; zero where it is not finite.
+      error: f32, this device's rounding error in the shape of its share; zero where it is not finite.
     """
 
     total: jax.Array
@@ -44,9 +44,9 @@ class Summed(NamedTuple):
 def scatter_sum(
     x: jax.Array, spec: PartitionSpec, axes: Sequence[str], wire: Scaled, dtype: Any, *, keep: Sequence[str] = ()
 ) -> Summed:
-    """Do what `collectives.scatter_sum` does of f32 numbers, rounded to the format.
+    """Compute `collectives.scatter_sum` of f32 numbers, quantized to the format.
 
-    `dtype` is that in which a native sum would travel: of what would not shrink from there nothing is rounded.
+    `dtype` is the dtype of a native sum: an array that is no smaller in the format is summed natively in it.
     """
     split = [(dim, axis) for dim, axis in split_dims(spec) if axis not in keep]
     errors = []
@@ -57,7 +57,7 @@ def scatter_sum(
             x, error = collectives.slice_shard(x, dim, axis), jnp.zeros_like(x)
         errors.append((dim, axis, error))
     x, error = all_sum(x, [axis for axis in axes if axis not in [name for _, name in split]], wire, dtype)
-    # The errors of later stages are about this device's part of the earlier ones.
+    # The errors of a later stage have the shape of this device's shard after the earlier stages.
     for dim, axis, earlier in reversed(errors):
         start = lax.axis_index(axis) * error.shape[dim]
         mine = lax.dynamic_slice_in_dim(earlier, start, error.shape[dim], dim) + error
@@ -66,7 +66,7 @@ def scatter_sum(
 
 
 def all_sum(x: jax.Array, axes: Sequence[str], wire: Scaled, dtype: Any) -> Summed:
-    """Do what `collectives.all_sum` does, rounded to the format, the last axis first; `dtype` as in `scatter_sum`."""
+    """Compute `collectives.all_sum`, quantized to the format, the last axis first; `dtype` as in `scatter_sum`."""
     axes = [axis for axis in axes if lax.axis_size(axis) > 1]
     if not axes:
         return Summed(x, jnp.zeros_like(x))
@@ -79,7 +79,7 @@ def all_sum(x: jax.Array, axes: Sequence[str], wire: Scaled, dtype: Any) -> Summ
     mine, error = all_sum(mine, outer, wire, dtype)
     sent = encode(mine, wire)
     whole = decode(Encoded(*(lax.all_gather(one, axis) for one in sent)), wire)
-    # All devices of the outer axes round the same sum here; one of them keeps account of it.
+    # All devices of the outer axes round the same sum here; only the first of them counts the error.
     first = jnp.bool_(True)
     for name in outer:
         first &= lax.axis_index(name) == 0
@@ -89,9 +89,9 @@ def all_sum(x: jax.Array, axes: Sequence[str], wire: Scaled, dtype: Any) -> Summ
 
 
 def gather(x: jax.Array, spec: PartitionSpec, wire: Scaled, *, keep: Sequence[str] = ()) -> jax.Array:
-    """Do what `collectives.gather` does, rounded to the format once, before the first axis; the result is f32.
+    """Compute `collectives.gather`, quantized to the format once, before the first axis; the result is f32.
 
-    Also the device's own shard is rounded, so that all devices have the same array.
+    The device's own shard is quantized too, so that all devices have the same array.
     """
     stages = [(dim, axis) for dim, axis in reversed(split_dims(spec)) if axis not in keep and lax.axis_size(axis) > 1]
     if not stages or not wire.shrinks(x.size, x.dtype):
@@ -100,7 +100,7 @@ def gather(x: jax.Array, spec: PartitionSpec, wire: Scaled, *, keep: Sequence[st
     for _, axis in stages:
         sent = Encoded(*(lax.all_gather(one, axis) for one in sent))
     whole = decode(sent, wire).reshape(*sent.values.shape[:-1], *x.shape)
-    # The axis that was gathered first is the last of the leading dimensions, and the innermost of its own.
+    # The axis that was gathered first is the last leading dimension, and minor in the dimension that it splits.
     for left, (dim, _) in zip(reversed(range(len(stages))), stages, strict=True):
         whole = jnp.moveaxis(whole, left, left + dim)
         at = left + dim
@@ -109,18 +109,18 @@ def gather(x: jax.Array, spec: PartitionSpec, wire: Scaled, *, keep: Sequence[st
 
 
 def gather_bits(x: jax.Array, spec: PartitionSpec, dtype: Any, *, keep: Sequence[str] = ()) -> jax.Array:
-    """Do what `collectives.gather` does, cast to a floating dtype that travels as its bits: a CPU would widen it."""
+    """Compute `collectives.gather` in a floating dtype, sent as its bits, since CPUs would gather it in f32."""
     return from_bits(collectives.gather(to_bits(x.astype(dtype)), spec, keep=keep), dtype)
 
 
 class Travel(NamedTuple):
-    """An array that one of these functions moves.
+    """A collective of one of these functions.
 
     Attributes:
-      kind: of the collective, as compiled programs call it.
-      axes: over which.
-      shape: of the whole array.
-      dtype: in which it travels.
+      kind: the name of the collective in compiled programs.
+      axes: the mesh axes of the collective.
+      shape: the shape of the full array.
+      dtype: the dtype that is sent.
     """
 
     kind: str
@@ -139,7 +139,7 @@ def list_scatter_sum(
     *,
     keep: Sequence[str],
 ) -> Iterator[Travel]:
-    """List what `scatter_sum` moves of a share of this shape and dtype, with the sizes of the mesh's axes."""
+    """List the collectives of `scatter_sum` for a share of this shape and dtype, on axes of these sizes."""
     left = list(shape)
     split = [(dim, axis) for dim, axis in split_dims(spec) if axis not in keep]
     for dim, axis in split:
@@ -158,7 +158,7 @@ def list_scatter_sum(
 def list_gather(
     shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int], wire: Scaled, *, keep: Sequence[str]
 ) -> Iterator[Travel]:
-    """List what `gather` moves of a shard of this shape that shrinks."""
+    """List the collectives of `gather` for a shard of this shape that shrinks in the format."""
     count, size = 1, _product(shape)
     for _, axis in reversed(split_dims(spec)):
         if axis not in keep and sizes[axis] > 1:
@@ -196,7 +196,7 @@ def _product(shape: Sequence[int]) -> int:
 
 
 def _scatter(x: jax.Array, dim: int, axis: str, wire: Scaled, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Sum over an axis and keep this device's part of a dimension; with the error in the shape of `x`."""
+    """Return (this device's shard, along a dimension, of the sum over an axis; the error in the shape of `x`)."""
     count = lax.axis_size(axis)
     if count == 1:
         return x, jnp.zeros_like(x)
@@ -208,7 +208,7 @@ def _scatter(x: jax.Array, dim: int, axis: str, wire: Scaled, dtype: Any) -> tup
 
 
 def _exchange(parts: jax.Array, axis: str, wire: Scaled) -> tuple[jax.Array, jax.Array]:
-    """Exchange parts f32[n, size]: device i receives every device's part i and adds them; with the errors [n, size]."""
+    """Return (the sum of every device's part i on device i, from parts f32[n, size]; the errors [n, size])."""
     sent = encode(parts, wire)
     received = Encoded(*(lax.all_to_all(one, axis, split_axis=0, concat_axis=0) for one in sent))
     return decode(received, wire).sum(0), _finite(parts - decode(sent, wire))

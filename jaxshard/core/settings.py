@@ -1,4 +1,4 @@
-"""The settings of JAX under which this library's own programs are made and run, whatever the caller's are."""
+"""Set JAX's configuration for this library's own programs, whatever the caller's configuration."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ R = TypeVar("R")
 
 @contextlib.contextmanager
 def own_settings(mesh: Mesh | AbstractMesh) -> Iterator[None]:
-    """Make and run programs for a mesh, whatever the caller set.
+    """Make a context in which programs for a mesh are traced and run, whatever the caller's configuration.
 
-    A mesh that the caller activated (`jax.set_mesh`) gives way to this one: JAX takes the active mesh for that of every
-    array. A transfer guard is lifted: seeds, batches and constants that go to devices here do so on purpose.
+    This mesh replaces a mesh that the caller activated (`jax.set_mesh`), which JAX would assume for every array. A
+    transfer guard is lifted: transfers of seeds, batches and constants to devices are intended here.
 
     Raises:
-      RuntimeError: `jax.disable_jit` is on. Without compilation nothing is split: JAX would leave every array whole on
-        one device.
+      RuntimeError: `jax.disable_jit` is on. Without compilation nothing is split: JAX would put every array on one
+        device.
     """
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         raise RuntimeError(
@@ -41,7 +41,7 @@ def own_settings(mesh: Mesh | AbstractMesh) -> Iterator[None]:
 
 
 def own_mesh(mesh: Mesh | AbstractMesh) -> AbstractContextManager[Any]:
-    """Return a context in which a mesh that the caller activated gives way to this one; without one nothing changes."""
+    """Return a context in which this mesh replaces a mesh that the caller activated; without one nothing changes."""
     active = jax.sharding.get_abstract_mesh()
     if active.empty or active == (mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh):
         return contextlib.nullcontext()
@@ -60,7 +60,7 @@ def no_mesh() -> AbstractContextManager[Any]:
 
 
 def settings_of(results: PyTree) -> AbstractContextManager[None]:
-    """Return the settings under which arrays of a mesh are computed with; none if they are of no mesh."""
+    """Return the settings for computing with arrays of a mesh; an empty context if they are on no mesh."""
     shardings = (x.sharding for x in jax.tree.leaves(results) if isinstance(x, jax.Array))
     mesh = next((sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), None)
     return contextlib.nullcontext() if mesh is None else own_settings(mesh)
@@ -74,7 +74,7 @@ def with_own_settings(fn: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             mesh = signature.bind(*args, **kwargs).arguments["layout"].mesh
-        except (TypeError, AttributeError):  # other arguments than `fn` takes, or no layout: it says so itself
+        except (TypeError, AttributeError):  # wrong arguments or no layout: `fn` itself raises the error
             return fn(*args, **kwargs)
         with own_settings(mesh):
             return fn(*args, **kwargs)

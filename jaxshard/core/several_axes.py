@@ -1,4 +1,4 @@
-"""Functions that make strategies, called with several mesh axes: js.fsdp("x", "y") for js.fsdp(("x", "y"))."""
+"""Explain the mistake js.fsdp("x", "y") for js.fsdp(("x", "y")) in functions that make strategies."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Maker = TypeVar("Maker", bound=Callable[..., Any])
 
 
 def axes_in_a_tuple(make: Maker) -> Maker:
-    """Let a function that makes a strategy say that several mesh axes are given to it as one tuple.
+    """Decorate a function that makes a strategy to raise a TypeError that asks for several mesh axes as one tuple.
 
-    Python's own TypeError would tell how many arguments it takes, and no way out.
+    Python's own TypeError would only give the number of arguments.
     """
     positional = [one for one in inspect.signature(make).parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
     count, name = len(positional), make.__name__

@@ -1,4 +1,4 @@
-"""Strategies: pure functions that say where each array lives.
+"""Strategies: pure functions that place each array.
 
 A strategy maps (role, leaf, placement, mesh) to a new placement. It is called once for every array in every role that
 the array has, so ZeRO-1, ZeRO-2 and FSDP are one function, `shard`, given different roles. Strategies compose because
@@ -29,12 +29,13 @@ from jaxshard.core.types import ROLES, AxisName, Role
 
 
 def shard(axis: AxisName, roles: Role | Iterable[Role], *, min_size: int = MIN_SIZE) -> Strategy:
-    """Split every array of the given roles over a mesh axis, along whichever free dimension suits.
+    """Split every array of the given roles over a mesh axis, along a free dimension that is chosen by its size.
 
-    The first free dimension is taken that divides and whose parts have at least 8 elements (`MIN_PART`); without one,
-    the largest that divides. An array without any is padded at rest along the dimension where that costs least.
-    Scalars and small arrays stay whole. The dimension of stacked blocks is never split. The collectives that follow
-    (gathers of what rests split but is used whole, reduce-scatters of gradients) are issued by the engine.
+    This is the first free dimension that divides and whose shards have at least 8 elements (`MIN_PART`), or else the
+    largest that divides. If no dimension divides, the stored array is padded along the dimension where that costs
+    least. Scalars and small arrays are replicated. The dimension of stacked blocks is never split. The engine issues
+    the collectives that follow: all-gathers of arrays that are stored sharded but used replicated, and reduce-scatters
+    of gradients.
 
     Args:
       axis: a mesh axis, or a tuple of axes that split one dimension together.
@@ -65,10 +66,10 @@ def shard(axis: AxisName, roles: Role | Iterable[Role], *, min_size: int = MIN_S
 
 
 def batch(*axes: AxisName) -> Strategy:
-    """Split the rows (dimension 0) of every batch array over mesh axes; scalars stay whole.
+    """Split the rows (dimension 0) of every batch array over mesh axes; scalars are replicated.
 
     Args:
-      *axes: mesh axes, the first one major: consecutive rows lie on neighbours of the last axis.
+      *axes: mesh axes, the first one major: consecutive rows are on neighbours along the last axis.
 
     Returns:
       A strategy. Applied, it raises ValueError if the mesh has no such axis or the rows do not divide.
@@ -82,10 +83,11 @@ def batch(*axes: AxisName) -> Strategy:
 def without_rows(*patterns: str) -> Strategy:
     """Name the arrays of a batch that have no rows: lookup tables, the nodes and edges of graphs.
 
-    They are whole on every device and in every micro-batch, as scalars are. All others have as many rows as any other.
+    Every device and every micro-batch has all of these arrays, as it has scalars. All other arrays must have the same
+    number of rows.
 
     Args:
-      *patterns: each fits the arrays whose path in the batch ends so; "*" stands for anything.
+      *patterns: the ends of the arrays' paths in the batch; "*" matches anything.
 
     Raises:
       TypeError: a pattern that is no string.
@@ -99,21 +101,21 @@ def without_rows(*patterns: str) -> Strategy:
 
 
 def tensor(rules: Iterable[Rule] = RULES, axis: AxisName = "tensor") -> Strategy:
-    """Tensor parallelism: parameters, gradients and optimizer state split by the names of their dimensions.
+    """Tensor parallelism: split parameters, gradients and optimizer state by the names of their dimensions.
 
-    Computation uses the weights split; they are never gathered over the axis. The compiler derives the collectives: a
+    Computation uses the sharded weights; they are never gathered over the axis. The compiler derives the collectives: a
     column-parallel layer followed by a row-parallel one costs one all-reduce of the activations in the forward pass and
-    one in the backward pass. Of an array whose rules split several dimensions the first one is split.
+    one in the backward pass. If the rules split several dimensions of an array, the first one is split.
 
     With the rule `("sequence", "split")` in front, activations that the model constrains by that name (`js.constrain`)
-    are split between blocks as well: sequence parallelism.
+    are split between blocks as well, which is sequence parallelism.
 
     Args:
-      rules: pairs, of which the first that fits decides. `("mlp", "split")` decides about all dimensions of a name:
-        "split", "whole", or "split or whole" (whole where it does not divide: fewer key and value heads than
-        devices). `("fuse/kernel", ("embed", "mlp"))` names the dimensions of the parameters whose path ends so. The
-        model's own annotations rank behind your patterns and before those of `js.RULES`, which knows Flax's layers
-        and the usual names.
+      rules: pairs; the first that fits decides. `("mlp", "split")` decides about all dimensions of a name: "split",
+        "whole" (not split), or "split or whole" (not split if it does not divide, as with fewer key and value heads
+        than devices). `("fuse/kernel", ("embed", "mlp"))` names the dimensions of parameters whose path ends with the
+        pattern. The model's own annotations rank after your patterns and before `js.RULES`, which knows Flax's layers
+        and common names.
       axis: a mesh axis, or a tuple of axes that split one dimension together.
 
     Returns:
@@ -138,18 +140,19 @@ def tensor(rules: Iterable[Rule] = RULES, axis: AxisName = "tensor") -> Strategy
 
 
 def pipeline(axis: AxisName = "pipe", *, chunks: int = 2) -> Strategy:
-    """Pipeline parallelism: the stacked blocks of a `js.Stacked` model split into stages over a mesh axis.
+    """Pipeline parallelism: split the stacked blocks of a `js.Stacked` model into stages over a mesh axis.
 
     With p devices there are p * chunks stages of ceil(blocks / (p * chunks)) consecutive blocks each; stage k is chunk
-    k // p of device k % p. If the blocks do not divide, the last stages hold fewer: their padding is zeros at rest and
-    passes activations through unchanged. A leaf [blocks, ...] rests as [chunks, p, blocks per stage, ...] and is in
-    model order everywhere else. Parameters that are not stacked (embedding, head) are whole over the axis.
+    k // p of device k % p. If the blocks do not divide, the last stages hold fewer: their padding blocks are stored as
+    zeros and pass activations through unchanged. A leaf [blocks, ...] is stored as [chunks, p, blocks per stage, ...]
+    and is in model order everywhere else. Parameters that are not stacked (embedding, head) are replicated over the
+    axis.
 
-    A strategy only places; the engine `js.pipelined(...)` runs the stages.
+    The strategy only places arrays; the engine `js.pipelined(...)` runs the stages.
 
     Args:
       axis: the mesh axis whose devices form the ring of stages.
-      chunks: stages per device. More make the bubble smaller and the traffic between stages larger.
+      chunks: stages per device. More chunks make the bubble smaller and the traffic between stages larger.
 
     Returns:
       A strategy. Applied, it raises ValueError if the mesh has no such axis or there are fewer blocks than stages.
@@ -174,26 +177,26 @@ def pipeline(axis: AxisName = "pipe", *, chunks: int = 2) -> Strategy:
 def expert(
     axis: AxisName = "expert", *, rules: Iterable[Rule] = RULES, exchange: Literal["equal"] | None = None
 ) -> Strategy:
-    """Expert parallelism: each device of the axis holds some of the experts, and sends tokens to where theirs are.
+    """Expert parallelism: each device of an axis holds some of the experts, and tokens are sent to their experts.
 
-    Parameters with a dimension of experts, their gradients and their optimizer state are split along it, and
-    computation uses them split: they are never gathered over the axis, nor is their gradient summed over it. The model
-    computes with them by `js.moe`, whose all-to-alls are all that the strategy adds. Rows of the batch are split over
-    the axis too. It may be an axis of its own or one that splits rows anyway, whose devices then hold experts as well:
+    Parameters with a dimension of experts, their gradients and their optimizer state are split along it. Computation
+    uses the shards: they are never gathered over the axis, nor are their gradients summed over it. The model calls
+    `js.moe`, whose all-to-alls are the only collectives that the strategy adds. Rows of the batch are split over the
+    axis too. The axis may be a separate one, or one that splits rows anyway:
 
         js.compose(js.fsdp("data"), js.expert("expert"))              # on data=2, expert=4: rows over both
         js.compose(js.fsdp(("data", "expert")), js.expert("expert"))  # all other parameters split over both, too
         js.compose(js.fsdp("data"), js.expert("data"))                # on data=8: rows and experts over 8
 
-    Fills (`js.fsdp`, `js.shard`) over the same axis leave the experts' arrays as they are; over other axes they take
+    `js.fsdp` and `js.shard` over the same axis do not split the experts' arrays further; over other axes they split
     another of their dimensions. `js.tensor` splits the hidden dimension of every expert.
 
     Args:
       axis: a mesh axis, or a tuple of axes that split the experts together.
-      rules: as in `js.tensor`: patterns that name dimensions. Those called "expert" or "experts" are split, by the
-        model's own annotation or by a pattern.
-      exchange: "equal" makes `js.moe` exchange rows by all-to-alls of equal counts also where the chips have ragged
-        ones, which None takes.
+      rules: as in `js.tensor`: patterns that name dimensions. Dimensions called "expert" or "experts" are split,
+        whether the model's own annotation or a pattern names them.
+      exchange: None lets `js.moe` use ragged all-to-alls on chips that have them; "equal" uses all-to-alls of equal
+        counts everywhere.
 
     Returns:
       A strategy. Applied, it raises ValueError if the mesh has no such axis, no parameter has experts, or the axis does
@@ -219,13 +222,13 @@ def expert(
 def compose(*strategies: Strategy) -> Strategy:
     """Combine strategies into one that applies them all.
 
-    The order in which they are written does not matter: `js.pipeline` is applied first, then `js.batch` and the other
-    placements by name (`js.expert` before `js.tensor`), then the fills (`js.shard`), which take what is still free. The
-    axes of `js.context` are taken away from those of the rows.
+    Their order does not matter: `js.pipeline` is applied first, then `js.batch` and placements by name (`js.expert`
+    before `js.tensor`), and last the fills (`js.shard`), which split dimensions that are still free. The axes of
+    `js.context` never split rows.
 
     Raises:
       TypeError: something that is not a function of (role, leaf, placement, mesh).
-      ValueError: `js.context` twice, or its axis is that of `js.tensor` or `js.pipeline`.
+      ValueError: `js.context` is given twice, or shares its axis with `js.tensor` or `js.pipeline`.
 
     Example:
         js.compose(js.zero2("data"), js.tensor(js.RULES), js.pipeline("pipe"))
@@ -239,13 +242,13 @@ def compose(*strategies: Strategy) -> Strategy:
 
 
 def _turn(part: Strategy) -> int:
-    """Return when a part is applied: parts of an equal number in the order in which they are written."""
+    """Return the rank of a part: parts are applied by rank, and in the given order within a rank."""
     return {Pipeline: 0, Local: 0, Batch: 1, Expert: 2, Shard: 4, Offload: 5}.get(type(part), 3)
 
 
 @axes_in_a_tuple
 def ddp(axis: AxisName = "data") -> Strategy:
-    """Data parallelism: rows split over `axis`, everything else whole on every device.
+    """Data parallelism: rows split over `axis`, everything else replicated.
 
     Collectives per step: one all-reduce of the gradients.
 
@@ -257,7 +260,7 @@ def ddp(axis: AxisName = "data") -> Strategy:
 
 @axes_in_a_tuple
 def zero1(axis: AxisName = "data", *, min_size: int = MIN_SIZE) -> Strategy:
-    """ZeRO stage 1: optimizer state split over `axis`, parameters and gradients whole.
+    """ZeRO stage 1: optimizer state split over `axis`, parameters and gradients replicated.
 
     Collectives per step: an all-reduce of the gradients and an all-gather of the updated parameters.
 
@@ -276,7 +279,7 @@ def zero1(axis: AxisName = "data", *, min_size: int = MIN_SIZE) -> Strategy:
 
 @axes_in_a_tuple
 def zero2(axis: AxisName = "data", *, min_size: int = MIN_SIZE) -> Strategy:
-    """ZeRO stage 2: optimizer state and gradients split over `axis`, parameters whole.
+    """ZeRO stage 2: optimizer state and gradients split over `axis`, parameters replicated.
 
     Collectives per step: a reduce-scatter of the gradients and an all-gather of the updated parameters.
 
@@ -302,7 +305,7 @@ def fsdp(axis: AxisName = "data", *, min_size: int = MIN_SIZE) -> Strategy:
 
     Args:
       axis: a mesh axis, or a tuple of axes that split one dimension together (one per dimension of a torus). The last
-        is gathered first, and so moves least: write an axis over slices or hosts last, ("data", "slices").
+        axis is gathered first and moves the fewest bytes: write an axis over slices or hosts last, ("data", "slices").
       min_size: arrays with fewer elements stay whole.
 
     References:
@@ -310,7 +313,7 @@ def fsdp(axis: AxisName = "data", *, min_size: int = MIN_SIZE) -> Strategy:
 
     Example:
         layout = js.layout(js.fsdp(), js.make_mesh(data=-1), init_fn, tx)
-        print(layout)    # in 20 lines: how arrays are split, their bytes per device, what stayed whole and why
+        print(layout)    # in 20 lines: how arrays are split, their bytes per device, what is replicated and why
     """
     return compose(batch(axis), shard(axis, ["opt", "grad", "param"], min_size=min_size))
 
@@ -354,12 +357,12 @@ def hybrid(
 
     Args:
       devices: the devices; by default all.
-      data: devices for data parallelism. One of the three sizes may be -1, which takes what the others leave.
-      tensor: devices for tensor parallelism; None leaves it and its axis out.
-      pipe: devices for pipeline parallelism; None leaves it and its axis out.
+      data: devices for data parallelism. One of the three sizes may be -1, for all remaining devices.
+      tensor: devices for tensor parallelism; None for a mesh without it.
+      pipe: devices for pipeline parallelism; None for a mesh without it.
       chunks: stages per device of the pipeline, as in `js.pipeline`.
       split: the strategy along "data": `js.ddp`, `js.zero1`, `js.zero2` or `js.fsdp`.
-      rules: those of `js.tensor`.
+      rules: as in `js.tensor`.
 
     Returns:
       (mesh, strategy), for `js.layout`.
@@ -388,7 +391,7 @@ _MAKERS = (
 
 
 def check_strategy(strategy: Any) -> None:
-    """Raise TypeError unless this is a function that can be called as a strategy is."""
+    """Raise TypeError unless this is a function that can be called like a strategy."""
     if not callable(strategy):
         raise TypeError(f"strategy must be a strategy such as js.fsdp('data'), got {type(strategy).__name__}")
     if any(strategy is maker for maker in _MAKERS):

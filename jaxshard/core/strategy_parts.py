@@ -1,7 +1,7 @@
-"""The parts that strategies are made of: a callable value for each way to place an array.
+"""The parts of strategies: a callable dataclass for each way to place an array.
 
 `core/strategy.py` has the functions that make them, which users call. Order matters between parts: placements by name
-(`Tensor`, `Pipeline`) decide first, and `Shard` fills what they left free, which is why `compose` sorts them.
+(`Tensor`, `Pipeline`) decide first, and `Shard` splits dimensions that are still free, so `compose` sorts them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxshard.core.tree import BLOCKS, Leaf, raise_all
 from jaxshard.core.types import AxisName, Role
 
 Strategy = Callable[[Role, Leaf, Placement, Mesh], Placement]
-"""A pure function from an array in a role, with its placement so far, to its placement.
+"""A pure function (role, array, placement so far, mesh) -> placement.
 
 Example:
     def columns(role, leaf, placement, mesh):
@@ -30,12 +30,12 @@ Example:
 """
 
 MIN_SIZE = 2**14
-"""Arrays with fewer elements stay whole: splitting them costs a collective and saves next to nothing."""
+"""Arrays with fewer elements are replicated: splitting them costs a collective and saves almost no memory."""
 
 INDIVISIBLE = "the axis does not divide the dimension to split of"
 
 MIN_PART = 8
-"""Fills prefer dimensions whose parts have at least this many elements. TPUs pad thinner ones to tiles of 8 rows."""
+"""`Shard` prefers dimensions whose shards have at least this size, as TPUs pad smaller ones to tiles of 8 rows."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class WithoutRows:
 
 @dataclass(frozen=True)
 class Expert:
-    """The strategy that gives every device some of the experts, and splits rows over the same axis; see `expert`."""
+    """The strategy that splits experts, and rows, over an axis; see `expert`."""
 
     axis: tuple[str, ...]
     rules: Rules
@@ -100,12 +100,12 @@ class Expert:
         """Name the dimension of experts in the parameters that have one.
 
         Args:
-          leaves: the parameters, with the names that the rules of `tensor` gave them, if there are any.
-          given: the same parameters, with the names that the model gave them.
+          leaves: the parameters, with names from the rules of `tensor`, if any.
+          given: the same parameters, with names from the model.
           mesh: the mesh of the layout.
 
         Raises:
-          ValueError: no parameter has experts, or the axis does not divide their number; every one is named.
+          ValueError: no parameter has experts, or the axis does not divide their number; the message names each.
         """
         parts = axis_size(mesh, check_axis(mesh, self.axis, "expert"))
         routed = find_routed(given)
@@ -141,7 +141,7 @@ class Expert:
 
 @dataclass(frozen=True)
 class Shard:
-    """The strategy that fills a free dimension; see `shard`."""
+    """The strategy that splits a free dimension; see `shard`."""
 
     axis: AxisName
     roles: tuple[Role, ...]
@@ -152,7 +152,7 @@ class Shard:
         names = check_axis(mesh, self.axis, "shard")
         if role not in self.roles:
             return placement
-        # Over the axes that split experts an array is split as far as it can be: other axes take another dimension.
+        # The axes that split experts can't split such an array again; the remaining axes split another dimension.
         experts = _expert_axes(leaf, placement)
         names = tuple(name for name in names if name not in experts)
         if not names:
@@ -167,16 +167,16 @@ class Shard:
         free = [d for d, entry in enumerate(placement.store) if entry is None and names_at[d] not in self.never_split]
         parts = axis_size(mesh, names)
         dividing = [dim for dim in free if sizes[dim] % parts == 0]
-        # The first dimension rather than the largest: a gather along a leading dimension only puts the parts one after
-        # another, along any other it interleaves them. Dimensions whose parts would be thinner than the rows of a TPU
-        # tile are passed over, such as the leading ones of a convolution [3, 3, 512, 512].
+        # Prefer the first dimension over the largest: an all-gather along a leading dimension concatenates the shards,
+        # along any other it interleaves them. Skip dimensions whose shards would have fewer rows than a TPU tile, such
+        # as the leading ones of a convolution [3, 3, 512, 512].
         if dividing:
             long = [dim for dim in dividing if sizes[dim] >= MIN_PART * parts]
             return placement.split(long[0] if long else max(dividing, key=lambda dim: sizes[dim]), names)
         if not free:
             return replace(placement, why="no free dimension")
         # Nothing divides: pad where that adds the smallest fraction. [1600, 4800] of GPT-2 XL over 256 devices becomes
-        # [1600, 4864], 1.3 % more. Left whole it would take 256 times as much as a part.
+        # [1600, 4864], 1.3 % more. Replicated it would take 256 times the memory of a shard.
         dim = min(free, key=lambda dim: (-sizes[dim] % parts) / sizes[dim])
         return placement.pad(dim, sizes[dim] + -sizes[dim] % parts).split(dim, names)
 
@@ -196,7 +196,7 @@ class Tensor:
         for dim, name in enumerate(leaf.names):
             fate = self.fate(name)
             if fate not in ("split", "split or whole") or placement.use[dim] is not None:
-                continue  # `expert` has split the dimension of experts already
+                continue  # not split, or split already by `expert`
             if leaf.shape[dim] % parts == 0:
                 _check_unused(names, leaf, placement, "tensor")
                 split = placement.split(placement.view.stored_dim(dim), names).use_split(dim, names)
@@ -209,14 +209,14 @@ class Tensor:
         return replace(placement, rule=f"whole: {leaf.named_by}" if leaf.named_by else "no rule took it")
 
     def fate(self, name: str | None) -> Fate | None:
-        """Return what happens to the dimensions of this name: split if it is this strategy's own axis."""
+        """Return the fate of dimensions of this name; the name of this strategy's own axis is split."""
         return self.rules.fate(name) or ("split" if name in axis_names(self.axis) else None)
 
     def name_dims(self, leaves: Sequence[Leaf], mesh: Mesh) -> list[Leaf]:
         """Give the dimensions of parameters their names; see `Rules.resolve`.
 
-        Models may be annotated with axes of a mesh instead (`nn.with_partitioning`, a PartitionSpec in NNX). This
-        strategy's own axis splits what it names. Other axes of the mesh say nothing about it and are left out.
+        Models may be annotated with mesh axes instead of names (`nn.with_partitioning`, a PartitionSpec in NNX). A
+        dimension annotated with this strategy's own axis is split. Annotations with other mesh axes are ignored.
         """
         own = axis_names(self.axis)
         foreign = {name for name in mesh.axis_names if name not in own and self.rules.fate(name) is None}
@@ -228,10 +228,10 @@ class Tensor:
         return self.rules.resolve([without_foreign(leaf) for leaf in leaves], own)
 
     def find_whole(self, leaves: Sequence[Leaf], mesh: Mesh) -> dict[str, list[Leaf]]:
-        """Sort the parameters of `MIN_SIZE` elements or more that stay whole although no rule asks for it, by reason.
+        """Group by reason the parameters of `MIN_SIZE` elements or more that no rule asks to replicate, but which are.
 
-        Not among them: what a pattern or one of the user's own fates keeps whole, tables of positions, and the kernels
-        of fewer key and value heads than devices.
+        Leave out parameters that a pattern or one of the user's own fates keeps replicated, tables of positions, and
+        the kernels of fewer key and value heads than devices.
         """
         found: dict[str, list[Leaf]] = {}
         for leaf in leaves:
@@ -253,7 +253,7 @@ class Tensor:
         return "the model's annotations split nothing of"
 
     def entry(self, name: str | None, size: int, mesh: Mesh, who: str = "constrain") -> tuple[str, ...]:
-        """Return the mesh axes that split a dimension of an activation; raises ValueError if they do not divide it."""
+        """Return the mesh axes that split a dimension of an activation; raise ValueError if they do not divide it."""
         fate = self.rules.fate(name)
         if fate is None:
             raise ValueError(f"{who}: no rule knows the name {name!r}; add ({name!r}, 'split') or ({name!r}, 'whole')")
@@ -281,11 +281,11 @@ class Pipeline:
         return placement.unfold_first(sizes).split(1, names)
 
     def stages(self, mesh: Mesh) -> int:
-        """Return the number of stages that the model is cut into."""
+        """Return the number of stages of the model."""
         return self.chunks * axis_size(mesh, self.axis)
 
     def per_stage(self, blocks: int, mesh: Mesh) -> int:
-        """Return the number of blocks in a stage; raises ValueError if there are fewer blocks than stages."""
+        """Return the number of blocks in a stage; raise ValueError if there are fewer blocks than stages."""
         stages = self.stages(mesh)
         if blocks < stages:
             most = max(1, blocks // axis_size(mesh, self.axis))
@@ -311,12 +311,11 @@ class Pipeline:
 class Context:
     """The strategy that splits positions; see `context`.
 
-    It places nothing at rest: arrays of a batch rest whole over its axis, and engines hand each device its own part.
+    It changes no placement: arrays of a batch are stored replicated over its axis, and engines take each device's part.
 
     Attributes:
       axis: the mesh axes, major first.
-      dims: for arrays of a batch, by the last name of their path, the dimension of their positions; None where they
-        have none.
+      dims: {last name of a batch array's path: dimension of its positions, or None}.
       how: how attention sees the keys and values of other devices: "gather", "ulysses", "usp" or "ring".
     """
 
@@ -332,8 +331,8 @@ class Context:
         """Return the dimension of the positions of an array of a batch; None if it has none.
 
         Args:
-          path: of the array in the batch.
-          ndim: its number of dimensions. With too few for that dimension, as weights[rows], it has no positions.
+          path: the array's path in the batch.
+          ndim: its number of dimensions. An array without that dimension, such as weights [rows], has no positions.
         """
         dim = dict(self.dims).get(path.rsplit("/", 1)[-1])
         return dim if dim is not None and dim < ndim else None
@@ -355,7 +354,7 @@ def expert_of(strategy: Strategy) -> Expert | None:
 
 
 def parts_of(strategy: Strategy) -> tuple[Strategy, ...]:
-    """Return the strategies that one is composed of; itself if it is not composed."""
+    """Return the parts of a composed strategy; the strategy itself if it is not composed."""
     return strategy.parts if isinstance(strategy, Composed) else (strategy,)
 
 
@@ -383,7 +382,7 @@ def _split_rows(who: str, names: tuple[str, ...], leaf: Leaf, placement: Placeme
 
 
 def _expert_axes(leaf: Leaf, placement: Placement) -> tuple[str, ...]:
-    """Return the axes that split the experts of an array while it is used."""
+    """Return the axes that split an array's dimension of experts in computation."""
     dims = (dim for dim, name in enumerate(leaf.names) if name in EXPERTS)
     return tuple(axis for dim in dims for axis in axis_names(placement.use[dim]))
 

@@ -1,4 +1,4 @@
-"""Reports as text and as HTML for notebooks: tables with aligned columns, sections, and lists of words cut short."""
+"""Format reports as text, and as HTML for notebooks: tables with aligned columns, sections, shortened lists."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 
 class Table(NamedTuple):
-    """Rows of cells, which are written as text (`lines`) or as HTML (`html`).
+    """A table of cells, to be written as text (`lines`) or HTML (`html`).
 
     Attributes:
       rows: the cells.
       sides: one character per column, as `align_columns` takes them.
-      head: the cells above; () for none.
+      head: the cells of the heading; () for none.
     """
 
     rows: Sequence[Sequence[str]]
@@ -22,12 +22,12 @@ class Table(NamedTuple):
 
     @property
     def lines(self) -> list[str]:
-        """The rows as text, with aligned columns."""
+        """Return the rows as text with aligned columns."""
         return align_columns([*([self.head] if self.head else []), *self.rows], self.sides)
 
     @property
     def html(self) -> str:
-        """The rows as an HTML table, which takes its look from the page around it."""
+        """Return the rows as an HTML table, styled by the surrounding page."""
         head = f"<thead>{self._row(self.head, 'th')}</thead>" if self.head else ""
         return f"<table>{head}<tbody>{''.join(self._row(cells, 'td') for cells in self.rows)}</tbody></table>"
 
@@ -40,19 +40,19 @@ class Table(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A part of a report: a title, "" for none, and lines and tables below it."""
+    """A part of a report: a title ("" for none), with lines and tables below it."""
 
     title: str
     parts: Sequence[str | Table]
 
     @property
     def lines(self) -> list[str]:
-        """The lines below the title as text."""
+        """Return the lines below the title as text."""
         return [line for part in self.parts for line in (part.lines if isinstance(part, Table) else [part])]
 
 
 class Folded(NamedTuple):
-    """A part of a page that is opened by a click on its summary."""
+    """A part of an HTML page that opens by a click on its summary."""
 
     summary: str
     parts: Sequence[str | Table]

@@ -1,4 +1,4 @@
-"""What counts as an optax transform."""
+"""Check that a value is an optax transform."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_transform(tx: Any) -> None:
 
 
 def as_transform(tx: Any) -> optax.GradientTransformationExtraArgs:
-    """Return a transform as one whose update takes extra arguments.
+    """Convert a transform to one whose update takes extra arguments.
 
     Raises:
       TypeError: `tx` is no transform.

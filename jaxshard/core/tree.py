@@ -1,4 +1,4 @@
-"""Leaves of trees with their paths, and errors that name every bad leaf at once."""
+"""Leaves of pytrees with their paths, and errors that name every bad leaf at once."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ LAYERS = "layers"
 """The logical name of a dimension that stacks layers, as `nn.scan` and `nn.vmap` do."""
 
 CONTRACTED = "contracted"
-"""The logical name of the dimensions that a layer sums over, where the layer says so and the model names none."""
+"""The logical name of contracted dimensions, if the layer's code shows them and the model does not name them."""
 
 
 class Leaf(NamedTuple):
     """One array of a tree, without its values.
 
     Attributes:
-      path: where it is in its tree, words joined by slashes: "blocks/attention/kernel".
-      shape: its logical shape, as the model has it.
+      path: its path in the tree, with slashes: "blocks/attention/kernel".
+      shape: its logical shape, as in the model.
       dtype: its dtype.
       names: the logical name of each dimension, or None, such as ("embed", "mlp").
       named_by: the rule that gave a parameter its names, for people; "" without one.
@@ -56,7 +56,7 @@ class Leaf(NamedTuple):
 
 
 def is_stacked(path: tuple[Any, ...]) -> bool:
-    """Return whether a parameter's key path is that of stacked blocks: below "blocks" at the top of the parameters."""
+    """Return whether a parameter belongs to stacked blocks: its key path begins with "blocks"."""
     return bool(path) and getattr(path[0], "key", None) == BLOCKS
 
 
@@ -74,7 +74,7 @@ def leaf_of(path: tuple[Any, ...], array: Any, names: tuple[str | None, ...] | N
 def map_with_path(
     fn: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf: Callable[[Any], bool] | None = None
 ) -> PyTree:
-    """Do what `jax.tree.map` does, with a function that receives the key path first."""
+    """Map like `jax.tree.map`, with a function that receives the key path first."""
     return jax.tree_util.tree_map_with_path(fn, tree, *rest, is_leaf=is_leaf)
 
 
@@ -84,20 +84,20 @@ def paths(tree: PyTree) -> list[str]:
 
 
 def row_count(batch: PyTree) -> int:
-    """Return the number of rows of a batch: of its arrays [rows, ...], scalars ignored; 0 if there are none."""
+    """Return the first size of a batch's arrays [rows, ...], scalars ignored; 0 if there are none."""
     return max((np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)), default=0)
 
 
 def find_by_suffix(known: dict[tuple[Any, ...], tuple[tuple[int, ...], Any]], path: tuple[Any, ...], shape: Any) -> Any:
-    """Find what is known of an array from the end of its key path; the longest end wins, and its shape must agree.
+    """Look up a value by the end of an array's key path; the longest end wins, and the shape must agree.
 
     Args:
-      known: {key path: (shape, what is known)}, of parameters for example.
-      path: the array's key path, such as that of an optimizer state which ends with its parameter's path.
+      known: {key path: (shape, value)}, of parameters for example.
+      path: the array's key path; that of an optimizer state ends with its parameter's path.
       shape: the array's shape.
 
     Returns:
-      That of the longest end of the path that is known with this shape; None if there is none.
+      The value for the longest end of the path that is in `known` with this shape; None if there is none.
     """
     for start in range(len(path) + 1):
         known_shape, value = known.get(path[start:], (None, None))
@@ -107,7 +107,7 @@ def find_by_suffix(known: dict[tuple[Any, ...], tuple[tuple[int, ...], Any]], pa
 
 
 def raise_all(problems: Iterable[str], error: type[Exception], headline: str) -> None:
-    """Raise one error that lists every problem; does nothing if there are none."""
+    """Raise one error that lists every problem; do nothing if there are none."""
     found = list(problems)
     if found:
         raise error(headline + "".join(f"\n  - {problem}" for problem in found))
@@ -119,11 +119,11 @@ def check_same_tree(expected: PyTree, received: PyTree, what: str, fix: str) -> 
     Args:
       expected: a tree of arrays or ShapeDtypeStructs.
       received: the tree to compare.
-      what: what went wrong if they differ, the beginning of the message.
-      fix: what to do about it.
+      what: the beginning of the message: what is wrong if they differ.
+      fix: how to fix it.
 
     Raises:
-      ValueError: they differ; every leaf that does is named, with both shapes and dtypes.
+      ValueError: they differ; the message names every such leaf, with both shapes and dtypes.
     """
     want = {path_str(p): x for p, x in jax.tree_util.tree_leaves_with_path(expected)}
     got = {path_str(p): x for p, x in jax.tree_util.tree_leaves_with_path(received)}
@@ -138,7 +138,7 @@ def check_same_tree(expected: PyTree, received: PyTree, what: str, fix: str) -> 
 
 
 def same_structure(a: PyTree, b: PyTree) -> bool:
-    """Return whether two trees have the same nodes."""
+    """Return whether two trees have the same structure."""
     first: Any = jax.tree.structure(a)
     return bool(first == jax.tree.structure(b))
 
@@ -159,7 +159,7 @@ def bytes_of(shape: tuple[int, ...], dtype: Any) -> int:
 
 
 def check_arrays(what: str, tree: PyTree) -> None:
-    """Raise TypeError for leaves that are neither arrays nor numbers, by their paths; `what` is the tree's name."""
+    """Raise a TypeError that names the leaves that are neither arrays nor numbers; `what` is the tree's name."""
     bad = [(path_str(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree) if not _is_numeric(x)]
     groups = group_by_kind(bad, lambda leaf: leaf[0], lambda leaf: type(leaf[1]).__name__)
     raise_all(
@@ -174,7 +174,7 @@ def check_arrays(what: str, tree: PyTree) -> None:
 
 def _is_numeric(x: Any) -> bool:
     dtype = getattr(x, "dtype", None)
-    if dtype is None:  # a Python number; a string may name a dtype, so JAX is not asked about it
+    if dtype is None:  # a Python number; jnp.result_type would take a string for the name of a dtype
         return isinstance(x, (bool, int, float, complex))
     return any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_, jax.dtypes.extended))
 

@@ -1,4 +1,4 @@
-"""Names for the types that signatures share."""
+"""Type aliases for signatures."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -9,7 +9,7 @@ AxisName = str | tuple[str, ...]
 
 Role = Literal["param", "grad", "opt", "state", "batch"]
 ROLES: tuple[Role, ...] = ("param", "grad", "opt", "state", "batch")
-"""The five kinds of array in a training step. A strategy says where each of them lives."""
+"""The five kinds of arrays in a training step, which a strategy places."""
 
 InitFn = Callable[..., PyTree]
 """`init_fn(key) -> params | js.Model(params, state)`."""

@@ -1,17 +1,17 @@
-"""Weights in chunks: an engine offers, beside a whole weight, to gather it part by part along one of its dimensions.
+"""Gather weights in chunks: an engine offers a layer to gather a weight chunk by chunk along a dimension.
 
-Each device stores an equal part of a split dimension, and a chunk takes the same share of every part: all devices then
-have as much to send, and the gradient of a chunk is scattered back to where it rests. For 12 columns on 2 devices, in
-3 chunks of 2 columns of each part:
+Each device stores an equal shard of a dimension, and a chunk has the same fraction of every shard: all devices then
+send the same bytes, and the gradient of a chunk is reduce-scattered to the shards. For 12 columns on 2 devices, in 3
+chunks of 2 columns of each shard:
 
     device 0     0 1 | 2 3 | 4 5         chunk 0     0 1  6 7
     device 1     6 7 | 8 9 | 10 11       chunk 1     2 3  8 9
                                          chunk 2     4 5 10 11
 
-Where the width does not divide a part, the last chunk begins earlier, and `Chunks.numbers` marks what it has twice.
+If the width does not divide a shard, the last chunk begins earlier, and `Chunks.numbers` marks repeated columns.
 
-An engine registers the weights that it hands to a loss (`offer_chunks`), and a layer finds what is offered for one by
-identity (`cut_weight`). A weight that is not found, such as one that the user computed, is cut as it is.
+An engine registers the weights that it passes to a loss (`offer_chunks`), and a layer looks a weight up by identity
+(`cut_weight`). A weight that is not registered, such as one that the user computed, is sliced as it is.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from jaxshard.core.mesh import axis_names, axis_size
 from jaxshard.core.placement import Placement
 
 _LANES = 128
-"""Wider chunks than this are a multiple of it: the width of a TPU's tiles."""
+"""Larger chunks have a multiple of this width: the width of a TPU's tiles."""
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """The cut of one weight along a dimension; see the drawing at the top of this file.
+    """One weight in chunks along a dimension; see the drawing at the top of this file.
 
     Attributes:
       dim: the dimension.
       size: its size, without padding.
-      parts: into how many parts it is cut where the weight or its gradient rests.
-      part: the size of a part.
-      width: what a chunk takes of every part.
-      gather: from a chunk as stored to the chunk of the weight, [..., parts * width, ...].
-      reduce: from the cotangent of that to the chunk of the gradient, as it is stored.
+      parts: the number of shards in which the weight or its gradient is stored.
+      part: the size of a shard.
+      width: the elements of every shard that a chunk has.
+      gather: maps a stored chunk to the chunk of the weight, [..., parts * width, ...].
+      reduce: maps the cotangent of that chunk to the stored chunk of the gradient.
     """
 
     dim: int
@@ -70,16 +70,16 @@ class Chunks:
         return self.gather(chunk.reshape(*shape[:dim], -1, *shape[dim + 1 :]))
 
     def numbers(self, index: jax.Array) -> jax.Array:
-        """Return the place in the whole dimension of each element of a chunk, int32[parts * width].
+        """Return the index along the dimension of each element of a chunk, int32[parts * width].
 
-        Those of padding and those that an earlier chunk has are -1.
+        The index is -1 for padding, and for elements that an earlier chunk has.
         """
         inside = self._start(index) + jnp.arange(self.width, dtype=jnp.int32)
         numbers = jnp.arange(self.parts, dtype=jnp.int32)[:, None] * self.part + inside
         return jnp.where((inside >= index * self.width) & (numbers < self.size), numbers, -1).reshape(-1)
 
     def zeros(self, sink: jax.ShapeDtypeStruct) -> jax.Array:
-        """Return zeros to add up the gradient in, with the dimension cut into parts."""
+        """Return zeros to accumulate the gradient in, with the dimension divided into shards."""
         parts = -(-sink.shape[self.dim] // self.part)
         return jnp.zeros((*sink.shape[: self.dim], parts, self.part, *sink.shape[self.dim + 1 :]), sink.dtype)
 
@@ -92,7 +92,7 @@ class Chunks:
         return lax.dynamic_update_slice_in_dim(total, old + new, start, self.dim + 1)
 
     def finish(self, total: jax.Array, sink: jax.ShapeDtypeStruct) -> jax.Array:
-        """Return the added up gradient in the shape of the sink."""
+        """Return the accumulated gradient in the shape of the sink."""
         whole = total.reshape(*sink.shape[: self.dim], -1, *sink.shape[self.dim + 1 :])
         return lax.slice_in_dim(whole, 0, sink.shape[self.dim], axis=self.dim)
 
@@ -101,16 +101,16 @@ class Chunks:
 
 
 class Offered(NamedTuple):
-    """A weight that an engine handed out, and the way to gather it in chunks instead.
+    """A weight that an engine passed to a loss, and the way to gather it in chunks instead.
 
     Attributes:
-      weight: the whole weight.
-      stored: the parameter as it rests.
+      weight: the gathered weight.
+      stored: the stored parameter.
       sink: zeros like the stored gradient, to which the gradient flows; None if the parameter is frozen.
-      param: where the parameter lives.
-      grad: where its gradient lives; None if it is frozen.
-      make_move: makes of both placements an object with `gather` and `reduce`.
-      mesh: of the layout.
+      param: the parameter's placement.
+      grad: its gradient's placement; None if it is frozen.
+      make_move: `make_move(param, grad)` returns an object with `gather` and `reduce`.
+      mesh: the layout's mesh.
     """
 
     weight: jax.Array
@@ -135,7 +135,7 @@ class Offered(NamedTuple):
         splits = axis_size(self.mesh, finest)
         part = padded // splits
         width = _width(part, count)
-        if views[0].logical[dim] <= part * (splits - 1):  # a part of nothing but padding
+        if views[0].logical[dim] <= part * (splits - 1):  # the last shard has only padding
             return None
         wide = splits * width
         move = self.make_move(self.param.resize(dim, wide), self.grad and self.grad.resize(dim, wide))
@@ -147,7 +147,7 @@ _current: ContextVar[Mapping[int, Offered]] = ContextVar("chunks", default=Mappi
 
 @contextmanager
 def offer_chunks(offered: Iterable[Offered]) -> Iterator[None]:
-    """A context in which layers find what is offered for weights."""
+    """Make a context in which layers find the weights that are offered in chunks."""
     token = _current.set({id(one.weight): one for one in offered})
     try:
         yield
@@ -156,23 +156,23 @@ def offer_chunks(offered: Iterable[Offered]) -> Iterator[None]:
 
 
 def parts_in_use(weight: jax.Array, dim: int) -> int | None:
-    """Return over how many devices a dimension is split while the weight is used; None if no engine offers it."""
+    """Return over how many devices a weight's dimension is split in computation; None if no engine offers it."""
     offered = _current.get().get(id(weight))
     return None if offered is None else axis_size(offered.mesh, offered.param.use[dim])
 
 
 def cut_weight(weight: jax.Array, dim: int, count: int, parts: int) -> tuple[Chunks, jax.Array, jax.Array | None]:
-    """Cut a weight into chunks along a dimension: of what is stored, if an engine offers that for this very array.
+    """Cut a weight into chunks along a dimension, from the stored shards if an engine offers them for this array.
 
     Args:
-      weight: the whole weight.
+      weight: the gathered weight.
       dim: the dimension.
-      count: the number of chunks; there may be fewer.
-      parts: over how many devices the weight is split along the dimension where it is used.
+      count: the number of chunks; the result may have fewer.
+      parts: the number of devices that split the dimension in computation.
 
     Returns:
-      The chunks, the array that they are taken of, and the one whose cotangent is their gradient (its values are not
-      used); None for the last if the weight is frozen.
+      (the chunks, the array to take them from, an array whose cotangent is their gradient). The last has no meaningful
+      values, and is None if the weight is frozen.
     """
     offered = _current.get().get(id(weight))
     chunks = None if offered is None else offered.cut(dim, count, parts)

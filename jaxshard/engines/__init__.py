@@ -1,5 +1,5 @@
-"""The engines, which compute the gradient: `auto`, `explicit` and, in `pipeline/`, `pipelined`.
+"""Engines, which compute loss and gradient: `auto`, `explicit` and, in `pipeline/`, `pipelined`.
 
-An engine is a small value from which a `value_and_grad` is made; it never touches an optimizer. Imports `core/`,
+An engine is a small value that makes a `value_and_grad` function; it knows no optimizer. Imports `core/`,
 `adapt/`, `proofs/` and `schedules/`.
 """

@@ -1,14 +1,14 @@
-"""The gradient of a loss over micro-batches, equal to that of the whole batch at once.
+"""Accumulate the gradient of a loss over micro-batches, equal to the gradient of the batch at once.
 
 A loss is a weighted mean: a total over a weight, both summed over all rows of all devices. With micro-batches of
-unequal weight (padding, masked tokens) the mean of their means is another number. So two passes are made:
+unequal weight (padding, masked tokens) the mean of their means is wrong. So there are two passes:
 
-    1. weight = sum over devices and turns of the weight of turn i      (the compiler drops all but the weights)
-    2. grads  = sum over turns of grad(total_i / weight)
+    1. weight = sum over devices and micro-batches of weight_i      (dead code elimination leaves only the weights)
+    2. grads  = sum over micro-batches of grad(total_i / weight)
 
-With the weight known first, each turn differentiates its exact share of the global mean, and its gradient can be
-reduced and added at once. Dividing the summed gradient afterwards would do for one weight, but a loss may be a sum of
-means with a weight each (`ce + 0.01 * aux`), whose gradients are no longer apart by then.
+With the weight known first, each micro-batch differentiates its exact share of the global mean, and its gradient can be
+reduced and added at once. Dividing the summed gradient at the end would work for one weight, but a loss may be a sum of
+means with different weights (`ce + 0.01 * aux`), whose gradients are already added by then.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from jaxshard.engines.part import Cut, Part
 from jaxshard.engines.state_rules import StateRules
 
 LossOf = Callable[[PyTree, PyTree, PyTree, PyTree, Any], Loss]
-"""`loss_of(sinks, params, state, batch, row)`: the loss of a part of the batch, `row` the number of its first row."""
+"""`loss_of(sinks, params, state, batch, row)`: the loss of a part of the batch whose first row has index `row`."""
 
 Read = Callable[[Part], StateRules]
-"""Reads the trace of a part of the batch: checks it, and finds how the states that parts return are combined."""
+"""Checks the trace of a part of the batch, and finds how to combine the states that parts return."""
 
 
 def accumulate(
@@ -47,21 +47,21 @@ def accumulate(
 ) -> tuple[Outcome, PyTree, StateRules | None]:
     """Compute the loss over all micro-batches, and its gradient with respect to the sinks.
 
-    The loss is traced once; with several micro-batches twice, since their weights have a pass of their own.
+    The loss is traced once, or twice with several micro-batches, whose weights need a separate pass.
 
     Args:
       loss_of: the loss of some rows.
-      sinks: zeros in the shape of the gradients (see `just_in_time`).
+      sinks: zeros in the shape of the gradients, which are derived with respect to them (see `just_in_time`).
       params: the stored parameters.
-      state: the model's state, as the loss receives it.
+      state: the model's state.
       cut: the batch, cut into micro-batches.
-      sum_over_devices: sums a scalar over the devices that hold other rows; one all-reduce for each weight of the loss.
-      read: reads what is traced of one part; None where the loss sees the whole batch.
+      sum_over_devices: sums a scalar over the devices that hold other rows, once for each weight of the loss.
+      read: reads the trace of one part; None if the loss sees the global batch.
 
     Returns:
-      The outcome on this device's rows, whose value and metrics the caller combines over devices; the gradients, shaped
-      like `sinks`; and the rules that `read` found. With rules the outcome's state is the parts that they combine, else
-      the new one.
+      (outcome, gradients, rules). The outcome is that of this device's rows: the caller combines its value and metrics
+      over devices. The gradients have the shapes of `sinks`. The rules come from `read`: with rules, the outcome's
+      state is the arrays that they combine, otherwise the new state.
 
     Raises:
       Unsuited: several micro-batches of a loss that is no `js.Mean`.
@@ -99,7 +99,7 @@ def _accumulate_turns(
     sum_over_devices: Callable[[Any], Any],
     read: Read,
 ) -> tuple[Outcome, PyTree, StateRules]:
-    """Do what `accumulate` does, over several micro-batches."""
+    """Implement `accumulate` for several micro-batches, in a scan."""
 
     def only_loss(*args: Any) -> tuple[Loss]:
         loss = loss_of(sinks, *args)
@@ -112,7 +112,7 @@ def _accumulate_turns(
 
     part = Part.trace(only_loss, params, state, *cut.first())
     states, turns = read(part), (cut.turns, cut.first_rows)
-    # Weights do not depend on parameters, so little is left of the loss.
+    # Weights do not depend on parameters, so dead code elimination removes most of the loss.
     weights_of = part.program.only(part.loss.value.weights)
 
     def weigh(weights: Weights, turn: tuple[PyTree, jax.Array]) -> tuple[Weights, None]:
@@ -154,7 +154,7 @@ def _share_of_mean(loss: Loss, weights: Weights) -> jax.Array:
 
 
 def _combine_turns(metric: Mean | Sum | Max) -> Mean | Sum | Max:
-    """Combine a metric whose numbers are stacked, [turns]."""
+    """Combine a metric whose values are stacked, [micro-batches]."""
     if isinstance(metric, Max):
         return Max(metric.value.max(0))
     combined: Mean | Sum = jax.tree.map(lambda x: x.sum(0, dtype=sum_dtype(x.dtype)), metric)

@@ -1,8 +1,8 @@
 """The automatic engine: global-view code in which the compiler inserts the collectives.
 
-The loss runs once, on global arrays. Moves are constraints on where an array lies: a weight is held as stored and then
-constrained to where it is used, and the compiler makes an all-gather of that; a gradient is constrained to where it
-rests, and the compiler makes a reduce-scatter or an all-reduce of that.
+The loss runs once, on global arrays. Weights and gradients move by sharding constraints: a weight is constrained first
+to its stored sharding and then to its sharding in use, between which the compiler inserts an all-gather; a gradient is
+constrained to its stored sharding, for which the compiler inserts a reduce-scatter or an all-reduce.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from jaxshard.engines.wide_sums import sum_in, widen_sums
 
 @dataclass(frozen=True)
 class Auto(WholeModelEngine):
-    """The engine of `js.auto`, whose collectives the compiler chooses. The loss sees the whole batch."""
+    """The engine of `js.auto`: the compiler chooses the collectives, and the loss sees the global batch."""
 
     @property
     def compiler_chooses(self) -> bool:
@@ -58,11 +58,11 @@ class Auto(WholeModelEngine):
         return self.microbatches == 1
 
     def manual_axes(self, layout: Layout) -> frozenset[str]:
-        """Return no axes: the loss is one global-view program."""
+        """Return no axes: the loss is a global-view program."""
         return frozenset()
 
     def state_rules(self, objective: Objective, layout: Layout, batch: PyTree) -> StateRules | None:
-        """Find how the model states that micro-batches return are combined; None without micro-batches."""
+        """Find how to combine the model states that micro-batches return; None without micro-batches."""
         if self.microbatches == 1:
             return None
         found: list[StateRules] = []
@@ -76,7 +76,7 @@ class Auto(WholeModelEngine):
     def _value_and_grad(
         self, objective: Objective, layout: Layout, report: Callable[[StateRules], None]
     ) -> ValueAndGrad:
-        """Do what `value_and_grad` does, and `report` the rules of the model's state when the loss is traced."""
+        """Implement `value_and_grad`; when the loss is traced, `report` the rules of the model's state."""
         call = self.make_call(objective, layout, make_move(layout, self))
         check_means = make_mean_check(
             layout, objective.loss_fn, self.microbatches, frozenset(), compute_dtype=self.compute_dtype
@@ -134,31 +134,31 @@ def auto(
     units: Sequence[type] = (),
     options: Options | None = None,
 ) -> Auto:
-    """Make the engine whose collectives the compiler chooses, with exactly the semantics of one device.
+    """Make the engine in which the compiler chooses the collectives, with exactly the semantics of one device.
 
-    The loss sees the global batch, so batch statistics, limits of capacity and the like are those of all rows. It may
-    return a scalar, a `js.Mean` or a `js.Loss`. Every weight is constrained to its `use` placement where it is used,
-    every gradient to its `store`.
+    The loss sees the global batch, so batch statistics, capacity limits and the like are computed over all rows. It may
+    return a scalar, a `js.Mean` or a `js.Loss`. Every weight is constrained to the sharding in its placement's `use`,
+    every gradient to `store`.
 
     Args:
-      microbatches: the number of turns in which the rows of a batch are computed, and their gradients added. Turn j
-        has every `microbatches`-th row from row j on, on any mesh. Needs a loss with a `js.Mean`.
+      microbatches: the number of micro-batches, which are computed one after another and whose gradients are added.
+        Micro-batch j has every `microbatches`-th row from row j on, on any mesh. Needs a loss with a `js.Mean`.
       scatter: constrain the gradient of each micro-batch ("each", least memory) or their sum once ("end", least
         traffic).
-      precision: "bf16" is mixed precision in one word: parameters and optimizer state stay as they are (f32), weights
-        are cast to bf16 before they are gathered, and gradients are reduced in bf16. A `reduce_dtype` beside it goes
-        before (jnp.float32 keeps sums in f32); another `compute_dtype` is refused.
+      precision: "bf16" for mixed precision: parameters and optimizer state keep their dtype (f32), weights are cast to
+        bf16 before they are gathered, and gradients are reduced in bf16. A `reduce_dtype` overrides the latter
+        (jnp.float32 keeps sums in f32); another `compute_dtype` is refused.
       compute_dtype: the dtype to which floating weights are cast before they are gathered; None leaves them.
       reduce_dtype: the dtype in which gradients are reduced; None takes the parameter's.
-      remat: what the forward pass of a block or unit saves; as in `js.explicit`.
+      remat: the activations that the forward pass of a block or unit saves; as in `js.explicit`.
       units: classes of modules that gather their own parameters; as in `js.explicit`.
-      options: of the compiler, by name: {"xla_...": True}. They win over those that the engine sets for the chips of
-        the mesh, which `print(engine)` shows; None takes one of these away. A name that the compiler does not know is
-        its own error.
+      options: compiler options by name: {"xla_...": True}. They override the options that the engine sets for the chips
+        of the mesh, which `print(engine)` shows; the value None removes one. The compiler itself refuses a name that
+        it does not know.
 
     Raises:
-      ValueError, TypeError: an argument is not of those; names it. A loss that is no `js.Mean` is refused with
-        micro-batches when the step is traced.
+      ValueError, TypeError: an argument has another value or type; the message names it. With micro-batches a loss that
+        is no `js.Mean` is refused when the step is traced.
 
     Example:
           step = js.make_step(loss_fn, tx, layout, engine=js.auto(microbatches=4, precision="bf16"))
@@ -168,10 +168,10 @@ def auto(
 
 
 def make_move(layout: Layout, engine: Engine) -> MakeMove:
-    """Make moves by constraints: weights to where they are used, gradients to where they rest."""
+    """Make moves by sharding constraints: weights to their sharding in use, gradients to their stored one."""
 
-    # The compiler decides where a cast and a gather go. Constrained as stored after the cast, an array can only be
-    # gathered after it, in the smaller dtype.
+    # The compiler decides the order of a cast and an all-gather. A constraint to the stored sharding after the cast
+    # forces the gather to come after it, in the smaller dtype.
 
     def make(param: Placement, grad: Placement | None) -> Move:
         def gather(stored: jax.Array) -> jax.Array:
@@ -181,7 +181,7 @@ def make_move(layout: Layout, engine: Engine) -> MakeMove:
         def reduce(cotangent: jax.Array) -> jax.Array:
             assert grad is not None
             dtype = engine.reduce_dtype or cotangent.dtype
-            if engine.scatter == "end":  # turns are added in the parameter's dtype
+            if engine.scatter == "end":  # micro-batches are added in the parameter's dtype
                 return sum_in(cotangent, jnp.promote_types(dtype, cotangent.dtype))
             return constrain(layout, grad.view.apply(sum_in(cotangent, dtype)), grad.store)
 
@@ -191,13 +191,13 @@ def make_move(layout: Layout, engine: Engine) -> MakeMove:
 
 
 def constrain(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Constrain `x` to a spec, whose axes must divide its dimensions: a view has seen to that."""
+    """Constrain `x` to a spec whose axes divide its dimensions, as the padding of a view ensures."""
     constrained: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(mesh_inside(layout.mesh), spec))
     return constrained
 
 
 def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
-    """Make zeros like the gradients, global arrays; with "end" like the weights, whose cotangents are added whole."""
+    """Make global zeros with the sharding of the gradients; with "end", of the weights, to add unreduced cotangents."""
 
     def sink(x: Any, grad: Placement | None) -> jax.Array | None:
         if grad is None:
@@ -210,7 +210,7 @@ def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
 
 
 def _turns(layout: Layout, batch: PyTree, count: int) -> tuple[PyTree, jax.Array]:
-    """Cut the batch into [turns, rows, ...]: turn j has the rows j, j + count, ... on every mesh. Nothing moves."""
+    """Cut the batch into [micro-batches, rows, ...] without communication: j has the rows j, j + count, ..."""
 
     def split(path: Any, x: jax.Array) -> jax.Array:
         turns = x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)

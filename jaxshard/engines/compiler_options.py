@@ -1,8 +1,8 @@
-"""Options with which a step is compiled: what makes a chip's collectives run beside its products, and a user's own.
+"""Compiler options of a step: those that overlap collectives with matrix products on each chip, and the user's own.
 
-They go to the compiler with the program (`jax.jit(compiler_options=...)`), never into the environment, where they would
-also change programs that are not ours. Names of options are the compiler's and undocumented. One that a compiler does
-not know is its own error, loudly: "No such compile option: 'xla_...'".
+They are passed with the program (`jax.jit(compiler_options=...)`), never by the environment, where they would change
+other programs too. Their names are XLA's and undocumented. A compiler refuses a name that it does not know, loudly: "No
+such compile option: 'xla_...'".
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ Options = Mapping[str, bool | int | float | str | None]
 _FUSION = "xla_tpu_enable_async_collective_fusion"
 _SPARSE_CORE = "xla_tpu_enable_sparse_core_collective_offload"
 
-# v5p and v6e have SparseCores, small processors beside the large one, that can run collectives. Reductions alone: with
-# gathers there as well (`..._all_gather`) nothing is waited for, but more gathered weights are held at once, and of a
-# Llama 3 70B over data=64, tensor=8 of v5p:8x8x8 temporaries grow from 3.29 to 3.59 GB.
+# v5p and v6e have SparseCores, small processors that can run collectives while the TensorCore computes. We use them
+# only for reductions: with gathers too (`..._all_gather`) no collective is exposed, but more gathered weights are held
+# at once, and temporaries of a Llama 3 70B over data=64, tensor=8 of v5p:8x8x8 grow from 3.29 to 3.59 GB.
 _ON_SPARSE_CORES: dict[str, Any] = {
     f"{_SPARSE_CORE}_all_reduce": True,
     f"{_SPARSE_CORE}_reduce_scatter": True,
 }
 
-# Products in pieces beside the permutes that bring, or take away, other pieces ("collective matmul"). The partitioner
-# makes them of products over `tensor` by itself; these make them also of gathers that it left whole. Of a Llama 3 70B
-# over data=64, tensor=8 of v5p:8x8x8 (explicit, libtpu 0.0.52), GB waited for and of temporaries: neither 131.7 and
-# 3.47, the partitioner's alone 82.0 and 3.29, these as well 37.6 and 3.31, without the unrolling 38.9 and 3.36.
-# Reductions too (`xla_tpu_decompose_einsum_reduce_scatter`): 37.6, but 3.60. Without `tensor` they change nothing.
-# v5e keeps the compiler's default, for it depends on the ring: over 16 chips, which close one, the partitioner's leave
-# 0.82 GB instead of 1.16 (two blocks of 8B), over 8, which do not, 1.59 instead of 1.12, for 8 % more cycles. There
-# `xla_jf_spmd_threshold_for_windowed_einsum_mib`, a large number, turns them off.
+# "Collective matmul": matrix products in pieces, while permutes send or receive other pieces. The partitioner makes
+# them of products over `tensor` by itself; these options make them also of the gathers that it leaves. For a Llama 3
+# 70B over data=64, tensor=8 of v5p:8x8x8 (explicit, libtpu 0.0.52), GB of exposed collectives and of temporaries:
+# without any 131.7 and 3.47, only the partitioner's 82.0 and 3.29, with these too 37.6 and 3.31, without unrolling 38.9
+# and 3.36. Reductions too (`xla_tpu_decompose_einsum_reduce_scatter`): 37.6, but 3.60. Without `tensor` they change
+# nothing. v5e keeps the compiler's default, since the best choice depends on the ring: over 16 chips, which form a
+# closed ring, the partitioner's leave 0.82 GB exposed instead of 1.16 (two blocks of 8B), over 8 chips, which do not,
+# 1.59 instead of 1.12, for 8 % more cycles. There a large `xla_jf_spmd_threshold_for_windowed_einsum_mib` turns them
+# off.
 _GATHERS_BESIDE_PRODUCTS: dict[str, Any] = {
     "xla_tpu_decompose_all_gather_einsum": True,
     "xla_tpu_decompose_all_gather_with_multiple_einsums": False,
@@ -41,11 +42,11 @@ _GATHERS_BESIDE_PRODUCTS: dict[str, Any] = {
 }
 
 # Measured on three blocks of a Llama-2 7B with a flash kernel, 1 x 4096 tokens per chip, gradients reduced in bf16 (JAX
-# 0.12.0.1, libtpu 0.0.50, no hardware): bytes of collectives that nothing runs beside, and temporaries of a step.
+# 0.12.0.1, libtpu 0.0.50, no hardware): bytes of exposed collectives, and temporaries of a step.
 # "TPU v4" is not here: nothing was found that changes its program. TPU7x offloads to SparseCores by itself.
 OVERLAP: dict[str, dict[str, Any]] = {
     # fsdp over 16 of v5e:4x4: 2.46 to 1.38 GB, temporaries 1.84 to 1.79 GB. Gathers already overlap with products;
-    # these also overlap all-reduces, gathers beside elementwise operations, and both beside Pallas kernels.
+    # these also overlap all-reduces, gathers with elementwise operations, and both with Pallas kernels.
     "TPU v5 lite": {
         "xla_enable_async_all_reduce": True,
         f"{_FUSION}_fuse_all_reduce": True,
@@ -57,15 +58,15 @@ OVERLAP: dict[str, dict[str, Any]] = {
     "TPU v5": _ON_SPARSE_CORES | _GATHERS_BESIDE_PRODUCTS,
     # With gathers as well: fsdp over 16 of v6e:4x4 4.69 to 0 GB, temporaries 1.67 to 1.76 GB.
     "TPU v6 lite": _ON_SPARSE_CORES,
-    # What JAX's guide to GPU performance asks for first; with jaxlib 0.10.2 the same program without it.
+    # The first option in JAX's guide to GPU performance; with jaxlib 0.10.2 the program is the same without it.
     "gpu": {"xla_gpu_enable_latency_hiding_scheduler": True},
 }
 """The options of each kind of chip (`jax.Device.device_kind`), or of all of a platform ("gpu")."""
 
 
-# The compiler for v5e ends the process where a gather of 8-bit numbers, such as the int8 base of `js.lora`, runs beside
-# an elementwise operation: "Cannot find a valid window for %fusion = (..., s8[1,256,14336], ...)" (libtpu 0.0.42 and
-# 0.0.52).
+# The compiler for v5e ends the process if it overlaps an all-gather of 8-bit numbers, such as the int8 base of
+# `js.lora`, with an elementwise operation: "Cannot find a valid window for %fusion = (..., s8[1,256,14336], ...)"
+# (libtpu 0.0.42 and 0.0.52).
 _NOT_WITH_BYTES = (f"{_FUSION}_fuse_kloop_fusions",)
 
 
@@ -73,8 +74,8 @@ def overlap_options(mesh: Mesh | AbstractMesh, *, with_bytes: bool = False) -> d
     """Return the options for the chips of a mesh; none for one device, which has no collectives, and for a CPU.
 
     Args:
-      mesh: of the step.
-      with_bytes: True if weights of one byte per element are gathered, which are not moved beside all that others are.
+      mesh: the mesh of the step.
+      with_bytes: True if weights of one byte per element are gathered, which must not overlap elementwise operations.
     """
     if isinstance(mesh, AbstractMesh) or mesh.size == 1:
         return {}
@@ -86,10 +87,10 @@ def overlap_options(mesh: Mesh | AbstractMesh, *, with_bytes: bool = False) -> d
 
 
 def check_options(options: Any) -> dict[str, Any]:
-    """Return a copy of a user's options.
+    """Check a user's options, and return a copy of them.
 
     Raises:
-      TypeError: no mapping from names to values that a compiler takes; names the entry.
+      TypeError: not a mapping from names to values that a compiler takes; the message names the entry.
     """
     if not isinstance(options, Mapping):
         raise TypeError(f"options must be a dict from names of the compiler's options to values, got {options!r}")
@@ -103,13 +104,13 @@ def check_options(options: Any) -> dict[str, Any]:
 
 
 def merge_options(*options: Options) -> dict[str, Any]:
-    """Return all options, later ones in place of earlier ones, without those that are None."""
+    """Merge options: later ones override earlier ones, and None removes an option."""
     merged = {name: value for one in options for name, value in one.items()}
     return {name: value for name, value in merged.items() if value is not None}
 
 
 def describe_options(own: Options) -> list[str]:
-    """Return a line for each kind of chip, with what a step is compiled with; then the line of all others."""
+    """Return a line with the options for each kind of chip, then the line for all other chips."""
     rows = {chip: merge_options(options, own) for chip, options in OVERLAP.items()} | {"others": merge_options(own)}
     return [f"  {chip}: {', '.join(map(_option, options.items())) or 'none'}" for chip, options in rows.items()]
 

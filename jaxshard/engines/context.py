@@ -1,4 +1,4 @@
-"""Batches under `js.context`: inputs apart from labels, checked, and each device's part of the positions."""
+"""Batches under `js.context`: separate inputs from labels, check positions, and take each device's part of them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from jaxshard.core.types import PyTree
 def split_batch(layout: Layout, model: KnownModel | None, batch: PyTree) -> PyTree:
     """Take this device's part of the positions of its rows, inside a `shard_map` over the context's axes.
 
-    The batch itself without a context, or over a single device. Nothing is communicated: rows rest whole.
+    Return the batch itself without a context, or over a single device. Nothing is communicated, as batches are stored
+    replicated over the axes.
 
     Args:
-      layout: says what splits the positions.
-      model: separates inputs from labels (`KnownModel.separate_labels`); None where the loss is opaque.
+      layout: has the `js.context`.
+      model: separates inputs from labels (`KnownModel.separate_labels`); None for a loss of no known model.
       batch: this device's rows.
     """
     context = _in_force(layout)
@@ -36,7 +37,7 @@ def split_batch(layout: Layout, model: KnownModel | None, batch: PyTree) -> PyTr
 
 
 def split_shapes(layout: Layout, model: KnownModel | None, batch: PyTree) -> PyTree:
-    """Return the shapes of what `split_batch` returns."""
+    """Return the shapes of the result of `split_batch`."""
     context = _in_force(layout)
     if context is None:
         return batch
@@ -59,7 +60,7 @@ def constrain_batch(layout: Layout, model: KnownModel | None, batch: PyTree) -> 
         entries = position_entries(layout, path, x.ndim)
         if not any(entries):
             return x
-        if x.shape[0] % axis_size(layout.mesh, rows) == 0:  # else one row at a time, in a short evaluation
+        if x.shape[0] % axis_size(layout.mesh, rows) == 0:  # not in evaluation of a few rows, one at a time
             entries[0] = spec_entry(rows)
         sharding = NamedSharding(mesh_inside(layout.mesh), PartitionSpec(*entries))
         spread: jax.Array = jax.lax.with_sharding_constraint(x, sharding)
@@ -69,7 +70,7 @@ def constrain_batch(layout: Layout, model: KnownModel | None, batch: PyTree) -> 
 
 
 def position_entries(layout: Layout, path: Any, ndim: int) -> list[Any]:
-    """Return the entries of a PartitionSpec for the positions of an array of a batch, None for its other dimensions."""
+    """Return the PartitionSpec entries of a batch array: the context axes for its positions, None elsewhere."""
     context = _in_force(layout)
     dim = None if context is None else context.dim_of(path_str(path), ndim)
     return [spec_entry(context.axis) if context is not None and dim == one else None for one in range(ndim)]
@@ -79,8 +80,8 @@ def prepare(layout: Layout, model: KnownModel | None, batch: PyTree) -> PyTree:
     """Separate inputs from labels, and check that the positions can be split; the batch itself without a context.
 
     Raises:
-      ValueError: no array has positions, the devices do not divide them, or an array that the context does not name is
-        as long as they are; names all such arrays.
+      ValueError: no array has positions, the devices do not divide them, or an array that the context does not name has
+        a dimension of that size; the message names all such arrays.
     """
     context = _in_force(layout)
     if context is None:
@@ -96,7 +97,7 @@ def _has_shapes(batch: PyTree) -> bool:
 
 
 def _in_force(layout: Layout) -> Context | None:
-    """The context of a layout that splits positions over several devices."""
+    """Return the context of a layout if it splits positions over several devices."""
     context = layout.context
     return context if context is not None and axis_size(layout.mesh, context.axis) > 1 else None
 
@@ -150,7 +151,7 @@ def _suggest(path: str, size: int, multiple: int) -> str:
     if size > 1 and (size - 1) % multiple == 0:
         name = path.rsplit("/", 1)[-1]
         return (
-            f"if its last is only a label, hand over inputs and labels apart: "
+            f"if its last is only a label, pass inputs and labels as separate arrays: "
             f'{{"{name}": {name}[:, :-1], "targets": {name}[:, 1:]}}'
         )
     return f"use {' or '.join(str(near) for near in (size - size % multiple, size + -size % multiple) if near)}"

@@ -1,4 +1,4 @@
-"""The check, where a batch is computed in parts, that the means of the loss add up over them."""
+"""Check that the means of a loss add up over the parts of a batch, on several devices or in micro-batches."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from jaxshard.engines.just_in_time import cast_shapes
 
 
 class UnequalMeans(Unsuited):
-    """A loss, or metric, whose means over the parts of a batch are not that over all of it."""
+    """Raised if the means of a loss or metric over parts of a batch do not combine to the mean over the batch."""
 
 
 def has_doubtful_mean(program: Program, loss: Loss, rows: PyTree) -> bool:
-    """Return whether `make_mean_check` is needed: the trace of a part does not show that its means are right.
+    """Return whether the trace of a part leaves doubt that its means are right, so that `make_mean_check` must run.
 
     Args:
       program: computes the loss of a part of the batch.
@@ -30,7 +30,7 @@ def has_doubtful_mean(program: Program, loss: Loss, rows: PyTree) -> bool:
       rows: the inputs that have rows.
     """
     inputs: list[Any] = jax.tree.leaves(rows)
-    # The trace of a single row does not tell how many entries there are of more of them.
+    # A shape of size 1 in the trace of a single row may or may not be the number of rows.
     return inputs[0].aval.shape[0] == 1 or not all_count_rows(program.closed, loss, inputs)
 
 
@@ -43,21 +43,21 @@ def make_mean_check(
     compute_dtype: Any = None,
     with_key: bool = True,
 ) -> Callable[[PyTree], None]:
-    """Make `check(batch)`, which reads the program of `fn` for the rows of a part and for all of them.
+    """Make `check(batch)`, which compares the jaxprs of `fn` for the rows of a part and for all rows.
 
-    It takes about as long as tracing `fn` twice; nothing where there is one part, or for shapes that passed before. An
-    engine asks `has_doubtful_mean` first.
+    It takes about as long as tracing `fn` twice, and no time for a single part or for shapes that passed before. An
+    engine calls `has_doubtful_mean` first.
 
     Args:
       layout: says which arrays have rows.
       fn: `fn(model, batch, key)` returns a `js.Mean` or `js.Loss`; `fn(model, batch)` metrics if `with_key` is False.
-      parts: of the rows: the devices that split them, times the micro-batches of each.
+      parts: the number of parts: the devices that split the rows, times the micro-batches of each.
       manual: the mesh axes that `fn` may name.
-      compute_dtype: of the weights; None leaves them.
-      with_key: whether `fn` takes a key, that of the layout.
+      compute_dtype: the dtype of the weights; None for the parameters' own.
+      with_key: whether `fn` takes a random key.
 
     Raises:
-      UnequalMeans: when `check` runs, with all means that are wrong for certain.
+      UnequalMeans: when `check` runs, with all means that are certainly wrong.
     """
     passed: set[Any] = set()
 

@@ -1,4 +1,4 @@
-"""`Engine`, the interface of all engines: a way to compute the gradient of a loss, and what it communicates."""
+"""`Engine`, the interface of all engines: how to compute the gradient of a loss, and with which collectives."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Outcome(NamedTuple):
 
     Attributes:
       value: the global loss, a scalar.
-      metrics: what the loss reports, by name.
+      metrics: the loss's metrics, by name.
       state: the model's new state.
-      residuals: what rounding took from the gradients, as `Engine.residuals` places it; () without feedback.
+      residuals: the rounding errors of the gradients, placed by `Engine.residuals`; () without feedback.
     """
 
     value: jax.Array
@@ -52,18 +52,18 @@ class Outcome(NamedTuple):
 
 ValueAndGrad = Callable[..., tuple[Outcome, PyTree]]
 """`fn(stored parameters, state, batch, key) -> (Outcome, gradients as stored)` of global arrays, under jit. An engine
-that places residuals (`Engine.residuals`) is called with a fifth argument: those of the step before."""
+that places residuals (`Engine.residuals`) receives the residuals of the step before as a fifth argument."""
 
 
 class BlockPasses(NamedTuple):
-    """The most that a pipeline's schedule does with the weights of its blocks in a step.
+    """Upper bounds of the collectives that a pipeline's schedule issues for the weights of its blocks in a step.
 
     Per device and step, each stacked parameter is gathered and its gradient reduced at most this often, one block at a
-    time. These are upper bounds, because the slots of a tick are conditional.
+    time. These are bounds, because the operations of a tick are conditional.
 
     Attributes:
-      gathers: how often one block's weights are gathered.
-      reductions: how often one block's gradient is reduced.
+      gathers: the number of times that a block's weights are gathered.
+      reductions: the number of times that a block's gradient is reduced.
     """
 
     gathers: int
@@ -72,21 +72,20 @@ class BlockPasses(NamedTuple):
 
 @dataclass(frozen=True)
 class Engine:
-    """The base of all engines.
+    """The base class of all engines.
 
-    The step, the checks and the planner ask an engine for its `value_and_grad` and for what it communicates, by the
-    methods below. None of them asks which engine it is.
+    The step, the checks and the planner call the methods below; none of them tests which engine it is.
 
     Args:
-      microbatches: the number of turns in which the rows of a batch are computed, and their gradients added.
+      microbatches: the number of micro-batches, which are computed one after another and whose gradients are added.
       scatter: reduce the gradient of each micro-batch ("each", least memory) or their sum once ("end", least traffic).
       compute_dtype: the dtype to which floating weights are cast before they are gathered; None leaves them.
-      reduce_dtype: the dtype in which gradients are reduced, or the format of `js.wire` in which they travel; None
-        takes the parameter's.
-      gather_dtype: the dtype or format of `js.wire` in which weights travel when they are gathered; None takes that in
-        which they are computed.
-      options: of the compiler, besides those for the chips of the mesh (`compiler_options.py`); these go first, and
-        None takes one away.
+      reduce_dtype: the dtype in which gradients are reduced, or the format of `js.wire` in which they are sent; None
+        takes the parameter's dtype.
+      gather_dtype: the dtype or format of `js.wire` in which weights are gathered; None takes the dtype of
+        computation.
+      options: the user's compiler options, which override those for the chips of the mesh (`compiler_options.py`);
+        the value None removes one.
     """
 
     microbatches: int = 1
@@ -94,7 +93,7 @@ class Engine:
     compute_dtype: Any = None
     reduce_dtype: Any = None
     gather_dtype: Any = field(default=None, kw_only=True)
-    # By name alone, so that subclasses have their own fields behind the others; a dict has no hash.
+    # Keyword-only, so that subclasses can add positional fields; not hashed, since a dict has no hash.
     options: Options = field(default_factory=dict, kw_only=True, hash=False)
 
     def __post_init__(self) -> None:
@@ -110,8 +109,8 @@ class Engine:
         if self.compiler_chooses and (isinstance(self.reduce_dtype, Scaled) or self.gather_dtype is not None):
             name = "reduce_dtype" if isinstance(self.reduce_dtype, Scaled) else "gather_dtype"
             raise ValueError(
-                f"{name}: under js.{self.name} the compiler chooses the collectives, and it has none of numbers with "
-                f"scales; use js.explicit({name}=...)"
+                f"{name}: under js.{self.name} the compiler chooses the collectives, and it has none for numbers "
+                f"with scales; use js.explicit({name}=...)"
             )
         if isinstance(self.gather_dtype, Scaled) and self.gather_dtype.feedback:
             raise ValueError(
@@ -121,7 +120,7 @@ class Engine:
         object.__setattr__(self, "options", check_options(self.options))
 
     def __str__(self) -> str:
-        """Return the choices, and what a step is compiled with on each kind of chip."""
+        """Return the engine's settings, and the compiler options of a step on each kind of chip."""
         return "\n".join([repr(self), "compiler options:", *describe_options(self.options)])
 
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
@@ -130,7 +129,7 @@ class Engine:
 
     @property
     def shows_whole_batch(self) -> bool:
-        """True if the loss sees the whole batch at once, so that it makes no difference which arrays have rows."""
+        """True if the loss sees the global batch at once, so that it does not matter which arrays have rows."""
         return False
 
     @property
@@ -139,17 +138,17 @@ class Engine:
         return False
 
     def make_call(self, objective: Objective, layout: Layout, make_move: MakeMove) -> Call:
-        """Make the function that runs the loss as this engine does, with weights moved as `make_move` says.
+        """Make the function that runs the loss as this engine does, with weights moved by `make_move`.
 
-        The engine uses it itself, and the audit of collectives with moves that only count. Not needed where
-        `block_passes` is not None: there a schedule runs the blocks.
+        The engine itself calls it, and the audit of collectives calls it with moves that only count. Not needed if
+        `block_passes` is not None, as then a schedule runs the blocks.
         """
         raise NotImplementedError(f"{type(self).__name__} has no make_call")
 
     def state_rules(self, objective: Objective, layout: Layout, batch: PyTree) -> Any:
-        """Return the `StateRules` by which the states that parts of a batch return are combined.
+        """Return the `StateRules` to combine the states that parts of a batch return.
 
-        None where the loss sees the whole batch, and where the engine refuses a state.
+        None if the loss sees the global batch, or if the engine refuses a state.
         """
         return None
 
@@ -160,34 +159,34 @@ class Engine:
     def row_axes(self, layout: Layout) -> tuple[str, ...]:
         """Return the axes over which the loss, and the gradients of parameters outside the blocks, must be summed.
 
-        These are the axes of rows and of the context, and in a pipeline its own axis too, whose devices compute other
-        micro-batches.
+        These are the axes of rows and of the context, and the axis of a pipeline, on whose devices embedding and head
+        compute different micro-batches.
         """
         return layout.sum_axes
 
     def sums(self, layout: Layout) -> Sums:
-        """Return how shares of a loss, a gradient or a metric are added over devices."""
+        """Return the sums by which shares of a loss, a gradient or a metric are added over devices."""
         return NATIVE
 
     def residuals(self, layout: Layout) -> PyTree:
-        """Return how the residuals of the gradients are placed that a run carries from step to step.
+        """Return the placements of the gradients' residuals, which a run carries from step to step.
 
-        A tree like the parameters, with None where there is none; () for an engine without feedback.
+        A tree like the parameters, with None for a parameter without one; () for an engine without feedback.
         """
         return ()
 
     def block_passes(self, layout: Layout) -> BlockPasses | None:
-        """Return how often a schedule uses the blocks' weights; None where tracing the loss tells it exactly."""
+        """Return how often a schedule uses the blocks' weights; None if a trace of the loss shows it exactly."""
         return None
 
     def compiler_options(self, mesh: Mesh, params: PyTree = ()) -> dict[str, Any] | None:
-        """Return the options with which a step is compiled: the chip's, what the engine needs, and the user's.
+        """Return the compiler options of a step: those for the chip, those that the engine needs, and the user's.
 
-        They are for `jax.jit(compiler_options=...)`, also where a step runs inside a jitted function of the user.
+        They are for `jax.jit(compiler_options=...)`, also if a step runs inside a user's jitted function.
 
         Args:
-          mesh: of the step.
-          params: its parameters, or their shapes, of which some chips' options depend on the dtypes.
+          mesh: the mesh of the step.
+          params: the parameters, or their shapes; the options for some chips depend on their dtypes.
         """
         stored_bytes = any(x.dtype.itemsize == 1 for x in jax.tree.leaves(params))
         overlap = overlap_options(mesh, with_bytes=stored_bytes or isinstance(self.gather_dtype, Scaled))
@@ -215,11 +214,12 @@ class Engine:
 
 @dataclass(frozen=True)
 class WholeModelEngine(Engine):
-    """An engine in which every device runs the whole model, its weights gathered just in time.
+    """An engine in which every device runs the full model, on weights that are gathered just in time.
 
     Args:
-      remat: what the forward pass of a block or unit saves: "nothing", "dots", "everything", a checkpoint policy, or
-        what is done with each named activation; None takes what the model states, which is everything for most.
+      remat: the activations that the forward pass of a block or unit saves: "nothing", "dots", "everything", a
+        checkpoint policy, or {name of an activation: what to do with it}; None takes the model's own choice, which is
+        "everything" for most models.
       units: classes of modules of `js.linen` or `js.nnx` whose parameters are gathered while each of them runs.
     """
 
@@ -238,7 +238,8 @@ class WholeModelEngine(Engine):
 
     def needed_options(self, mesh: Mesh) -> Options:
         """Return the options without which the compiler would undo what the engine does."""
-        # The CPU compiler of JAX 0.10 drops the barrier before a unit's second gather and merges it with the first.
+        # The CPU compiler of JAX 0.10 drops the barrier before a unit's gather in the backward pass, and merges it with
+        # the gather of the forward pass.
         cpu = mesh.devices.flat[0].platform == "cpu"
         return KEEP_REPEATED_GATHERS if self.units and cpu else {}
 
@@ -264,16 +265,15 @@ def _check_dtype(name: str, dtype: Any) -> None:
 
 
 def precision_dtypes(precision: Precision | None, compute_dtype: Any, reduce_dtype: Any) -> tuple[Any, Any]:
-    """Return (compute_dtype, reduce_dtype) of an engine that is made with a precision in one word.
+    """Return (compute_dtype, reduce_dtype) of an engine with the argument `precision`.
 
     Args:
-      precision: "bf16", or "bfloat16", computes and reduces gradients in bfloat16; None leaves both dtypes as they
-        are given.
-      compute_dtype: as given beside it; only that of the precision may be.
-      reduce_dtype: as given beside it, which goes before that of the precision.
+      precision: "bf16", or "bfloat16", computes and reduces gradients in bfloat16; None keeps both dtype arguments.
+      compute_dtype: the engine's argument; must be None or agree with the precision.
+      reduce_dtype: the engine's argument, which overrides the precision.
 
     Raises:
-      ValueError: no such precision, or another `compute_dtype` beside it.
+      ValueError: an unknown precision, or a `compute_dtype` that contradicts it.
     """
     if precision is None:
         return compute_dtype, reduce_dtype
@@ -282,7 +282,7 @@ def precision_dtypes(precision: Precision | None, compute_dtype: Any, reduce_dty
     _check_dtype("compute_dtype", compute_dtype)
     if compute_dtype is not None and jnp.dtype(compute_dtype) != jnp.bfloat16:
         raise ValueError(
-            f"precision='bf16' computes in bfloat16, but compute_dtype={jnp.dtype(compute_dtype).name} is beside it; "
+            f"precision='bf16' computes in bfloat16, but got compute_dtype={jnp.dtype(compute_dtype).name} as well; "
             "leave one of them out (reduce_dtype may be any)"
         )
     return jnp.bfloat16, jnp.bfloat16 if reduce_dtype is None else reduce_dtype

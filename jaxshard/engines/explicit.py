@@ -55,7 +55,7 @@ class Explicit(WholeModelEngine):
     """The engine of `js.explicit`, which issues exactly the collectives of the layout.
 
     Args:
-      reduction: sums over devices in whatever order the hardware likes ("native"), or in one order ("ordered").
+      reduction: sums over devices in the order that the hardware chooses ("native"), or in a fixed order ("ordered").
     """
 
     reduction: Reduction = "native"
@@ -66,11 +66,11 @@ class Explicit(WholeModelEngine):
             if self.reduction != "native":
                 raise ValueError(
                     f"reduction={self.reduction!r} orders the native sums, and reduce_dtype={self.reduce_dtype.name} "
-                    "adds in one order by itself; leave one of them out"
+                    "has a fixed order by itself; leave one of them out"
                 )
             if self.reduce_dtype.feedback and self.scatter != "end":
                 raise ValueError(
-                    "reduce_dtype: with feedback each gradient is reduced once a step, from its whole sum; write "
+                    "reduce_dtype: with feedback each gradient is reduced once a step, after all micro-batches; write "
                     "js.explicit(scatter='end', ...), or leave feedback out"
                 )
         if self.reduction not in ("native", "ordered"):
@@ -87,7 +87,7 @@ class Explicit(WholeModelEngine):
         """Return how shares are added over devices.
 
         Raises:
-          ValueError: in one order, but over axes that the compiler handles.
+          ValueError: the sums are "ordered", but over axes that the compiler handles.
         """
         if self.reduction == "native":
             return NATIVE
@@ -96,12 +96,12 @@ class Explicit(WholeModelEngine):
             what = f"a pipeline over {layout.pipeline.axis!r}" if layout.pipeline else f"weights used split over {axes}"
             raise ValueError(
                 f"reduction={self.reduction!r} orders the sums over the axes {list(layout.sum_axes)}, but the layout "
-                f"has {what}, whose sums the compiler orders as it likes; use reduction='native', or data axes alone"
+                f"has {what}, whose sums the compiler orders; use reduction='native', or data axes alone"
             )
         if layout.context is not None and layout.context.how in ("gather", "usp"):
             raise ValueError(
                 f"reduction={self.reduction!r} orders the sums over the axes {list(layout.sum_axes)}, but js.context "
-                "gathers keys and values, whose gradients the hardware sums as it likes; use reduction='native', or "
+                "gathers keys and values, whose gradients are summed in any order; use reduction='native', or "
                 "js.context(..., how='ulysses')"
             )
         return ORDERED
@@ -111,14 +111,14 @@ class Explicit(WholeModelEngine):
         return super().describe() | {"reduction": self.reduction}
 
     def residuals(self, layout: Layout) -> PyTree:
-        """Return how the residuals of the gradients are placed: f32, each device its own of the size of its share."""
+        """Return the placements of the gradients' residuals: one f32 array per device, of the size of its share."""
         wire = self.reduce_dtype
         if not isinstance(wire, Scaled) or not wire.feedback:
             return ()
         return jax.tree.map(partial(place_residual, layout), layout.params, layout.grads)
 
     def state_rules(self, objective: Objective, layout: Layout, batch: PyTree) -> StateRules:
-        """Find how the model states that devices and micro-batches return are combined."""
+        """Find how to combine the model states that devices and micro-batches return."""
         found: list[StateRules] = []
         trace_step(self._value_and_grad(objective, layout, found.append), layout, batch)
         return found[0]
@@ -130,7 +130,7 @@ class Explicit(WholeModelEngine):
     def _value_and_grad(
         self, objective: Objective, layout: Layout, report: Callable[[StateRules], None]
     ) -> ValueAndGrad:
-        """Do what `value_and_grad` does, and `report` the rules of the model's state when the loss is traced."""
+        """Implement `value_and_grad`; when the loss is traced, `report` the rules of the model's state."""
         axes, sums = layout.sum_axes, self.sums(layout)
         manual = self.manual_axes(layout)
         call = self.make_call(objective, layout, make_move(layout, self))
@@ -184,7 +184,7 @@ class Explicit(WholeModelEngine):
             whole, kept = PartitionSpec(), stored_specs(placed, manual)
             states = used_specs(layout.state, manual)
             in_specs = stored_specs(layout.params, manual), states, row_specs(layout, batch), whole, kept
-            outcome: Any = Outcome  # of specs
+            outcome: Any = Outcome  # with specs in place of arrays
             out_specs = outcome(whole, whole, states, kept), stored_specs(layout.grads, manual)
             doubts: list[bool] = []
             run = on_each_device(partial(on_device, doubts), layout, manual, in_specs=in_specs, out_specs=out_specs)
@@ -211,8 +211,8 @@ def explicit(
 ) -> Explicit:
     """Make the engine that issues exactly the collectives of the layout.
 
-    The loss runs once per device, in a `jax.shard_map`, on that device's rows [batch / devices, ...] and on weights of
-    the shape that the model knows. Choosing this engine asserts that the rows of a batch are independent and that the
+    The loss runs once per device, in a `jax.shard_map`, on that device's rows [batch / devices, ...] and on gathered
+    weights of their logical shape. Choosing this engine asserts that the rows of a batch are independent and that the
     loss returns a `js.Mean`, alone or in a `js.Loss`; `js.parity` checks it.
 
     Collectives of a step, for each parameter:
@@ -222,48 +222,50 @@ def explicit(
     - a reduce-scatter of its gradient over the batch axes in the gradient's `store`, then an all-reduce of the shard
       over the other batch axes that `use` does not own. With scatter="each", as often as there are micro-batches.
 
-    And an all-reduce of a few scalars: the loss, its weights, and the metrics; and one of each array of the model's
-    state that is not the same on all devices (`js.Loss` says how states are combined).
+    In addition, an all-reduce of a few scalars (the loss, its weights and the metrics), and one of each array of the
+    model's state that is not proven equal on all devices (see `js.Loss`).
 
     Args:
-      microbatches: the number of turns in which the rows of a batch are computed, and their gradients added. A device's
-        turn j has its rows from j * rows / microbatches on.
+      microbatches: the number of micro-batches, which are computed one after another and whose gradients are added. A
+        device's micro-batch j has its rows from j * rows / microbatches on.
       scatter: reduce the gradient of each micro-batch ("each", least memory) or their sum once ("end", least traffic).
-      precision: "bf16" is mixed precision in one word: parameters and optimizer state stay as they are (f32), weights
-        are cast to bf16 before they are gathered, and gradients are reduced in bf16. A `reduce_dtype` beside it goes
-        before (jnp.float32 keeps sums in f32); another `compute_dtype` is refused.
+      precision: "bf16" for mixed precision: parameters and optimizer state keep their dtype (f32), weights are cast to
+        bf16 before they are gathered, and gradients are reduced in bf16. A `reduce_dtype` overrides the latter
+        (jnp.float32 keeps sums in f32); another `compute_dtype` is refused.
       compute_dtype: the dtype to which floating weights are cast before they are gathered; None leaves them.
-      reduce_dtype: the dtype in which gradients are reduced; None takes the parameter's. `js.wire.int8()` and
-        `js.wire.fp8()` send 8-bit numbers in blocks with an f32 scale, which are added in f32: an all-to-all in place
-        of a reduce-scatter, that and an all-gather in place of an all-reduce, one axis of the mesh after the other.
-        With `feedback=True` (and scatter="end") what rounding took is added in the next step: `run.residuals` holds an
-        f32 array of the size of a device's share, the whole parameter under FSDP, on each device.
-      gather_dtype: the dtype in which weights travel when they are gathered just before use, and are computed in
-        `compute_dtype`, or the parameter's dtype, after it; `js.wire.int8()` and `js.wire.fp8()` too. The gradient is
-        that of the rounded weights. None sends them as they are computed.
-      remat: what the forward pass of a block of a `Stacked` model, or of a unit, saves: "nothing", "dots",
-        "everything", a function of `jax.checkpoint_policies`, or what is done with each named activation,
-        {"attention_out": "save", "mlp_hidden": "offload"}: kept on the device, moved to the host's memory and back, or
-        computed again ("remat", as all that is not named). The names of `js.models` are in their docstrings, a model of
-        your own gives them by `jax.ad_checkpoint.checkpoint_name`; "block_in" is what goes into a block. Gathered
-        weights are never saved. By default what the model states (`js.models.make`), else "everything".
-      units: classes of modules of a `js.linen` or `js.nnx` model, such as [Block]. While a module of these classes
-        runs its parameters are whole: gathered just before, dropped after, gathered again in the backward pass. All
-        other parameters are gathered at once. A unit inside another runs with the outer one; a class that never runs
-        by itself is refused. The peak falls most with remat="nothing": activations are then one unit's too.
-      reduction: "ordered" adds over devices in one order, so that losses and parameters are the same bits for every
-        number of processes that the devices are spread over; "native" leaves the order to the hardware. Ordered, a
-        reduce-scatter is an all-to-all, and an all-reduce an all-to-all and an all-gather: as many bytes, but each
-        result is as large as the whole gradient until it is added up. Not beside tensor axes; the optimizer must be
-        elementwise but for sums over all parameters (a global norm). What the loss itself sums over devices by axis
-        name stays native.
-      options: of the compiler, by name: {"xla_...": True}. They win over those that the engine sets for the chips of
-        the mesh, which `print(engine)` shows; None takes one of these away. A name that the compiler does not know is
-        its own error.
+      reduce_dtype: the dtype in which gradients are reduced; None takes the parameter's dtype. `js.wire.int8()` and
+        `js.wire.fp8()` send 8-bit numbers in blocks with an f32 scale, which are added in f32: an all-to-all replaces
+        a reduce-scatter, an all-to-all and an all-gather replace an all-reduce, one mesh axis after another. With
+        `feedback=True` (and scatter="end") the rounding error is added in the next step: `run.residuals` holds an f32
+        array of the size of a device's share (under FSDP the size of the full parameter) on each device.
+      gather_dtype: the dtype, or `js.wire.int8()` or `js.wire.fp8()`, in which weights are gathered just before use.
+        They are then cast to `compute_dtype`, or the parameter's dtype. The gradient is computed at the rounded
+        weights. None gathers weights in the dtype of computation.
+      remat: the activations that the forward pass of a block of a `Stacked` model, or of a unit, saves: "nothing",
+        "dots", "everything", a function of `jax.checkpoint_policies`, or {name of an activation: what to do with it},
+        such as {"attention_out": "save", "mlp_hidden": "offload"}. "save" keeps it on the device, "offload" moves it to
+        the host's memory and back, "remat" computes it again, as all activations that are not named. The names in
+        `js.models` are in their docstrings; your own model gives names by `jax.ad_checkpoint.checkpoint_name`;
+        "block_in" is the input of a block. Gathered weights are never saved. The default is the model's own choice
+        (`js.models.make`), or else "everything".
+      units: classes of modules of a `js.linen` or `js.nnx` model, such as [Block]. The parameters of a module of these
+        classes are gathered just before it runs, freed after it, and gathered again in the backward pass. All other
+        parameters are gathered at once. A unit inside another runs with the outer one; a class that only runs inside
+        other units is refused. Peak memory falls most with remat="nothing", which keeps the activations of only one
+        unit.
+      reduction: "ordered" adds over devices in a fixed order, so that losses and parameters are the same bits for every
+        number of processes; "native" leaves the order to the hardware. Ordered, an all-to-all replaces a
+        reduce-scatter, and an all-to-all and an all-gather replace an all-reduce: the same bytes, but each result is
+        as large as the unreduced gradient until it is added. Not together with tensor axes; the optimizer must be
+        elementwise except for sums over all parameters (a global norm). Sums by axis name in the loss itself stay
+        native.
+      options: compiler options by name: {"xla_...": True}. They override the options that the engine sets for the chips
+        of the mesh, which `print(engine)` shows; the value None removes one. The compiler itself refuses a name that
+        it does not know.
 
     Raises:
-      ValueError, TypeError: an argument is not of those; names it. A loss that is no `js.Mean` is refused when the step
-        is traced.
+      ValueError, TypeError: an argument has another value or type; the message names it. A loss that is no `js.Mean` is
+        refused when the step is traced.
 
     Source:
       Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5, for
@@ -287,7 +289,7 @@ def explicit(
 
 
 def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
-    """Make zeros like this device's gradients, with respect to which the loss is differentiated; see `just_in_time`."""
+    """Make zeros like this device's gradients, to differentiate with respect to; see `just_in_time`."""
     manual = layout.manual_axes
 
     def sink(x: Any, param: Placement, grad: Placement | None) -> jax.Array | None:
@@ -295,7 +297,7 @@ def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
             return None
         if scatter == "end":
             return jnp.zeros(used_shape(layout, param), x.dtype)
-        # Inside shard_map an array is split over manual axes by its shape, over automatic ones by the compiler.
+        # Inside shard_map the shape is that of a shard over manual axes, but global over automatic axes.
         mine = replace(grad, store=only_axes(grad.store, manual))
         return jnp.zeros(mine.shard_shape(layout.mesh), x.dtype)
 
@@ -303,7 +305,7 @@ def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
 
 
 def _turns(batch: PyTree, count: int, axes: tuple[str, ...]) -> tuple[PyTree, jax.Array]:
-    """Cut this device's rows into [turns, rows, ...]; also return the global number of each turn's first row."""
+    """Cut this device's rows into [micro-batches, rows, ...]; also return the global index of each one's first row."""
     rows = row_count(batch)
 
     def split(x: jax.Array) -> jax.Array:
@@ -323,7 +325,7 @@ def _check_mean(loss: Loss) -> Loss:
 
 
 def combine_over(metric: Mean | Sum | Max, axes: tuple[str, ...], sums: Sums = NATIVE) -> Mean | Sum | Max:
-    """Combine a metric of each device's rows to that of all rows. One all-reduce of each of its numbers."""
+    """Combine a metric of each device's rows to the metric of all rows, by one all-reduce of each of its values."""
     if isinstance(metric, Max):
         return Max(all_max(metric.value, axes))
     combined: Mean | Sum = jax.tree.map(lambda x: sum_scalar(x.astype(sum_dtype(x.dtype)), axes, sums), metric)

@@ -1,7 +1,7 @@
-"""One mean over the rows of several replicas: what each divides its totals by, where `Joint` is in force.
+"""During DiLoCo warm-up, divide each replica's loss by the total weight of all replicas.
 
-The warm-up of `js.local` needs it. Of a loss with several terms, such as `ce + 0.01 * aux`, each has a weight of its
-own, so that gradients of replicas can't be weighed any more once they are computed.
+The warm-up of `js.local` needs it. In a loss with several terms, such as `ce + 0.01 * aux`, each term has its own
+weight, so that gradients of replicas can't be weighted after they are computed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Weights = tuple[jax.Array, ...]
 
 @dataclass(frozen=True)
 class Joint:
-    """Replicas that compute one mean in some steps.
+    """Replicas that compute a common mean in some steps.
 
     Attributes:
       now: bool[], whether this is such a step.
-      axes: those of the replicas.
-      asked: for each time that an engine asked for weights, whether the loss had any.
+      axes: the mesh axes of the replicas.
+      asked: for each call of `weigh`, whether the loss had weights.
     """
 
     now: jax.Array
@@ -35,7 +35,7 @@ class Joint:
     asked: list[bool] = field(default_factory=list)
 
     def weigh(self, weights: Weights) -> Weights:
-        """Return the weights of all replicas' rows, in such a step; else those of this one's, and nothing moves."""
+        """Return the weights of all replicas' rows if `now`; otherwise this replica's, without communication."""
         self.asked.append(bool(weights))
         if not weights:
             return ()
@@ -43,12 +43,12 @@ class Joint:
         def add(weights: Weights) -> Weights:
             return tuple(sum_scalar(one, self.axes) for one in weights)
 
-        # In a conditional: in other steps replicas may ask for losses in another number, as a line search does.
+        # In a `cond`: in other steps replicas may compute different numbers of losses, as a line search does.
         weighed: Weights = lax.cond(self.now, add, lambda own: own, weights)
         return weighed
 
     def inside(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `fn(*given)` as `fn(now, *given)` for a nested `shard_map`, which takes no arrays but as arguments."""
+        """Return `fn(*given)` as `fn(now, *given)`, since a nested `shard_map` can't close over the array `now`."""
 
         def call(now: jax.Array, *given: Any) -> Any:
             with joining(replace(self, now=now)):
@@ -61,13 +61,13 @@ _joint: ContextVar[Joint | None] = ContextVar("joint", default=None)
 
 
 def joint_in_force() -> Joint | None:
-    """Return what `joining` was given; None outside of it."""
+    """Return the `Joint` of the innermost `joining`; None outside of it."""
     return _joint.get()
 
 
 @contextmanager
 def joining(joint: Joint) -> Iterator[None]:
-    """Make a context in which engines divide a loss by what `joint` makes of its weights."""
+    """Make a context in which engines divide a loss by `joint.weigh` of its weights."""
     token = _joint.set(joint)
     try:
         yield

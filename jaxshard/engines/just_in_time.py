@@ -1,10 +1,10 @@
-"""Weights just in time: a stored parameter becomes a weight where it is used, its gradient is reduced where it is born.
+"""Gather each parameter just before use; reduce each gradient as soon as it exists.
 
-An engine says how one weight is gathered and how one gradient is reduced; this file puts both around the user's
-function. A gradient may rest in another place than its parameter (whole parameters with split gradients are ZeRO-2),
-which the cotangent of a parameter cannot do. So every weight is a function of two arrays, `use(stored, sink)`:
+An engine says how to gather one weight and reduce one gradient; this file applies both around the user's function. A
+gradient may have another sharding than its parameter (replicated parameters with sharded gradients are ZeRO-2), but the
+cotangent of an argument has its shape. So every weight is a function of two arrays, `use(stored, sink)`:
 
-    stored  the parameter as it rests                       cotangent: zeros
+    stored  the stored parameter                            cotangent: zeros
     sink    zeros, of the gradient's stored shape           cotangent: the reduced gradient
 
 and engines differentiate with respect to the sinks.
@@ -43,11 +43,11 @@ from jaxshard.engines.pending import Pending, run_on_pending
 
 
 class Move(NamedTuple):
-    """The way in which an engine moves one weight.
+    """How an engine gathers one weight and reduces its gradient.
 
     Attributes:
-      gather: `gather(stored) -> weight`, from this device's shard to the shape that the model knows.
-      reduce: `reduce(cotangent of the weight) -> gradient`, summed over devices and split as it is stored.
+      gather: `gather(stored) -> weight`, from this device's shard to the logical shape.
+      reduce: `reduce(cotangent of the weight) -> gradient`, summed over devices and sharded for storage.
     """
 
     gather: Callable[[jax.Array], jax.Array]
@@ -55,34 +55,34 @@ class Move(NamedTuple):
 
 
 MakeMove = Callable[[Placement, Placement | None], Move]
-"""Makes the move of one weight from the placements of the parameter and of its gradient (None: frozen)."""
+"""Makes the `Move` of one weight from the placements of the parameter and its gradient (None if frozen)."""
 
 
 def use_weight(move: Move, stored: jax.Array, sink: jax.Array | None) -> jax.Array:
-    """Gather a weight whose reduced cotangent flows to the sink.
+    """Gather a weight, and send its reduced cotangent to the sink in the backward pass.
 
-    Issues the collectives of `move`: those of `gather` forward, those of `reduce` backward.
+    Issues the collectives of `move.gather` in the forward pass, and those of `move.reduce` in the backward pass.
 
     Args:
-      move: how this weight is moved.
-      stored: the parameter as it rests.
+      move: how to gather this weight and reduce its gradient.
+      stored: the stored parameter.
       sink: zeros in the shape of the stored gradient; None if the parameter is frozen.
     """
     if sink is None:
         return jax.lax.stop_gradient(move.gather(stored))
     zeros = partial(jnp.zeros, stored.shape, stored.dtype)
 
-    # A rule of our own, for two reasons: the cotangent goes to another argument than the weight came from, and what
-    # JAX would derive for a gather (a reduce-scatter over the same axes) is another sum than the gradient needs.
+    # A custom VJP, for two reasons: the cotangent goes to another argument than the weight came from, and JAX's own
+    # transpose of a gather (a reduce-scatter over the same axes) is not the sum that the gradient needs.
     @jax.custom_vjp
     def weight(stored: jax.Array, sink: jax.Array) -> jax.Array:
         return move.gather(stored)
 
     def forward(stored: jax.Array, sink: jax.Array) -> tuple[jax.Array, None]:
-        return move.gather(stored), None  # no residuals: nothing keeps the whole weight until the backward pass
+        return move.gather(stored), None  # no residuals: the gathered weight is not kept for the backward pass
 
     def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # Back in the parameter's dtype first: a weight computed in bf16 is not thereby reduced in bf16.
+        # First cast to the parameter's dtype: computing in bf16 does not imply reducing in bf16.
         return zeros(), move.reduce(cotangent.astype(sink.dtype)).astype(sink.dtype)
 
     weight.defvjp(forward, backward)
@@ -90,7 +90,7 @@ def use_weight(move: Move, stored: jax.Array, sink: jax.Array | None) -> jax.Arr
 
 
 def use_weights(make_move: MakeMove, params: PyTree, grads: PyTree, stored: PyTree, sinks: PyTree) -> PyTree:
-    """Gather the weights of a tree; `params` and `grads` are placements, `grads` and `sinks` None where frozen."""
+    """Gather the weights of a tree; `params` and `grads` are placements, `grads` and `sinks` are None if frozen."""
     return jax.tree.map(lambda p, g, x, sink: use_weight(make_move(p, g), x, sink), params, grads, stored, sinks)
 
 
@@ -100,14 +100,14 @@ def list_offered(
     """List the weights that a layer may gather in chunks instead: all matrices.
 
     Args:
-      layout: where everything lives.
-      make_move: how the engine moves each weight.
-      weights: what the loss receives.
-      params, grads, stored, sinks: of the same parameters, as `use_weights` takes them.
+      layout: the layout.
+      make_move: makes the engine's `Move` of each weight.
+      weights: the gathered weights that the loss receives.
+      params, grads, stored, sinks: the arguments of `use_weights` for the same parameters.
     """
 
     def offer(param: Placement, grad: Placement | None, weight: Any, stored: jax.Array, sink: Any) -> list[Offered]:
-        # Of a weight that is split over axes of the batch while it is used, each device sees another part.
+        # If batch axes split a weight in use, each device sees another part, so its loss can't take all chunks.
         whole = not set(axes_of(param.use)) & set(layout.sum_axes)
         if len(param.view.logical) != 2 or not whole:
             return []
@@ -118,27 +118,27 @@ def list_offered(
 
 
 Call = Callable[[PyTree, PyTree, PyTree, PyTree, Any, Any], Loss]
-"""`call(stored, sinks, state, batch, key, row) -> Loss`; `row` is the global number of the batch's first row."""
+"""`call(stored, sinks, state, batch, key, row) -> Loss`; `row` is the global index of the batch's first row."""
 
 
 def make_call(
     objective: Objective, layout: Layout, make_move: MakeMove, remat: RematPolicy | None, units: Units = ()
 ) -> Call:
-    """Make the function that runs the user's loss on just-in-time weights.
+    """Make the function that runs the user's loss on weights that are gathered just in time.
 
-    The loss of a `Stacked` model is looked into: each block's weights are gathered inside the scan body, and again in
-    the backward pass. So is that of `js.linen` and `js.nnx` where `units` are given. Any other loss has its weights
-    gathered at once, but for what it hands on unchanged to a model that the library knows (see `adapt/offer.py`).
+    For a `Stacked` model, each block's weights are gathered inside the scan body, and again in the backward pass; for
+    `js.linen` and `js.nnx` the same holds for each of the `units`. For any other loss all weights are gathered at once,
+    except weights that it passes unchanged to a model that the library knows (see `adapt/offer.py`).
 
     Args:
       objective: the loss.
-      layout: where everything lives.
-      make_move: how the engine moves each weight.
-      remat: what the forward pass of a block or unit saves; None leaves it to the model, else everything.
+      layout: the layout.
+      make_move: makes the engine's `Move` of each weight.
+      remat: the activations that the forward pass of a block or unit saves; None for the model's own choice.
       units: classes of modules that gather their own parameters.
 
     Raises:
-      TypeError: `units` of a loss that has none.
+      TypeError: `units` for a loss that has none.
       ValueError: the loss closes over arrays on devices that are not the mesh's, or the layout splits the stacked
         dimension of the blocks.
     """
@@ -158,19 +158,19 @@ def make_call(
 
 
 Run = Callable[[PyTree, PyTree, PyTree, PyTree, Any, Any], Any]
-"""`run(stored, sinks, state, batch, key, row)`: what the user's function returns, on just-in-time weights."""
+"""`run(stored, sinks, state, batch, key, row)`: runs the user's function on weights that are gathered just in time."""
 
 
 def make_opaque_run(
     fn: Callable[..., Any], layout: Layout, make_move: MakeMove, remat: RematPolicy | None, units: Units = ()
 ) -> Run:
-    """Make the run of `fn(model, batch, key)`, which is not looked into: it receives whole weights.
+    """Make the run of a function `fn(model, batch, key)` of no known model: it receives gathered weights.
 
-    An offer comes with them: a known model that `fn` runs on these very weights gathers its own just in time. If it
-    runs one on other arrays, and that costs memory, a warning says so once.
+    If `fn` runs a known model on these same arrays, the model gathers its weights just in time instead. If `fn` runs it
+    on other arrays, and that costs memory, warn once.
 
     Raises:
-      TypeError: when it runs, with `units` that nothing took.
+      TypeError: when it runs, if no model used the `units`.
     """
     warned: list[KnownModel] = []
 
@@ -182,7 +182,7 @@ def make_opaque_run(
         own_key = None if key is None else advance(key, row)
 
         def run_known(known: KnownModel, model: PyTree, batch: PyTree, given: Any) -> Any:
-            # The key that the function received counts rows from `row` on; any other key is its own.
+            # The key that the function received counts rows from `row` on; any other key counts from 0.
             start = (key, row) if given is own_key else (given, 0)
             known_run = _make_known_run(known, layout, make_move, remat, units)
             return known_run(stored, sinks, split_model(model)[1], batch, *start)
@@ -194,7 +194,7 @@ def make_opaque_run(
         if not offer.taken and (units or isinstance(remat, Mapping)):
             name = getattr(fn, "__qualname__", fn)
             if units:
-                raise TypeError(f"units: {name} has no units to look into; make it with js.linen or js.nnx")
+                raise TypeError(f"units: {name} has no modules for units; make it with js.linen or js.nnx")
             raise Unsuited(
                 "remat: activations are kept by name in the blocks of a js.Stacked model and in the units= of js.linen "
                 f"and js.nnx; {name} has neither: wrap its parts in jax.checkpoint"
@@ -208,7 +208,7 @@ def make_opaque_run(
 
 
 def _warn_of_whole_weights(layout: Layout, missed: list[Stacked]) -> None:
-    """Warn that models were run on whole weights, where that costs memory."""
+    """Warn that models were run on weights that are all gathered at once, if that costs memory."""
     gathered = [
         (x, placement)
         for x, placement in zip(jax.tree.leaves(layout.shapes.params), jax.tree.leaves(layout.params), strict=True)
@@ -220,9 +220,7 @@ def _warn_of_whole_weights(layout: Layout, missed: list[Stacked]) -> None:
     why = why_not_by_block(layout)
     problem = why or "the loss runs it on other arrays than the parameters that it received"
     fix = (
-        "pass model.init itself to js.layout"
-        if why
-        else "hand the parameters on as they are, or pass model.loss itself"
+        "pass model.init itself to js.layout" if why else "pass the parameters on unchanged, or pass model.loss itself"
     )
     warnings.warn(
         f"the weights of all {missed[0].num_blocks} blocks are gathered at once and kept for the backward pass ({size} "
@@ -236,18 +234,20 @@ def _make_known_run(
 ) -> Run:
     if isinstance(known, Stacked):
         if units:
-            raise TypeError("units: a js.Stacked model has no units to look into; it gathers block by block without")
+            raise TypeError(
+                "units: a js.Stacked model has no modules for units; it gathers block by block without them"
+            )
         return _make_stacked_run(known, layout, make_move, _first(remat, known.remat, "everything"))
     assert isinstance(known, Adapted), "models are described in adapt/"
     return _make_units_run(known, layout, make_move, _first(remat, "everything"), units)
 
 
 def _first(*policies: RematPolicy | None) -> RematPolicy:
-    """Return the first policy that is given."""
+    """Return the first policy that is not None."""
     return next(policy for policy in policies if policy is not None)
 
 
-# The run of a module of js.linen or js.nnx. Parameters of units stay pending: each unit gathers its own while it runs.
+# The run of a module of js.linen or js.nnx. Parameters of units are `Pending`: each unit gathers its own when it runs.
 
 
 def _make_units_run(adapted: Adapted, layout: Layout, make_move: MakeMove, remat: RematPolicy, units: Units) -> Run:
@@ -280,8 +280,9 @@ def _make_units_run(adapted: Adapted, layout: Layout, make_move: MakeMove, remat
 #
 #     params["blocks"] = ({"w": [num_blocks, 16 / devices, 16]}, {"w": zeros of the same shape})
 #
-# and `fetch` makes one block's weights, {"w": [16, 16]}, of a slice of both. Placements of a slice are the tails of
-# those of the whole. The scan's backward pass stacks the cotangents of the sinks' slices: those are the gradients.
+# and `fetch` makes one block's weights, {"w": [16, 16]}, from a slice of both. The placements of a slice are those of
+# the stacked arrays without the first dimension. The scan's backward pass stacks the cotangents of the sinks' slices,
+# which gives the stacked gradients.
 
 
 def _make_stacked_run(stacked: Stacked, layout: Layout, make_move: MakeMove, remat: RematPolicy) -> Run:
@@ -309,7 +310,7 @@ def _make_stacked_run(stacked: Stacked, layout: Layout, make_move: MakeMove, rem
 
 
 def why_not_by_block(layout: Layout) -> str:
-    """Return why one block's weights can't be taken out of the stacked ones by themselves; "" where they can."""
+    """Return why one block's weights can't be gathered by themselves from the stacked arrays; "" if they can."""
     if layout.pipeline is not None:
         return f"the layout places the blocks in a pipeline over {layout.pipeline.axis!r}"
     if not isinstance(layout.params, dict) or BLOCKS not in layout.params:
@@ -321,7 +322,7 @@ def why_not_by_block(layout: Layout) -> str:
 
 @contextmanager
 def users_code(layout: Layout, what: str = "the loss") -> Iterator[None]:
-    """Enter a context for the user's functions: constraints follow the layout, refused axes are explained."""
+    """Enter a context for the user's functions: constraints follow the layout, errors about axes are explained."""
     with follow_layout(layout):
         try:
             yield
@@ -348,7 +349,7 @@ def users_code(layout: Layout, what: str = "the loss") -> Iterator[None]:
 
 
 def check_stacked(layout: Layout) -> None:
-    """Raise a ValueError if a layout moves or splits the stacked dimension, which the scan over blocks needs whole."""
+    """Raise ValueError if a layout reorders or splits the stacked dimension, over which the scan over blocks runs."""
     if layout.pipeline is not None:
         raise ValueError(
             f"the layout places blocks in a pipeline over {layout.pipeline.axis!r}, which this engine does not run: "
@@ -382,15 +383,15 @@ def _tails(placements: PyTree) -> PyTree:
 
 
 def without_blocks(tree: PyTree) -> PyTree:
-    """Return a tree of parameters without those of the blocks."""
+    """Return a tree of parameters without the stacked blocks."""
     return {name: part for name, part in tree.items() if name != BLOCKS}
 
 
 def cast_floats(x: jax.Array, dtype: Any) -> jax.Array:
-    """Cast a floating array to the dtype; other arrays, and every array where the dtype is None, stay as they are."""
+    """Cast a floating array to the dtype; return other arrays, and any array if the dtype is None, unchanged."""
     return x.astype(dtype) if dtype is not None and jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def cast_shapes(shapes: PyTree, dtype: Any) -> PyTree:
-    """Return the shapes of a tree of arrays after `cast_floats`; one trace for all of them."""
+    """Return the shapes of a tree of arrays after `cast_floats`, by a single trace."""
     return jax.eval_shape(lambda tree: jax.tree.map(lambda x: cast_floats(x, dtype), tree), shapes)

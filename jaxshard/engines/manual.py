@@ -1,4 +1,4 @@
-"""`shard_map` as engines use it: over which axes, with which specs, and nested for collectives over automatic axes."""
+"""Helpers of engines for `shard_map`: its axes, its specs, and a nested one for collectives over automatic axes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def used_shape(layout: Layout, placement: Placement) -> tuple[int, ...]:
-    """Return the shape of a weight where one device uses it: a part of it over manual axes that its `use` has."""
+    """Return the shape of a weight in use on one device: a shard over manual axes in its `use`, else logical."""
     use = only_axes(placement.use, layout.manual_axes)
     return tuple(size // parts for size, parts in zip(placement.view.logical, splits_per_dim(layout.mesh, use)))
 
@@ -26,15 +26,15 @@ def used_shape(layout: Layout, placement: Placement) -> tuple[int, ...]:
 def on_each_device(
     fn: _Function, layout: Layout, axes: Set[str], *, in_specs: PyTree, out_specs: PyTree
 ) -> _Function | Callable[..., Any]:
-    """Return `fn` of global arrays that runs once per device along the axes, on this device's shards.
+    """Wrap `fn` to take global arrays and run once per device along the axes, on this device's shards.
 
-    The other axes stay automatic: there the compiler splits the work. Without axes `fn` itself is returned.
+    The other axes stay automatic: the compiler splits the work over them. Without axes return `fn` itself.
     """
     if not axes:
         return fn
-    # Inside another `shard_map`, of the replicas of `js.local`, the mesh is that one's.
+    # Inside the `shard_map` of the replicas of `js.local`, the mesh is taken from it.
     mesh = None if _axes_outside() else layout.mesh
-    # check_vma=False: the user's code may mix what varies over the axes with what does not, without casts.
+    # check_vma=False: the user's code may mix values that vary over the axes with values that do not, without casts.
     how: dict[str, Any] = {"mesh": mesh, "out_specs": out_specs, "axis_names": set(axes), "check_vma": False}
     if (joint := joint_in_force()) is not None:
         return partial(jax.shard_map(joint.inside(fn), in_specs=(PartitionSpec(), *in_specs), **how), joint.now)
@@ -43,17 +43,17 @@ def on_each_device(
 
 
 def _axes_outside() -> frozenset[str]:
-    """Return the axes that an enclosing `shard_map` handles."""
+    """Return the manual axes of an enclosing `shard_map`."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def stored_specs(placements: PyTree, axes: Set[str]) -> PyTree:
-    """Return the specs of stored arrays, only the axes that `shard_map` handles."""
+    """Return the specs of stored arrays, restricted to the manual axes."""
     return jax.tree.map(lambda placement: only_axes(placement.store, axes), placements)
 
 
 def used_specs(placements: PyTree, axes: Set[str]) -> PyTree:
-    """Return the specs of arrays as the loss sees them, only the axes that `shard_map` handles."""
+    """Return the specs of arrays in use, restricted to the manual axes."""
     return jax.tree.map(lambda placement: only_axes(placement.use, axes), placements)
 
 
@@ -63,7 +63,7 @@ def row_specs(layout: Layout, batch: PyTree) -> PyTree:
 
 
 def nest_in_shard_map(layout: Layout, fn: Callable[..., Any], spec: PartitionSpec) -> Callable[..., Any]:
-    """Return `fn`, a collective, in a nested `shard_map` over the axes that the compiler handles.
+    """Wrap a collective `fn` in a nested `shard_map` over the axes that are still automatic.
 
     A manual collective of an array that is also split over an automatic axis gathers it over that axis too (JAX 0.10 to
     0.12), and in bf16, split or not, it aborts the CPU compiler. Inside the nested `shard_map` all axes are manual.

@@ -1,4 +1,4 @@
-"""Moves by manual collectives: weights gathered, gradients reduced, each in the dtype or format of the engine."""
+"""Gather weights and reduce gradients by manual collectives, in the dtypes or wire formats of the engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jaxshard.engines.manual import nest_in_shard_map
 
 
 def make_move(layout: Layout, engine: Engine) -> MakeMove:
-    """Make moves by manual collectives: weights all-gathered, gradients reduced by `reduce_gradient`."""
+    """Make moves by manual collectives: all-gather weights, and reduce gradients by `reduce_gradient`."""
 
     def make(param: Placement, grad: Placement | None) -> Move:
         def gather_weight(stored: jax.Array) -> jax.Array:
@@ -57,17 +57,17 @@ def reduce_gradient(
 ) -> jax.Array:
     """Sum a device's share of a gradient over the axes of rows and context that the weight's `use` does not own.
 
-    The sum is scattered over those axes that are in the gradient's `store`. The scatter comes first: the all-reduce
-    over the other axes then moves a shard, not the whole array. For HSDP on (replica=2, data=4) and a gradient [64]
+    The sum is reduce-scattered over the axes in the gradient's `store`. This comes first, so that the all-reduce over
+    the other axes moves a shard, not the full array. For HSDP on (replica=2, data=4) and a gradient [64]
 
         [64] on each device  --reduce-scatter over data-->  [16]  --all-reduce over replica-->  [16]
 
     Args:
-      layout: says where everything lives.
-      engine: says in which dtype and order to add.
-      grad: where the gradient rests.
-      x: the share, as the model knows the weight (logical shape).
-      param: where the parameter rests and how it is used.
+      layout: the layout.
+      engine: has the dtype and the order of the sum.
+      grad: the gradient's placement.
+      x: this device's share, in the weight's logical shape.
+      param: the parameter's placement.
       also: further mesh axes to sum over.
 
     Returns:
@@ -81,10 +81,10 @@ def reduce_gradient(
     def scatter(x: jax.Array) -> jax.Array:
         return engine.sums(layout).scatter_sum(x, grad.store, free, keep=owned)
 
-    # The view (padding, pipeline order) before the sum: what is scattered has the dimensions that are split.
+    # Apply the view (padding, pipeline order) before the sum, as `store` splits the dimensions of the stored shape.
     share = grad.view.apply(cast_floats(x, engine.reduce_dtype))
     if share.dtype.itemsize > 2 and layout.mesh.devices.flat[0].platform != "cpu":
-        # Of a share that was computed in bf16 the compiler would move the cast behind the sum: a sum of bf16 numbers.
+        # The compiler would move the cast of a bf16 share after the sum, and so add in bf16.
         share = lax.optimization_barrier(share)
     reduced: jax.Array = nest_in_shard_map(layout, scatter, grad.store)(share)
     return reduced.astype(x.dtype)
@@ -99,9 +99,9 @@ def _reduce_scaled(
     free: Sequence[str],
     residual: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Do what `reduce_gradient` does in a format of `js.wire`; return the shard and what rounding took, f32[share].
+    """Implement `reduce_gradient` for a format of `js.wire`; return the shard and the rounding error, f32[share].
 
-    `residual` is what it took in the step before, which is sent along.
+    `residual` is the rounding error of the step before, which is added before rounding.
     """
 
     def scatter(share: jax.Array, residual: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
@@ -115,21 +115,21 @@ def _reduce_scaled(
 
 
 class _Reduced(NamedTuple):
-    """A gradient as stored, and what rounding took of it on this device."""
+    """A stored gradient, and this device's rounding error."""
 
     total: jax.Array
     error: jax.Array | None
 
 
 def reduce_all(layout: Layout, engine: Engine, grads: PyTree, residuals: PyTree) -> tuple[PyTree, PyTree]:
-    """Reduce all gradients at the end of the turns.
+    """Reduce all gradients after the last micro-batch.
 
     Args:
-      layout: says where everything lives.
-      engine: says in which dtype or format and order to add.
+      layout: the layout.
+      engine: has the dtype or format and the order of the sums.
       grads: this device's shares.
-      residuals: what rounding took from them in the step before, f32[1, *share], None where nothing was rounded; ()
-        without feedback.
+      residuals: the rounding errors of the step before, f32[1, *share], None where nothing was rounded; () without
+        feedback.
 
     Returns:
       (the gradients as stored, the new residuals).
@@ -153,9 +153,9 @@ def reduce_all(layout: Layout, engine: Engine, grads: PyTree, residuals: PyTree)
 
 
 def place_residual(layout: Layout, param: Placement, grad: Placement | None) -> Placement | None:
-    """Return how the residual of a gradient lives, f32[devices that add, *stored shape]; None if it is frozen.
+    """Return the placement of a gradient's residual, f32[devices that add, *stored shape]; None if it is frozen.
 
-    Every device over whose axes the gradient is summed has one of the size of its share, before it is scattered.
+    Every device that contributes to the sum has a residual of the size of its share, before the reduce-scatter.
     """
     if grad is None:
         return None
@@ -166,5 +166,5 @@ def place_residual(layout: Layout, param: Placement, grad: Placement | None) -> 
 
 
 def stack_view(view: View, count: int) -> View:
-    """Return the view of so many arrays of one view, along a dimension in front."""
+    """Return the view of `count` arrays of one view, stacked along a new first dimension."""
     return View((count, *view.logical), (count, *view.padded), (count, *view.stored), view.extra_dims)

@@ -1,11 +1,11 @@
-"""A part of a batch, the rows of which one device computes the loss at a time: it is traced once, and its trace read.
+"""Trace the loss of a part of a batch: the rows that one device computes at a time.
 
-    js.auto()                  the part is the whole batch: nothing is read
+    js.auto()                  the part is the global batch: the trace is not read
     js.explicit()              the rows of one device
-    microbatches=n             the n-th part of them
+    microbatches=n             1/n of these rows
 
-What `accumulate` runs and what the checks read (the weights of means in `counted_rows.py`, the model's state in
-`state_rules.py`) is the same trace.
+`accumulate` runs this trace, and the checks (the weights of means in `counted_rows.py`, the model's state in
+`state_rules.py`) read it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Cut(NamedTuple):
     """One device's rows, cut into micro-batches.
 
     Attributes:
-      batch: the batch as the device has it, uncut.
+      batch: this device's batch, before the cut.
       mask: True for every array of the batch that has rows.
-      turns: these arrays, [micro-batches, rows, ...]; None for the others.
-      first_rows: [micro-batches], the global number of each one's first row.
+      turns: the arrays with rows, cut to [micro-batches, rows, ...]; None for the others.
+      first_rows: [micro-batches], the global index of each one's first row.
     """
 
     batch: PyTree
@@ -38,11 +38,11 @@ class Cut(NamedTuple):
     first_rows: jax.Array
 
     def part(self, rows: PyTree) -> PyTree:
-        """Return the batch of one micro-batch."""
+        """Return one micro-batch, given its slice of `turns`."""
         return put_back(self.mask, rows, self.batch)
 
     def first(self) -> tuple[PyTree, jax.Array]:
-        """Return the batch of the first micro-batch, and the number of its first row."""
+        """Return the first micro-batch, and the global index of its first row."""
         return self.part(jax.tree.map(lambda x: x[0], self.turns)), self.first_rows[0]
 
 
@@ -50,9 +50,9 @@ class Part(NamedTuple):
     """A traced function of a part of the batch.
 
     Attributes:
-      fn: `fn(params, state, batch, row) -> (js.Loss, *others)`, `row` the global number of the batch's first row.
+      fn: `fn(params, state, batch, row) -> (js.Loss, *others)`; `row` is the global index of the batch's first row.
       args: its arguments, arrays or their shapes.
-      program: its trace.
+      program: the trace.
     """
 
     fn: Callable[..., tuple[Any, ...]]
@@ -66,21 +66,21 @@ class Part(NamedTuple):
 
     @property
     def loss(self) -> Loss:
-        """The loss, of variables of the program."""
+        """The loss, as variables of the program."""
         loss: Loss = self.program.out[0]
         return loss
 
     def rows(self, mask: PyTree) -> PyTree:
-        """Return the variables of the batch that have rows, None for the others."""
+        """Return the variables of batch arrays with rows, None for other arrays."""
         return select(mask, self.program.args[2])
 
     def run(self) -> tuple[Any, ...]:
-        """Return what the function returns, without tracing it again: JAX knows the trace of a function it has seen."""
+        """Return the function's results; JAX finds the trace in its cache."""
         results: tuple[Any, ...] = jax.jit(self.fn)(*self.args)
         return results
 
     def of_twice_the_rows(self, mask: PyTree) -> Program | None:
-        """Trace the function once more, of twice as many rows; None where it is not written for them."""
+        """Trace the function again with twice as many rows; return None if it does not support them."""
 
         def twice(x: Any, has_rows: bool) -> jax.ShapeDtypeStruct:
             shape = jnp.shape(x)

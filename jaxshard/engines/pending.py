@@ -1,15 +1,15 @@
-"""Weights that a function receives as arrays, and that are gathered where its traced program uses them.
+"""Pending weights: gather each weight where a function's jaxpr uses it, though the function receives arrays.
 
 The function is traced on the shapes of the weights, so whatever it does with one (a product, a norm over the whole
-tree, `nnx.split`) it does with an array of the full shape. Then its program is run on `Pending`s:
+tree, `nnx.split`) it does with an array of the full shape. Then its jaxpr is evaluated on `Pending`s:
 
     y = remat[w = dot x w] x w          the gather goes into the jax.checkpoint, whose backward pass gathers again
-    p = square w                        gathered here, once for all equations outside of a jax.checkpoint
-    w' = jit[handed through] w          still pending: what nothing reads is never gathered
+    p = square w                        gathered once, for all equations outside of a jax.checkpoint
+    w' = jit[handed through] w          still pending: a weight that nothing reads is never gathered
     z = scan[...] w x                   gathered before the loop or branch, and again for its backward pass
 
-A unit is a `jax.checkpoint` that a module's adapter puts around the module. No collective is ever inside a loop or a
-branch that the function itself has around a weight: devices may take different branches.
+A unit is a `jax.checkpoint` that a module's adapter puts around the module. No weight is gathered inside a loop or
+branch of the function itself, since devices may take different branches.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Pending:
     """A weight that is not gathered yet.
 
     Attributes:
-      parts: what it is made of: a stored parameter and its sink (see `just_in_time.py`), or a low-rank weight's parts.
+      parts: a stored parameter and its sink (see `just_in_time.py`), or a low-rank weight's parts.
       make: `make(*parts) -> weight`; issues the all-gathers.
     """
 
@@ -53,7 +53,7 @@ class Pending:
 
 
 def run_on_pending(fn: Callable[[PyTree], PyTree], weights: PyTree) -> PyTree:
-    """Run `fn(weights)` with each `Pending` among the weights gathered where the program of `fn` uses it.
+    """Run `fn(weights)`, and gather each `Pending` weight where the jaxpr of `fn` uses it.
 
     Args:
       fn: receives the weights as arrays.
@@ -69,7 +69,7 @@ def _is_pending(x: Any) -> bool:
 
 
 def _run(program: Any, args: Sequence[Any]) -> list[Any]:
-    """Return a program's results for arguments of which some are `Pending`; a result may be an argument's `Pending`."""
+    """Evaluate a program on arguments, some of them `Pending`; a result that is an argument may stay `Pending`."""
     gathered: dict[Pending, jax.Array] = {}
 
     def weight(x: Any) -> Any:
@@ -108,7 +108,7 @@ def _run(program: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def _run_checkpoint(eqn: Any, operands: list[Any], computed: list[int]) -> list[Any]:
-    """Return the computed results of a `jax.checkpoint`, which gathers inside, whatever its own policy saves."""
+    """Evaluate a `jax.checkpoint`, gather inside of it, and never save gathered weights, whatever its policy."""
 
     def body(*operands: Any) -> list[Any]:
         return _gather(_chosen(_run(eqn.params["jaxpr"], operands), computed))
@@ -118,7 +118,7 @@ def _run_checkpoint(eqn: Any, operands: list[Any], computed: list[int]) -> list[
 
 
 def _run_control(eqn: Any, operands: list[Any], computed: list[int]) -> list[Any]:
-    """Return the computed results of a loop or branch, before which its weights are gathered, and again backward."""
+    """Evaluate a loop or branch; gather its weights before it, and again for the backward pass."""
 
     def body(*operands: Any) -> list[Any]:
         return _chosen(bind(eqn, _gather(operands)), computed)

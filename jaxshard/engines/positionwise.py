@@ -1,4 +1,4 @@
-"""The check, where each device runs the loss on its own positions, that it treats positions one by one."""
+"""Check that a loss computes each position by itself, if devices run it on different positions."""
 
 from __future__ import annotations
 
@@ -28,22 +28,21 @@ def make_position_check(
     compute_dtype: Any = None,
     with_key: bool = True,
 ) -> Callable[[PyTree], None]:
-    """Make `check(batch)`, which reads the program of `fn` before it is split over the positions of a context.
+    """Make `check(batch)`, which reads the jaxpr of `fn` before a context splits its positions.
 
-    It takes about as long as tracing `fn` twice, once for each shape of a batch; nothing where no context splits
-    positions.
+    It takes about as long as tracing `fn` twice, once for each shape of a batch, and no time without a context.
 
     Args:
-      layout: says what splits the positions.
+      layout: has the `js.context`.
       fn: `fn(model, batch, key)` returns a `js.Mean` or `js.Loss`; `fn(model, batch)` metrics if `with_key` is False.
-      known: the model behind it, which separates inputs from labels.
+      known: the known model of `fn`, which separates inputs from labels.
       manual: the mesh axes that `fn` may name.
-      microbatches: how many turns a device's rows are cut into.
-      compute_dtype: of the weights; None leaves them.
-      with_key: whether `fn` takes a key, that of the layout.
+      microbatches: the number of micro-batches into which a device's rows are cut.
+      compute_dtype: the dtype of the weights; None for the parameters' own.
+      with_key: whether `fn` takes a random key.
 
     Raises:
-      ValueError: when `check` runs, with all places where positions are mixed.
+      ValueError: when `check` runs, with all operations that mix positions.
     """
     context = layout.context
     parts = 1 if context is None else axis_size(layout.mesh, context.axis)
@@ -71,7 +70,7 @@ def make_position_check(
 
 
 def _rows_of_a_turn(layout: Layout, batch: PyTree, microbatches: int) -> PyTree:
-    """Shrink the rows of a batch of shapes to those that a device computes at a time; odd ones stay."""
+    """Reduce the rows of a batch of shapes to a micro-batch of one device; keep rows that do not divide."""
     count = axis_size(layout.mesh, layout.batch_axes) * microbatches
 
     def shrink(x: Any, has_rows: bool) -> Any:

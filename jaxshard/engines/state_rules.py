@@ -1,15 +1,15 @@
-"""One state of many: how the states that micro-batches and devices return become the model's new state.
+"""Combine the states that micro-batches and devices return to the model's new state.
 
-Each of them receives the state that the step began with and sees some of the rows. For every array that the loss
-returns in its place there is one of these rules, found once when a step is traced:
+Each of them receives the state from before the step and sees some of the rows. For every array of the returned state
+there is one of these rules, found once when a step is traced:
 
-    "kept"   the loss handed the old array on            nothing is done
+    "kept"   the loss returned the old array             nothing is done
     "sum"    declared by js.Sum, or a part of a js.Mean  added
     "max"    declared by js.Max                          the maximum
     "once"   proven equal everywhere                     taken once
     "mean"   any other floating array                    the mean over micro-batches and devices
 
-All else is refused by its path. `core/model_state.py` then makes the new state of what is combined.
+Any other array is refused by its path. `core/model_state.py` then makes the new state from the combined arrays.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from jaxshard.proofs.equal import Axes, differing
 Rule = Literal["kept", "sum", "max", "once", "mean"]
 
 _DESCRIPTIONS: dict[Rule, str] = {
-    "kept": "handed on by the loss as it was",
+    "kept": "returned unchanged by the loss",
     "once": "proven equal on all devices and in all micro-batches and taken once",
     "mean": "not proven equal, so the mean over devices and micro-batches",
     "sum": "declared, added over devices and micro-batches",
@@ -49,7 +49,7 @@ _DESCRIPTIONS: dict[Rule, str] = {
 }
 
 _ROWS = "the rows of a part of the batch"
-"""A name among axes for what depends on the rows at hand: no collective is named so, so that none takes it away."""
+"""A pseudo axis for values that depend on the part of the batch; no collective has this name, so none removes it."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class Sharing:
     """The way in which devices and micro-batches share the rows of a batch.
 
     Attributes:
-      facts: the mesh axes over which parameters, state, batch and number of the first row differ between devices, one
-        set per leaf.
+      facts: for every leaf of parameters, state, batch and index of the first row, the mesh axes over which it differs
+        between devices.
       mask: True for every array of the batch that has rows.
-      manual: the axes of the `shard_map` around the loss.
-      microbatches: the number of parts that each device computes.
+      manual: the manual axes of the `shard_map` around the loss.
+      microbatches: the number of micro-batches of each device.
       who: the engine, for errors: "js.explicit()".
     """
 
@@ -73,7 +73,7 @@ class Sharing:
 
     @classmethod
     def of(cls, engine: Engine, layout: Layout, mask: PyTree) -> Sharing:
-        """Return how an engine shares the rows of a batch, given the mask of its arrays."""
+        """Describe how an engine shares the rows of a batch, given the mask of its arrays."""
         manual = frozenset(axis for axis in engine.manual_axes(layout) if layout.mesh.shape[axis] > 1)
         rows = manual.intersection(layout.sum_axes)
         positions = rows.difference(layout.batch_axes)  # of a context, which may split an array without rows
@@ -91,7 +91,7 @@ class Sharing:
         return self.microbatches > 1 or bool(self.facts[3])
 
     def facts_of_leaves(self) -> list[Axes]:
-        """Return the fact about every input; arrays with rows differ between parts of the batch as well."""
+        """Return the fact of every input; arrays with rows also differ between parts of the batch."""
         params, state, batch, row = self.facts
         batch = jax.tree.map(lambda fact, has_rows: fact | {_ROWS} if has_rows else fact, batch, self.mask)
         return [*jax.tree.leaves((params, state, batch)), row | {_ROWS}]
@@ -99,11 +99,11 @@ class Sharing:
 
 @dataclass(frozen=True)
 class StateRules:
-    """The rules for the arrays of a state that a loss returns, and what is done by them.
+    """The rules for the arrays of the state that a loss returns, and how to apply them.
 
     Attributes:
-      tree: the structure of what the loss returns; None if it returns no state.
-      paths: where each array is, in the order of leaves.
+      tree: the structure of the returned state; None if the loss returns no state.
+      paths: the path of each array, in the order of leaves.
       rules: the rule of each.
       like: the shape and dtype of each.
       update: the loss's own `update`; None without one.
@@ -116,12 +116,12 @@ class StateRules:
     update: Callable[[PyTree, PyTree], PyTree] | None
 
     def parts(self, loss: Loss) -> list[jax.Array]:
-        """Return the arrays of a returned state that are combined."""
+        """Return the arrays of a returned state that must be combined."""
         leaves = jax.tree.leaves(loss.state) if self.rules else []
         return [jnp.asarray(x) for rule, x in zip(self.rules, leaves, strict=True) if rule != "kept"]
 
     def start(self) -> list[jax.Array]:
-        """Return what the parts of micro-batches are added to; floats are added in f32 or wider."""
+        """Return the initial totals, to which micro-batches are added; floats in at least f32."""
 
         def identity(rule: Rule, x: jax.ShapeDtypeStruct) -> jax.Array:
             if rule == "max":
@@ -134,7 +134,7 @@ class StateRules:
         return [identity(rule, x) for rule, x in self._combined()]
 
     def add(self, total: Sequence[jax.Array], new: Sequence[jax.Array]) -> list[jax.Array]:
-        """Add the parts of one more micro-batch."""
+        """Add the arrays of another micro-batch to the totals."""
 
         def add(rule: Rule, a: jax.Array, b: jax.Array) -> jax.Array:
             return b if rule == "once" else jnp.maximum(a, b) if rule == "max" else a + b
@@ -142,18 +142,18 @@ class StateRules:
         return [add(rule, a, b) for (rule, _), a, b in zip(self._combined(), total, new, strict=True)]
 
     def combine(self, total: Sequence[jax.Array], count: int, axes: tuple[str, ...], sums: Sums = NATIVE) -> PyTree:
-        """Combine the parts of all micro-batches and devices.
+        """Combine the arrays of all micro-batches and devices.
 
-        Collectives: an all-reduce for each array that is not the same everywhere.
+        Collectives: an all-reduce for each array that is not equal on all devices.
 
         Args:
-          total: the parts of this device's micro-batches, added.
+          total: the totals of this device's micro-batches.
           count: the number of its micro-batches.
-          axes: the axes of the devices that hold other rows.
+          axes: the mesh axes of devices with other rows.
           sums: how to add over them.
 
         Returns:
-          A tree like the state that the loss returns, with None where it handed the old array on.
+          A tree like the state that the loss returns, with None where it returned the old array.
         """
 
         def over_all(rule: Rule, like: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
@@ -171,7 +171,7 @@ class StateRules:
         return [None if rule == "kept" else next(combined) for rule in self.rules]
 
     def new_state(self, old: PyTree, combined: Sequence[jax.Array | None]) -> PyTree:
-        """Make the new state of the old one and what `combine` returned."""
+        """Make the new state from the old state and the result of `combine`."""
         if self.tree is None:
             return old
         before = _by_path(old)
@@ -184,7 +184,7 @@ class StateRules:
         return [(path, x) for rule, path, x in every if rule in ("sum", "max", "mean")]
 
     def describe(self) -> list[str]:
-        """Say, for each rule, which arrays of the state it is for."""
+        """Return a line for each rule with the arrays of the state that have it."""
         return [
             f"state, {text}: {first_words([path for path, one in zip(self.paths, self.rules) if one == rule], 4)}"
             for rule, text in _DESCRIPTIONS.items()
@@ -200,7 +200,7 @@ NO_STATE = StateRules(None, (), (), (), None)
 
 
 def trace_step(value_and_grad: ValueAndGrad, layout: Layout, batch: PyTree) -> None:
-    """Trace loss and gradient of a batch, or of its shapes, for what is read meanwhile."""
+    """Trace loss and gradient of a batch, or of its shapes, for the side effects of the trace."""
 
     def stored(x: Any, placement: Placement) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(placement.view.stored, x.dtype)
@@ -212,11 +212,11 @@ def trace_step(value_and_grad: ValueAndGrad, layout: Layout, batch: PyTree) -> N
 def find_state_rules(part: Part, sharing: Sharing) -> StateRules:
     """Find the rule for every array of the state that a loss returns.
 
-    The loss is traced once more, with twice the rows, where an array is made of none of their data.
+    The loss is traced once more, with twice the rows, if an array does not depend on their data.
 
     Raises:
-      Unsuited: an array has no rule: an integer that may differ between the parts of the batch, or one that depends on
-        how many rows there are and on none of their data; names each with what to declare.
+      Unsuited: an array has no rule: an integer that may differ between the parts of the batch, or an array that
+        depends on the number of rows but not on their data; the message names each, with the declaration to use.
     """
     _, old, *_ = part.program.args
     if not jax.tree.leaves(old):
@@ -241,8 +241,8 @@ def find_state_rules(part: Part, sharing: Sharing) -> StateRules:
     raise_all(
         (f"{paths[i]} {_describe(leaves[i][1])}: {bad[i]}" for i in sorted(bad)),
         Unsuited,
-        f"{sharing.who}: the loss sees some of the rows at a time, and what it returns as the model's new state can't "
-        "be combined over all of them. Return a contribution in js.Loss(state=...): js.Sum(x) is added to the old "
+        f"{sharing.who}: the loss sees some of the rows at a time, and the new state that it returns can't be combined "
+        "over all rows. Return a contribution in js.Loss(state=...): js.Sum(x) is added to the old "
         'state, js.Max(x) raises it (of a module: js.linen(..., state={"path": "sum"}), js.nnx likewise), or use '
         "js.auto() without micro-batches, where the loss sees all rows. These arrays have no rule",
     )
@@ -262,7 +262,7 @@ _DIFFERS = (
 
 
 def _facts_of(program: Program, results: list[Any], sharing: Sharing) -> list[Axes]:
-    """Return over which axes some variables of a program may differ."""
+    """Return the axes over which some variables of a program may differ."""
     alone, used = results_alone(program.closed, results)
     facts = [fact for fact, needed in zip(sharing.facts_of_leaves(), used, strict=True) if needed]
     return differing(alone, facts, sharing.manual)
@@ -273,7 +273,7 @@ def _by_path(tree: PyTree) -> dict[str, Any]:
 
 
 def _rules_declared(state: PyTree) -> list[Rule | None]:
-    """Return the rule that each array of a state is declared to have, in the order of leaves; None without one."""
+    """Return the declared rule of each array of a state, in the order of leaves; None without one."""
     found: list[Rule | None] = []
     for node in jax.tree.leaves(state, is_leaf=is_declared):
         rule: Rule | None = "max" if isinstance(node, Max) else "sum" if isinstance(node, (Sum, Mean)) else None
@@ -288,10 +288,10 @@ def _rule_of(var: Any, fact: Axes, microbatches: int) -> Rule | None:
 
 
 def _depend_on_row_count(part: Part, mask: PyTree, which: Sequence[int]) -> list[int]:
-    """Return which arrays of the new state are made by another program if there are twice as many rows."""
+    """Return which arrays of the new state are computed by another jaxpr if there are twice as many rows."""
     more = part.of_twice_the_rows(mask) if which else None
     if more is None:
-        return []  # a loss of so many rows and no others
+        return []  # the loss supports only this number of rows
     first = len(jax.tree.leaves(part.loss.value))  # the results before those of the state
     return [i for i in which if not made_alike(part.program.closed, more.closed, first + i)]
 

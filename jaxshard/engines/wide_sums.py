@@ -1,25 +1,26 @@
-"""Gradients summed over devices in the dtype that was promised, in global-view code.
+"""Sum gradients over devices in a chosen dtype, in global-view code.
 
-There the sum over devices is no operation of its own. It belongs to the operation that sums over rows, and the compiler
-adds up the devices' shares in that operation's dtype. With bf16 weights that is bf16, whatever happens to the gradient
-afterwards:
+In global-view code the sum over devices is no separate operation. It belongs to the operation that sums over rows, and
+the compiler adds the devices' shares in that operation's dtype. With bf16 weights that is bf16, even if the gradient is
+cast afterwards:
 
-    dw: bf16[16,8] = dot_general x dy            x and dy split by rows: each device has a share, all-reduced in bf16
+    dw: bf16[16,8] = dot_general x dy            x and dy are split by rows: each device has a share, all-reduced in
+      bf16
     g: f32[16,8]   = convert_element_type dw     too late
 
-So the cast is moved to where the sum is, in the traced program of the gradient:
+So the cast is moved into the operation with the sum, in the jaxpr of the gradient:
 
     dw: f32[16,8]  = dot_general[preferred_element_type=f32] x dy      all-reduced in f32
 
-`sum_in(gradient, f32)` marks a gradient, and `widen_sums(fn)` is `fn` with the operations behind each mark widened: a
-product, a convolution, a sum or a scatter-add in the wider dtype of the same operands, and whatever lies between them
-and the mark (transposed and reshaped gradients, sums of several, those that a loop stacks or adds up). Nothing is
-computed twice: a value with other users is not looked behind. Where an operation is none of these the gradient is cast
-behind it, as written, and `js.audit` shows the dtype of the sum.
+`sum_in(gradient, f32)` marks a gradient, and `widen_sums(fn)` is `fn` with f32 results in the operations that compute
+a marked gradient: a product, a convolution, a sum or a scatter-add of the same operands, and all operations between it
+and the mark (transposes and reshapes, sums of several gradients, gradients that a loop stacks or adds). Nothing is
+computed twice: the search stops at a value that has other users. If an operation is none of these, the gradient is cast
+after it, as written, and `js.audit` shows the dtype of the sum.
 
-A narrower dtype is moved to the sum in the same way, `sum_in(gradient, bf16)` of a norm's scale that is computed in
-f32, but only behind products and sums, and what moves their results: a difference of two large sums would lose its
-digits. Each device still adds up its positions in f32.
+A smaller dtype is moved to the sum in the same way, as in `sum_in(gradient, bf16)` of a norm's scale that is computed
+in f32, but only through products, sums and operations that only move elements: a difference of two large sums would
+lose its digits. Each device still adds its positions in f32.
 """
 
 from __future__ import annotations
@@ -40,38 +41,38 @@ from jaxshard.core.jaxpr import CALLS, Program, open_jaxpr
 _mark = cast_primitive("sum_in")
 
 _SUMS = frozenset({"dot_general", "conv_general_dilated", "reduce_sum", "scatter-add"})
-"""Primitives that sum over rows; the compiler adds up what several devices have of their results."""
+"""Primitives that sum over rows; the compiler adds the shares of their results over devices."""
 
 _LINEAR = frozenset({
     "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "div", "dynamic_slice",
     "dynamic_update_slice", "mul", "neg", "pad", "reshape", "rev", "select_n", "sharding_constraint",
     "slice", "squeeze", "sub", "transpose",
 })  # fmt: skip
-"""Primitives that stand between such a sum and a gradient, and compute the same in a wider dtype."""
+"""Primitives that may be between such a sum and a gradient, and can compute the same in f32."""
 
 _MOVES = frozenset({
     "broadcast_in_dim", "convert_element_type", "copy", "reshape", "rev", "sharding_constraint", "squeeze", "transpose",
 })  # fmt: skip
-"""Those of them that round nothing."""
+"""The primitives of `_LINEAR` that do not round."""
 
 _NARROWED = _MOVES | {"dot_general", "reduce_sum"}
-"""Primitives that may give their result in a narrower dtype at once; JAX lets no convolution do so."""
+"""Primitives that can return a smaller dtype directly; JAX does not allow it for convolutions."""
 
 _CALLS = {name: parameter for name, parameter in CALLS.items() if parameter == "jaxpr"} | {"scan": "jaxpr"}
-"""Primitives whose inner program is widened too; calls with a derivative of their own are forward code."""
+"""Primitives whose inner jaxpr is rewritten too; calls with custom derivatives are forward code."""
 
 Dtypes = Sequence[Any]
-"""For each of several values the dtype in which it is wanted, wider or narrower than its own; None for its own."""
+"""For each of several values the dtype to compute it in; None for its own dtype."""
 
 
 def sum_in(gradient: jax.Array, dtype: Any) -> jax.Array:
-    """Cast a gradient; inside `widen_sums` the dtype is also that of the sums over devices that it is made of."""
+    """Cast a gradient; inside `widen_sums`, its sums over devices have this dtype too."""
     marked: jax.Array = _mark.bind(gradient, dtype=jnp.dtype(dtype))
     return marked
 
 
 def widen_sums(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `fn` in which gradients that are given to `sum_in` are summed in the dtype given there."""
+    """Return `fn` in which gradients passed to `sum_in` are summed over devices in its dtype."""
 
     def run(*args: Any) -> Any:
         program = Program.trace(fn, *args)
@@ -82,7 +83,7 @@ def widen_sums(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run(program: Any, args: Sequence[Any], outs: Dtypes) -> list[Any]:
-    """Evaluate a program, with results in the wanted dtypes; an argument may have another than its variable, too."""
+    """Evaluate a program with results in the wanted dtypes; arguments may have other dtypes than their variables."""
     jaxpr, consts = open_jaxpr(program)
     wanted = _find_wanted(jaxpr, outs)
     values: dict[Any, Any] = {}  # in the dtypes that they have
@@ -105,7 +106,7 @@ def _run(program: Any, args: Sequence[Any], outs: Dtypes) -> list[Any]:
 
 
 def _evaluate(eqn: Any, wanted: Dtypes, read: Callable[..., Any]) -> Sequence[Any]:
-    """Return the results of an equation, in the wanted dtypes where it is known how."""
+    """Return the results of an equation, in the wanted dtypes if its primitive is supported."""
     primitive, params, operands = eqn.primitive, eqn.params, list(map(read, eqn.invars))
     name, dtype = primitive.name, wanted[0] if wanted else None
     if primitive is _mark:
@@ -135,7 +136,7 @@ def _evaluate(eqn: Any, wanted: Dtypes, read: Callable[..., Any]) -> Sequence[An
 
 
 def _narrow_sum(x: jax.Array, dims: Sequence[int], dtype: Any) -> jax.Array:
-    """Sum over dimensions, the first of which are rows, split over devices: these alone in the narrower dtype."""
+    """Sum over dimensions; only the leading ones, the rows split over devices, in the smaller dtype."""
     rows, *rest = sorted(dims)
     zero = np.zeros((), x.dtype)
     partial = lax.convert_element_type(lax.reduce(x, zero, lax.add, rest) if rest else x, dtype)
@@ -144,18 +145,18 @@ def _narrow_sum(x: jax.Array, dims: Sequence[int], dtype: Any) -> jax.Array:
 
 
 def _widen_program(inner: Any, ins: Dtypes, outs: Dtypes) -> Any:
-    """Return the program of a call with arguments and results in the wanted dtypes, closed if it is closed."""
+    """Return a call's jaxpr with arguments and results in the wanted dtypes, closed if it is closed."""
     jaxpr, _ = open_jaxpr(inner)
     avals = [x if dtype is None else x.update(dtype=dtype) for x, dtype in zip(jaxpr.in_avals, ins, strict=True)]
     widened = jax.make_jaxpr(lambda *args: _run(inner, args, outs))(*avals)
     return widened if hasattr(inner, "jaxpr") else open_jaxpr(widened)[0]
 
 
-# From the marks and the wanted results backwards: which values are wanted in which dtype.
+# Find the wanted dtype of each value, backwards from the marks and the wanted results.
 
 
 def _find_wanted(jaxpr: Any, outs: Dtypes) -> dict[Any, Any]:
-    """Find the variables of a program, arguments included, that are wanted in another dtype, and in which."""
+    """Find {variable: dtype} of a program's variables, arguments included, that are wanted in another dtype."""
     used = [atom for eqn in jaxpr.eqns for atom in eqn.invars] + list(jaxpr.outvars)
     uses = Counter(atom for atom in used if not isinstance(atom, Literal))
     made_by = {var: eqn.primitive.name for eqn in jaxpr.eqns for var in eqn.outvars}
@@ -163,7 +164,7 @@ def _find_wanted(jaxpr: Any, outs: Dtypes) -> dict[Any, Any]:
 
     def want(atoms: Sequence[Any], dtypes: Dtypes) -> None:
         for atom, dtype in zip(atoms, dtypes, strict=True):
-            # Behind a value that others use too, more than the gradient would change.
+            # Changing a value that has other users would change more than the gradient.
             if dtype is None or isinstance(atom, Literal) or not _is_float(atom) or uses[atom] != 1:
                 continue
             if not _is_narrower(dtype, atom) or made_by.get(atom) in _NARROWED:
@@ -182,16 +183,16 @@ def _find_wanted(jaxpr: Any, outs: Dtypes) -> dict[Any, Any]:
 
 
 def _is_narrower(dtype: Any, atom: Any) -> bool:
-    """Return True for a dtype that is narrower than that of a floating variable."""
+    """Return True for a dtype that is smaller than that of a floating variable."""
     return bool(jnp.finfo(dtype).bits < jnp.finfo(atom.aval.dtype).bits)
 
 
 def _wanted_inputs(eqn: Any, outs: Dtypes) -> list[Any]:
-    """Return in which dtypes a call or a scan takes its operands, so that its results come out as wanted."""
+    """Return the dtypes of a call's or scan's operands for which its results have the wanted dtypes."""
     jaxpr, _ = open_jaxpr(eqn.params[_CALLS[eqn.primitive.name]])
     wanted = _find_wanted(jaxpr, outs)
     ins = [wanted.get(var) for var in jaxpr.invars]
-    if eqn.primitive.name == "scan":  # what is carried has one dtype in all turns
+    if eqn.primitive.name == "scan":  # a carry has the same dtype in all iterations
         consts, carries = scan_counts(eqn.params)
         ins[consts : consts + carries] = outs[:carries]
     return ins

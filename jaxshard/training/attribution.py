@@ -1,4 +1,4 @@
-"""`attribution`: how much each number of an input adds to what a model says, under any layout.
+"""`attribution`: how much each input element contributes to a model's output, under any layout.
 
 Shape suffixes: B rows.
 """
@@ -31,19 +31,19 @@ from jaxshard.training.views import use_stored
 
 Method = Literal["integrated_gradients", "gradient_x_input"]
 Target = Any
-"""A class, one for each row, or a function of the outputs; None where the outputs are one number for each row."""
+"""A class, a class for each row, or a function of the outputs; None if the outputs are one number per row."""
 
 
 class Attribution(NamedTuple):
     """The result of `js.attribution`, global arrays split as a batch is.
 
     Attributes:
-      values: how much each number of the inputs adds to the output, a tree like the inputs; None in the place of
-        integers. Of embedded inputs a tree like their embedding.
-      outputs: the number that is explained, f[B].
-      baseline_outputs: the same number for the baseline, f[B].
-      gap: for each row the sum of `values`, less outputs - baseline_outputs: 0 for exact integrated gradients, and what
-        the finite number of steps leaves of it otherwise. Of gradient x input it may be anything.
+      values: the contribution of each input element to the output, a tree like the inputs with None for integers; for
+        embedded inputs a tree like the embedding.
+      outputs: the output that is explained, f[B].
+      baseline_outputs: the same output for the baseline, f[B].
+      gap: for each row the sum of `values` minus (outputs - baseline_outputs): 0 for exact integrated gradients, and
+        the error of the finite number of steps otherwise. For gradient x input it may be any number.
     """
 
     values: PyTree
@@ -65,36 +65,35 @@ def attribution(
     baseline: PyTree = 0.0,
     embed: Callable[[PyTree, PyTree], PyTree] | None = None,
 ) -> Attribution:
-    """Compute how much each number of the inputs adds to what a model says of them (feature importance).
+    """Compute the contribution of each input element to a model's output (feature importance).
 
-    For inputs x, a baseline b and the explained number f of a row
+    For inputs x, a baseline b and the explained output f of a row
 
         gradient x input        (x - b) * f'(x)
         integrated gradients    (x - b) * the mean of f'(b + a (x - b)) over a from 0 to 1
 
-    The mean is taken at the points of Gauss-Legendre quadrature, one after the other, so that memory does not grow with
-    their number. Integrated gradients are complete: they add up to f(x) - f(b), and `gap` says how nearly.
+    The mean is computed at the points of Gauss-Legendre quadrature, one after another, so that memory does not grow
+    with their number. Integrated gradients are complete: they add up to f(x) - f(b), and `gap` says how nearly.
 
-    Rows are split as the layout splits a batch, and padded where it does not divide them. Weights are used as the
-    layout says: those that a tensor axis splits stay split, others are gathered, once; a `js.Stacked` model's, which
-    `js.models.logits_of_embedded` runs, one block at a time and again for every step. Collectives:
-    these all-gathers, and what the compiler adds for split weights. Calls with the same functions, layout and shapes
-    share a compiled program, so define the functions once.
+    Rows are split as the layout splits a batch, and padded if they do not divide. Weights that a tensor axis splits
+    stay split; other weights are gathered once, but those of a `js.Stacked` model in `js.models.logits_of_embedded` one
+    block at a time and again for every step. Collectives: these all-gathers, and those that the compiler adds for split
+    weights. Calls with the same functions, layout and shapes share a compiled program, so define the functions once.
 
     Args:
-      apply: `apply(model, inputs) -> outputs`, where `model` is what `init_fn` returned, in evaluation: without
-        randomness, each row by itself. With `embed` it receives what that returns.
+      apply: `apply(model, inputs) -> outputs`, where `model` is like the result of `init_fn`. It must use no randomness
+        and compute each row by itself. With `embed` its inputs are the result of `embed`.
       params: a run, or parameters (or a `js.Model`) in model order, which are placed as the layout says.
-      inputs: floating arrays [B, ...], or a tree in which some are; integers beside them stay as they are.
-      layout: says where everything lives.
-      target: which number of the outputs to explain. An integer is a class of outputs [B, classes], an array int[B] a
+      inputs: floating arrays [B, ...], or a tree with some floating arrays; integers do not change.
+      layout: the layout of the parameters.
+      target: the output to explain. An integer is a class of outputs [B, classes], an array int[B] a
         class for each row, a function `target(outputs) -> f[B]` anything else; None for outputs f[B].
       method: "integrated_gradients" or "gradient_x_input".
       steps: the number of gradients of integrated gradients.
-      baseline: where nothing is said: a number for every element, or a tree like the inputs of arrays that broadcast to
-        them (for tokens other tokens, such as padding; a number is then one for every element of the embedding).
+      baseline: a neutral input: a number for every element, or a tree of arrays that broadcast to the inputs (for
+        tokens other tokens, such as padding; a number is then the value of every element of the embedding).
       embed: `embed(model, inputs) -> floats [B, ...]`, for inputs without a gradient such as tokens: the attribution is
-        of its result, and `apply(model, embedded)` goes on from there.
+        of its result, which is the input of `apply(model, embedded)`.
 
     Returns:
       An `Attribution`.
@@ -147,7 +146,7 @@ def attribution(
 
 @dataclass(frozen=True, eq=False)
 class _Question:
-    """What a compiled program answers; two are equal if they are made of the same functions and layout."""
+    """The static arguments of a compiled program; equal for the same functions, layout and options."""
 
     apply: Callable[[PyTree, PyTree], PyTree]
     embed: Callable[[PyTree, PyTree], PyTree] | None
@@ -157,7 +156,7 @@ class _Question:
     layout: Layout
 
     def parts(self) -> tuple[Any, ...]:
-        """Return what makes two questions the same."""
+        """Return the values that two equal questions share."""
         return self.apply, self.embed, self.target, self.method, self.steps, id(self.layout)
 
     def __hash__(self) -> int:
@@ -171,7 +170,7 @@ class _Question:
 def _answer(
     question: _Question, stored: PyTree, state: PyTree, inputs: PyTree, start: PyTree, classes: Any, scale: Any
 ) -> Attribution:
-    """Compute the attribution of placed inputs, with the weights as the layout says."""
+    """Compute the attribution of placed inputs, with weights used as the layout says."""
     layout = question.layout
     frozen = jax.tree.map(lambda _: None, layout.shapes.params)
     run = make_opaque_run(
@@ -187,7 +186,7 @@ def _answer(
 def _explain(
     question: _Question, model: PyTree, inputs: PyTree, start: PyTree, classes: Any, scale: Any
 ) -> Attribution:
-    """Compute the attribution with whole weights, in global-view code."""
+    """Compute the attribution with gathered weights, in global-view code."""
     if question.embed is not None:
         inputs, start = (None if x is None else question.embed(model, x) for x in (inputs, start))
         if not any(map(_is_float, jax.tree.leaves(inputs))):
@@ -208,7 +207,7 @@ def _explain(
         return _pick(question.apply(model, whole(floats)), question.target, classes, leaves[0].shape[0])
 
     def gradient(floats: list[jax.Array]) -> list[jax.Array]:
-        # Rows do not see each other, so the gradient of the sum has each row's own.
+        # Rows are independent, so the gradient of the sum is each row's own gradient.
         grads: list[jax.Array] = jax.grad(lambda floats: explained(floats).astype(jnp.float32).sum())(floats)
         return grads
 
@@ -233,7 +232,7 @@ def _explain(
 
 
 def _pick(outputs: PyTree, target: Callable[[PyTree], jax.Array] | None, classes: Any, rows: int) -> jax.Array:
-    """Return the number of each row that is explained; ValueError where the outputs have no such number."""
+    """Return each row's output that is explained; raise ValueError if the outputs do not have it."""
     if target is not None:
         outputs = target(outputs)
     elif classes is not None:
@@ -243,7 +242,7 @@ def _pick(outputs: PyTree, target: Callable[[PyTree], jax.Array] | None, classes
                 f"attribution: a class is one of outputs [rows, classes], but apply returned {shapes}; pass a function "
                 "target(outputs) -> [rows], such as lambda logits: logits[:, -1, 7]"
             )
-        # A class that there is not is NaN, not the nearest one.
+        # An invalid class gives NaN, not the nearest class.
         outputs = jnp.take_along_axis(outputs, classes[:, None], axis=1, mode="fill", fill_value=jnp.nan)[:, 0]
     if getattr(outputs, "shape", None) != (rows,) or not _is_float(outputs):
         shapes = _shown_all(outputs)

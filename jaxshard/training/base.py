@@ -1,7 +1,7 @@
-"""The base of a model with low-rank factors: what is frozen, and given again rather than saved.
+"""The frozen base of a model with low-rank factors, which the user passes again and checkpoints leave out.
 
 Runs of `js.lora` start from the weights of a model without factors (`init_from=` of `js.init` and `js.restore`); a
-checkpoint holds checksums of what was made of them. Exports turn base and factors into matrices again.
+checkpoint has checksums of the base made from them. Exports merge base and factors into matrices.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from jaxshard.training.views import unstore
 
 
 def merge_stored(params: PyTree, layout: Layout) -> tuple[PyTree, Layout]:
-    """Merge factors into matrices, of parameters as they are stored; the compiler chooses the collectives.
+    """Merge low-rank factors of stored parameters into matrices; the compiler chooses the collectives.
 
     Args:
       params: the parameters of a run.
       layout: how they are stored.
 
     Returns:
-      (the matrices, each stored as its base was; `matrix_layout`). Without factors both arguments as they are.
+      (the matrices, each stored like its base; `matrix_layout`). Without factors, both arguments.
     """
     if not has_low_rank(params):
         return params, layout
@@ -54,7 +54,7 @@ def merge_stored(params: PyTree, layout: Layout) -> tuple[PyTree, Layout]:
 
 
 def merge_given(params: PyTree, layout: Layout) -> PyTree:
-    """Merge factors into matrices, of parameters as they are stored or in model order; others are left as they are."""
+    """Merge low-rank factors of parameters, stored or in model order, into matrices; keep other parameters."""
     if not has_low_rank(params):
         return params
     views = jax.tree.leaves(jax.tree.map(lambda placement: placement.view, layout.params))
@@ -63,9 +63,9 @@ def merge_given(params: PyTree, layout: Layout) -> PyTree:
 
 
 def matrix_layout(layout: Layout) -> Layout:
-    """Return where parameters and state of the model without factors live: each matrix as its base does.
+    """Return the layout of the model without factors, in which each matrix has the placement of its base.
 
-    Gradients and optimizer state in it are still those of the factors. Without factors it is the layout itself.
+    Its gradients and optimizer state are still those of the factors. Without factors, return the layout itself.
     """
     if not has_low_rank(layout.shapes.params):
         return layout
@@ -74,7 +74,7 @@ def matrix_layout(layout: Layout) -> Layout:
 
 
 def without_base(run: TrainState, layout: Layout) -> TrainState:
-    """Put None in place of the parameters of `layout.base`."""
+    """Replace the parameters of `layout.base` by None."""
     saved = jax.tree.map(lambda given: not given, layout.base)
     return run._replace(params=select(saved, run.params))
 
@@ -82,10 +82,10 @@ def without_base(run: TrainState, layout: Layout) -> TrainState:
 def checksum_base(params: PyTree, layout: Layout) -> dict[str, str]:
     """Compute a checksum of every array of the base, by path, such as "int8[64, 48] 9f3ac01e".
 
-    It is that of the logical array, whatever the layout. Collectives: an all-reduce of a number for each array.
+    It is the checksum of the logical array, for any layout. Collectives: an all-reduce of a scalar for each array.
 
     Args:
-      params: the stored parameters; those that are not of the base may be None.
+      params: the stored parameters; parameters outside the base may be None.
       layout: how they are stored.
     """
     arrays = jax.tree_util.tree_leaves_with_path(select(layout.base, params))
@@ -99,9 +99,9 @@ def checksum_base(params: PyTree, layout: Layout) -> dict[str, str]:
 
 @partial(jax.jit, static_argnums=1)
 def _checksum(x: Shaped[Array, "*stored"], view: View) -> UInt32[Array, ""]:
-    """Sum, modulo 2^32, a hash of each element's bits and of its place in the logical array; padding counts nothing.
+    """Sum, modulo 2^32, a hash of each element's bits and its index in the logical array, without padding.
 
-    Sums have no order, so every layout gives the same number, and no array moves.
+    The sum does not depend on order, so every layout gives the same number, and no array moves.
     """
     index, inside = jnp.zeros((), jnp.uint32), jnp.ones((), bool)
     for dim, size in enumerate(view.logical):
@@ -116,7 +116,7 @@ def _checksum(x: Shaped[Array, "*stored"], view: View) -> UInt32[Array, ""]:
 
 
 def _places(view: View, dim: int) -> jax.Array:
-    """Return, for each element as it is stored, where it is along a logical dimension."""
+    """Return the index along a logical dimension of each stored element."""
     dims = range(view.extra_dims + 1) if dim == 0 else [view.stored_dim(dim)]
     place = jnp.zeros((), jnp.uint32)
     for one in dims:

@@ -1,4 +1,4 @@
-"""Jitted functions whose programs are read before they are compiled: no device may wait for one that never comes."""
+"""Jit functions, and check before compiling that no device can wait in a collective for another forever."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jaxshard.proofs.parting import check_together
 
 
 def checked_jit(fn: Callable[..., Any], what: str, **options: Any) -> Callable[..., Any]:
-    """Jit a function, and refuse it where a collective is in a branch on which devices may differ.
+    """Jit a function, and refuse it if a collective is in a branch on which devices may differ.
 
-    It is read once for arguments of each shape, from the very trace that is then compiled, also inside a program that
-    the user traces.
+    The check reads the trace that is compiled, once for arguments of each shape, also inside a program that the user
+    traces.
 
     Args:
       fn: the function.

@@ -1,4 +1,4 @@
-"""`describe`: a run in numbers that a person reads."""
+"""`describe`: summarise a run in a few numbers."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from jaxshard.training.state import TrainState, check_run
 
 @dataclass(frozen=True)
 class Description:
-    """A run in numbers, made by `js.describe`. Prints as a short text.
+    """A summary of a run, made by `js.describe`; prints as a short text.
 
     Attributes:
       mesh: the mesh: "data=8".
       step: the number of optimizer steps taken.
       parameters: the number of parameters.
-      trained: the number of those that are trained.
+      trained: the number of trained parameters.
       structure: the number of parameters below each key at the top of the tree, numbered ones together: "Block_*".
       bytes_per_device: the bytes on one device by role: "param", "grad", "opt", "state".
       optimizer: the parts of the optimizer's state, by the names of their types.
-      hyperparams: the hyperparameters in force that the optimizer's state shows; see `js.make_step`.
-      seconds: wall time of the steps among the records.
-      metrics: the metrics of the last step among the records; {} without one.
-      evaluation: the last evaluation among the records; {} without one.
+      hyperparams: the current hyperparameters, if the optimizer's state has them; see `js.make_step`.
+      seconds: wall time of the recorded steps.
+      metrics: the metrics of the last recorded step; {} without one.
+      evaluation: the last recorded evaluation; {} without one.
     """
 
     mesh: str
@@ -55,7 +55,7 @@ class Description:
         return "\n".join(self._table().lines)
 
     def _repr_html_(self) -> str:
-        """Show the same in a notebook."""
+        """Return the summary as HTML for a notebook."""
         return page(self._table())
 
     def _table(self) -> Table:
@@ -83,7 +83,7 @@ def describe(run: TrainState, layout: Layout, records: Sequence[Record] = ()) ->
     Args:
       run: the run; it is not donated.
       layout: its layout.
-      records: those of `js.fit`, in order, for time and metrics, which a run does not hold.
+      records: the records of `js.fit`, in order, for time and metrics, which a run does not have.
 
     Raises:
       ValueError: the run does not fit the layout, or was donated to a step.
@@ -116,7 +116,7 @@ def describe(run: TrainState, layout: Layout, records: Sequence[Record] = ()) ->
 
 
 def _name_states(state: PyTree) -> list[str]:
-    """Name the types of the parts of an optimizer's state, the outer one before what it holds."""
+    """Name the types of the parts of an optimizer's state, outer types first."""
     if not isinstance(state, tuple):
         return []
     own = [type(state).__name__.removesuffix("State")] if hasattr(state, "_fields") and jax.tree.leaves(state) else []

@@ -1,4 +1,4 @@
-"""`EarlyStopping`: whether to go on training, asked after every evaluation."""
+"""`EarlyStopping`: a rule that ends training by the metrics of evaluations."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ class EarlyStopping:
     `patience`, `max_worse` or `min_update`, whichever are given.
 
     Args:
-      patience: stop after so many evaluations in a row without an improvement on the best one before them.
-      min_delta: only a difference of more than this counts as an improvement, in the metric's own unit.
-      metric: the name of the number to look at.
-      mode: "min" if a lower number is better, "max" if a higher one is.
-      max_worse: stop as soon as the number is worse than the best one by more than this: training gets worse.
-      min_update: stop as soon as "update_norm", the 2-norm of what the last step changed in all parameters, is below
-        this: training hardly moves any more.
+      patience: stop after this number of evaluations in a row without an improvement.
+      min_delta: the smallest difference that counts as an improvement, in the metric's unit.
+      metric: the name of the metric.
+      mode: "min" if a lower value is better, "max" if a higher value is.
+      max_worse: stop as soon as the metric is worse than the best value by more than this.
+      min_update: stop as soon as "update_norm", the 2-norm of the last step's change of all parameters, is below this.
 
     Attributes:
       reason: why training should stop, as a sentence; "" as long as it should go on.
@@ -33,7 +32,7 @@ class EarlyStopping:
       waited: the number of evaluations since the last improvement.
 
     Raises:
-      ValueError: no rule, or one with a number that makes no sense; by a call, metrics without one that a rule needs.
+      ValueError: no rule, or a rule with an invalid number; by a call, metrics without one that a rule needs.
 
     Example:
         stop = js.EarlyStopping(patience=3, min_delta=1e-3)
@@ -51,7 +50,7 @@ class EarlyStopping:
     best: dict[str, float] = field(default_factory=dict, init=False)
     last: dict[str, float] = field(default_factory=dict, init=False)
     waited: int = field(default=0, init=False)
-    _mark: float = field(default=math.nan, init=False)  # the number at the last improvement, best or not
+    _mark: float = field(default=math.nan, init=False)  # the value at the last improvement, best or not
 
     def __post_init__(self) -> None:
         if self.mode not in ("min", "max"):
@@ -65,7 +64,7 @@ class EarlyStopping:
                 raise ValueError(f"EarlyStopping: {name} must be a finite number of at least 0, got {value}")
 
     def __call__(self, metrics: Mapping[str, float]) -> bool:
-        """Take in the metrics of an evaluation; return True if training should stop."""
+        """Record the metrics of an evaluation; return True if training should stop."""
         needed = [self.metric] if self.judges_evaluations else []
         needed += ["update_norm"] if self.min_update is not None else []
         if missing := [name for name in needed if name not in metrics]:
@@ -76,7 +75,7 @@ class EarlyStopping:
         value = self.last.get(self.metric, math.nan)
         if self._gain(value, self.best.get(self.metric, math.nan)) > 0:
             self.best = self.last
-        # Measured from the last improvement, so that many small ones add up to one that counts.
+        # Measured from the last improvement, so that several small gains can add up to an improvement.
         if improved := self._gain(value, self._mark) > self.min_delta:
             self._mark = value
         self.waited = 0 if first or improved else self.waited + 1
@@ -85,11 +84,11 @@ class EarlyStopping:
 
     @property
     def judges_evaluations(self) -> bool:
-        """True if a rule looks at the metric, rather than at the step's own update."""
+        """True if a rule needs the metric of evaluations, not only the step's own update."""
         return self.patience is not None or self.max_worse is not None
 
     def _gain(self, value: float, other: float) -> float:
-        """Return by how much `value` is better; any number is better than NaN, which is better than nothing."""
+        """Return by how much `value` is better; any number is better than NaN, and NaN better than no value."""
         if math.isnan(value) or math.isnan(other):
             return -math.inf if math.isnan(value) else math.inf
         return other - value if self.mode == "min" else value - other

@@ -1,8 +1,8 @@
-"""Evaluation on held-out rows, and predictions.
+"""Evaluate on held-out rows, and predict.
 
 The last batch of held-out data is rarely full. It is padded with copies of its last row, and the padding must not
-count. Weights alone can't see to that, since `eval_fn` returns sums over all rows. So a short batch is evaluated row by
-row (`vmap`), and the results of the rows that count are added up: `_sum_first_rows`.
+count, but `eval_fn` returns sums over all rows. So a short batch is evaluated row by row (`vmap`), and only the results
+of real rows are added: `_sum_first_rows`.
 """
 
 from __future__ import annotations
@@ -54,26 +54,27 @@ def make_eval_step(
 ) -> Callable[[TrainState, PyTree], Results]:
     """Make the compiled evaluation of a batch, `eval_step(run, batch) -> {name: js.Mean | js.Sum | js.Max}`.
 
-    All batches have the rows of the first one. A shorter one (the last, of any size from one row on) is padded to it,
-    and the padding counts with weight zero: there `eval_fn` is mapped over single rows, so it must treat rows
-    independently, and every `Sum` and `Mean` must be a sum over rows.
+    All batches have the number of rows of the first one. A shorter batch (the last, of at least one row) is padded, and
+    the padding has weight zero: `eval_fn` is then mapped over single rows, so it must compute each row independently,
+    and every `Sum` and `Mean` must be a sum over rows.
 
     Args:
-      eval_fn: `eval_fn(model, batch)`, which receives what `init_fn` returned and a global batch. If it is the method
-        `evaluate` of a `js.Stacked` model, weights are gathered one block at a time, or the batch runs through the
-        stages of a pipeline; for any other function all weights are gathered first.
+      eval_fn: `eval_fn(model, batch)`, where `model` is like the result of `init_fn` and the batch is global. If it is
+        the method `evaluate` of a `js.Stacked` model, weights are gathered one block at a time, or the batch runs
+        through the stages of a pipeline; for any other function all weights are gathered first.
       layout: says where everything lives.
       engine: `js.explicit(reduction="ordered")` makes every device evaluate its own rows, which must then always be
-        independent, and takes sums over devices in one order. Other engines make no difference.
+        independent, and sums over devices in a fixed order. Other engines make no difference.
 
     Returns:
-      The function. Its results are those of the whole batch, on every device; `js.combine` joins those of several
-      batches, and `js.evaluate` does all of it. The run is not donated. Collectives: all-gathers of the weights, and an
+      The function. Its results are those of the global batch, on every device; `js.combine` joins the results of
+      several batches, and `js.evaluate` does this for all batches. The run is not donated. Collectives: all-gathers of
+        the weights, and an
       all-reduce of each result.
 
     Raises:
       TypeError: by the first call, results that are not a dict of js.Mean, js.Sum or js.Max. By a call with a shorter
-        batch, or where devices evaluate their own rows, a js.Mean whose weight does not count the rows at hand.
+        batch, or where devices evaluate their own rows, a js.Mean whose weight does not count these rows.
       ValueError: by a call, a batch with more rows than the first, or a run that does not fit the layout.
 
     Example:
@@ -135,22 +136,22 @@ def make_eval_step(
 
 
 def make_apply(fn: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
-    """Compile a function of the model for runs as they are stored: predictions or samples.
+    """Compile a function of the model that takes stored runs: for predictions or samples.
 
     Args:
-      fn: `fn(model, *args)`, where `model` is what `init_fn` returned.
+      fn: `fn(model, *args)`, where `model` is like the result of `init_fn`.
       layout: says where everything lives.
 
     Returns:
-      `apply(run, *args) -> fn(model, *args)`. Arguments and results are ordinary arrays, on every device. All weights
-      are gathered first, one all-gather each, as many bytes as the parameters have.
+      `apply(run, *args) -> fn(model, *args)`. Arguments and results are ordinary arrays, replicated on every device.
+      All weights are gathered first, by one all-gather each.
 
     Raises:
       ValueError: by a call, a run that does not fit the layout.
 
     Example:
         apply = js.make_apply(lambda params, x: module.apply(params, x), layout)
-        logits = apply(run, batch["x"])     # f32[rows, classes], whole
+        logits = apply(run, batch["x"])     # f32[rows, classes], replicated
     """
     if not callable(fn):
         raise TypeError(f"fn must be a function fn(model, *args), got {type(fn).__name__}")
@@ -179,9 +180,9 @@ def averaged(run: TrainState, layout: Layout) -> TrainState:
     """Replace the parameters of a run by their average, for evaluation.
 
     `js.optim.averaged(tx, decay)` is another function, for training: it wraps the optimizer and keeps the average.
-    This one takes it out of the optimizer's state, for `eval_step` and `apply`. Frozen parameters are as they are, and
-    every parameter has its own dtype. Collectives: an all-gather of each parameter whose optimizer state is split but
-    which itself is not.
+    This function takes it from the optimizer's state, for `eval_step` and `apply`. Frozen parameters do not change, and
+    every average is cast to its parameter's dtype. Collectives: an all-gather of each parameter whose optimizer state
+    is split but which itself is not.
 
     Args:
       run: a run of an optimizer that keeps an average. It is not donated.
@@ -224,8 +225,8 @@ def evaluate(eval_step: Callable[[TrainState, PyTree], Results], run: TrainState
       batches: global batches, the largest first; the last may be shorter.
 
     Returns:
-      {name: the exact mean, sum or maximum over all rows}, however they are spread over batches. Batches are added up
-      on the host, integers in 64 bits and floats in f64, each while the next one runs.
+      {name: the exact mean, sum or maximum over all rows}, however they are spread over batches. Batches are added
+      on the host, in int64 or f64, each while the next one runs.
 
     Raises:
       ValueError: there are no batches.
@@ -244,7 +245,7 @@ def evaluate(eval_step: Callable[[TrainState, PyTree], Results], run: TrainState
     unread: Results = {}
     for batch in batches:
         result = eval_step(run, batch)
-        # One batch late: reading waits for the devices, which have the next one to do by then.
+        # Read one batch late: reading waits for the devices, which already run the next batch.
         total, unread = _add_results(total, unread), result
     total = _add_results(total, unread)
     if not total:
@@ -253,7 +254,7 @@ def evaluate(eval_step: Callable[[TrainState, PyTree], Results], run: TrainState
 
 
 def _add_results(total: Results, found: Results) -> Results:
-    """Add the results of a batch to those before it, on the host."""
+    """Add the results of a batch to the total, on the host."""
     with settings_of(found):
         return {name: combine(total[name], one) if total else on_host(one) for name, one in found.items()} or total
 
@@ -277,7 +278,7 @@ Evaluate = Callable[..., Results]
 
 
 def _make_device_evaluation(eval_fn: EvalFn, layout: Layout, engine: Engine | None) -> Evaluate | None:
-    """Make the evaluation in which devices evaluate their rows, or their blocks, on their own; else None."""
+    """Make the evaluation for ordered sums or a pipeline, which needs a `shard_map`; None for other layouts."""
     sums = NATIVE if engine is None else engine.sums(layout)
     if sums.in_order:
         return _make_ordered(eval_fn, layout, sums)
@@ -289,7 +290,7 @@ def _make_device_evaluation(eval_fn: EvalFn, layout: Layout, engine: Engine | No
 
 
 def _make_ordered(eval_fn: EvalFn, layout: Layout, sums: Sums) -> Evaluate:
-    """Make the evaluation in which every device evaluates its own rows and sums are taken in one order."""
+    """Make the evaluation in which every device evaluates its own rows, with sums in a fixed order."""
     rows_over, manual = layout.batch_axes, layout.manual_axes
     compute = make_compute(eval_fn, layout, make_explicit_move(layout, explicit()))
     check_positions = make_position_check(layout, eval_fn, known_evaluate(eval_fn), manual, with_key=False)
@@ -342,7 +343,7 @@ def make_compute(eval_fn: EvalFn, layout: Layout, make_move: MakeMove) -> Callab
 def _sum_first_rows(
     compute: Callable[[PyTree], Results], batch: PyTree, mask: PyTree, counts: Callable[[int], jax.Array]
 ) -> Results:
-    """Add up the results of the rows that count, `counts(rows)` being bool[rows]; `mask` says which have rows."""
+    """Add the results of rows where `counts(rows)`, bool[rows], is True; `mask` marks arrays with rows."""
     rows = select(mask, batch)
 
     def evaluate_row(row: PyTree) -> Results:
@@ -374,7 +375,7 @@ def _combine_rows(metric: Mean | Sum | Max, counts: jax.Array) -> Mean | Sum | M
 
 
 def _place(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Place a batch of which every process has the whole; `device_put` would have the processes compare it."""
+    """Place a batch that every process has in full, without the comparison across processes of `device_put`."""
     if isinstance(x, jax.Array):
         placed: jax.Array = jax.device_put(x, sharding)
         return placed

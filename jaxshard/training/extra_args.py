@@ -1,7 +1,6 @@
-"""What an optimizer asks for beside gradients: the loss (`value`), the gradient, and the loss as a function.
+"""Extra arguments of an optimizer's update: the loss (`value`), the gradient, and the loss as a function.
 
-Optax's transforms take them as extra arguments of `update`. A step finds out by tracing which ones an optimizer uses,
-so that all others run as if there were none.
+A step finds out by tracing which of them an optax transform uses, so that other optimizers need no extra computation.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from jaxshard.core.transform import as_transform
 from jaxshard.core.types import PyTree
 
 _GIVEN = (("value", "grad", "value_fn"), ("value", "grad"), ("value",), ())
-"""The sets of extra arguments that are tried, for a transform may refuse those that it does not know."""
+"""The sets of extra arguments to try, since a transform may refuse arguments that it does not know."""
 
 LossAt = Callable[[PyTree], tuple[jax.Array, PyTree]]
 """`loss_at(parameters) -> (loss, gradients)` of the step's batch, as the optimizer sees parameters and gradients."""
@@ -29,7 +28,7 @@ class ExtraArgs(NamedTuple):
     """The extra arguments of an optimizer.
 
     Attributes:
-      names: those that its update is called with; none where it uses none.
+      names: the names of the arguments; empty if the update uses none.
       uses_loss: whether the update evaluates the loss itself.
     """
 
@@ -37,14 +36,14 @@ class ExtraArgs(NamedTuple):
     uses_loss: bool = False
 
     def make(self, grads: PyTree, loss: jax.Array, loss_at: LossAt) -> dict[str, Any]:
-        """Make the arguments: of this step's loss, of its gradients, and of the function behind both."""
+        """Make the arguments from this step's loss, its gradients, and the function that computes both."""
         made = {"value": loss, "grad": grads, "value_fn": _make_value_fn(loss_at)}
         return {name: made[name] for name in self.names}
 
     def fill_in(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Return `tx` with stand-ins for the arguments, for proofs that read its program.
+        """Return `tx` with placeholders for the arguments, for proofs that read its jaxpr.
 
-        A stand-in for the loss function sums over all parameters, as a loss mixes them.
+        The placeholder for the loss function sums over all parameters, since a loss depends on all of them.
         """
         if not self.names:
             return tx
@@ -61,7 +60,7 @@ def find_extra_args(tx: optax.GradientTransformation, params: PyTree) -> ExtraAr
     """Find the extra arguments that the update of a transform uses.
 
     Args:
-      tx: an optax transform; one that asks for more than this file knows gets nothing, and says so when it is traced.
+      tx: an optax transform; if it needs arguments that this file does not know, it gets none, and raises in a trace.
       params: the trained parameters, which may be abstract.
     """
     # Not by its class: `optax.MultiSteps` is none of optax's transforms, and takes extra arguments.
@@ -92,10 +91,10 @@ def find_extra_args(tx: optax.GradientTransformation, params: PyTree) -> ExtraAr
 
 
 def take_fast_gradients(tx: optax.GradientTransformation, params: PyTree) -> optax.GradientTransformation:
-    """Return a transform of the gradients of all parameters for `optax.lookahead`, which takes the fast ones' alone.
+    """Adapt `optax.lookahead`, which takes only the fast parameters' gradients, to gradients of all parameters.
 
     Args:
-      tx: an optax transform; it comes back as it is unless its parameters are an `optax.LookaheadParams`.
+      tx: an optax transform; returned unchanged unless its parameters are an `optax.LookaheadParams`.
       params: the trained parameters, which may be abstract.
 
     Raises:
@@ -130,9 +129,9 @@ def _refuse_lookahead(tx: optax.GradientTransformation, params: PyTree) -> None:
 
 
 def _make_value_fn(loss_at: LossAt) -> Callable[[PyTree], jax.Array]:
-    """Make the function of parameters alone that line searches evaluate and differentiate, once, in either mode."""
+    """Make the function of parameters that line searches evaluate, and differentiate once, in either mode."""
 
-    # A rule of our own: an engine makes value and gradient in one program, and brings the gradient to where it rests.
+    # A custom derivative: the engine computes value and gradient together, with its own collectives.
     @jax.custom_jvp
     def value_fn(params: PyTree) -> jax.Array:
         return loss_at(params)[0]

@@ -1,9 +1,9 @@
-"""The check of a first step whose experts exchange rows by ragged all-to-alls.
+"""Check the first step if experts exchange rows by ragged all-to-alls.
 
-These are young, and depend on how a compiler orders them beside everything else: with latency hiding, XLA has brought
-GPUs wrong rows in the first backward pass, the loss being right (marin-community/marin, issue 8077 and pull request
-8081). So the loss and the norm of each gradient, as the compiled step itself found them, are compared with those of
-the same batch where rows are exchanged by all-to-alls of equal counts (`layers/moe/exchange.py`).
+Ragged all-to-alls are new in XLA, and schedules with latency hiding have sent wrong rows on GPUs in the first backward
+pass, though the loss was right (marin-community/marin, issue 8077 and pull request 8081). So the loss and the norm of
+each gradient of the compiled step are compared with those of the same batch with all-to-alls of equal counts
+(`layers/moe/exchange.py`).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from jaxshard.core.types import PyTree
 from jaxshard.layers.moe.exchange import form_for, use_form
 
 _NORMS = 1e-3
-"""How far norms may differ, relative, in a program that computes in f32 throughout: a hundred times its rounding."""
+"""The largest relative difference of norms in a program that computes only in f32: a hundred times its rounding."""
 
 _ROUNDINGS = 4
-"""The same where a program has narrower numbers, in roundings of the widest: 3e-2 for bf16."""
+"""The same for a program with smaller dtypes, as a multiple of their largest rounding: 3e-2 for bf16."""
 
 _LOSS_SHARE = 0.1
-"""The share of this by which the loss may differ, an average over many more numbers."""
+"""The fraction of this by which the loss may differ, since it averages over many more numbers."""
 
 _FLOOR = 1e-3
-"""Relative to the norm of the whole gradient: that of one parameter is measured against no smaller number."""
+"""The least norm, relative to the norm of the full gradient, to compare a parameter's gradient with."""
 
 
 class Evidence(NamedTuple):
-    """The numbers of a step that are compared.
+    """The results of a step that are compared.
 
     Attributes:
       loss: the loss.
@@ -57,13 +57,13 @@ def exchanges_ragged(layout: Layout) -> bool:
 
 
 class FirstStep:
-    """The expectation of a first step: the same loss and gradients, with rows exchanged by equal counts.
+    """The reference for a first step: the same loss and gradients, with rows exchanged by equal counts.
 
     Args:
       find: `find(run, batch) -> Evidence`, in global view.
       layout: the layout of the step.
       paths: the trained parameters, in the order of the evidence.
-      options: for `jax.jit`, as those of the step.
+      options: options of `jax.jit`, the same as for the step.
     """
 
     def __init__(
@@ -80,21 +80,21 @@ class FirstStep:
         self._expected: Evidence | None = None
 
     def compile(self, run: PyTree, batch: PyTree) -> None:
-        """Compile the reference, unless that is done."""
+        """Compile the reference, unless it is compiled."""
         if self._compiled is None:
             traced = self._jitted.trace(run, batch)
             self._allowed = max(_NORMS, _ROUNDINGS * _rounding(traced.jaxpr))
             self._compiled = traced.lower().compile()
 
     def expect(self, run: PyTree, batch: PyTree) -> None:
-        """Run the reference, before the step takes the run."""
+        """Run the reference, before the step donates the run."""
         self._expected = jax.block_until_ready(self._compiled(run, batch))
 
     def check(self, found: Evidence) -> None:
-        """Compare what the step found.
+        """Compare the step's results with the reference.
 
         Raises:
-          RuntimeError: it differs; names the loss or each parameter, with both numbers.
+          RuntimeError: they differ; the message names the loss or each parameter, with both numbers.
         """
         assert self._expected is not None
         raise_all(
@@ -132,7 +132,7 @@ def _differences(found: Evidence, expected: Evidence, paths: Sequence[str], allo
 
 
 def _close(a: float, b: float, allowed: float) -> bool:
-    """Return whether two numbers are as close as allowed, or both are the same that is not finite."""
+    """Return whether two numbers are as close as allowed, or equal and not finite."""
     return a == b or abs(a - b) <= allowed or (np.isnan(a) and np.isnan(b))
 
 

@@ -1,4 +1,4 @@
-"""`fit`: a training loop that reads from top to bottom; what writes, draws or saves comes in as callbacks."""
+"""`fit`: a plain training loop, with callbacks to write, draw or save."""
 
 from __future__ import annotations
 
@@ -52,51 +52,51 @@ def fit(
 ) -> TrainState:
     """Train until the run has taken `steps` optimizer steps, or stop early.
 
-    Every batch is a step. On a CPU the numbers of a step are read at once, on accelerators one step late, so that the
+    Every batch is a step. On a CPU the metrics of a step are read at once, on accelerators one step late, so that the
     device never waits for Python.
 
     Args:
       run: the run to go on with; it is donated to the first step.
-      step: what `js.make_step` returned, or any function `(run, batch) -> (run, metrics)` with scalar metrics.
+      step: a step of `js.make_step`, or any function `(run, batch) -> (run, metrics)` with scalar metrics.
       batches: an iterable of global batches for `step`, the first of them for the run's next step.
-      steps: the total, counted by `run.step`: a run that has taken them already comes back as it is.
+      steps: the total, counted by `run.step`: a run that has taken them already is returned unchanged.
       evaluate: `evaluate(run) -> {name: number}`, called every `eval_every` steps and after the last one.
-      patience: stop after so many evaluations in a row whose "loss" was not below the lowest before them: short for
+      patience: stop after this number of evaluations in a row without a new lowest "loss": short for
         `stop=js.EarlyStopping(patience)`.
       stop: `stop(metrics) -> bool`, called with the result of every evaluation and the step's "update_norm"; without
         `evaluate` with the metrics of every step that was not bad. True ends the training. A `js.EarlyStopping` tells
         afterwards why it ended, and with which metrics; its rules but `min_update` need `evaluate`.
-      callbacks: each is called with the `Record` of every step, in order, once its numbers are on the host. The method
-        `finish(error)` of one that has it (`js.metrics.wandb`) is called at the end, also when the training fails.
-      on_run: each is called with the number of the step and the run after it, right after the step was started, so that
-        it can save the run (`js.Checkpointer`) or sample from it; the next step takes the run's arrays away. One that
-        returns True ends the training after this step (`js.distributed.Preemption`); in several processes all must
-        return it after the same step. The method `paused()` of one that has it (`js.distributed.Watchdog`), a context,
-        is entered for what is no step: evaluation and these callbacks. The method `evaluated(step, run, evaluation)` of
-        one that has it (`js.Checkpointer`) is called with the result of every evaluation, and `finish(error)` of one
-        that has it (`js.ReplicaWatch`) at the end, as for `callbacks`.
+      callbacks: functions that are called with the `Record` of every step, in order, when its metrics are on the host.
+        If a callback has a method `finish(error)` (`js.metrics.wandb`), it is called at the end, also if training
+        fails.
+      on_run: functions that are called with the number of the step and the run after it, right after the step is
+        started, to save the run (`js.Checkpointer`) or sample from it; the next step donates the run's arrays. If a
+        function returns True, training ends after this step (`js.distributed.Preemption`); in several processes all
+        must return it after the same step. Optional methods: the context `paused()` (`js.distributed.Watchdog`) is
+        entered during evaluation and these callbacks; `evaluated(step, run, evaluation)` (`js.Checkpointer`) is called
+        with the result of every evaluation; `finish(error)` (`js.ReplicaWatch`) at the end, as for `callbacks`.
       tokens: tokens in a batch, for "tokens_per_second"; without it rows are counted.
       flops: model FLOPs of a step over all devices (`jaxshard.cost.flops.train_flops`), for "flops_per_second", "mfu".
       profile: a folder for a `jax.profiler` trace of the third to the fifth step, or the text of an address gs://.
-      bad_steps: what to do about a loss or gradient that is not finite, known as late as all numbers. Such a step
-        changes nothing but its number, so that later steps have the batches and random keys that they would have had.
-        "raise" stops; "skip" goes on, and the records count; both raise where an update spoils the parameters, for no
-        step can follow. `js.Rollback(checkpointer.restore)` goes back to a saved run and takes its steps again without
-        that batch: their records come again, and `batches` must be those of `js.batches` or `js.local_batches`, or have
-        their `seek`. All three need the "bad" of `js.make_step`; without it every step counts as good. A training
-        whose steps were all bad raises at its end.
+      bad_steps: what to do about a loss or gradient that is not finite. Such a step changes only the step count, so
+        that later steps keep their batches and random keys. "raise" stops; "skip" goes on, and the records show it;
+        both raise if an update makes parameters infinite or NaN, since no step can follow.
+        `js.Rollback(checkpointer.restore)` goes back to a saved run and takes its steps again without that batch: their
+        records are repeated, and `batches` must be those of `js.batches` or `js.local_batches`, or have their `seek`.
+        All three need the "bad" of `js.make_step`; without it every step counts as good. A training whose steps were
+        all bad raises at its end.
 
     Returns:
       The run after the last step.
 
     Raises:
       OSError: the profile can't be written.
-      BadStep: a step that is bad, with the run in its attribute `run`; for "skip" the 50th in a row; for a rollback
-        one that goes on being bad; at the end, if all steps were bad.
-      ValueError: no batch where a step was to be taken; `eval_every` or `patience` without `evaluate`, or below 1; a
-        `js.EarlyStopping`, or a checkpointer that keeps the best run, without `evaluate`; `patience` beside `stop`, or
-        with an evaluation that has no "loss"; a run that was donated to an earlier step; `js.Rollback` for a run under
-        `js.local`; a `profile` at another address than gs://.
+      BadStep: a bad step, with the run in its attribute `run`; for "skip" the 50th in a row; for a rollback a step that
+        stays bad; at the end, if all steps were bad.
+      ValueError: the batches are empty; `eval_every` or `patience` without `evaluate`, or below 1; a
+        `js.EarlyStopping`, or a checkpointer that keeps the best run, without `evaluate`; `patience` together with
+        `stop`, or with an evaluation that has no "loss"; a run that was donated to an earlier step; `js.Rollback` for a
+        run under `js.local`; a `profile` at another address than gs://.
       TypeError: `run` is no TrainState; `js.Rollback` with batches that can't go back.
 
     Example:
@@ -132,9 +132,9 @@ def fit(
                 jax.block_until_ready(run)
                 trace.close()
 
-            # Numbers first, then what is done about bad steps, evaluation and callbacks last: so callbacks receive each
-            # record once, complete, and an evaluation never sees a run that is given up. A step that evaluates or is
-            # the last one reads everything, because its own record has to be among those that are read.
+            # First read metrics, then recover from bad steps, then evaluate and call callbacks: so callbacks receive
+            # each record once, complete, and an evaluation never sees a run that is rolled back. A step that evaluates,
+            # or the last step, reads all records, because it needs its own.
             evaluates = evaluate is not None and (done == steps or done % (eval_every or steps) == 0)
             records = reader.read(all=evaluates or ends or done == steps)
             with _pause_watchers(on_run):
@@ -165,7 +165,7 @@ def fit(
 
 @contextlib.contextmanager
 def _profiled(folder: str | Path) -> Iterator[None]:
-    """Write a profile of the block; an OSError where that fails, which names the folder."""
+    """Write a profile of the block; raise an OSError that names the folder if that fails."""
     jax.profiler.start_trace(str(folder))
     try:
         yield
@@ -184,7 +184,7 @@ def _profiled(folder: str | Path) -> Iterator[None]:
 
 
 def _pause_watchers(on_run: Sequence[Callable[[int, TrainState], Any]]) -> contextlib.ExitStack:
-    """Make a context for what is no step, in which callbacks that watch the time of steps pause."""
+    """Make a context for code outside of steps, in which callbacks that watch the time of steps pause."""
     with contextlib.ExitStack() as stack:
         for function in on_run:
             if hasattr(function, "paused"):
@@ -193,7 +193,7 @@ def _pause_watchers(on_run: Sequence[Callable[[int, TrainState], Any]]) -> conte
 
 
 def _list_judged(records: Sequence[Record], evaluates: bool) -> list[dict[str, float]]:
-    """List what decides about the end: evaluations with the norm of their step's update, or the metrics of steps."""
+    """List the metrics for early stopping: evaluations with their step's "update_norm", or the metrics of steps."""
     if not evaluates:
         return [record.metrics for record in records if not record.metrics.get("bad")]
     norms = [{name: x for name, x in record.metrics.items() if name == "update_norm"} for record in records]
@@ -201,7 +201,7 @@ def _list_judged(records: Sequence[Record], evaluates: bool) -> list[dict[str, f
 
 
 def _check_arguments(run: Any, step: Any, batches: Any, steps: Any) -> None:
-    """Raise for arguments in another order, and for one batch in the place of several."""
+    """Raise for arguments in another order, and for a single batch in place of several."""
     if not isinstance(run, TrainState) and any(isinstance(x, TrainState) for x in (step, batches)):
         raise TypeError("fit: the arguments are in another order; write js.fit(run, step, batches, steps=...)")
     check_is_run(run)
@@ -231,7 +231,7 @@ def _check_evaluation(
 
 
 def _check_judges(evaluate: Any, stop: Any, on_run: Sequence[Callable[..., Any]]) -> None:
-    """Raise if something waits for evaluations that never come."""
+    """Raise if a rule or callback needs evaluations, but there are none."""
     if evaluate is not None:
         return
     if isinstance(stop, EarlyStopping) and stop.judges_evaluations:

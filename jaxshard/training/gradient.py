@@ -1,4 +1,4 @@
-"""`value_and_grad`: the loss and gradient of a step without its update, for updates of one's own."""
+"""`value_and_grad`: the loss and gradient of a step without its update, for custom updates."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from jaxshard.training.views import unstore, use_stored
 def value_and_grad(
     loss_fn: LossFn, layout: Layout, engine: Engine | None = None
 ) -> Callable[[TrainState, PyTree], tuple[jax.Array, PyTree]]:
-    """Make `fn(run, batch) -> (loss, gradients)`: those of the step that `js.make_step` would take next.
+    """Make `fn(run, batch) -> (loss, gradients)`, equal to those of the next step of `js.make_step`.
 
     Args:
       loss_fn: `loss_fn(model, batch, key) -> scalar | js.Mean | js.Loss`. Of a `js.Loss` only the loss is returned.
-      layout: says where everything lives.
+      layout: the layout.
       engine: how the gradient is computed; `js.auto()` by default.
 
     Returns:
       The function. It does not donate the run. The gradients are in model order without padding, as `jax.grad` gives
-      them on one device, with None for frozen parameters; the compiler chooses how they are split. Residuals of an
+      them on one device, with None for frozen parameters; the compiler chooses their sharding. Residuals of an
       engine with feedback are added, as the next step would add them, and stay in the run. Collectives: those of the
       engine. The first call for a batch of some shape compiles.
 

@@ -1,4 +1,4 @@
-"""The hyperparameters of an optimizer that are in force, where its state shows them."""
+"""Find the current hyperparameters of an optimizer, if its state has them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxshard.core.types import PyTree
 def find_hyperparams(opt_state: PyTree) -> dict[str, Any]:
     """Find the scalars that `optax.inject_hyperparams` keeps in an optimizer's state.
 
-    A transform made without it holds its learning rate in a Python closure, where nobody can see it:
+    A transform made without it keeps its learning rate in a Python closure, where it can't be found:
 
         tx = optax.inject_hyperparams(optax.adamw)(learning_rate=schedule)
 
@@ -22,8 +22,8 @@ def find_hyperparams(opt_state: PyTree) -> dict[str, Any]:
       opt_state: an optimizer's state, or its shapes.
 
     Returns:
-      {name: scalar}: those that the last update used. A name that several transforms have is preceded by the path of
-      its own in the state: "0/learning_rate".
+      {name: scalar} of the last update. If several transforms have a name, the path in the state precedes it:
+      "0/learning_rate".
     """
     found: dict[str, Any] = {}
     states = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_has_hyperparams)

@@ -1,11 +1,11 @@
-"""A step of replicas that train by themselves (`js.local`): an ordinary step in each, and now and then the outer one.
+"""A step under `js.local`: an ordinary step in each replica, and the outer optimizer step of DiLoCo when it is due.
 
     on each replica       an ordinary step of its own parameters, on its rows: no collective over the replicas' axis
-                          but the means of a few scalars
+                          except the means of a few scalars
     for all, when due     mean over replicas, the outer optimizer's update of the shared parameters, and back to all
-    in the warm-up        replicas have taken the same step (`warm_up`): what each has now becomes the shared one
+    in the warm-up        replicas have taken the same step (`warm_up`): any replica's parameters become the shared ones
 
-The last two are in a conditional, whose branch the step's number alone decides, so that all devices take the same.
+The last two are branches of a conditional on the step's number, so that all devices take the same branch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jaxshard.training.views import hold_stored, move_stored, store, unstore
 
 
 class LocalStep:
-    """The computation of one step of all replicas; it is called, and has the attributes, as `TracedStep`.
+    """The computation of one step of all replicas, with the call and attributes of `TracedStep`.
 
     Attributes:
       inside: the step that each replica takes.
@@ -48,8 +48,7 @@ class LocalStep:
             raise ValueError("local: reduction='ordered' is not supported under js.local; use reduction='native'")
         if jax.tree.leaves(engine.residuals(one)):
             raise ValueError(
-                "local: replicas that train by themselves keep no residuals of gradients; leave feedback out of "
-                "reduce_dtype"
+                "local: replicas of js.local keep no residuals of gradients; leave feedback out of reduce_dtype"
             )
         self.layout, self.local, self.residuals = layout, layout.local, ()
         self.inside = TracedStep(loss_fn, tx, one, engine, guarded=guarded, replica_of=self.local)
@@ -65,7 +64,7 @@ class LocalStep:
         return after, metrics, self._evidence(metrics)
 
     def find(self, run: TrainState, batch: PyTree) -> Evidence:
-        """Compute the loss and gradients that a step would, for their evidence alone."""
+        """Compute the loss and gradients of a step, and return only their evidence."""
         return self._evidence(self(run, batch)[1])
 
     def _step_inside(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -77,30 +76,30 @@ class LocalStep:
 
 
 OrdinaryStep = Callable[[TrainState, PyTree], tuple[TrainState, PyTree]]
-"""`step(run, batch) -> (run, results)` of one replica, whose results are equal on all."""
+"""`step(run, batch) -> (run, results)` of one replica; results are equal on all replicas."""
 
 
 def take_local_step(
     layout: Layout, local: Local, step: OrdinaryStep, run: TrainState, batch: PyTree
 ) -> tuple[TrainState, PyTree]:
-    """Take one step of all replicas, and synchronise what is due; traced under jit, in global view.
+    """Take one step of all replicas, and synchronise them if it is due; traced under jit, in global view.
 
     Args:
-      layout: of the whole run.
+      layout: the layout of the run.
       local: its `js.local`.
       step: an ordinary step of one replica's run, traced inside a `shard_map` over the axis of the replicas.
       run: the run.
-      batch: the global batch, of which replica r has the r-th part of the rows.
+      batch: the global batch; replica r computes the r-th part of its rows.
     """
     trained, opt_state, one = layout.trainable, run.opt_state, layout.inside_replica()
 
     def hold(params: PyTree, inner: PyTree) -> tuple[PyTree, PyTree]:
-        # Over the other axes the compiler would choose, and might gather what the layout holds whole.
+        # Without this constraint the compiler would choose the sharding over the other axes.
         return hold_stored(one, params, one.params), hold_stored(one, inner, one.opt_state)
 
     def on_replica(own: PyTree, inner: PyTree, frozen: PyTree, number: Any, key: Any, rows: PyTree) -> Any:
         params, inner = hold(put_back(trained, _first(own), frozen), _first(inner))
-        # Another key for each replica, so that no two have the same dropout.
+        # A different key for each replica, so that their dropout differs.
         key = jax.random.fold_in(key, lax.axis_index(local.axis))
         after, results = step(TrainState(number, params, inner, (), key), rows)
         params, inner = hold(after.params, after.opt_state)
@@ -144,10 +143,10 @@ def _synchronise(layout: Layout, local: Local, run: TrainState, own: PyTree) -> 
 
 
 def _make_sync(layout: Layout, local: Local) -> Callable[..., tuple[PyTree, PyTree, PyTree]]:
-    """Make the function that synchronises the replicas' arrays, as the layout stores them."""
+    """Make the function that synchronises the replicas' stored arrays."""
     trained, seen, (places,) = layout.trainable, layout.opt_params, layout.opt_state.outer
     rests, shapes = select(trained, layout.params), select(trained, layout.shapes.params)
-    # As for the inner optimizer: on arrays as stored where it can't tell them from logical ones.
+    # As for the inner optimizer: run on stored arrays if it is proven to give the same result as on logical ones.
     proof = check_stored(local.outer, shapes, seen, places)
     stored = proof is None or bool(proof)
 
@@ -173,12 +172,12 @@ def _make_sync(layout: Layout, local: Local) -> Callable[..., tuple[PyTree, PyTr
 
 
 def _mean_over_replicas(layout: Layout, local: Local, own: PyTree, rests: PyTree, seen: PyTree) -> PyTree:
-    """Average the replicas' own arrays, in f32 at least; one all-reduce of each, of a device's part alone."""
+    """Average the replicas' own arrays, in at least f32, by one all-reduce of each device's shard."""
 
     def lift(placement: Placement) -> Placement:
         return local.lift(placement, layout.mesh)
 
-    # To where the outer optimizer's state is, which may be a part of what each device has (ZeRO-1 and 2).
+    # Take the sharding of the outer optimizer's state, which may split arrays further (ZeRO-1 and 2).
     lifted = jax.tree.map(lift, seen)
     own = move_stored(layout, own, jax.tree.map(lift, rests), lifted)
 
@@ -195,7 +194,7 @@ def _mean_over_replicas(layout: Layout, local: Local, own: PyTree, rests: PyTree
 
 
 def _of_any_replica(layout: Layout, own: PyTree) -> PyTree:
-    """Take one replica's arrays where all have the same: every device the part that it has. Nothing moves."""
+    """Take one replica's arrays if all are equal: every device keeps its own shard, without communication."""
 
     def specs(placements: PyTree) -> PyTree:
         return jax.tree.map(lambda placement: placement.store, placements)

@@ -246,7 +246,7 @@ def test_units_of_a_module_inside_a_function():
     )
     engine = js.explicit(units=[Dense], remat="nothing")
     assert traffic(lambda p, b, k: loss_fn(p, b, k), engine, init_fn) == traffic(loss_fn, engine, init_fn)
-    with pytest.raises(TypeError, match="has no units to look into"):
+    with pytest.raises(TypeError, match="has no modules for units"):
         traffic(lambda p, b, k: js.Mean(jnp.sum(p["Dense_0"]["Dense_0"]["kernel"]), 1), engine, init_fn)
 
 

@@ -403,7 +403,7 @@ def test_a_loss_without_units_to_look_into():
         return js.Mean(jnp.square(model["first"]["kernel"]).sum(), 1.0)
 
     step = js.make_step(my_loss, TX, layout, engine=js.explicit(units=[NnxBlock]))
-    with pytest.raises(TypeError, match=r"units: .*my_loss has no units to look into; make it with js.linen or js.nnx"):
+    with pytest.raises(TypeError, match=r"units: .*my_loss has no modules for units; make it with js.linen or js.nnx"):
         step.lower(classes())
 
 
@@ -450,5 +450,5 @@ def test_stacked_nnx_modules_are_no_units():
 def test_stacked_models_need_no_units():
     stacked = js.models.gpt(vocab=8, width=8, depth=2, heads=2, seq=8)
     layout = js.layout(js.ddp(), mesh(), stacked.init, TX)
-    with pytest.raises(TypeError, match="has no units to look into; it gathers block by block without"):
+    with pytest.raises(TypeError, match="has no modules for units; it gathers block by block without"):
         js.make_step(stacked.loss, TX, layout, engine=js.explicit(units=[Block]))

@@ -26,7 +26,7 @@ def test_one_size_is_left_to_infer(asked, shape):
 
 
 def test_sizes_that_do_not_multiply_are_refused():
-    with pytest.raises(ValueError, match="pipe=3, data=-1, tensor=2 leaves nothing whole for 'data'"):
+    with pytest.raises(ValueError, match="pipe=3, data=-1, tensor=2 leaves no size for 'data'"):
         js.hybrid(tensor=2, pipe=3)
     with pytest.raises(ValueError, match="at most one of them -1"):
         js.hybrid(data=-1, pipe=-1)

@@ -38,7 +38,7 @@ def test_state_alone_moves_to_the_host_and_its_bytes_with_it() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match="only optimizer state, 'opt', can rest in the host's memory, got 'param'"):
+    with pytest.raises(ValueError, match="only optimizer state, 'opt', can be kept in the host's memory, got 'param'"):
         js.offload("param")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="min_size must be at least 0"):
         js.offload(min_size=-1)

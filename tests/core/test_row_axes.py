@@ -62,7 +62,7 @@ def test_micro_batches_are_refused_where_statistics_of_the_batch_are_asked_for(e
     (init_fn, loss_fn), batch = own_pair()
     layout = js.layout(js.ddp("data"), js.make_mesh(data=8), init_fn, optax.sgd(0.1))
     step = js.make_step(loss_fn, optax.sgd(0.1), layout, engine=engine(microbatches=2))
-    with pytest.raises(ValueError, match=r"row_axes: the rows of the batch are computed in turns.*leave out micro"):
+    with pytest.raises(ValueError, match=r"row_axes: micro-batches are computed one after another.*leave out micro"):
         step.compile(batch)
 
 

@@ -217,7 +217,7 @@ def test_a_mesh_without_the_axis():
 
 
 def test_large_arrays_that_no_rule_took_are_reported():
-    with pytest.warns(UserWarning, match=r"no rule took mystery \[256, 256\], other \[256, 256\]: copied whole over"):
+    with pytest.warns(UserWarning, match=r"no rule took mystery \[256, 256\], other \[256, 256\]: replicated over"):
         made = layout({"mystery": (256, 256), "other": (256, 256), "small": (8, 8)})
     assert "no rule took it" in made.explain()
     layout({"mystery": (256, 256)}, rules=[("*mystery", "whole"), *js.RULES])  # said on purpose: no warning

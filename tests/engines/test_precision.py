@@ -20,7 +20,7 @@ def test_other_dtypes_beside_it(name):
     assert make(precision="bfloat16") == make(precision="bf16")
     engine = make(precision="bf16", reduce_dtype=jnp.float32)
     assert engine.describe()["compute_dtype"] == "bfloat16" and engine.describe()["reduce_dtype"] == "float32"
-    with pytest.raises(ValueError, match="computes in bfloat16, but compute_dtype=float16 is beside it; leave one of"):
+    with pytest.raises(ValueError, match="computes in bfloat16, but got compute_dtype=float16 as well; leave one of"):
         make(precision="bf16", compute_dtype=jnp.float16)
     with pytest.raises(ValueError, match=r"precision must be 'bf16' or None.*, got 'fp8'"):
         make(precision="fp8")

@@ -52,7 +52,7 @@ def test_a_slice_may_be_named_as_google_names_it(name, shape):
 def test_a_mesh_of_another_size_names_both_sizes():
     with pytest.raises(ValueError, match="2 x v5e:4x4: data=8, tensor=2 needs 16 devices, but there are 32"):
         planned_mesh("v5e:4x4", num_slices=2, data=8, tensor=2)
-    with pytest.raises(ValueError, match="leaves nothing whole for 'tensor': 16 devices are not divisible by 3"):
+    with pytest.raises(ValueError, match="leaves no size for 'tensor': 16 devices are not divisible by 3"):
         planned_mesh("v5e:4x4", data=3, tensor=-1)
     with pytest.raises(ValueError, match="for more hosts write h100:8x8"):
         planned_mesh("h100:8x4", num_slices=2, data=-1)

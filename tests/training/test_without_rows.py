@@ -70,7 +70,9 @@ def table_loss(params, batch, key):
 def test_graphs_run_unmarked_under_auto_and_what_is_whole_is_said_once():
     """As `assert_equal_runs`. Three arrays have 16 or 80 elements, two 37, which the devices do not divide."""
     toy = Toy(init_fn, graph_loss, graphs(), 0.01)
-    with pytest.warns(UserWarning, match=r"those of 16 are taken for rows.*whole: nodes: 80, receivers: 37, s") as said:
+    with pytest.warns(
+        UserWarning, match=r"16 is taken for the number of rows.*replicated: nodes: 80, receivers: 37"
+    ) as said:
         trace, layout = sharded(toy, FSDP, mesh(), js.auto())
     assert len(said) == 1 and "js.without_rows('nodes', 'receivers', 'senders')" in str(said[0].message)
     assert_equal_runs(trace, one_device(toy))

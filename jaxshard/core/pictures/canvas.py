@@ -1,4 +1,4 @@
-"""Figures of matplotlib in one look: fonts, sizes, colours, light and dark, and their files.
+"""Make matplotlib figures in a common style (fonts, sizes, colours, light and dark), and write them to files.
 
 A picture is dark where matplotlib's own text is light, as under `plt.style.use("dark_background")`.
 """
@@ -27,10 +27,10 @@ _POINTS_PER_INCH = 72
 
 @contextmanager
 def drawing(width: float, height: float) -> Iterator[tuple[Figure, Look]]:
-    """Make an empty figure of so many inches; what is drawn on it inside the context has the look of all pictures.
+    """Make an empty figure of a size in inches, and a context in which drawing on it has the common style.
 
     Yields:
-      (figure, look): the figure, which no window holds and which a notebook shows, and the colours around its own.
+      (figure, look): the figure, which a notebook shows without a window, and the background and text colours.
 
     Raises:
       ImportError: matplotlib is not installed.
@@ -50,7 +50,7 @@ def drawing(width: float, height: float) -> Iterator[tuple[Figure, Look]]:
 
 
 def _settings(look: Look) -> Any:
-    """The look in matplotlib's words."""
+    """Return the look as matplotlib's rc parameters."""
     from cycler import cycler
 
     inks = ("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.labelcolor", "ytick.labelcolor")
@@ -77,7 +77,7 @@ def _settings(look: Look) -> Any:
 
 
 def inches_of(text: str, points: float = SIZE) -> float:
-    """Measure how wide a line of text is in a picture, in letters of so many points."""
+    """Measure the width of a line of text in inches, at a font size in points."""
     from matplotlib.textpath import TextPath
 
     width: float = TextPath((0, 0), text.rstrip(), size=points).get_extents().width
@@ -85,12 +85,12 @@ def inches_of(text: str, points: float = SIZE) -> float:
 
 
 def fold(text: str, inches: float, points: float = SIZE) -> str:
-    """Break a text into lines of at most so many inches, at spaces and behind slashes; longer words stay whole.
+    """Break a text into lines of at most a width in inches, at spaces and after slashes; longer words are not broken.
 
     Args:
-      text: in one line.
+      text: the text, in one line.
       inches: the width.
-      points: the size of its letters.
+      points: the font size.
 
     Example:
       axes.set_ylabel(fold("decoder/layers/self_attention/query/kernel", 2.5))
@@ -103,7 +103,7 @@ def fold(text: str, inches: float, points: float = SIZE) -> str:
 
 
 def write_picture(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write a figure to a file, whose suffix says its kind. The same figure makes the same bytes.
+    """Write a figure to a .png, .svg or .pdf file. The same figure makes the same bytes.
 
     Raises:
       ValueError: a suffix that is none of .png, .svg and .pdf.
@@ -128,7 +128,7 @@ def _picture_class() -> type[Figure]:
     from matplotlib.figure import Figure
 
     class Picture(Figure):
-        """A figure that a notebook shows, whether or not it was told to show those of matplotlib."""
+        """A figure that a notebook shows even without matplotlib's inline backend."""
 
         def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
             file = io.BytesIO()

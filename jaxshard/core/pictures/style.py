@@ -8,9 +8,9 @@ BLACK, WHITE = "#000000", "#FFFFFF"
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 SKY, VERMILLION, YELLOW, GREY = "#56B4E9", "#D55E00", "#F0E442", "#666666"
 PALETTE = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION, YELLOW, GREY)
-"""Okabe and Ito's colours (jfly.uni-koeln.de/color), which colour-blind people tell apart, and a grey.
+"""Okabe and Ito's colours (jfly.uni-koeln.de/color), which colour-blind people can distinguish, and a grey.
 
-All of them are seen on white and on nearly black, so that light and dark pictures share them.
+All of them are visible on white and on nearly black, so that light and dark pictures share them.
 """
 
 ROLES = {
@@ -24,26 +24,26 @@ ROLES = {
     "logits": PURPLE,
     "temporaries": YELLOW,
 }
-"""The colours of the roles of memory; the brown of the batch is none of the palette's, for there are nine."""
+"""The colours of the roles of memory; the brown of the batch is added, since the palette has only eight colours."""
 
 OPERATIONS = {"F": SKY, "B": ORANGE, "W": GREEN}
 """The colours of the operations of a schedule."""
 
 SIZE = 13
-"""Points of text, with `WIDTH` as wide as a picture is: legible where it is shown at half its size."""
+"""The font size in points: legible in a picture of `WIDTH` that is shown at half its size."""
 
 WIDTH = 9.5
 """Inches."""
 
 
 class Look(NamedTuple):
-    """The colours around those of the palette.
+    """The background, text and line colours of a picture, light or dark.
 
     Attributes:
       paper: the background.
-      ink: of text.
-      muted: of axes and of what stands back.
-      faint: of grids.
+      ink: the colour of text.
+      muted: the colour of axes and less important text.
+      faint: the colour of grids.
     """
 
     paper: str
@@ -53,7 +53,7 @@ class Look(NamedTuple):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The palette for lines, of which a yellow one is not seen on white: the ink takes its place."""
+        """The palette for lines, with the ink in place of yellow, which is not visible on white."""
         return tuple(self.ink if colour == YELLOW else colour for colour in PALETTE)
 
 
@@ -75,12 +75,12 @@ def contrast(one: str, other: str) -> float:
 
 
 def ink_on(colour: str) -> str:
-    """Return black or white, whichever is read better on a colour."""
+    """Return black or white, whichever is more legible on a colour."""
     return max(WHITE, BLACK, key=lambda ink: contrast(ink, colour))
 
 
 def tint(colour: str, part: int, parts: int) -> str:
-    """Return the shade of a colour for one of several parts: the last has the colour itself, the first the most white.
+    """Return a shade of a colour for one of several parts: the last is the colour itself, the first the lightest.
 
     >>> [tint("#56B4E9", part, 2) for part in range(2)]
     ['#91cef1', '#56b4e9']

@@ -1,4 +1,4 @@
-"""The part of an array that each device of a mesh holds, and where the device stands in a picture of the mesh."""
+"""The shard of an array that each device of a mesh holds, and the device's position in a picture of the mesh."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxshard.core.placement import Placement
 
 
 def parts_held(mesh: Mesh, placement: Placement) -> np.ndarray:
-    """Return for every device, by its position in the mesh, the number of the part of an array that it holds."""
+    """Return the index of the shard that each device holds, as an array in the shape of the mesh."""
     places = dict(zip(mesh.axis_names, np.unravel_index(np.arange(mesh.size), tuple(mesh.shape.values()))))
     number = np.zeros(mesh.size, int)
     for entry in placement.store:

@@ -1,16 +1,16 @@
 """One device's part of a pipelined step: its blocks, its rows, and the model's embedding and head.
 
 Stored, a parameter of the blocks is [chunks, p, blocks per chunk, ...], its second dimension split over the pipeline
-(`js.pipeline`), so inside `shard_map` a device has [chunks, 1, blocks per chunk, ...]. Here it is seen as a stack
+(`js.pipeline`), so inside `shard_map` a device has [chunks, 1, blocks per chunk, ...]. Here it is reshaped to a stack
 [chunks * blocks per chunk, ...], whose first index is the local index of a block:
 
     p = 2, chunks = 2, 7 blocks, 2 per chunk     stored on device 0    stored on device 1
         chunk 0                                    blocks 0 1            blocks 2 3
         chunk 1                                    blocks 4 5            blocks 6 and padding
 
-    block number = (chunk * p + device) * blocks per chunk + place in the chunk
+    index of a block in the model = (chunk * p + device) * blocks per chunk + index in the chunk
 
-Everything is computed for one micro-batch at a time: `microbatch` is its number among this device's rows, which are cut
+Everything is computed for one micro-batch at a time: `microbatch` is its index among this device's rows, which are cut
 into `engine.microbatches` equal slices. Weights of a block are gathered each time that it runs, others once a step.
 """
 
@@ -50,13 +50,13 @@ class DeviceStep:
     """One device's part of a step, inside `shard_map`.
 
     Attributes:
-      engine: how weights and gradients move, and into how many micro-batches the rows are cut.
-      layout: where the arrays lie.
-      pipe: the axis of the pipeline and its chunks.
+      engine: the engine, with its dtypes and its number of micro-batches.
+      layout: the layout.
+      pipe: the strategy of the pipeline: its axis and chunks.
       model: the blocks, embedding and head.
-      params: the parameters as this device stores them.
+      params: this device's shards of the parameters.
       batch: this device's rows.
-      key: of the step; None in evaluation.
+      key: the step's key; None in evaluation.
     """
 
     engine: Engine
@@ -68,7 +68,7 @@ class DeviceStep:
     key: jax.Array | None
 
     def embed_and_head(self) -> EmbedAndHead:
-        """Return embedding and head with their weights gathered."""
+        """Gather the weights of embedding and head, and return both."""
         params, grads, stored = map(without_blocks, (self.layout.params, self.layout.grads, self.params))
         weights = jax.tree.map(lambda p, g, x: self._move(p, g).gather(x), params, grads, stored)
         return EmbedAndHead(
@@ -77,11 +77,11 @@ class DeviceStep:
         )  # fmt: skip
 
     def with_loss_weights(self, embed_and_head: EmbedAndHead, loss: Program) -> EmbedAndHead:
-        """Return embedding and head that know the weights of the traced loss, summed over micro-batches and devices.
+        """Return embedding and head with the weights of the traced loss, summed over micro-batches and devices.
 
         Collectives: one all-reduce of a scalar over the axes of rows and context per term of the loss.
         """
-        weights_of, x = loss.only(loss.out.value.weights), loss.args[2]  # which no weight is made of
+        weights_of, x = loss.only(loss.out.value.weights), loss.args[2]  # no weight depends on `x`
         each = jax.vmap(lambda one: weights_of(*embed_and_head.rows_and_key(one), x))(
             jnp.arange(self.engine.microbatches)
         )
@@ -89,7 +89,7 @@ class DeviceStep:
         return replace(embed_and_head, loss_weights=weights)
 
     def training_stages(self, embed_and_head: EmbedAndHead, policy: RematPolicy, *, recompute: bool = False) -> Stages:
-        """Return this device's blocks: each keeps what the policy says, with `recompute` a chunk keeps its input."""
+        """Return this device's blocks, which save what the policy says; with `recompute` only the input of a chunk."""
         zero = jnp.int32(0)
         weights, x = jax.eval_shape(self._fetch_weights, zero), jax.eval_shape(embed_and_head.run_embed, zero)
         key = jax.eval_shape(self._key, zero, zero)
@@ -100,13 +100,14 @@ class DeviceStep:
         return self._stages(split_block(block, weights, x, key, trained), recompute)
 
     def evaluation_stages(self) -> Stages:
-        """Return this device's blocks, which keep nothing."""
+        """Return this device's blocks without residuals."""
         return self._stages(forward_only(self.model.block), False)
 
     def zero_grad_sums(self) -> GradSums:
-        """Return zeros for the gradients of this device's blocks, as they are summed.
+        """Return zeros to sum the gradients of this device's blocks in.
 
-        Whole with scatter="end", since they are reduced after the sum; else as they rest, since each is reduced first.
+        With scatter="end" they have the unreduced shape, since the sum is reduced; otherwise the stored shape, since
+        each gradient is reduced before it is added.
         """
         axes, (chunks, each) = self.layout.manual_axes, self._chunks()
 
@@ -121,7 +122,7 @@ class DeviceStep:
         return [zeros(param, grad, dtype) for param, grad, dtype in leaves if param is not None and grad is not None]
 
     def zero_totals(self, embed_and_head: EmbedAndHead) -> Totals:
-        """Return the totals of no micro-batch."""
+        """Return the totals before the first micro-batch."""
 
         def zeros(x: Any, param: Placement, trained: bool) -> jax.Array | None:
             return jnp.zeros(used_shape(self.layout, param), x.dtype) if trained else None
@@ -130,11 +131,11 @@ class DeviceStep:
         return embed_and_head.zero_totals(jax.tree.map(zeros, *map(without_blocks, of_all)))
 
     def reduce_gradients(self, sums: GradSums, rest: PyTree) -> PyTree:
-        """Return all gradients as they rest, summed over the devices that have a share of them.
+        """Return all stored gradients, summed over the devices that have a share of them.
 
         Args:
-          sums: of the blocks, one array per trained leaf.
-          rest: of embedding and head, a tree with None where a leaf is frozen; also summed over the pipeline.
+          sums: gradients of the blocks, one array per trained leaf.
+          rest: gradients of embedding and head, a tree with None for frozen leaves; also summed over the pipeline.
         """
         grads = iter(sums)
 
@@ -142,7 +143,7 @@ class DeviceStep:
             if grad is None:
                 return None
             mine = next(grads)
-            # With "each" they were reduced in `_add_gradients`.
+            # With scatter="each" `_add_gradients` has reduced them.
             if self.engine.scatter == "end":
                 stack = partial(_stack_placement, mine.shape[0])
                 mine = reduce_gradient(
@@ -160,7 +161,7 @@ class DeviceStep:
         return jax.tree.map(reduce_rest, without_blocks(params), without_blocks(placements), rest) | {BLOCKS: blocks}
 
     def first_row(self, microbatch: jax.Array) -> jax.Array:
-        """Return the global number of a micro-batch's first row."""
+        """Return the global index of a micro-batch's first row."""
         axes = self.layout.batch_axes
         before = lax.axis_index(axes) * self.engine.microbatches if axes else 0
         return (before + microbatch) * self._microbatch_rows()
@@ -170,12 +171,12 @@ class DeviceStep:
         return Stages(block, self._fetch_weights, self._block_number, self._key, self._add_gradients, each, recompute)
 
     def _chunks(self) -> tuple[int, int]:
-        """(chunks of a device, blocks of a chunk)."""
+        """Return (number of chunks per device, number of blocks per chunk)."""
         chunks, _, each = jax.tree.leaves(self.layout.params[BLOCKS])[0].view.stored[:3]
         return chunks, each
 
     def _fetch_weights(self, index: jax.Array) -> PyTree:
-        """The weights, gathered, of this device's block at a local index."""
+        """Gather the weights of this device's block at a local index."""
 
         def fetch(move: Move, x: jax.Array) -> jax.Array:
             stack = x.reshape(-1, *x.shape[3:])
@@ -186,36 +187,36 @@ class DeviceStep:
         return jax.tree.unflatten(tree, [fetch(*pair) for pair in zip(moves, leaves, strict=True)])
 
     def _add_gradients(self, sums: GradSums, index: jax.Array, new: list[Any], active: jax.Array) -> GradSums:
-        """The sums with a block's gradients added, each reduced first unless scatter="end"."""
+        """Add a block's gradients to the sums; reduce each first unless scatter="end"."""
 
         def add(sums: jax.Array, x: Any, move: Move) -> jax.Array:
             if x is None:
                 return sums
-            # Back in the parameter's dtype first: a weight computed in bf16 is not thereby reduced in bf16.
+            # First cast to the parameter's dtype: computing in bf16 does not imply reducing in bf16.
             return sums.at[index].add(move.reduce(jnp.where(active, x, 0).astype(sums.dtype)))
 
         moves = [move for move, is_trained in self._block_moves() if is_trained]
         return [add(*leaf) for leaf in zip(sums, new, moves, strict=True)]
 
     def _block_moves(self) -> list[tuple[Move, bool]]:
-        """For each leaf of the blocks how one block's weight moves, and whether it is trained."""
+        """Return for each leaf of the blocks (the `Move` of one block's weight, whether it is trained)."""
         pairs = zip(jax.tree.leaves(self.layout.params[BLOCKS]), _leaves(self.layout.grads[BLOCKS]), strict=True)
         return [(self._move(p.drop_first(), None if g is None else g.drop_first()), g is not None) for p, g in pairs]
 
     def _block_number(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(number in the model of the block at a local index, whether the model has it: else it is padding)."""
+        """Return (index in the model of the block at a local index, whether it is a block and not padding)."""
         _, each = self._chunks()
         chunk, place = index // each, index % each
         stage = chunk * axis_size(self.layout.mesh, self.pipe.axis) + lax.axis_index(self.pipe.axis)
         number = stage * each + place
-        # Clamped, so that padding has a key like any other block; nothing of it is used.
+        # Clamped, so that padding has a valid key too; its result is dropped.
         return jnp.minimum(number, self.model.num_blocks - 1), number < self.model.num_blocks
 
     def _move(self, param: Placement, grad: Placement | None) -> Move:
         return make_move(self.layout, self.engine)(param, grad)
 
     def _rows(self, microbatch: jax.Array) -> PyTree:
-        """A micro-batch's rows: a contiguous slice of this device's."""
+        """Return a micro-batch: a contiguous slice of this device's rows."""
         size = self._microbatch_rows()
 
         def rows(x: jax.Array, has_rows: bool) -> jax.Array:
@@ -227,7 +228,7 @@ class DeviceStep:
         return row_count(select(self.layout.rows_mask(self.batch), self.batch)) // self.engine.microbatches
 
     def _key(self, call: jax.Array | int, microbatch: jax.Array) -> jax.Array | None:
-        """The key of a call of the model for a micro-batch's rows, as one device would have it for them."""
+        """Return the key of a call of the model for a micro-batch's rows, the same as on a single device."""
         if self.key is None:
             return None
         return advance(jax.random.fold_in(self.key, call), self.first_row(microbatch))
@@ -238,6 +239,6 @@ def _leaves(placements: PyTree) -> list[Placement | None]:
 
 
 def _stack_placement(count: int, tail: Placement) -> Placement:
-    """The placement of `count` arrays of one placement, stacked along a new first dimension that stays whole."""
+    """Return the placement of `count` arrays of one placement, stacked along a new, unsplit first dimension."""
     view = View((count, *tail.view.logical), (count, *tail.view.padded), (count, *tail.view.stored))
     return Placement(view, PartitionSpec(None, *tail.use), PartitionSpec(None, *tail.store))

@@ -1,9 +1,8 @@
-"""Embedding and head: each micro-batch's on one device of the ring, so that none computes it for nothing.
+"""Embedding and head: each micro-batch's runs on one device of the ring, so that no device computes it in vain.
 
-They belong to no stage. In one program for all devices, every device that takes part in a tick computes what any of
-them computes, so if device 0 alone ran the embedding, the others would do the same work on rubbish. Instead they run on
-up to p micro-batches at a time (`schedules/runs.py`), each device on a micro-batch of its own. With p = 2 and the run
-of micro-batches (0, 1):
+They belong to no stage. All devices run the same program, so if device 0 ran the embedding in a tick, the others would
+compute it too, on meaningless data. Instead embedding and head run on up to p micro-batches at a time
+(`schedules/runs.py`), each device on another micro-batch. With p = 2 and the run of micro-batches (0, 1):
 
     device 0:  x0 = embed(rows of 0) ───────────────> inbox of device 0: x0, x1 ──> stages ──> ...
     device 1:  x1 = embed(rows of 1) ── permuted ───>
@@ -11,9 +10,9 @@ of micro-batches (0, 1):
     ... ──> outbox of device 1: y0, y1 ── permuted ──> device 0: loss and dy of 0 ── permuted ──> outbox of device 1
                                                        device 1: loss and dy of 1 ─────────────>
 
-(`tick_loop.py` moves the values.) The loss is a sum over micro-batches divided by a weight that is a sum over all of
-them as well, and its gradient is needed before the last micro-batch's forward: so the weights are summed first, which
-is why they may not depend on activations.
+(`tick_loop.py` moves the values.) The loss is a sum over micro-batches divided by a weight that is also a sum over all
+micro-batches, and its gradient is needed before the last micro-batch's forward. So the weights are summed first, and
+must not depend on activations.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Metrics = dict[str, Mean | Sum | Max]
 
 
 class Totals(NamedTuple):
-    """Sums over ticks of what embedding and head make: this device's share of loss, metrics and gradients.
+    """Sums over ticks of the results of embedding and head: this device's share of loss, metrics and gradients.
 
     `grads` has an array per trained parameter outside the blocks, None for the others.
     """
@@ -49,17 +48,17 @@ class Totals(NamedTuple):
 
 @dataclass(frozen=True)
 class EmbedAndHead:
-    """Embedding and head, on whole weights.
+    """Embedding and head, on gathered weights.
 
     Attributes:
       embed: `embed(params, rows, key) -> x`.
       head: `head(params, x, rows, key) -> js.Mean | js.Loss`.
       params: the weights outside the blocks.
-      trained: for each of them whether it is trained.
+      trained: for each of these weights whether it is trained.
       rows_of: `rows_of(microbatch) -> rows` of the batch.
       key_of: `key_of(call, microbatch) -> key`.
-      head_call: the number of the head's call; the embedding's is 0.
-      loss_weights: the global weights of the loss's terms, once they are known.
+      head_call: the index of the head's call; the embedding's is 0.
+      loss_weights: the global weights of the loss's terms, after they are summed.
     """
 
     embed: Callable[..., PyTree]
@@ -72,13 +71,13 @@ class EmbedAndHead:
     loss_weights: tuple[jax.Array, ...] = ()
 
     def run_embed(self, microbatch: jax.Array) -> PyTree:
-        """Return what the first stage takes in."""
+        """Return the input of the first stage."""
         return self._embed(self.params, microbatch)
 
     def run_head(self, microbatch: jax.Array, y: PyTree, totals: Totals, active: jax.Array) -> tuple[PyTree, Totals]:
-        """Return (the cotangent of the last stage's output `y`, the totals with the micro-batch's added).
+        """Return (the cotangent of the last stage's output `y`, the totals with the micro-batch added).
 
-        Nothing is added where `active` is False. Gradients are taken of the weights that the totals have sums for.
+        Nothing is added if `active` is False. Gradients are computed for the weights that have a sum in the totals.
         """
 
         def objective(own: PyTree, floats: PyTree) -> tuple[jax.Array, Loss]:
@@ -109,7 +108,7 @@ class EmbedAndHead:
     def readers(self) -> tuple[PyTree, PyTree]:
         """Return for every trained weight whether the embedding reads it, and whether the head does.
 
-        The gradient of one that doesn't is zero and need not be carried through it.
+        The gradient of a weight that is not read is zero, so that its sum need not pass through the conditional.
         """
         own = jax.tree.map(lambda x, trained: x if trained else None, self.params, self.trained)
         leaves, tree = jax.tree.flatten(own)
@@ -124,22 +123,22 @@ class EmbedAndHead:
         return by_embed, is_read(lambda params: self._loss(params, x, zero).value.totals)
 
     def zero_totals(self, grads: PyTree) -> Totals:
-        """Return the totals of no micro-batch; `grads` are the zeros of the gradients."""
+        """Return the totals before the first micro-batch; `grads` are zeros for the gradients."""
         metrics = self.zero_metrics()
         value = metrics.pop("loss")
         return Totals(jnp.zeros((), jnp.result_type(jnp.float32, *jax.tree.leaves(value))), metrics, grads)
 
     def zero_metrics(self) -> Metrics:
-        """Return the loss and the metrics of no rows."""
+        """Return the loss and the metrics of an empty batch."""
         zero = jnp.int32(0)
         example = jax.eval_shape(lambda: evaluation(self._loss(self.params, self.run_embed(zero), zero)))
         return {name: jax.tree.map(_nothing(metric), metric) for name, metric in example.items()}
 
     def trace_loss(self) -> Program:
-        """Trace the loss of a micro-batch, `fn(rows, key, x) -> js.Loss` of what the last block returns.
+        """Trace the loss of a micro-batch, `fn(rows, key, x) -> js.Loss`, where `x` is the last block's output.
 
         Raises:
-          Unsuited: its weights depend on `x`, so that they are not known before any output is.
+          Unsuited: its weights depend on `x`, so that they can't be summed before the forwards.
         """
         zero = jnp.int32(0)
         x = jax.eval_shape(self.run_embed, zero)
@@ -147,13 +146,13 @@ class EmbedAndHead:
         _, used = results_alone(program.closed, program.out.value.weights)
         if any(used[len(used) - len(jax.tree.leaves(x)) :]):
             raise Unsuited(
-                "the weight of the loss depends on activations, but a pipeline divides by it before they are all "
-                "there: compute the weight of js.Mean(total, weight) from the batch alone"
+                "the weight of the loss depends on activations, but a pipeline divides by it before all forwards "
+                "have run: compute the weight of js.Mean(total, weight) from the batch alone"
             )
         return program
 
     def rows_and_key(self, microbatch: jax.Array) -> tuple[PyTree, Any]:
-        """Return what the head is called with for a micro-batch, but for the activations."""
+        """Return the head's arguments for a micro-batch, without the activations."""
         return self.rows_of(microbatch), self.key_of(self.head_call, microbatch)
 
     def _embed(self, params: PyTree, microbatch: jax.Array) -> PyTree:
@@ -174,7 +173,7 @@ class EmbedAndHead:
         return loss
 
     def _with_sums(self, sums: PyTree) -> PyTree:
-        """The weights that have a sum for their gradient, None for the others."""
+        """Return the weights that have a sum for their gradient, None for the others."""
         return jax.tree.map(lambda s, x: None if s is None else x, sums, self.params, is_leaf=lambda x: x is None)
 
 
@@ -183,7 +182,7 @@ def _add_gradients(sums: PyTree, grads: PyTree, active: jax.Array) -> PyTree:
 
 
 def _add_metrics(totals: Metrics, metrics: Metrics, active: jax.Array) -> Metrics:
-    # Chosen after adding, so that a NaN of a device without a micro-batch is dropped.
+    # Selected after adding, so that a NaN of a device without a micro-batch is dropped.
     added = {name: combine(totals[name], metric) for name, metric in metrics.items()}
     before = {name: totals[name] for name in added}
     after: Metrics = jax.tree.map(lambda new, old: jnp.where(active, new, old), added, before)

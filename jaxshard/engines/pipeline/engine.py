@@ -50,7 +50,7 @@ _SAVED: dict[str, RematPolicy] = {
     "everything": "everything",
     "dots": "dots",
 }
-"""The remat policy of a block for each named `stash`; "stage" recomputes the whole chunk, so its blocks save all."""
+"""The remat policy of a block for each name of `stash`; "stage" recomputes the chunk, whose blocks then save all."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Pipelined(Engine):
 
     @property
     def saved(self) -> RematPolicy:
-        """The remat policy of a block: what it keeps for its own backward."""
+        """The remat policy of a block: the residuals that it saves for its own backward."""
         return _SAVED[self.stash] if isinstance(self.stash, str) else self.stash
 
     def table(self, layout: Layout) -> Schedule:
@@ -125,13 +125,13 @@ class Pipelined(Engine):
         return layout.manual_axes | {_pipeline(layout).axis}
 
     def row_axes(self, layout: Layout) -> tuple[str, ...]:
-        """Return the axes of rows and context, and that of the stages, over which embedding and head are spread."""
+        """Return the axes of rows and context, and the pipeline's axis, over which embedding and head are divided."""
         return (*layout.sum_axes, _pipeline(layout).axis)
 
     def block_passes(self, layout: Layout) -> BlockPasses:
-        """Return how often a step uses a block's weights at most: as if every slot of every tick ran.
+        """Return how often a step uses a block's weights at most: as if every operation of every tick ran.
 
-        Which slots run is decided tick by tick, so that a compiled program says no more about what is in them.
+        Conditionals decide at run time which operations run, so a compiled program does not show the exact number.
         """
         table = self.table(layout)
         blocks = jax.tree.leaves(layout.shapes.params[BLOCKS])[0].shape[0]
@@ -145,7 +145,7 @@ class Pipelined(Engine):
         return super().describe() | {"schedule": name, "stash": self.stash}
 
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
-        """Make the function that computes loss and gradient, each device its stages."""
+        """Make the function that computes loss and gradient, in which each device runs its stages."""
         if not isinstance(objective, OfBlocks):
             raise Unsuited(
                 f"js.pipelined: {objective.name} is opaque: where its blocks begin and end can't be seen. Describe the "
@@ -212,35 +212,34 @@ def pipelined(
     """Make the engine that runs the stages of `js.pipeline` by a schedule, for the `loss` of a `js.Stacked` model.
 
     Rows of a batch must be independent and the head must return a `js.Mean` whose weight does not depend on
-    activations. Random keys are those of `js.row_keys`: equal to one device for code that uses them. Embedding and
-    head run on runs of micro-batches, one micro-batch per device of the pipeline, so that none of them is computed
-    twice.
+    activations. Code that draws random numbers by `js.row_keys` draws the same as on one device. Embedding and head run
+    on groups of micro-batches, one micro-batch per device of the pipeline, so that none of them is computed twice.
 
-    Collectives over the pipeline's axis, an activation being one micro-batch's: two permutes of an activation per tick;
-    per micro-batch one activation to the first device, one from the last and their cotangents back; one all-reduce of
-    the gradients outside the blocks. Over the other axes: weights gathered where they are used (a block's each time
-    that it runs, the others once a step), gradients reduced as under `js.explicit`.
+    Collectives over the pipeline's axis: two permutes of a micro-batch's activation per tick; per micro-batch one
+    activation to the first device, one from the last device, and their cotangents back; one all-reduce of the gradients
+    outside the blocks. Over the other axes: all-gathers of weights before use (a block's each time that it runs, others
+    once a step), and reductions of gradients as under `js.explicit`.
 
     Args:
-      microbatches: into how many micro-batches each device's rows are cut; at least as many as the ring has devices,
-        except for gpipe.
+      microbatches: the number of micro-batches into which each device's rows are cut; at least the number of devices on
+        the pipeline's axis, except for gpipe.
       schedule: "gpipe", "one_f_one_b", "interleaved", "zero_bubble" or a `js.schedules.Schedule`, your own table.
-      stash: what a forward keeps for its backward: "layer" each block's input, "stage" the stage's input alone,
-        "everything", "dots", a function of `jax.checkpoint_policies`, or {"attention_out": "save", ...} as `remat` of
-        `js.explicit` takes it, which keeps these and each block's input; nothing can be offloaded. What depends on
-        weights alone is never kept.
-      scatter: reduce a device's gradients once, after the last micro-batch ("end"), or each as it is made ("each"),
+      stash: the activations that a forward saves for its backward: "layer" each block's input, "stage" only the
+        stage's input, "everything", "dots", a function of `jax.checkpoint_policies`, or {"attention_out": "save", ...}
+        as in `remat` of `js.explicit`, which saves these and each block's input; nothing can be offloaded. Values that
+        depend only on weights are never saved.
+      scatter: reduce a device's gradients once, after the last micro-batch ("end"), or after each micro-batch ("each"),
         for less memory and more traffic.
-      precision: "bf16" is mixed precision in one word: parameters and optimizer state stay as they are (f32), weights
-        are cast to bf16 before they are gathered, and gradients are reduced in bf16. A `reduce_dtype` beside it goes
-        before (jnp.float32 keeps sums in f32); another `compute_dtype` is refused.
-      compute_dtype: floating weights are cast to it before they are gathered; None leaves them.
-      reduce_dtype: gradients are reduced in it; None takes the parameter's dtype. Also a format of `js.wire`, without
-        feedback; see `js.explicit`.
-      gather_dtype: weights travel in it when they are gathered, as under `js.explicit`.
-      options: of the compiler, by name: {"xla_...": True}. They win over those that the engine sets for the chips of
-        the mesh, which `print(engine)` shows; None takes one of these away. A name that the compiler does not know is
-        its own error.
+      precision: "bf16" for mixed precision: parameters and optimizer state keep their dtype (f32), weights are cast to
+        bf16 before they are gathered, and gradients are reduced in bf16. A `reduce_dtype` overrides the latter
+        (jnp.float32 keeps sums in f32); another `compute_dtype` is refused.
+      compute_dtype: the dtype to which floating weights are cast before they are gathered; None leaves them.
+      reduce_dtype: the dtype in which gradients are reduced, or a format of `js.wire` without feedback, as in
+        `js.explicit`; None takes the parameter's dtype.
+      gather_dtype: the dtype or format in which weights are gathered, as in `js.explicit`.
+      options: compiler options by name: {"xla_...": True}. They override the options that the engine sets for the chips
+        of the mesh, which `print(engine)` shows; the value None removes one. The compiler itself refuses a name that
+        it does not know.
 
     Example:
         mesh = js.make_mesh(pipe=4, data=2)

@@ -1,8 +1,8 @@
-"""Evaluation of a pipelined model: forwards alone, through the same stages, so that no device holds other blocks.
+"""Evaluate a pipelined model by forwards through the same stages, so that no blocks move between devices.
 
 In training the user chooses the number of micro-batches; a batch of evaluation may have any number of rows. A device's
 rows are cut into as many equal micro-batches as divide them, up to 4 per device of the ring. The schedule `interleaved`
-needs at least as many micro-batches as devices, so missing ones are made up and not counted:
+needs at least as many micro-batches as devices, so missing ones repeat rows and are not counted:
 
     p = 4 devices, 3 rows each     micro-batches 0 1 2 of one row, and 3, again the row of 2, where `counts` is False
 """
@@ -32,7 +32,7 @@ from jaxshard.schedules.buffers import plan_forward_buffers
 from jaxshard.schedules.named import interleaved
 
 MICROBATCHES_PER_DEVICE = 4
-"""At most so many micro-batches per device of the ring: more make the bubble shorter, but each of them smaller."""
+"""The most micro-batches per device of the ring: more make the bubble shorter, but each micro-batch smaller."""
 
 
 def make_evaluate(model: Stacked, layout: Layout) -> Callable[..., Metrics]:
@@ -40,8 +40,8 @@ def make_evaluate(model: Stacked, layout: Layout) -> Callable[..., Metrics]:
 
     Returns:
       `fn(stored parameters, batch, rows=None) -> {"loss": js.Mean, ...}` with the head's metrics, of global arrays,
-      under jit. With `rows`, a global int32 scalar, only the first so many rows of the batch count; micro-batches are
-      then one row long, so that each counts or not as a whole.
+      under jit. With `rows`, a global int32 scalar, only the first `rows` rows of the batch count; micro-batches then
+      have one row each.
 
     Collectives over the pipeline's axis: one permute of activations per tick, one activation per micro-batch to bring
     inputs to the first device and outputs from the last, one all-reduce of the metrics.
@@ -55,8 +55,8 @@ def make_evaluate(model: Stacked, layout: Layout) -> Callable[..., Metrics]:
         own = row_count(select(layout.rows_mask(batch), batch)) // parts
         most = MICROBATCHES_PER_DEVICE * devices
         microbatches = own if rows is not None else max(n for n in range(1, most + 1) if own % n == 0)
-        # At least one micro-batch per device; `counts` masks those beyond the batch, whose rows are the last ones again
-        # (a dynamic slice stops at the end).
+        # At least one micro-batch per device; `counts` masks those past the end of the batch, which repeat its last
+        # rows (a dynamic slice is clamped to the end).
         plan = plan_forward_buffers(interleaved(devices, max(microbatches, devices), chunks=pipe.chunks))
         engine = Pipelined(microbatches=microbatches)
 

@@ -1,7 +1,7 @@
-"""Activations of mixed dtypes: only their floating leaves have cotangents.
+"""Separate the floating leaves of activations, which have cotangents, from other leaves.
 
-A tree of activations may hold integers or booleans (positions, masks) beside floats. Its floating part is the same tree
-with None for every other leaf, which JAX takes for an empty subtree: `jax.vjp` then sees the floats alone.
+A tree of activations may have integers or booleans (positions, masks) as well as floats. Its floating part is the same
+tree with None for every other leaf, an empty subtree for JAX, so that `jax.vjp` differentiates only the floats.
 
     x            = {"h": f32[4, 8], "position": i32[4]}
     floats_of(x) = {"h": f32[4, 8], "position": None}
@@ -22,5 +22,5 @@ def floats_of(x: PyTree) -> PyTree:
 
 
 def fill(some: PyTree, everything: PyTree) -> PyTree:
-    """Return the leaves of `some`, and where it has None those of `everything`."""
+    """Replace each None in `some` by the leaf of `everything`."""
     return jax.tree.map(lambda new, old: old if new is None else new, some, everything, is_leaf=lambda x: x is None)

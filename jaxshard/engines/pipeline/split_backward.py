@@ -1,24 +1,25 @@
-"""One block as four programs: forward, backward, and the backward cut in two.
+"""Split one block into four programs: forward, backward, and the two halves of the backward.
 
-A pipeline runs a block's forward and its backward in different ticks, so what lies between them has to be plain data
-in a buffer. And the zero-bubble schedules cut the backward itself in two: B makes the gradient of the input, for which
-the device before waits, and W makes the gradients of the weights later, when the device has nothing better to do
-(Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2). Both cuts are made here, in the traced program of the
-block's derivative. For the block y = x + tanh(x @ w + b):
+A pipeline runs a block's forward and its backward in different ticks, so the residuals between them must be plain
+arrays in a buffer. Zero-bubble schedules also split the backward: B computes the gradient of the input, for which the
+previous stage waits, and W computes the gradients of the weights later, when the device would be idle (Qi et al. 2024,
+"Zero Bubble Pipeline Parallelism", section 2). Both cuts are made here, in the jaxpr of the block's derivative. For the
+block y = x + tanh(x @ w + b):
 
     F  forward            t = tanh(x @ w + b);  y = x + t          keeps    x, 1 - t²
     B  input_backward     dh = dy (1 - t²);  dx = dy + dh @ wᵀ     carries  x, dh
     W  weight_backward    dw = xᵀ @ dh;  db = sum(dh)
 
-    F ──── kept ────> B ──── carried ────> W            w, b and the random key are at hand in every tick;
-    └──── kept ─────> backward = B and W at once        nothing that depends on weights alone is ever stored
+    F ──── kept ────> B ──── carried ────> W            w, b and the random key are available in every tick;
+    └──── kept ─────> backward = B and W at once        values that depend only on weights are never stored
 
 The cut between forward and backward: `jax.vjp` returns the pullback as a pytree, whose leaves are the residuals. Each
-is either given again (a weight, the key), made again (a function of weights alone, such as wᵀ or a cast of w), or kept.
+residual is passed again (a weight, the key), computed again (a function of weights only, such as wᵀ or a cast of w), or
+kept.
 
-The cut between B and W: of the equations of the backward program, those that dx depends on belong to B, the others to
-W, so that nothing is computed twice. Carried is what W reads of B's values. A weight's gradient that is finished when
-dx is (in a `scan` over layers both come out of one equation) belongs to B.
+The cut between B and W: the equations of the backward jaxpr that dx depends on belong to B, the others to W, so that
+nothing is computed twice. The values of B that W reads are carried. A weight's gradient that is computed together with
+dx (in a `scan` over layers both are outputs of one equation) belongs to B.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ Block = Callable[[PyTree, PyTree, Any], PyTree]
 class SplitBlock(NamedTuple):
     """A block as four programs.
 
-    `weights`, `x` and `key` are what the block receives; `dy` and `dx` are cotangents, trees like `x` of which only the
-    floating leaves mean something. `kept` and `carried` are lists of plain arrays (random keys as their words).
-    Gradients are lists with one entry per trained weight, None where the other half of the backward makes it.
+    `weights`, `x` and `key` are the block's arguments; `dy` and `dx` are cotangents, trees like `x` in which only the
+    floating leaves are used. `kept` and `carried` are lists of plain arrays (random keys as their words). Gradients are
+    lists with one entry per trained weight, None if the other half of the backward computes it.
     """
 
     forward: Callable[[PyTree, PyTree, Any], tuple[PyTree, Arrays]]
@@ -59,10 +60,10 @@ class SplitBlock(NamedTuple):
 
 
 def split_block(block: Block, weights: PyTree, x: PyTree, key: Any, trained: Sequence[bool]) -> SplitBlock:
-    """Trace a block and cut its derivative into programs.
+    """Trace a block, and split its derivative into programs.
 
-    Kept is what `jax.vjp` of the block saves: put a `jax.checkpoint` around the block to keep less. Call this where
-    the block runs (inside `shard_map`), since the block may name axes.
+    The residuals that `jax.vjp` of the block saves are kept: wrap the block in a `jax.checkpoint` to keep fewer. Call
+    this where the block runs (inside `shard_map`), since the block may name axes.
 
     Args:
       block: `block(weights, x, key) -> y`, a tree like `x`.
@@ -89,7 +90,7 @@ def split_block(block: Block, weights: PyTree, x: PyTree, key: Any, trained: Seq
     program = Program.trace(run, weights, x, key)
     (weight_vars, x_vars, key_vars), (y_vars, pullback_vars) = program.args, program.out
     residuals, pullback_tree = jax.tree.flatten(pullback_vars)
-    # What changes from micro-batch to micro-batch is kept; the key does, too, but is given again.
+    # Residuals that differ between micro-batches are kept, except the key, which is passed again.
     changing = dependent_variables(program.eqns, jax.tree.leaves((x_vars, key_vars)))
     changing -= set(jax.tree.leaves((weight_vars, key_vars)))
     kept_vars = list(dict.fromkeys(v for v in residuals if not isinstance(v, Literal) and v in changing))
@@ -111,24 +112,24 @@ def split_block(block: Block, weights: PyTree, x: PyTree, key: Any, trained: Seq
 def _cut_backward(
     backward: Callable[..., tuple[Arrays, PyTree]], weights: PyTree, key: Any, kept: Sequence[Any], dy: PyTree
 ) -> tuple[Callable[..., tuple[list[Any], PyTree, Arrays]], Callable[..., list[Any]]]:
-    """(`input_backward`, `weight_backward`) of a block, from its whole backward and the shapes of its arguments."""
+    """Return (`input_backward`, `weight_backward`) of a block, from its backward and the shapes of its arguments."""
 
     def whole(weights: PyTree, key: Any, kept: Arrays, dy: PyTree) -> tuple[Arrays, PyTree]:
         grads, dx = backward(weights, key, kept, dy)
         return grads, floats_of(dx)
 
-    # Without calls: an equation that is a jitted function would belong to one half as a whole.
+    # Inline calls, so that the equations of a jitted function can be divided between both halves.
     program = Program.trace(whole, weights, key, kept, dy).inline_calls()
     (weight_vars, key_vars, kept_vars, dy_vars), (grad_vars, dx_vars) = program.args, program.out
-    # B's variables: the inputs and what dx needs. They contain, with a variable, all that it is made of.
+    # B's variables: the inputs, and all variables that dx depends on.
     inputs = jax.tree.leaves(program.args)
     of_input, _ = needed_equations(program.eqns, jax.tree.leaves(dx_vars), set())
     known = {*inputs, *open_jaxpr(program.closed)[0].constvars, *(var for eqn in of_input for var in eqn.outvars)}
     is_early = [isinstance(var, Literal) or var in known for var in grad_vars]
     early = [var for var, ready in zip(grad_vars, is_early) if ready]
     late = [var for var, ready in zip(grad_vars, is_early) if not ready]
-    # W's equations start from B's variables; of those that it reads, carried are the ones that W can't make again from
-    # the weights and the key, in the order in which they are made.
+    # W's equations start from B's variables. Carry those that W reads and can't compute again from the weights and the
+    # key, in the order in which they are computed.
     _, read = needed_equations(program.eqns, late, known)
     changing = dependent_variables(program.eqns, jax.tree.leaves((kept_vars, dy_vars)))
     in_order = dict.fromkeys([*inputs, *(var for eqn in program.eqns for var in eqn.outvars)])
@@ -149,7 +150,7 @@ def _cut_backward(
 
 
 def forward_only(block: Block) -> SplitBlock:
-    """Return a block that keeps nothing and has no backward, for evaluation."""
+    """Return a block without residuals and without a backward, for evaluation."""
 
     def forward(weights: PyTree, x: PyTree, key: Any) -> tuple[PyTree, Arrays]:
         y = block(weights, x, key)
@@ -162,10 +163,10 @@ def forward_only(block: Block) -> SplitBlock:
     return SplitBlock(forward, missing, missing, missing)
 
 
-# Buffers hold plain arrays: random keys go through them as their words.
+# Buffers have plain arrays: random keys are stored as their words.
 
 
 def _with_keys(names: Sequence[Any], values: Arrays) -> dict[Any, jax.Array]:
-    """The values by variable, words as the keys that they were."""
+    """Return {variable: value}, with words converted back to random keys."""
 
     return {var: keys_of(x, var.aval.dtype) for var, x in zip(names, values, strict=True)}

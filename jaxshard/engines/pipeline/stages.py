@@ -1,19 +1,18 @@
-"""The blocks of one device: a chunk of them forward, backward, and in the two halves of its backward.
+"""Run the blocks of one device: the forward, the backward, and the two halves of the backward of a chunk.
 
-The device's blocks are stored one chunk after the other, so block `turn` of a chunk has the local index
+The device's blocks are stored chunk by chunk, so block `turn` of a chunk has the local index
 `chunk * blocks_per_chunk + turn`. With p = 2 devices, 2 chunks each, and 7 blocks of the model in chunks of 2:
 
     device 0:  local index  0 1 | 2 3        device 1:  local index  0 1 | 2 3
                chunk         0  |  1                    chunk         0  |  1
                block        0 1 | 4 5                   block        2 3 | 6 -        "-" is padding
 
-A chunk runs its blocks in a `scan`: forward over 0, 1, ..., backward in reverse. What a block keeps is an output of the
-forward's scan and an input of the backward's, [blocks_per_chunk, ...]; the gradients are added, in the carry, to sums
-that hold all blocks of the device.
+A chunk runs its blocks in a `scan`: forward over 0, 1, ..., backward in reverse. The residuals of a block are an output
+of the forward's scan and an input of the backward's, [blocks_per_chunk, ...]; the gradients are added to sums for all
+blocks of the device, which are in the scan carry.
 
 Padding passes activations and cotangents through: a block of zeros is computed like any other, and a `where` outside
-the differentiated function drops its result. So a NaN that such a block makes is never multiplied by zero, and
-reaches nothing.
+the differentiated function drops its result. So a NaN from such a block is never multiplied by zero, and has no effect.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ GradSums = list[jax.Array]
 
 
 class Slot(NamedTuple):
-    """Values that a chunk left for later, in a slot of a buffer, every leaf [slots, ...].
+    """Values that a chunk saved in a slot of a buffer, whose leaves are [slots, ...].
 
-    It is read where it is used, one block at a time: taken out first it would lie in memory twice.
+    Each value is read where it is used, one block at a time: reading all first would need the memory twice.
     """
 
     buffer: PyTree
     slot: jax.Array
 
     def whole(self) -> PyTree:
-        """Return the value."""
+        """Return the value in the slot."""
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, self.slot, keepdims=False), self.buffer)
 
     def of_block(self, turn: jax.Array) -> PyTree:
-        """Return a block's part of a value whose leaves are stacks [blocks of a chunk, ...]."""
+        """Return one block's slice of a value whose leaves are stacks [blocks of a chunk, ...]."""
 
         def read(x: jax.Array) -> jax.Array:
             start: list[Any] = [self.slot, turn, *[0] * (x.ndim - 2)]
@@ -58,16 +57,16 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Stages:
-    """The blocks that this device holds, as programs of a chunk and a micro-batch (int32 scalars).
+    """This device's blocks, as functions of a chunk and a micro-batch (int32 scalars).
 
     Attributes:
       block: the programs of one block.
-      fetch: `fetch(index) -> weights`, gathered, of the device's block at that local index.
-      block_number: `block_number(index) -> (number of that block in the model, whether the model has it)`.
-      key_of: `key_of(call, microbatch) -> key` of a call of the model, 1 for its first block.
-      add_gradients: `add_gradients(sums, index, gradients, active) -> sums`; gradients that are None are left alone.
-      blocks_per_chunk: how many blocks a chunk has.
-      recompute: keep the chunk's input alone and run the chunk forward again in its backward.
+      fetch: `fetch(index) -> weights`: gathers the weights of the device's block at that local index.
+      block_number: `block_number(index) -> (index of that block in the model, whether it is not padding)`.
+      key_of: `key_of(call, microbatch) -> key` of a call of the model; the first block's call is 1.
+      add_gradients: `add_gradients(sums, index, gradients, active) -> sums`; gradients that are None are skipped.
+      blocks_per_chunk: the number of blocks of a chunk.
+      recompute: keep only the chunk's input, and run the chunk's forward again in its backward.
     """
 
     block: SplitBlock
@@ -79,14 +78,14 @@ class Stages:
     recompute: bool
 
     def forward(self, chunk: jax.Array, microbatch: jax.Array, x: PyTree) -> tuple[PyTree, Arrays]:
-        """Return (the chunk's output, a tree like `x`; what its backward needs)."""
+        """Return (the chunk's output, a tree like `x`; the residuals for its backward)."""
         y, kept = self._forward(chunk, microbatch, x)
         return y, jax.tree.leaves(x) if self.recompute else kept
 
     def backward(
         self, chunk: jax.Array, microbatch: jax.Array, kept: Slot, dy: PyTree, sums: GradSums, active: jax.Array
     ) -> tuple[PyTree, GradSums]:
-        """Return (the cotangent of the chunk's input, the sums with its gradients added where `active`)."""
+        """Return (the cotangent of the chunk's input, the sums with its gradients added if `active`)."""
 
         def whole(weights: PyTree, key: Any, kept: Arrays, dy: PyTree) -> tuple[list[Any], PyTree, Arrays]:
             return *self.block.backward(weights, key, kept, dy), []
@@ -97,13 +96,13 @@ class Stages:
     def input_backward(
         self, chunk: jax.Array, microbatch: jax.Array, kept: Slot, dy: PyTree, sums: GradSums, active: jax.Array
     ) -> tuple[PyTree, GradSums, Arrays]:
-        """As `backward`, without the gradients that can wait; also returns what these need."""
+        """Run `backward` without the gradients that can wait; also return the values that they need."""
         return self._backward(self.block.input_backward, chunk, microbatch, kept, dy, sums, active)
 
     def weight_backward(
         self, chunk: jax.Array, microbatch: jax.Array, carried: Slot, sums: GradSums, active: jax.Array
     ) -> GradSums:
-        """Return the sums with the gradients added, where `active`, that `input_backward` left out."""
+        """Return the sums with the gradients that `input_backward` left out added, if `active`."""
 
         def block(sums: GradSums, turn: jax.Array) -> tuple[GradSums, None]:
             index, weights, key, real = self._block(chunk, microbatch, turn)
@@ -124,9 +123,9 @@ class Stages:
         self, block_backward: Callable[..., tuple[list[Any], PyTree, Arrays]], chunk: jax.Array,
         microbatch: jax.Array, kept: Slot, dy: PyTree, sums: GradSums, active: jax.Array,
     ) -> tuple[PyTree, GradSums, Arrays]:  # fmt: skip
-        """The blocks' backwards in reverse; what each carries comes out stacked like what it kept."""
+        """Run the blocks' backwards in reverse; stack the values that each carries like the values that it kept."""
         if self.recompute:
-            # Kept was the chunk's input alone; its other half, what each block keeps, is made again now.
+            # Only the chunk's input was kept; compute the residuals of each block again.
             x = jax.tree.unflatten(jax.tree.structure(dy), kept.whole())
             _, again = self._forward(chunk, microbatch, x)
             kept = Slot([values[None] for values in again], jnp.int32(0))
@@ -145,7 +144,7 @@ class Stages:
     def _block(
         self, chunk: jax.Array, microbatch: jax.Array, turn: jax.Array
     ) -> tuple[jax.Array, PyTree, Any, jax.Array]:
-        """(local index, weights, key, whether it is no padding) of block `turn` of a chunk."""
+        """Return (local index, weights, key, whether it is not padding) of block `turn` of a chunk."""
         index = chunk * self.blocks_per_chunk + turn
         number, real = self.block_number(index)
         return index, self.fetch(index), self.key_of(number + 1, microbatch), real

@@ -1,7 +1,7 @@
 """The tick loop of a pipeline: any verified table, run by all devices of the ring in one program.
 
-All devices scan over the ticks of the table together. `BufferPlan` (schedules/buffers.py) says what each does in a
-tick, and which slots of which buffers it reads and writes. In a tick, in this order:
+All devices scan over the ticks of the table together. `BufferPlan` (schedules/buffers.py) says what each device does in
+a tick, and which slots of which buffers it reads and writes. In a tick, in this order:
 
     embed       inputs of a run of micro-batches -> inbox of the first device
     F           inbox -> kept, and y -> the next device's inbox (last stage: -> its own outbox)
@@ -9,7 +9,7 @@ tick, and which slots of which buffers it reads and writes. In a tick, in this o
     B           kept, outbox (dy) -> carried, and dx -> the outbox of the device before (stage 0: -> its own outbox)
     embed_grad  outbox of the first device: dx of a run -> gradients of the embedding
     W           carried -> gradients
-    arrival     what F and B sent is written into inbox and outbox of the neighbours
+    arrival     values that F and B sent are written into inbox and outbox of the neighbours
 
 For p = 2 devices, m = 3 micro-batches and one chunk each, `print(js.schedules.one_f_one_b(2, 3))` shows
 
@@ -27,8 +27,8 @@ Invariants:
 
 - Whether an event happens in a tick (`at["f"] > 0`, ...) is the same on every device, so the conditionals contain
   collectives without a device ever waiting for another that took the other branch.
-- A device with nothing to do in such an event computes on whatever its buffers hold. It writes nothing (its slot is -1)
-  and adds nothing to sums (`active` is False).
+- A device without an operation in such an event computes on meaningless data from its buffers. It writes nothing (its
+  slot is -1) and adds nothing to sums (`active` is False).
 - A value written in an event can be read from the next event on, values from other devices from the next tick on.
 """
 
@@ -52,11 +52,11 @@ from jaxshard.schedules.buffers import BufferPlan
 from jaxshard.schedules.packing import pack_columns
 
 Tick = dict[str, jax.Array]
-"""This device's numbers of a tick, as `BufferPlan.rows` names them: int32 scalars."""
+"""This device's values in a tick, by the names in `BufferPlan.rows`: int32 scalars."""
 
 
 class Carry(NamedTuple):
-    """The state that goes from tick to tick: the buffers, every leaf [slots, ...], and the sums."""
+    """The scan carry over ticks: the buffers, every leaf [slots, ...], and the sums."""
 
     inbox: PyTree
     kept: PyTree
@@ -80,8 +80,8 @@ def run_ticks(
       axis: the mesh axis whose devices are the pipeline.
       stages: this device's blocks.
       embed_and_head: the embedding and the head.
-      grads: zeros, the sums of the blocks' gradients.
-      totals: zeros, the totals of embedding and head.
+      grads: zeros, to sum the blocks' gradients in.
+      totals: zeros, for the totals of embedding and head.
 
     Returns:
       The sums and totals after all ticks: this device's share.
@@ -116,7 +116,7 @@ def run_forwards(
 
 
 class _Operation(NamedTuple):
-    """A device's operation in an event; where not `active`, on whatever its buffers hold, and without effect."""
+    """A device's operation in an event; if not `active`, it computes on meaningless data without effect."""
 
     chunk: jax.Array
     microbatch: jax.Array
@@ -129,7 +129,7 @@ class _Operation(NamedTuple):
 
 
 class _RunMember(NamedTuple):
-    """A device's part of a run: its micro-batch, and whether it has one."""
+    """A device's part of a run of micro-batches: its micro-batch, and whether it has one."""
 
     microbatch: jax.Array
     active: jax.Array
@@ -137,7 +137,7 @@ class _RunMember(NamedTuple):
 
 @dataclass(frozen=True)
 class _TickLoop:
-    """A table with what its operations do, on one device.
+    """A table on one device, with the functions for its operations.
 
     Attributes:
       ring: the devices of the pipeline.
@@ -146,7 +146,7 @@ class _TickLoop:
       splits_backward: whether the table has W operations.
       rows: the table, packed, as arrays [ticks, ...] to scan over.
       read: `read(row of one tick) -> Tick` of this device.
-      runs: for each kind of run its members [runs + 1, devices] and slots [runs + 1, devices, devices].
+      runs: for each kind of run, its members [runs + 1, devices] and slots [runs + 1, devices, devices].
     """
 
     ring: Ring
@@ -174,12 +174,12 @@ class _TickLoop:
         return cls(ring, device, stages, embed_and_head, plan.sizes, schedule.splits_backward, rows, read, runs)
 
     def tick(self, carry: Carry, row: Any) -> tuple[Carry, None]:
-        """One tick of training.
+        """Run one tick of training.
 
-        Whatever a conditional returns may be copied, a whole buffer for one slot that a branch wrote. So conditionals
-        return new values, and these are written outside, by devices that have a slot for them.
-        Sums alone go through a conditional, because a gradient is as large as its sum: through the head's those of the
-        weights that the head reads, through the embedding's those of the weights that the embedding reads.
+        XLA may copy the results of a conditional, so a branch that wrote one slot would copy its buffer. So
+        conditionals return new values, which are written outside, by devices that have a slot for them. Only sums pass
+        through a conditional, because a gradient is as large as its sum: the head's conditional has the sums of the
+        weights that the head reads, the embedding's those of the weights that the embedding reads.
         """
         at, totals = self.read(row), carry.totals
         read_by_embed, read_by_head = self.embed_and_head.readers()
@@ -190,7 +190,7 @@ class _TickLoop:
         inbox = write_slots(carry.inbox, self._run_slots("embed", at), inputs)
         (y, residuals), _ = run_if(at["f"] > 0, partial(self.forward, at, inbox), (no_x, no_kept))
         kept = write_slot(carry.kept, at["f_kept"], residuals)
-        # Written before the head runs: waiting, they would add to what it needs.
+        # Write these before the head runs: values that wait to be written would add to its peak memory.
         kept, outbox = lax.optimization_barrier((kept, write_slot(carry.outbox, at["f_outbox"], y)))
         of_head = totals._replace(grads=select(read_by_head, totals.grads))
         dys, of_head = run_if(at["head"] >= 0, partial(self.head, at, outbox), no_run, of_head)
@@ -206,7 +206,7 @@ class _TickLoop:
         totals = totals._replace(grads=fill(of_embed, totals.grads))
         if self.splits_backward:
             _, grads = run_if(at["w"] > 0, partial(self.weight_backward, at, carried), (), grads)
-        # Values travel in every tick; what nobody needs is dropped where it arrives.
+        # Values are sent in every tick; the receiver drops those that it does not need.
         inbox = write_slot(inbox, at["arrive_f"], self.ring.shift(y, 1))
         outbox = write_slot(outbox, at["arrive_b"], self.ring.shift(dx, -1))
         return Carry(inbox, kept, outbox, carried, grads, totals), None
@@ -214,7 +214,7 @@ class _TickLoop:
     def forward_tick(
         self, counts: Callable[[jax.Array], jax.Array], carry: tuple[PyTree, PyTree, Metrics], row: Any
     ) -> tuple[tuple[PyTree, PyTree, Metrics], None]:
-        """One tick of evaluation; micro-batches add to the metrics where `counts` is True."""
+        """Run one tick of evaluation; micro-batches add to the metrics where `counts` is True."""
         at, (inbox, outbox, metrics) = self.read(row), carry
         no_x = self._empty_value(inbox)
         inputs, _ = run_if(at["embed"] >= 0, partial(self.embed, at), [no_x] * self.ring.size)
@@ -224,7 +224,7 @@ class _TickLoop:
         _, metrics = run_if(at["head"] >= 0, partial(self.add_metrics, at, outbox, counts), (), metrics)
         return (write_slot(inbox, at["arrive_f"], self.ring.shift(y, 1)), outbox, metrics), None
 
-    # The events. Each takes the sums to which it adds last, and returns (new values, these sums).
+    # The events. The last argument of each is the sums that it adds to; each returns (new values, these sums).
 
     def embed(self, at: Tick, sums: tuple[()]) -> tuple[list[PyTree], tuple[()]]:
         """Return, on the first device, the inputs of a run of micro-batches."""
@@ -237,7 +237,7 @@ class _TickLoop:
         return self.stages.forward(chunk, microbatch, Slot(inbox, at["f_inbox"]).whole()), sums
 
     def head(self, at: Tick, outbox: PyTree, totals: Totals) -> tuple[list[PyTree], Totals]:
-        """Run the head on a run of micro-batches; the new values are, on the last device, the outputs' cotangents."""
+        """Apply the head to a run of micro-batches; the new values, on the last device, are the outputs' cotangents."""
         run = self._run("head", at)
         dy, totals = self.embed_and_head.run_head(run.microbatch, self._outputs(at, outbox), totals, run.active)
         return self.ring.gather_to(dy, to=self.ring.size - 1), totals
@@ -254,7 +254,7 @@ class _TickLoop:
     def backward(
         self, at: Tick, kept: PyTree, outbox: PyTree, grads: GradSums
     ) -> tuple[tuple[PyTree, PyTree], GradSums]:
-        """Run a backward on every device; the new values are (the input's cotangent, what a W needs)."""
+        """Run a backward on every device; the new values are (the input's cotangent, the values for W)."""
         chunk, microbatch, active = _Operation.of(at, "b")
         residuals, dy = Slot(kept, at["b_kept"]), Slot(outbox, at["b_outbox"]).whole()
         if self.splits_backward:
@@ -271,7 +271,7 @@ class _TickLoop:
         return (), self.embed_and_head.add_embed_gradients(run.microbatch, dx, sums, run.active)
 
     def weight_backward(self, at: Tick, carried: PyTree, grads: GradSums) -> tuple[tuple[()], GradSums]:
-        """Add, on every device, the gradients of weights that a B put off."""
+        """Add, on every device, the gradients of weights that a B left to W."""
         chunk, microbatch, active = _Operation.of(at, "w")
         values = Slot(carried, at["w_carried"])
         return (), self.stages.weight_backward(chunk, microbatch, values, grads, active)
@@ -281,7 +281,7 @@ class _TickLoop:
         return jax.tree.map(lambda leaf: jnp.zeros((self.sizes[name], *leaf.shape), leaf.dtype), like)
 
     def _empty_value(self, buffer: PyTree) -> PyTree:
-        """What stands for a value in a tick without the event that makes it: zeros like one slot of the buffer."""
+        """Return the value for a tick without the event that computes it: zeros like one slot of the buffer."""
         return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), buffer)
 
     def _run(self, name: str, at: Tick) -> _RunMember:
@@ -289,26 +289,26 @@ class _TickLoop:
         return _RunMember(jnp.maximum(mine, 0), mine >= 0)
 
     def _run_slots(self, name: str, at: Tick) -> jax.Array:
-        """The slots [devices] of all members' values; -1 in a tick without a run, whose number is -1."""
+        """Return the slots [devices] of all members' values; -1 in a tick without a run, whose index is -1."""
         return self.runs[name][1][at[name], self.device]
 
     def _outputs(self, at: Tick, outbox: PyTree) -> PyTree:
-        """This device's output of a run, from the outbox of the last device."""
+        """Return this device's output of a run, from the outbox of the last device."""
         values = read_slots(outbox, self._run_slots("head", at), self.ring.size)
         return self.ring.scatter_from(values, source=self.ring.size - 1)
 
 
 def run_if(condition: jax.Array, fn: Callable[[Any], tuple[Any, Any]], nothing: Any, sums: Any = ()) -> tuple[Any, Any]:
-    """Return (new values, sums) of `fn(sums)` where the condition, the same on every device, holds, else `nothing`."""
+    """Return `fn(sums)`, (new values, sums), if the condition holds, which all devices share; else `nothing`."""
     result: tuple[Any, Any] = lax.cond(condition, fn, lambda sums: (nothing, sums), sums)
     return result
 
 
 def write_slot(buffer: PyTree, slot: jax.Array, value: PyTree) -> PyTree:
-    """Return the buffer with the value in a slot, or as it was where the slot is -1.
+    """Return the buffer with the value written into a slot; unchanged if the slot is -1.
 
-    In that case what lies in slot 0 is written back: a conditional around the write would copy the buffer, and a slot
-    of its own for what nobody reads would take as much memory as any other.
+    For -1 the content of slot 0 is written back: a conditional around the write would copy the buffer, and an extra
+    slot for unused values would take as much memory as any other.
     """
     at = jnp.maximum(slot, 0)
 
@@ -325,7 +325,7 @@ def read_slots(buffer: PyTree, slots: jax.Array, count: int) -> list[PyTree]:
 
 
 def write_slots(buffer: PyTree, slots: jax.Array, values: list[PyTree]) -> PyTree:
-    """Return the buffer with each value in the slot at its place."""
+    """Return the buffer with each value written into the slot of the same index."""
     for i, value in enumerate(values):
         buffer = write_slot(buffer, slots[i].astype(jnp.int32), value)
     return buffer
