@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import tomllib
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+
+import tomli_w
 
 from jaxshard.commands.errors import UsageError, usage_errors
 from jaxshard.commands.flags import Flags
@@ -42,19 +43,18 @@ def read_config(file: Path, names: Collection[str], command: str) -> dict[str, A
 
 def write_config(file: Path, flags: Flags) -> None:
     """Write the flags that differ from their defaults as a TOML file that `read_config` reads."""
-    lines = []
-    for field in dataclasses.fields(flags):
-        value = getattr(flags, field.name)
-        if value != field.default and field.name not in ("config", "save_config"):
-            lines.append(f"{field.name.replace('_', '-')} = {_toml(value)}\n")
+    differing = [one for one in dataclasses.fields(flags) if getattr(flags, one.name) != one.default]
+    entries = {
+        one.name.replace("_", "-"): _plain(getattr(flags, one.name))
+        for one in differing
+        if one.name not in ("config", "save_config")
+    }
     with naming(file):
-        file.write_text("".join(lines), encoding="utf-8")
+        file.write_text(tomli_w.dumps(entries), encoding="utf-8")
 
 
-def _toml(value: Any) -> str:
-    if isinstance(value, bool | int | float):
-        return str(value).lower()
+def _plain(value: Any) -> Any:
+    """Return a flag's value as TOML has it."""
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    # A JSON string is a TOML string, but for one character that TOML wants escaped.
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+        return list(map(_plain, value))
+    return value if isinstance(value, bool | int | float) else str(value)
