@@ -79,6 +79,8 @@ class _Program:
 
     def temporaries(self) -> Iterator[LiveArray]:
         """Yield the values in between, but for those in the place of another."""
+        if size := self.assignment.results:
+            yield LiveArray(size, "temporaries", "u8", (size,), 1, "results and constants")
         backward = self.peak is not None and "transpose(" in _named(*self.peak)[0]
         for value, added in self.assignment.live:
             if not added:
