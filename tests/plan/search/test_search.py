@@ -178,7 +178,7 @@ def test_the_command_writes_plans_as_json(few, capsys):
     [
         (["nope", "--topology", "v5e:2x2"], "nope: there is no such size; use one of"),
         (["llama-1m", "--topology", "v5e:2x3"], "v5e is not rented as 2x3; near it are"),
-        (["llama-1m", "--topology", "v5e:2x2", "--compile", "-1"], "--compile -1: give a number above 0"),
+        (["llama-1m", "--topology", "v5e:2x2", "--compile", "-1"], "--compile -1: give a number from 0"),
     ],
 )
 def test_faulty_flags_are_refused_by_name(words, message, capsys):
