@@ -1,4 +1,4 @@
-"""`js.Checkpointer`: saves a run every so many steps while training goes on, and deletes old steps."""
+"""`js.Checkpointer`: save a run every few steps during training, and delete old steps."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ from jaxshard.training.state import TrainState
 
 
 class Checkpointer:
-    """Saves a run into dir/<step> in the background, every so many steps.
+    """A callback that saves a run into dir/<step> in the background, every `every` steps.
 
-    It is a callback of `js.fit`, and a context that waits for the last save:
+    It is for `js.fit`, and also a context that waits for the last save:
 
         with js.Checkpointer("run", layout, every=1000, keep=3) as checkpointer:
             run = js.fit(run, step, batches, steps=10_000, on_run=[checkpointer])
             checkpointer.save(run)
 
-    A save blocks the caller until the save before it is done and the arrays are on the host; the rest happens in a
-    thread. What goes wrong there is raised by the next call of any method, or printed when the program ends. With
+    A save blocks the caller until the save before it is done and the arrays are on the host; the rest runs in a
+    thread. Its errors are raised by the next call of any method, or printed when the program ends. With
     several processes, each has a `Checkpointer` and calls the same methods in the same order.
 
-    From its start to the end of the context (or of the process, however that ends) it holds a lock on the folder, so
-    that a second training into the same one is refused at its start, by the name of the first.
+    From its start to the end of the context (or of the process) it holds a lock on the folder, so that a second
+    training into the same folder is refused at its start; the message names the first.
 
     Args:
       dir: the folder of checkpoints, on a disk that all processes see.
       layout: how the runs are stored.
-      every: save after each step that this divides.
+      every: save after each step that is divisible by this.
       keep: keep this many of the newest steps and delete older ones; None keeps all. Steps whose folders are symbolic
-        links are not counted and never deleted; a warning names those that are there.
-      data: called at each save for the position of the data, as `js.save` takes it.
-      best: a metric of the evaluation, such as "loss". The run that had the best one is also kept, in dir/best:
+        links are not counted and never deleted; a warning names them.
+      data: called at each save; returns the position of the data, as in `js.save`.
+      best: a metric of the evaluation, such as "loss". The run with the best value is also kept, in dir/best:
         `js.restore("run/best", layout)`. The position saved there is {"evaluation": ..., "position": ...}.
-      best_mode: "min" if a lower number is better, "max" if a higher one is.
-      init_from: for a model of `js.lora`, what `restore` starts from, as `js.restore` takes it.
+      best_mode: "min" if a lower value is better, "max" if a higher value is.
+      init_from: for a model of `js.lora`, the base for `restore`, as in `js.restore`.
 
     Raises:
       ValueError: `every` or `keep` is less than 1, or `best_mode` something else.
@@ -64,7 +64,7 @@ class Checkpointer:
       OSError: the folder can't be written (no permission, a read-only disk), with the errno of the cause.
 
     Attributes:
-      best: the metric whose best run is kept, or None. `js.fit` wants `evaluate=` then.
+      best: the metric whose best run is kept, or None. With a metric `js.fit` requires `evaluate=`.
 
     Example:
         with js.Checkpointer("run", layout, every=100, keep=3) as checkpointer:
@@ -119,13 +119,13 @@ class Checkpointer:
           evaluation: metrics by name.
 
         Raises:
-          ValueError: the metric `best` is not among them; besides, as `save`.
+          ValueError: the metric `best` is not among them; otherwise as `save`.
         """
         if self._best is not None:
             self._best.evaluated(step, run, evaluation)
 
     def save(self, run: TrainState) -> None:
-        """Save the run, unless its step is the one that was saved last.
+        """Save the run, unless its step was saved last.
 
         Raises:
           ValueError, OSError: as `js.save`, of this save or of the one before.
@@ -140,7 +140,7 @@ class Checkpointer:
     def restore(self) -> tuple[TrainState, Any]:
         """Restore the newest saved run whose parameters are finite, for `js.Rollback`.
 
-        Newer steps are deleted: their runs are of no use, and training will save these steps again.
+        Newer steps are deleted: their runs are spoiled, and training will save these steps again.
 
         Returns:
           (the run, the data's position that was saved with it).
@@ -163,7 +163,7 @@ class Checkpointer:
         raise ValueError(f"{self._root}: no run with finite parameters was saved; save one before the first step")
 
     def wait_until_finished(self) -> None:
-        """Block until the last save is on disk; raise what went wrong with it."""
+        """Block until the last save is on disk; raise its error if it failed."""
         if self._pending is not None:
             wait([self._pending])  # if Ctrl-C interrupts this, the save is still pending
             pending, self._pending = self._pending, None
@@ -196,7 +196,7 @@ class Checkpointer:
         self._unlock()
 
     def _lock(self) -> bool:
-        """Lock the folder, which makes it; an OSError that names it where that can't be done."""
+        """Create and lock the folder; raise an OSError that names it if that fails."""
         try:
             hold(self._root)
         except BlockingIOError:
@@ -222,9 +222,9 @@ class Checkpointer:
 
 
 class _Best:
-    """Keeps the run with the best evaluation in a folder of its own.
+    """Keep the run with the best evaluation in a separate folder.
 
-    What an earlier process saved there counts, unless its step is still to come: then this training began again.
+    A run of an earlier process counts, unless its step is still to come, since then this training began again.
     """
 
     def __init__(self, root: Path, layout: Layout, metric: str, mode: str, data: Callable[[], Any] | None):

@@ -1,7 +1,7 @@
 """Checksums of the files of a step: computed when it is saved, compared when it is read.
 
-A file is covered by segments: one for each array's bytes in it, one for each gap between them. So a damaged byte tells
-which file it is in, and which arrays it belongs to.
+A file is covered by segments: one for each array's bytes in it, and one for each gap between them. So a damaged byte
+shows the file and the arrays that it belongs to.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from jaxshard.checkpoint.store import ARRAYS, Extent, find_arrays
 _BLOCK = 1 << 22
 """Bytes that a thread reads at once."""
 _THREADS = 8
-"""Threads that read a file at most: more are no faster, and training needs the cores too."""
+"""The most threads that read a file: more are no faster, and training needs the cores too."""
 
 
 class Damaged(ValueError):
-    """Raised for a step whose files are not those that were saved.
+    """Raised for a step whose files differ from the saved ones.
 
     Example:
         js.save("run", run, layout)
         try:
             run = js.restore("run", layout)
         except js.Damaged as error:
-            print(error)    # which file is not the one that was saved
+            print(error)    # the file that differs
     """
 
 
 def checksum_file(file: Path, extents: Sequence[Extent]) -> tuple[Segment, ...]:
-    """Compute the checksums of a file, and make it outlast a power cut.
+    """Compute the checksums of a file, and flush it to disk.
 
     Args:
       file: the file, completely written.
-      extents: where arrays lie in it.
+      extents: the byte ranges of arrays in it.
 
     Returns:
-      Segments that cover the whole file, one for each extent and for each gap.
+      Segments that cover the file, one for each extent and each gap.
     """
     with file.open("rb") as opened:
         cover = list(_cover_file(os.fstat(opened.fileno()).st_size, extents))
@@ -55,19 +55,19 @@ def checksum_file(file: Path, extents: Sequence[Extent]) -> tuple[Segment, ...]:
 
 
 def list_files(folder: Path) -> list[str]:
-    """Return the paths of a step's files but its manifest, relative to its folder and sorted; links count as files."""
+    """Return the paths of a step's files without its manifest, relative to its folder and sorted; links count."""
     found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     return sorted(name for name in (path.relative_to(folder).as_posix() for path in found) if name != MANIFEST)
 
 
 def find_damage(folder: Path) -> list[str]:
-    """Return everything that is wrong with a step, a line each that begins with the file's name. Reads every file."""
+    """Return all problems of a step, each a line that begins with the file's name; read every file."""
     manifest, problems = try_manifest(folder)
     return problems if manifest is None else compare_step(folder, manifest)
 
 
 def try_manifest(folder: Path) -> tuple[Manifest | None, list[str]]:
-    """Return (the manifest of a step, no problems), or (None, what is wrong with it)."""
+    """Return (the manifest of a step, []), or (None, its problems)."""
     try:
         return read_manifest(folder), []
     except FileNotFoundError:
@@ -77,7 +77,7 @@ def try_manifest(folder: Path) -> tuple[Manifest | None, list[str]]:
 
 
 def compare_step(folder: Path, manifest: Manifest) -> list[str]:
-    """Compare every byte of a step with its manifest, and then the arrays; return what differs, a line each."""
+    """Compare every byte of a step with its manifest, and then the arrays; return the differences as lines."""
     return compare_files(folder, manifest) or compare_arrays(folder, manifest)
 
 
@@ -87,15 +87,15 @@ def compare_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int
     Args:
       folder: the folder of the step.
       manifest: its manifest.
-      part: which share of the files to read, from 0.
-      parts: the number of shares: processes divide the reading among them. File names are compared in every share.
+      part: the index of the share of the files to read.
+      parts: the number of shares, one per process. File names are compared in every share.
 
     Returns:
-      What differs, a line each that begins with the file's name and ends with the arrays in the damaged bytes.
+      The differences, each a line that begins with the file's name and ends with the arrays in the damaged bytes.
     """
     problems = compare_file_names(folder, manifest)
     if _lists_too_much(manifest):
-        return problems  # nobody waits until terabytes of holes are read
+        return problems  # do not read terabytes of a sparse file
     plain = (name for name in list_files(folder) if name in manifest.files and _is_plain(folder / name))
     for name in sorted(plain)[part::parts]:
         problems += _compare_file(folder, manifest, name)
@@ -103,12 +103,12 @@ def compare_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int
 
 
 def compare_arrays(folder: Path, manifest: Manifest) -> list[str]:
-    """Compare the shapes and dtypes in the manifest of a step with those of the arrays as they were written.
+    """Compare the shapes and dtypes in the manifest of a step with those of the arrays on disk.
 
-    Reads the index of the arrays and none of them. For steps whose files are as they were saved.
+    Reads only the index of the arrays. For steps whose files are intact.
 
     Returns:
-      What differs, a line each that begins with the manifest's name and the array's.
+      The differences, each a line that begins with the names of the manifest and the array.
     """
     try:
         written = find_arrays(folder)
@@ -130,14 +130,14 @@ def _text(shape: tuple[int, ...], dtype: str) -> str:
 
 
 def _was_written_as(array: SavedArray, shape: tuple[int, ...], dtype: str) -> bool:
-    """True if an array of the manifest has this shape and dtype in its files, where random keys are their words."""
+    """Return True if an array of the manifest has this shape and dtype on disk, where random keys are words."""
     if array.dtype.startswith("key<"):
         return dtype == "uint32" and shape[:-1] == array.shape
     return (dtype, shape) == (array.dtype, array.shape)
 
 
 def compare_file_names(folder: Path, manifest: Manifest) -> list[str]:
-    """Return which files of a step are missing, were added or are no plain files, a line each. Reads none of them."""
+    """Return lines for files of a step that are missing, added or no plain files, without reading them."""
     there, expected = list_files(folder), manifest.files
     added = [f"{folder / name}: not in the manifest: it was added later" for name in there if name not in expected]
     added += [
@@ -150,7 +150,7 @@ def compare_file_names(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def compare_sizes(folder: Path, manifest: Manifest) -> list[str]:
-    """Return which plain files of a step have another size than was saved, a line each. Reads none of them."""
+    """Return lines for plain files of a step whose size differs from the saved size, without reading them."""
     saved = {name: sum(segment.size for segment in segments) for name, segments in manifest.files.items()}
     plain = [name for name in list_files(folder) if name in saved and _is_plain(folder / name)]
     there = {name: (folder / name).stat().st_size for name in plain}
@@ -162,7 +162,7 @@ def compare_sizes(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def _lists_too_much(manifest: Manifest) -> bool:
-    """True for a manifest whose files are far larger than its arrays, of which an element has at most 16 bytes."""
+    """Return True if a manifest's files are far larger than its arrays, whose elements have at most 16 bytes."""
     elements = sum(math.prod(array.shape) for array in manifest.arrays)
     return manifest.size > 16 * elements + (1 << 16) * len(manifest.arrays) + (1 << 20) * len(manifest.files) + (
         1 << 26
@@ -170,7 +170,7 @@ def _lists_too_much(manifest: Manifest) -> bool:
 
 
 def _is_plain(file: Path) -> bool:
-    """True for a file, and not for a link to one or a named pipe, which would wait for a writer."""
+    """Return True for a plain file; not for a link, or a named pipe, which would wait for a writer."""
     return file.is_file() and not file.is_symlink()
 
 
@@ -191,7 +191,7 @@ def _compare_file(folder: Path, manifest: Manifest, name: str) -> list[str]:
 
 
 def _describe_arrays(manifest: Manifest, name: str, segments: Sequence[Segment]) -> str:
-    """Say which arrays have bytes in these segments of a file."""
+    """Describe the arrays that have bytes in these segments of a file."""
     arrays = sorted({segment.array for segment in segments if segment.array is not None})
     if arrays:
         return "arrays: " + ", ".join(manifest.arrays[array].path for array in arrays)
@@ -201,14 +201,14 @@ def _describe_arrays(manifest: Manifest, name: str, segments: Sequence[Segment])
 
 
 def _cover_file(size: int, extents: Sequence[Extent]) -> Iterator[tuple[int, int | None]]:
-    """Yield (length, array) of the extents and of the gaps around them, which together cover the file.
+    """Yield (length, array or None) of the extents and the gaps around them, which together cover the file.
 
     Example: of a file of 100 bytes with Extent(start=10, size=30, array=2):  (10, None), (30, 2), (60, None).
     """
     at = 0
     for extent in sorted(extents):
         if extent.start < at or extent.start + extent.size > size:
-            continue  # it overlaps another one or lies outside: a gap covers its bytes
+            continue  # it overlaps another extent or is outside of the file: a gap covers its bytes
         if extent.start > at:
             yield extent.start - at, None
         yield extent.size, extent.array
@@ -218,23 +218,23 @@ def _cover_file(size: int, extents: Sequence[Extent]) -> Iterator[tuple[int, int
 
 
 def _checksum_parts(opened: BinaryIO, sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Compute the checksums of the parts of a file that follow one another, several at once.
+    """Compute the checksums of consecutive parts of a file, in threads.
 
     Args:
       opened: the file.
       sizes: the bytes of each part, from the file's start on.
 
     Returns:
-      Of each part how many of its bytes there are, and their CRC-32.
+      (number of bytes found, their CRC-32) of each part.
     """
     starts = accumulate(sizes, initial=0)
-    # zlib and reads let go of Python's lock, so that threads use all cores.
+    # zlib and reads release the GIL, so that threads use all cores.
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
         return list(threads.map(partial(_checksum_part, opened), starts, sizes))
 
 
 def _checksum_part(opened: BinaryIO, start: int, size: int) -> tuple[int, int]:
-    """Read `size` bytes of a file from `start` on: (how many of them there are, their CRC-32). Moves no position."""
+    """Read `size` bytes of a file from `start`; return (number of bytes found, CRC-32). The file position stays."""
     crc = done = 0
     while done < size and (block := os.pread(opened.fileno(), min(_BLOCK, size - done), start + done)):
         crc, done = zlib.crc32(block, crc), done + len(block)

@@ -1,4 +1,4 @@
-"""Everything private or undocumented that this package uses of Orbax and TensorStore, with what depends on it.
+"""All private or undocumented features of Orbax and TensorStore that this package uses, and their purpose.
 
 Import this module where arrays are saved or read, not at the top of another one: importing Orbax takes half a second.
 tests/checkpoint/test_compat.py has a test by the name of each entry below.
@@ -13,7 +13,7 @@ A change that breaks every save or restore with an error:
 - That the shape and dtype of an array lie in `<name>/zarr.json` of the database, as "shape" and "data_type" of Zarr 3.
   Where they are not, every step counts as damaged.
 
-A change that nobody would notice but for the tests:
+A change that only the tests would notice:
 
 - `[os_error_code='28']` in the errors of TensorStore: os_errors.py takes the errno of a failed save from there.
 - `tensorstore.ocdbt.dump`: the fields of its JSON, and the text that locates a value. They tell which bytes of a file
@@ -47,14 +47,14 @@ _LOCATION = re.compile(r"\w+:(.*?):(.*):(\d+):(\d+)")
 
 
 class BlocksHandler(type_handlers.ArrayHandler):  # type: ignore[misc]  # Orbax ships no types for this module
-    """Orbax's handler of arrays, except that it writes blocks that are on the host already.
+    """Orbax's handler of arrays, changed to write blocks that are already on the host.
 
-    Orbax's own `serialize` takes arrays that lie on devices as they are to be saved: model order would need programs
-    and a second copy of the run there. Reading is Orbax's.
+    Orbax's own `serialize` takes arrays on devices in their final form: model order would need programs and a second
+    copy of the run there. Reading is unchanged.
     """
 
     async def serialize(self, values: Sequence[HostBlocks], infos: Sequence[Any], args: Any = None) -> list[Any]:
-        """Write this process's blocks of all arrays, in one transaction; returns once they are written."""
+        """Write this process's blocks of all arrays in one transaction; return when they are written."""
         async with tensorstore.Transaction(atomic=True) as transaction:  # one index for all arrays
             await asyncio.gather(*(_write(x, info, transaction) for x, info in zip(values, infos, strict=True)))
         return []
@@ -80,7 +80,7 @@ async def _write(x: HostBlocks, info: Any, transaction: Any) -> None:
 def find_values(database: Path) -> Iterator[tuple[str, str, int, int]]:
     """Find the bytes of arrays in the files of an OCDBT database.
 
-    Values of less than a kilobyte lie in the index itself and are not found.
+    Values of less than a kilobyte are stored in the index itself and are not found.
 
     Args:
       database: the folder of the database, completely written.

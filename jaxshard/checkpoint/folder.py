@@ -1,4 +1,4 @@
-"""A folder of checkpoints, with one folder per step, and which steps in it are complete.
+"""A folder of checkpoints, with one folder per step; find its complete steps.
 
 run/1000/    complete: it holds a manifest
 run/2000/    incomplete: an interrupted save left it; it counts as absent, and the next save of the step replaces it
@@ -39,7 +39,7 @@ def complete_steps(root: Path) -> dict[int, Path]:
 
 
 def check_root(root: Path) -> None:
-    """Raise for what can't be a folder of steps: a file, or the folder of one step. It may be absent or empty."""
+    """Raise for a path that can't be a folder of steps: a file, or the folder of one step; it may be absent."""
     if root.exists() and not root.is_dir():
         raise NotADirectoryError(f"{root}: that is a file, not a folder of checkpoints")
     if (root / MANIFEST).exists():
@@ -51,8 +51,8 @@ def latest_step(dir: str | os.PathLike[str], *, intact: bool = False) -> int | N
 
     Args:
       dir: the folder that `js.save` or `js.Checkpointer` writes into.
-      intact: also compare every byte of the step with its checksum, and fall back to the newest step where all are
-        right. Reads the whole step.
+      intact: also compare every byte of the step with its checksum, and return the newest step without damage. Reads
+        all files of the step.
 
     Returns:
       The number of the step; None where there is no such step, or no folder yet.
@@ -99,7 +99,7 @@ def delete_step(folder: Path) -> None:
     """Delete the folder of a step, its manifest first: a step that is half deleted is no longer complete.
 
     Raises:
-      OSError: it is a symbolic link. What lies elsewhere is not ours to delete.
+      OSError: it is a symbolic link, whose target must not be deleted.
     """
     if folder.is_symlink():
         raise OSError(f"{folder} is a symbolic link to {folder.readlink()}, where nothing is deleted; remove the link")

@@ -1,7 +1,7 @@
-"""The arrays of a run by name, and the conversion between how a layout stores them and how a checkpoint does.
+"""The arrays of a run by name, and their conversion between a layout's storage and a checkpoint's.
 
-A checkpoint holds arrays in model order and without padding ("saved"). Devices hold them as the layout says ("stored"):
-padded, in pipeline order, split over the mesh. Random keys are saved as their words.
+A checkpoint has arrays in model order and without padding ("saved"). Devices have them as the layout says ("stored"):
+padded, in pipeline order, sharded over the mesh. Random keys are saved as their words.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Entry(NamedTuple):
 
     Attributes:
       path: its name in a checkpoint, such as "opt_state/0/mu/w".
-      shape: its logical shape, as the model knows it.
+      shape: its logical shape.
       dtype: its dtype, which may be that of random keys.
-      placement: how and where the layout stores it.
+      placement: its placement in the layout.
     """
 
     path: str
@@ -65,7 +65,7 @@ class Entry(NamedTuple):
         return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=NamedSharding(mesh, spec))
 
     def to_saved(self, x: jax.Array, mesh: Mesh) -> jax.Array:
-        """Convert from stored to saved, still on the devices; return the array itself where both are the same."""
+        """Convert from stored to saved, on the devices; return the array itself if both are the same."""
         return x if self._is_saved_as_stored else jax.block_until_ready(jit_to_saved(self, mesh)(x))
 
     def to_stored(self, x: jax.Array, mesh: Mesh) -> jax.Array:
@@ -82,7 +82,7 @@ def entries(layout: Layout, *, base: bool = False) -> tuple[list[Entry], Any]:
 
     Args:
       layout: the layout.
-      base: with those of `layout.base`, which a checkpoint does not hold.
+      base: whether to include `layout.base`, which checkpoints leave out.
 
     Returns:
       (the entries in the order of a run's leaves, the tree structure of a run). The name of an array is its path, in
@@ -98,17 +98,17 @@ def entries(layout: Layout, *, base: bool = False) -> tuple[list[Entry], Any]:
 
 
 def pair_up(shapes: PyTree, placements: PyTree, name: Callable[[Any], str]) -> tuple[list[Entry], Any]:
-    """Return (the entries of a tree's leaves, its structure); `name` makes the name of an array of its key path."""
+    """Return (the entries of a tree's leaves, its structure); `name(key path)` names an array."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
     pairs = zip(leaves, jax.tree.leaves(placements), strict=True)
     return [Entry(name(path), tuple(x.shape), x.dtype, placement) for (path, x), placement in pairs], structure
 
 
 def logical_spec(placement: Placement, mesh: Mesh) -> tuple[PartitionSpec, PartitionSpec]:
-    """Choose how an array is split over the mesh in model order: as far as possible as it is stored.
+    """Choose the sharding of an array in model order, as close as possible to its stored sharding.
 
     A dimension that is neither padded nor split into several keeps its mesh axes. The axes of all others move to the
-    largest dimension that they divide, or to none. So the conversion is an all-to-all, and not a gather.
+    largest dimension that they divide, or to none. So the conversion is an all-to-all, not an all-gather.
 
     Args:
       placement: how the array is stored.
@@ -135,12 +135,12 @@ def logical_spec(placement: Placement, mesh: Mesh) -> tuple[PartitionSpec, Parti
 
 
 def jit_to_saved(entry: Entry, mesh: Mesh) -> Any:
-    """Return the jitted function from a stored array to a saved one; arrays that are stored alike share it."""
+    """Return the jitted function from a stored array to a saved one, shared by arrays with equal placements."""
     return _jit_both(_without_names(entry), mesh)[0]
 
 
 def jit_to_stored(entry: Entry, mesh: Mesh) -> Any:
-    """Return the jitted function from a saved array to a stored one; arrays that are stored alike share it."""
+    """Return the jitted function from a saved array to a stored one, shared by arrays with equal placements."""
     return _jit_both(_without_names(entry), mesh)[1]
 
 
@@ -148,9 +148,9 @@ def list_differences(found: Mapping[str, str], wanted: Mapping[str, str], where:
     """Compare the arrays that were found with those of a layout, both as text by name, such as "float32[48, 24]".
 
     Args:
-      found: the arrays that there are.
+      found: the arrays that were found.
       wanted: the arrays of the layout.
-      where: where the found ones are, for the messages.
+      where: the place of the found arrays, for messages.
 
     Returns:
       A line for every array that is missing, not in the layout, or has another shape or dtype.
@@ -182,7 +182,7 @@ def _jit_both(entry: Entry, mesh: Mesh) -> tuple[Any, Any]:
     stored = entry.placement.on_device().sharding(mesh)
     logical, moved = (NamedSharding(mesh, spec) for spec in logical_spec(entry.placement, mesh))
 
-    # A constraint on both sides of a cast keeps the compiler from moving the cast behind what it is there for.
+    # Constraints before and after a cast keep the compiler from moving the cast past the resharding.
     def to_saved(x: jax.Array) -> jax.Array:
         x = device_put(x, jax.memory.Space.Device) if entry.placement.memory else x
         bits = with_sharding_constraint(with_sharding_constraint(_float_to_bits(x), stored), moved)
@@ -199,14 +199,15 @@ def _jit_both(entry: Entry, mesh: Mesh) -> tuple[Any, Any]:
 def _float_to_bits(x: jax.Array) -> jax.Array:
     """Cast floats of 8 and 16 bits to integers of the same bits.
 
-    XLA pads, cuts and sends narrow floats as f32 on a CPU (up to JAX 0.12), which changes the bits of signalling NaNs.
+    XLA pads, slices and sends 8- and 16-bit floats as f32 on a CPU (up to JAX 0.12), which changes the bits of
+    signalling NaNs.
     """
     bits = jnp.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.floating) else 0
     return bitcast_convert_type(x, f"uint{bits}") if bits in (8, 16) else x
 
 
 def _bits_to(dtype: Any, bits: jax.Array) -> jax.Array:
-    """Cast back what `_float_to_bits` made of an array with this dtype.
+    """Cast bits to an array with this dtype, the inverse of `_float_to_bits`.
 
     The barrier keeps the cast out of the loop that pads: there JAX 0.12, compiling without optimizations, handles the
     padded floats as f32 after all.

@@ -1,8 +1,8 @@
-"""The lock on a folder of checkpoints: of several trainings that save into one folder, the first alone goes on.
+"""The lock on a folder of checkpoints: only one training may save into a folder.
 
-The process that trains, of several the first, holds flock(2) on the file `.lock` in the folder, in which it has written
-its name, for whoever is refused. The kernel lets go when the process ends, however that happens, so that a crash leaves
-no lock behind: at most the file is left, which means nothing by itself.
+The training process (the first of several) holds flock(2) on the file `.lock` in the folder, into which it writes its
+name, for messages. The kernel releases the lock when the process ends, also by a crash: at most the file remains, which
+has no effect.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 LOCK = ".lock"
 _TRIES, _PAUSE = 10, 0.05
-"""A process that was killed may take a moment to end, and whoever only looks holds the lock for one."""
+"""Seconds to retry: a killed process takes a moment to end, and `check_free` holds the lock for a moment."""
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _held: dict[str, tuple[int, int]] = {}
 """(open file, number of holders in this process) of every folder that this process has locked."""
@@ -29,9 +29,9 @@ _guard = threading.Lock()
 
 
 def hold(root: Path) -> None:
-    """Lock a folder for this process, until `release` was called as often; makes the folder if it is absent.
+    """Lock a folder for this process, and create the folder if needed; call `release` once per `hold`.
 
-    A process may hold it several times. Where the file system knows no locks there is a warning, and none is held.
+    A process may hold it several times. If the file system has no locks, warn and continue without one.
 
     Raises:
       BlockingIOError: another process holds it; the message names that process.
@@ -56,7 +56,7 @@ def release(root: Path) -> None:
             _held[name] = opened, count - 1
             return
         with contextlib.suppress(OSError):
-            (root / LOCK).unlink()  # while it is locked: nobody else has it
+            (root / LOCK).unlink()  # while it is locked, so that no other process has it
         os.close(opened)
 
 
@@ -68,7 +68,7 @@ def check_free(root: Path) -> None:
         try:
             opened = _open(root / LOCK, os.O_RDONLY)
         except OSError:
-            return  # nobody has written a lock
+            return  # there is no lock file
         try:
             _try_lock(root, opened)
         finally:
@@ -81,7 +81,7 @@ def _lock_file(root: Path) -> int:
         opened = _open(root / LOCK, os.O_RDWR | os.O_CREAT)
         try:
             _try_lock(root, opened)
-            with contextlib.suppress(FileNotFoundError):  # its owner deleted it after we had opened it
+            with contextlib.suppress(FileNotFoundError):  # its owner deleted it after it was opened here
                 if os.path.samestat(os.fstat(opened), os.stat(root / LOCK)):
                     break
         except BaseException:
@@ -95,13 +95,13 @@ def _lock_file(root: Path) -> int:
 def _write_owner(opened: int) -> None:
     started, command = datetime.now(UTC).isoformat(timespec="seconds"), Path(sys.argv[0]).name or "python"
     text = f"{command} (process {os.getpid()} on host {socket.gethostname()}, since {started})"
-    with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+    with contextlib.suppress(OSError):  # on a full disk the lock works without the name
         os.ftruncate(opened, 0)
         os.pwrite(opened, text.encode(errors="replace"), 0)
 
 
 def _open(file: Path, flags: int) -> int:
-    """Open the file of a lock; a link or a named pipe of that name is none, and is not touched."""
+    """Open the lock file; refuse a link or a named pipe of that name."""
     opened = os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(opened).st_mode):
         os.close(opened)
@@ -110,7 +110,7 @@ def _open(file: Path, flags: int) -> int:
 
 
 def _try_lock(root: Path, opened: int) -> None:
-    """Lock an open file unless another process holds it; raise BlockingIOError with that process's name if so."""
+    """Lock an open file; raise BlockingIOError with the other process's name if it is locked."""
     for tries in range(_TRIES):
         try:
             import fcntl
@@ -133,7 +133,7 @@ def _try_lock(root: Path, opened: int) -> None:
 
 
 def _forget() -> None:
-    """Close the locks in a process that was forked: they are the parent's, and must not outlive it in a child."""
+    """Close the locks in a forked process: they belong to the parent, and must not outlive it in a child."""
     for opened, _ in _held.values():
         os.close(opened)
     _held.clear()

@@ -1,14 +1,14 @@
-"""The manifest of a step: what was saved, how it was made, and a checksum for every byte. It is the commit marker.
+"""The manifest of a step, its commit marker: the saved arrays, their origin, and a checksum for every byte.
 
-A file of two lines. The first is a JSON object, the second the CRC-32 of the first one, its line break included:
+It has two lines: a JSON object, and the CRC-32 of the first line with its line break:
 
     {"format": 1, "step": 1000, "arrays": [{"path": "params/w", "shape": [64, 48], "dtype": "float32"}, ...],
      "files": {"arrays/state/d/0a1b": [[12288, 912343, 0], [224, 71230, null]], ...}, "data": null, "made": {...}}
     crc32 7d3c9a01
 
 (here the JSON is wrapped). Each file is covered by segments [bytes, CRC-32, index in "arrays" or null]. The step of
-a run with a base has one more field, "base". The object's fields may change with its "format"; that there are two
-lines, and what the second holds, does not.
+a run with a base has one more field, "base". The object's fields may change with its "format"; the two lines and the
+checksum do not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxshard.checkpoint.strict_json import decode_object, read_plain_file
 
 FORMAT = 1
 _KEYED = {"sha256", "hmac"}
-"""Fields that earlier versions wrote for a step that was saved with a key. They are not read; the checksums are."""
+"""Fields of earlier versions for a step that was saved with a key; ignored, as the checksums suffice."""
 MANIFEST = "manifest.json"
 """The manifest's file name in the folder of a step."""
 
@@ -49,15 +49,15 @@ class Segment(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """All that is known of a saved step without reading its arrays.
+    """The description of a saved step, without its arrays.
 
     Attributes:
       step: the number of the step.
       arrays: every array of the run.
       files: the segments that cover each file, by the file's path relative to the step's folder; without the manifest.
-      data: the position of the data, as the caller gave it.
+      data: the position of the data, as the caller passed it.
       made: versions, mesh, layout and time of the save, for people.
-      base: a checksum of each array that is not saved, but given again, by its path; see `training/base.py`.
+      base: {path: checksum} of arrays that are not saved but passed again; see `training/base.py`.
     """
 
     step: int
@@ -85,7 +85,7 @@ def decode_manifest(raw: bytes) -> Manifest:
     """Decode the content of a manifest's file.
 
     Raises:
-      ValueError: a byte of it differs from what was written, it has a newer format, or it is no manifest.
+      ValueError: a byte differs from the written one, the format is newer, or it is no manifest.
     """
     end = raw.find(b"\n") + 1
     line, checksum = raw[:end], raw[end:]
@@ -127,12 +127,12 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def write_manifest(file: Path, manifest: Manifest) -> None:
-    """Write a manifest into a file. Written as `MANIFEST` into the folder of a step, it makes the step complete."""
+    """Write a manifest to a file; as `MANIFEST` in the folder of a step it makes the step complete."""
     write_atomically(file, encode_manifest(manifest))
 
 
 def write_atomically(file: Path, content: bytes) -> None:
-    """Write a file that is there with all of its content or not at all, also after a power cut."""
+    """Write a file so that it exists with all of its content or not at all, also after a power cut."""
     draft = file.with_name(file.name + ".draft")
     with draft.open("wb") as opened:
         opened.write(content)
@@ -143,7 +143,7 @@ def write_atomically(file: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder outlast a power cut."""
+    """Flush the names in a folder to disk."""
     with contextlib.suppress(OSError):  # some file systems have no folders to flush
         number = os.open(folder, os.O_RDONLY)
         try:
@@ -195,7 +195,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_inside(name: str) -> bool:
-    """True for a path that stays inside the folder of its step and is not the manifest itself."""
+    """Return True for a path inside the folder of its step, other than the manifest."""
     path = PurePosixPath(name)
     plain = path.as_posix() == name and "\0" not in name and "\\" not in name
     return plain and bool(path.parts) and not path.is_absolute() and ".." not in path.parts and name != MANIFEST

@@ -1,4 +1,4 @@
-"""The error of a save that failed: an OSError with the errno of what went wrong below it."""
+"""Make the error of a failed save: an OSError with the errno of its cause."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def os_error(message: str, cause: BaseException) -> OSError:
-    """Make an OSError with the errno of its cause, and so of the same kind: a PermissionError of a PermissionError.
+    """Make an OSError with the errno of its cause, and so of the same class, such as PermissionError.
 
     Args:
       message: the text of the error, as it is.

@@ -1,4 +1,4 @@
-"""`js.restore`: a run as a layout stores it, from a checkpoint that any other layout may have saved."""
+"""`js.restore`: restore a run for any layout from a checkpoint that any other layout may have saved."""
 
 from __future__ import annotations
 
@@ -40,29 +40,29 @@ def restore(
 ) -> TrainState:
     """Restore a run from a folder of checkpoints, as `layout` stores it. Every process calls this.
 
-    Parameters, optimizer and model state, random key and step come back bit for bit, whatever strategy, mesh, schedule
-    and number of processes saved them. Residuals of gradients (`js.wire.int8(feedback=True)`) come back bit for bit
-    where as many devices add up gradients as when they were saved; else their sum is shared out evenly. No device holds
-    more of an array than its shard and, where the layout pads it or splits its first dimension, a part as large as the
-    array's dimensions divide. A process reads what its shards need.
+    Parameters, optimizer and model state, random key and step are restored bit for bit, whatever strategy, mesh,
+    schedule and number of processes saved them. Residuals of gradients (`js.wire.int8(feedback=True)`) are restored bit
+    for bit if the same number of devices adds gradients; otherwise their sum is divided evenly. No device holds more of
+    an array than its shard and, where the layout pads it or splits its first dimension, a part as large as the array's
+    dimensions divide. A process reads what its shards need.
 
     Args:
       dir: the folder of checkpoints.
       layout: how to store the run; its model and optimizer are those that were saved. One that was made without an
         optimizer (`js.layout(strategy, mesh, init_fn)`) reads all but the optimizer's state.
       step: the number of the step; the newest complete one by default.
-      verify: first compare every byte of the step with its checksum, a share of the files in each process. Without
-        it, only the names and sizes of the files and the shapes and dtypes in them are compared.
-      init_from: for a model of `js.lora`, whose checkpoints do not hold what is frozen: the parameters that `js.init`
-        was given as `init_from=`, or a run of this layout, from which what is frozen is taken as it is.
+      verify: first compare every byte of the step with its checksum, a share of the files in each process. Otherwise
+        compare only the names and sizes of the files and the shapes and dtypes in them.
+      init_from: for a model of `js.lora`, whose checkpoints leave out the frozen base: the parameters that `js.init`
+        received as `init_from=`, or a run of this layout, whose base is used unchanged.
 
     Returns:
       The run.
 
     Raises:
-      ValueError: the tree, a shape or a dtype differs from the layout (every such array is named, nothing is cast); the
-        step is incomplete or has a newer format; `init_from` is missing, or not what the run was trained on (every
-        array with another checksum is named).
+      ValueError: the tree, a shape or a dtype differs from the layout (the message names every such array; nothing is
+        cast); the step is incomplete or has a newer format; `init_from` is missing, or not what the run was trained on
+        (every array with another checksum is named).
       js.Damaged: a file is damaged, missing or was added; it is named with the arrays in it. A ValueError.
       FileNotFoundError: there is no such folder or step.
       js.distributed.Disagreement: one of several processes has other versions, flags, mesh or layout, or finds another
@@ -71,7 +71,7 @@ def restore(
     Example:
         js.save("run", run, layout)
         other = js.layout(js.hsdp(), js.make_mesh(replica=2, data=4), init_fn, tx)
-        run = js.restore("run", other)      # a layout other than that which saved it
+        run = js.restore("run", other)      # another layout than the saved one
     """
     check_layout("js.restore(dir, layout)", layout)
     base = _find_base(init_from, layout)
@@ -81,7 +81,7 @@ def restore(
 def read_run(root: Path, layout: Layout, step: int | None, *, verify: bool, base: PyTree = None) -> TrainState:
     """Restore a run, as `restore`.
 
-    `base` are the stored parameters of which those of `layout.base` are taken, if the layout has any.
+    `base` are stored parameters that contain those of `layout.base`, if the layout has any.
     """
     owning, layout = layout, layout.without_owners
     folder, manifest = _find_step(root, layout, step)
@@ -89,7 +89,7 @@ def read_run(root: Path, layout: Layout, step: int | None, *, verify: bool, base
     without = layout.shapes.opt_state is None
     left = ("opt_state/", RESIDUALS) if without else ()  # of no use without an optimizer
     saved = [array for array in manifest.arrays if not array.path.startswith(left)]
-    # First the model and optimizer, which tell more than residuals do, if these differ too.
+    # Compare model and optimizer first: their differences explain more than those of residuals.
     _check_same_arrays(folder, [array for array in saved if not array.path.startswith(RESIDUALS)], wanted)
     residuals = saved_residuals(folder, layout, saved)
     _check_same_arrays(folder, saved, [*wanted, *residuals])
@@ -116,7 +116,7 @@ def read_run(root: Path, layout: Layout, step: int | None, *, verify: bool, base
 
 
 def describe(dir: str | os.PathLike[str], *, step: int | None = None) -> Manifest:
-    """Read what a step holds without its arrays: their names, the data's position, the mesh and versions that made it.
+    """Read the description of a step without its arrays: names, position of the data, mesh and versions.
 
     Args:
       dir: the folder of checkpoints.
@@ -138,7 +138,7 @@ def check_intact(folder: Path, manifest: Manifest, *, verify: bool) -> None:
     Args:
       folder: the folder of the step.
       manifest: its manifest.
-      verify: read every file, a share of them in each process, and compare the checksums; else only their names.
+      verify: read every file, a share of them in each process, and compare checksums; otherwise only names.
 
     Raises:
       Damaged: in all processes, each naming the files that it found.
@@ -174,7 +174,7 @@ def _find_step(root: Path, layout: Layout, step: int | None) -> tuple[Path, Mani
 
 
 def _find_base(init_from: PyTree, layout: Layout) -> PyTree:
-    """Return stored parameters with what is frozen of a model of `js.lora`, as `restore` takes it."""
+    """Return stored parameters with the frozen base of a model of `js.lora`, from the argument of `restore`."""
     if not any(jax.tree.leaves(layout.base)):
         if init_from is not None:
             raise ValueError(

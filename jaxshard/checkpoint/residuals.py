@@ -1,7 +1,8 @@
-"""The residuals of a run in a checkpoint: what rounding took from its gradients, and is still to be added.
+"""The residuals of a run in a checkpoint: rounding errors of its gradients that the next step adds.
 
-They are saved as they are, f32[devices, *shape] for each parameter. A mesh on which as many devices add up a gradient
-takes them as they are. On any other their sum over devices, which is all that a step adds, is shared out evenly.
+They are saved unchanged, f32[devices, *shape] for each parameter. A mesh on which the same number of devices adds a
+gradient uses them unchanged. On any other mesh their sum over devices, the only quantity that matters to a step, is
+divided evenly.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from jaxshard.engines.moves import place_residual, stack_view
 from jaxshard.training.state import TrainState
 
 RESIDUALS = "residuals/"
-"""What the names of residuals in a checkpoint begin with."""
+"""The prefix of residuals' names in a checkpoint."""
 
 
 def refuse_residuals(run: TrainState, who: str) -> None:
-    """Raise ValueError for a run with residuals, which would be left out in silence."""
+    """Raise ValueError for a run with residuals, which would be dropped silently."""
     if jax.tree.leaves(run.residuals):
         raise ValueError(
             f"{who}: the run has residuals of gradients, as large as the parameters for each device; use js.save, or "
@@ -37,17 +38,17 @@ def refuse_residuals(run: TrainState, who: str) -> None:
 
 
 def residual_entries(layout: Layout, residuals: PyTree) -> list[Entry]:
-    """List the residuals of a run as they are saved; none for a run without."""
+    """List the entries of a run's residuals as saved; empty for a run without residuals."""
     if not jax.tree.leaves(residuals):
         return []
     return [_entry(path, placement) for path, placement in _placements(layout)]
 
 
 def saved_residuals(folder: Path, layout: Layout, arrays: Sequence[SavedArray]) -> list[Entry]:
-    """List the residuals in a checkpoint as they are read: in the number of devices that saved them.
+    """List the entries of the residuals in a checkpoint, for the number of devices that saved them.
 
     Raises:
-      ValueError: they are of other parameters than the layout trains; names every one.
+      ValueError: they belong to other parameters than the layout trains; the message names each.
     """
     counts = {array.path: array.shape[0] for array in arrays if array.path.startswith(RESIDUALS) and array.shape}
     if not counts:
@@ -67,12 +68,12 @@ def saved_residuals(folder: Path, layout: Layout, arrays: Sequence[SavedArray]) 
 
 
 def place_residuals(layout: Layout, read: Callable[[Entry], jax.Array], found: Sequence[Entry]) -> PyTree:
-    """Return the residuals of a run as this layout places them; () if the checkpoint has none.
+    """Read the residuals of a run, placed for this layout; () if the checkpoint has none.
 
     Args:
       layout: the layout.
       read: reads one array as its entry stores it.
-      found: what `saved_residuals` returned.
+      found: the result of `saved_residuals`.
     """
     if not found:
         return ()
@@ -82,7 +83,7 @@ def place_residuals(layout: Layout, read: Callable[[Entry], jax.Array], found: S
 
 
 def _placements(layout: Layout) -> list[tuple[str, Placement]]:
-    """The path and placement of every residual, in the order of a run's leaves."""
+    """Return the path and placement of every residual, in the order of a run's leaves."""
     placed = jax.tree.map(lambda param, grad: place_residual(layout, param, grad), layout.params, layout.grads)
     return [(RESIDUALS + encode_path(path), one) for path, one in jax.tree_util.tree_leaves_with_path(placed)]
 
@@ -92,7 +93,7 @@ def _entry(path: str, placement: Placement) -> Entry:
 
 
 def _of_count(entry: Entry, grad: Placement, count: int) -> Entry:
-    """The entry with another number of devices, split as the gradient is."""
+    """Return the entry for another number of devices, split like the gradient."""
     if entry.shape[0] == count:
         return entry
     store = PartitionSpec(None, *grad.store)
@@ -101,7 +102,7 @@ def _of_count(entry: Entry, grad: Placement, count: int) -> Entry:
 
 
 def _share_out(x: jax.Array, to: Placement, mesh: Mesh) -> jax.Array:
-    """The residual for as many devices as the placement has."""
+    """Divide the sum of a residual evenly over the devices of the placement."""
     count = to.view.stored[0]
     if x.shape[0] == count:
         return x

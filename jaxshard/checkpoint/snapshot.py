@@ -1,4 +1,4 @@
-"""A run on the host as it is now: of every array the blocks that this process has to write, in model order.
+"""Copy a run to the host: the blocks of every array that this process writes, in model order.
 
 A checkpoint holds an array in logical order, as a regular grid of chunks; devices hold it as stored, padded and, in a
 pipeline, with its first dimension split. Example: 5 blocks of a model, stored as [chunks=2, stages=2, per stage=2, ...]
@@ -21,7 +21,7 @@ from jaxshard.core.keys import words_of
 from jaxshard.core.placement import View
 
 Block = tuple[tuple[slice, ...], np.ndarray[Any, Any]]
-"""(where it lies in an array, what lies there)."""
+"""(index ranges in an array, the elements there)."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class HostBlocks:
     """The part of an array that one process writes, on the host.
 
     Attributes:
-      shape: the logical shape of the whole array.
+      shape: the logical shape of the array.
       dtype: its dtype.
       chunk: the shape of a chunk of the regular grid in which it is written; chunks at the end may be smaller.
-      view: how the array is stored.
-      shards: this process's shards as stored, each with its place in the stored array.
+      view: the view of the stored array.
+      shards: this process's stored shards, each with its index ranges in the stored array.
     """
 
     shape: tuple[int, ...]
@@ -60,10 +60,10 @@ class HostBlocks:
 
 
 def snapshot(arrays: Sequence[tuple[Entry, jax.Array]]) -> dict[str, HostBlocks]:
-    """Copy to the host what this process has to write of a run; the arrays may be donated afterwards.
+    """Copy the parts of a run that this process writes to the host; the arrays may be donated afterwards.
 
-    No collective is issued, and nothing is computed but the words of random keys. Of an array with several copies one
-    is taken, a different one for each array, so that all devices and processes share the work.
+    Issues no collectives, and computes only the words of random keys. For an array with replicas one replica is copied,
+    another one for each array, so that all devices and processes share the work.
 
     Args:
       arrays: the arrays of the run as stored, with their entries.
@@ -80,7 +80,7 @@ def snapshot(arrays: Sequence[tuple[Entry, jax.Array]]) -> dict[str, HostBlocks]
 
 
 def _shards_to_write(x: jax.Array, number: int) -> list[Any]:
-    """Return this process's shards of one copy of an array, the `number`-th modulo the number of copies."""
+    """Return this process's shards of one replica of an array: index `number` modulo the number of replicas."""
     copies = x.sharding.num_devices * math.prod(x.sharding.shard_shape(x.shape)) // x.size
     return [shard for shard in x.addressable_shards if shard.replica_id == number % copies]
 

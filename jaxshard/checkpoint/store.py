@@ -1,4 +1,4 @@
-"""Named arrays into a folder and back, by Orbax and TensorStore, and which bytes of which file belong to which array.
+"""Write and read named arrays by Orbax and TensorStore, and find which bytes of which file belong to each array.
 
 However many arrays there are, Orbax writes few data files per process (the database OCDBT), an index and small files:
 
@@ -7,7 +7,7 @@ However many arrays there are, Orbax writes few data files per process (the data
     arrays/state/manifest.ocdbt      the index over all processes, its nodes in d/
     arrays/state/ocdbt.process_<p>/  what process p wrote: its own index, and its data in files of some 256 MB in d/
 
-Orbax is imported in the functions that need it: that takes half a second, which only those pay who save.
+Orbax is imported in the functions that need it, since the import takes half a second.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Extent(NamedTuple):
 def save_arrays(folder: Path, arrays: Mapping[str, HostBlocks], name: str) -> None:
     """Write arrays into folder/arrays. Every process calls this with its own blocks; all return together.
 
-    No device takes part, and processes wait for each other through the coordinator: training may go on meanwhile.
+    No device is used, and processes wait for each other through the coordinator, so training may go on meanwhile.
 
     Args:
       folder: the folder of the step, on a disk that all processes see.
       arrays: this process's blocks of every array, by name.
-      name: the same in all processes, and unlike that of any other save: barriers of two saves must not meet.
+      name: the same in all processes, and unique to this save, so that barriers of two saves differ.
     """
     from orbax.checkpoint import args
 
@@ -56,7 +56,7 @@ def save_arrays(folder: Path, arrays: Mapping[str, HostBlocks], name: str) -> No
 def load_arrays(folder: Path, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """Read arrays from folder/arrays. Every process calls this; they don't wait for each other.
 
-    Arrays without elements are in no file: they are made here.
+    Arrays without elements are in no file; they are created here.
 
     Args:
       folder: the folder of the step.
@@ -70,7 +70,7 @@ def load_arrays(folder: Path, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dic
     empty = {path: jnp.zeros(x.shape, x.dtype, device=x.sharding) for path, x in arrays.items() if not x.size}
     saved = {path: x for path, x in arrays.items() if x.size}
     with _checkpointer("load", {jax.process_index()}) as checkpointer:
-        # Which arrays there are was compared before; some may be left out on purpose.
+        # The list of arrays was compared before; some may be left out on purpose.
         restore = args.PyTreeRestore(
             saved, restore_args=checkpoint_utils.construct_restore_args(saved), partial_restore=True
         )
@@ -93,7 +93,7 @@ def find_arrays(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def find_extents(folder: Path, names: Mapping[str, int]) -> dict[str, list[Extent]]:
-    """Find where arrays lie in the files of a step. Arrays of less than a kilobyte are not found.
+    """Find the byte ranges of arrays in the files of a step. Arrays of less than a kilobyte are not found.
 
     Args:
       folder: the folder of the step.

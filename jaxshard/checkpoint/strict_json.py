@@ -1,4 +1,4 @@
-"""Strict readers of files and JSON that somebody else may have written."""
+"""Read untrusted files and JSON strictly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _LARGEST = 1 << 28
-"""Bytes of the largest file that is read whole: the list of a million arrays. With holes a file can have any size."""
+"""The most bytes of a file to read at once: enough for a million arrays. A sparse file can have any size."""
 
 
 def read_plain_file(file: Path) -> bytes:
@@ -30,7 +30,7 @@ def read_plain_file(file: Path) -> bytes:
 
 
 def check_plain_file(file: Path) -> None:
-    """Raise unless this is a file, or a link to one: whoever opens a named pipe waits, maybe for ever.
+    """Raise unless this is a file, or a link to one; opening a named pipe could wait forever.
 
     Raises:
       OSError: it is something else, or can't be found; `strerror` says what.

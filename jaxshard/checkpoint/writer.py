@@ -1,4 +1,4 @@
-"""`js.save`: a step on disk, or nothing of it.
+"""`js.save`: write a complete step to disk, or nothing.
 
 A save begins in the calling thread, where the devices are needed, and is finished in any thread:
 
@@ -6,8 +6,7 @@ A save begins in the calling thread, where the devices are needed, and is finish
     finish       Orbax writes the arrays; then each process computes the checksums of a share of all files; then the
                  first process writes the manifest, which commits the step
 
-The checksums are those of the files as they are on disk after Orbax is done with them. Whatever fails on the way, the
-folder is deleted again.
+The checksums are those of the files on disk after Orbax has written them. If anything fails, the folder is deleted.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from jaxshard.training.state import TrainState, check_is_run, check_run
 _WAIT = 1200.0
 """Seconds that a process waits for the checksums of another one."""
 _POLL = 0.05
-"""Seconds between two looks whether they are there."""
+"""Seconds between checks for them."""
 _locks: dict[Path, threading.Lock] = {}
 """A lock for the folder of every step that this process has saved, held while the step is being written."""
 _save_numbers = itertools.count()  # every process begins the same saves in the same order
@@ -59,15 +58,15 @@ _save_numbers = itertools.count()  # every process begins the same saves in the 
 def save(dir: str | os.PathLike[str], run: TrainState, layout: Layout, *, data: Any = None) -> Path:
     """Save a run into the folder dir/<step>. Every process calls this.
 
-    Arrays are saved in model order without padding, so that any other layout restores them. A step that is there but
-    damaged is replaced; one that is this very run is left as it is.
+    Arrays are saved in model order without padding, so that any other layout can restore them. An existing step is
+    replaced if it is damaged, and kept if it is this same run.
 
     Args:
       dir: the folder of checkpoints, on a disk that all processes see.
       run: the run.
       layout: how it is stored.
-      data: the position of the data, for sources whose position is not the step. Any value that comes back from JSON as
-        it was; `jaxshard.checkpoint.reader.describe` returns it.
+      data: the position of the data, for sources whose position is not the step. Any value that JSON preserves;
+        `jaxshard.checkpoint.reader.describe` returns it.
 
     Returns:
       The folder of the step, complete and on disk.
@@ -75,8 +74,8 @@ def save(dir: str | os.PathLike[str], run: TrainState, layout: Layout, *, data: 
     Raises:
       TypeError: `run` is no TrainState.
       ValueError: the run is not one of this layout; the folder holds this step of another run.
-      OSError: the step could not be written (a full disk, no permission), with the errno of the cause, and so as a
-        PermissionError where that was one. Nothing of it is left; other steps stay.
+      OSError: the step could not be written (a full disk, no permission), with the errno and class of the cause, such
+        as PermissionError. Nothing of the step is left; other steps stay.
       BlockingIOError: the `js.Checkpointer` of another process, which is named, saves into this folder.
 
     Example:
@@ -92,7 +91,7 @@ def save(dir: str | os.PathLike[str], run: TrainState, layout: Layout, *, data: 
 
 @with_own_settings
 def begin_save(root: Path, run: TrainState, layout: Layout, data: Any) -> Callable[[], Path]:
-    """Start a save: all of it that needs the devices or other processes.
+    """Start a save: do everything that needs devices or other processes.
 
     Waits while the same step is still being saved.
 
@@ -141,7 +140,7 @@ def begin_save(root: Path, run: TrainState, layout: Layout, data: Any) -> Callab
 
 
 def check_data(data: Any) -> None:
-    """Raise ValueError unless a position of the data comes back from JSON as it was."""
+    """Raise ValueError unless JSON preserves a position of the data."""
     try:
         same = json.loads(json.dumps(data, allow_nan=False)) == data
     except TypeError as error:
@@ -202,7 +201,7 @@ def _is_saved_or_prepare(folder: Path) -> bool:
 
 
 def _holds_same_run(root: Path, run: TrainState, layout: Layout) -> bool:
-    """Return True if the step on disk is this very run, bit for bit, in the shards of all processes."""
+    """Return True if the step on disk equals this run, bit for bit, in the shards of all processes."""
     try:
         there = read_run(root, layout, int(run.step), verify=False, base=run.params)
     except ValueError:
@@ -220,8 +219,8 @@ def _shard_bytes(x: jax.Array) -> list[bytes]:
 def _commit(folder: Path, manifest: Manifest, process: int, processes: int) -> None:
     """Compute the checksums of this process's share of the files; the first process then writes the manifest.
 
-    The others hand theirs over as manifests of their own, manifest.json.<process>, through the folder that all see. No
-    collective is used: training may be in the middle of one.
+    Other processes pass theirs as manifest.json.<process> in the shared folder. No collective is used, since training
+    may be running one.
     """
     names = {array.path: number for number, array in enumerate(manifest.arrays)}
     places = store.find_extents(folder, names)
@@ -251,10 +250,10 @@ def _wait_for(file: Path, folder: Path) -> None:
 
 
 def _save_error(folder: Path, error: Exception) -> OSError:
-    """Delete what there is of a step, and return the error to raise.
+    """Delete an incomplete step, and return the error to raise.
 
-    Orbax hides the reason in a chain of causes. Of an operating system's error the text says all; another one is the
-    cause by itself.
+    Orbax hides the reason in a chain of causes. For an OSError the message has only its text; for other errors, the
+    error itself.
     """
     shutil.rmtree(folder, ignore_errors=True)
     cause = first_cause(error)

@@ -1,4 +1,4 @@
-"""Costs before anything runs: FLOPs counted in a function's program, and limits of chips from their data sheets.
+"""Estimate costs without running: FLOPs counted in a function's jaxpr, and limits of chips from data sheets.
 
 Imports `core/` at most.
 """

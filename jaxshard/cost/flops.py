@@ -1,4 +1,4 @@
-"""Model FLOPs: the matrix products and convolutions that a function calls for, counted in its jaxpr.
+"""Model FLOPs: count the matrix products and convolutions in a function's jaxpr.
 
 Counting in the jaxpr, not in the compiled program, gives the work that the model asks for, the same on every mesh and
 compiler. A product `[4, 8] @ [8, 16]` is one equation and 2 * 4 * 16 * 8 FLOPs:
@@ -22,9 +22,9 @@ from jaxshard.core.counting import count_formulas
 def model_flops(fn: Callable[..., Any], *abstract_args: Any) -> int:
     """Count the FLOPs of `fn` on arrays of these shapes: two for every multiply-add of a product or convolution.
 
-    Nothing is computed and no device is touched. The body of a `scan` counts as often as it runs, of several branches
-    the most expensive one counts, and per-device code (`shard_map`) counts on every device. Elementwise work,
-    reductions, gathers and collectives count nothing. What a `custom_vjp` or a remat adds to a backward pass is counted
+    Nothing is computed and no device is touched. The body of a `scan` counts once per iteration, a conditional counts
+    its most expensive branch, and per-device code (`shard_map`) counts on every device. Elementwise operations,
+    reductions, gathers and collectives count as zero. What a `custom_vjp` or a remat adds to a backward pass is counted
     when `fn` contains that backward pass. `js.attention` counts as its formula, on every platform, with all positions.
 
     Args:
@@ -91,12 +91,12 @@ def _count_equation(equation: JaxprEqn) -> int:
         case "cond":
             return max(_count(branch.jaxpr) for branch in params["branches"])
         case "shard_map":
-            # Shapes inside are those of one device. A nested shard_map is counted on the axes that it adds.
+            # Shapes inside are per device. A nested shard_map multiplies only by the axes that it adds.
             devices: int = math.prod(params["mesh"].shape[axis] for axis in newly_manual_axes(params))
             return devices * _count(params["jaxpr"])
         case "pallas_call":
             return _estimated(params)
-    # Whatever is called once: jit, remat, and the forward functions of custom_jvp and custom_vjp.
+    # Inner jaxprs that run once: jit, remat, and the forward functions of custom_jvp and custom_vjp.
     flops = sum(_count(inner) for inner in jaxprs_in_params(params))
     if equation.primitive.name == "while" and flops:
         raise ValueError(
@@ -113,7 +113,7 @@ def _product(equation: JaxprEqn, operand: Any, contracted: tuple[int, ...]) -> i
 
 
 def _estimated(params: dict[str, Any]) -> int:
-    """Return what a Pallas kernel says of itself: its body says nothing about how often it runs."""
+    """Return a Pallas kernel's own cost estimate, since its jaxpr does not show how often it runs."""
     estimate = params.get("cost_estimate")
     if estimate is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Limits of accelerator chips and their networks, each from a public source, and the share of them that a run uses."""
+"""Limits of accelerator chips and their networks, from public sources, and the fraction of them that a run uses."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ class Network(NamedTuple):
     Attributes:
       inside: "ici" for a torus, "nvlink" for an island, as tables name it.
       outside: "dcn" or "ib": between slices of TPUs, or between islands of GPUs.
-      bandwidth: bytes per second of one link of the torus in one direction; in an island those of a device to the
-        switch in one direction.
-      dims: of the torus; 0 for islands.
+      bandwidth: bytes per second in one direction, of one link of the torus, or of a device to the switch of an island.
+      dims: the number of dimensions of the torus; 0 for islands.
       closes_at: a dimension of the torus is a ring where its size is a multiple of this; 0 if never.
       closes_together: True if all dimensions are rings or none is (slices made of whole cubes).
       island: how many devices share a switch; 0 for a torus, which is as large as the slice.
@@ -54,7 +53,7 @@ class Network(NamedTuple):
 
 
 class Chip(NamedTuple):
-    """Published limits of what JAX calls one device.
+    """Published limits of one JAX device.
 
     Attributes:
       name: the maker's name, such as "TPU v5e" or "H100 SXM".
@@ -63,14 +62,14 @@ class Chip(NamedTuple):
       hbm_bytes: bytes of memory, of which a compiler or driver keeps some for itself.
       hbm_bandwidth: bytes per second between memory and chip.
       usable_bytes: bytes of memory that a program may use: on TPUs what the compiler enforces, on GPUs all.
-      network: what joins such devices; None for chips that are sold without (PCIe cards).
+      network: the network between such devices; None for chips without one (PCIe cards).
       peak_f32: FLOPs per second of f32 products as JAX computes them by default: one bf16 pass on TPUs, TF32 on GPUs.
       peak_fp8: FLOPs per second of 8-bit floating products; None where the chip has none.
       peak_int8: the same for 8-bit integers.
       mxu: the rows and columns of a TPU's matrix unit; 0 for GPUs.
       reached: the share of `peak_flops` that large bf16 products reach by public measurements.
       host_bandwidth: bytes per second between the chip and the memory of its host, in each direction.
-      host_bytes: of its host's memory the part of one chip; 0 where it is not known.
+      host_bytes: the host memory per chip; 0 if unknown.
     """
 
     name: str
@@ -91,7 +90,7 @@ class Chip(NamedTuple):
         """Return the FLOPs per second of products of a dtype.
 
         Args:
-          dtype: of the operands, such as "bfloat16"; the wider one where they differ.
+          dtype: the dtype of the operands, such as "bfloat16"; the larger one if they differ.
           passes: bf16 passes of an f32 product on a TPU: 1 by default, 3 at precision "high", 6 at "highest". On GPUs
             more than one means f32 without TF32, which is not in the table: it is taken as an eighth of TF32, as on
             A100 (19.5 of 156 TFLOPs) and H100 (67 of 495).
@@ -135,11 +134,11 @@ def chip(device_kind: str, *, num_cores: int | None = None) -> Chip | None:
     """Look up a chip by the kind of its devices, or by its short name.
 
     The figures are those of one JAX device. On TPU v2, v3 and TPU7x that is half a chip (one of its two cores); on v4
-    and v5p the whole chip, unless the runtime was told to show its cores apart, as the v4 topologies do.
+    and v5p a full chip, unless the runtime shows its cores as separate devices, as the v4 topologies do.
 
     Args:
       device_kind: what `jax.Device.device_kind` says; or the name that topologies begin with, such as "v5e" or "h100".
-      num_cores: `device.num_cores` of a TPU, to be exact where cores are shown apart; by default what is usual.
+      num_cores: `device.num_cores` of a TPU, if cores are separate devices; by default the usual number.
 
     Returns:
       The limits of one device, or None for a kind that is not in the table: nothing is guessed.
@@ -177,7 +176,7 @@ def is_tpu(device_kind: str) -> bool:
 
 
 def has_sparse_cores(device_kind: str) -> bool:
-    """Return True for TPUs with units of their own for collectives, SparseCores: v4 and later, but not v5e.
+    """Return True for TPUs with SparseCores, which can run collectives: v4 and later, but not v5e.
 
     Args:
       device_kind: what `jax.Device.device_kind` says.
@@ -190,14 +189,14 @@ def has_sparse_cores(device_kind: str) -> bool:
 
 
 def mfu(flops_per_second: float, device_kind: str, devices: int, *, num_cores: int | None = None) -> float | None:
-    """Compute the model FLOPs utilization: the share of the devices' bf16 peak that does the model's own work.
+    """Compute the model FLOPs utilization: the fraction of the devices' bf16 peak that the model's own FLOPs use.
 
     Source: Chowdhery et al. 2022, "PaLM", appendix B.
 
     Args:
       flops_per_second: model FLOPs (`train_flops`) per second of all devices together.
       device_kind: what `jax.Device.device_kind` says.
-      devices: how many of them there are.
+      devices: the number of devices.
       num_cores: `device.num_cores` of a TPU, as in `chip`.
 
     Returns:

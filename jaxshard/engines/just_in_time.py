@@ -43,7 +43,7 @@ from jaxshard.engines.pending import Pending, run_on_pending
 
 
 class Move(NamedTuple):
-    """How an engine gathers one weight and reduces its gradient.
+    """The gather of one weight and the reduction of its gradient, as an engine does them.
 
     Attributes:
       gather: `gather(stored) -> weight`, from this device's shard to the logical shape.

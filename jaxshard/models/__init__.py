@@ -1,4 +1,4 @@
-"""Ready-made models: decoder-only transformers, with the sizes people ask for.
+"""Ready-made models: decoder-only transformers in common sizes.
 
 Imports `core/`, `adapt/` and `layers/`.
 """

@@ -1,18 +1,19 @@
-"""Decoder-only language models as `js.Stacked` models: the batch they take, their loss and their logits.
+"""Decoder-only language models as `js.Stacked` models: their batch, loss and logits.
 
 A batch is {"tokens": int32[B, T + 1]}, for example for B = 1 and T = 3
 
     tokens    [[ 5, 1, 7, 2 ]]      the model reads 5 1 7
     targets   [[    1, 7, 2 ]]      and predicts 1 7 2
 
-or {"tokens": int32[B, T], "targets": int32[B, T]}, inputs and labels apart. Beside either there may be
+or {"tokens": int32[B, T], "targets": int32[B, T]}, with separate inputs and labels. Optional arrays of a batch:
 
     weights        float[B, T] for each prediction or float[B] for each row; 1 by default
-    positions      int32[B, T], where a token stands; 0 to T - 1 by default
-    segment_ids    int32[B, T], which document a token belongs to: documents packed in a row don't see each other
+    positions      int32[B, T], the position of a token; 0 to T - 1 by default
+    segment_ids    int32[B, T], the document of a token: documents packed in a row don't attend to each other
 
-Rows may have any length T from 1 to the model's `seq`. Of packed documents the last label belongs to the next one: give
-it the weight 0. Positions that begin at 0 in every document are the data's business too; rotary angles don't need them.
+Rows may have any length T from 1 to the model's `seq`. The last label of a packed document is the next document's
+first token: give it the weight 0. The data must also provide positions that begin at 0 in every document, if the model
+needs them; rotary angles don't.
 
 Shape suffixes: B rows, T positions, C width, V vocabulary.
 """
@@ -44,9 +45,9 @@ class Rows(NamedTuple):
     """The arrays of a batch about the positions in its rows.
 
     Attributes:
-      positions: where each token stands, int32[B, T]; None for `js.positions`.
-      segment_ids: its document, int32[B, T]; None for one in each row.
-      block: the number of the block that runs, int32[B], where blocks differ in more than their weights.
+      positions: the position of each token, int32[B, T]; None for `js.positions`.
+      segment_ids: the document of each token, int32[B, T]; None for one document per row.
+      block: the index of the current block, int32[B], if blocks differ in more than their weights.
     """
 
     positions: jax.Array | None = None
@@ -54,29 +55,29 @@ class Rows(NamedTuple):
     block: jax.Array | None = None
 
     def after_block(self) -> Rows:
-        """Return what the next block is given."""
+        """Return the `Rows` for the next block."""
         return self if self.block is None else self._replace(block=self.block + 1)
 
 
 class InRows(NamedTuple):
-    """The activations between blocks where the batch says something of the positions in its rows."""
+    """The activations between blocks together with `Rows`, if the batch has such arrays."""
 
     x: PyTree
     rows: Rows
 
 
 def split_rows(activations: PyTree) -> tuple[PyTree, Rows]:
-    """Return the activations alone, and what the batch says of the positions in its rows."""
+    """Split activations into (x, `Rows`)."""
     return (activations.x, activations.rows) if isinstance(activations, InRows) else (activations, Rows())
 
 
 def join_rows(x: PyTree, rows: Rows) -> PyTree:
-    """Join again what `split_rows` split: the activations themselves where the batch says nothing."""
+    """Join x and `Rows`, the inverse of `split_rows`; return x alone if all of `rows` is None."""
     return InRows(x, rows) if jax.tree.leaves(rows) else x
 
 
 def remember_arguments(make: Callable[_Arguments, _Model]) -> Callable[_Arguments, _Model]:
-    """Let the models that a function builds say which function it was, `make`, and its arguments, `arguments`."""
+    """Decorate a function that builds models, which then have the attributes `make` and `arguments`."""
     parameters = inspect.signature(make)
 
     @functools.wraps(make)
@@ -93,8 +94,8 @@ def remember_arguments(make: Callable[_Arguments, _Model]) -> Callable[_Argument
 class Decoder(Stacked):
     """A `js.Stacked` model that predicts the next token of every position.
 
-    The loss is a `js.Mean` of nats per token, in f32. In evaluation, where there is no key, the share of tokens that
-    were most likely to the model is a metric "accuracy" beside it.
+    The loss is a `js.Mean` of nats per token, in f32. In evaluation, without a random key, there is also the metric
+    "accuracy", the fraction of tokens that the model ranked first.
 
     Args:
       family: the name that errors begin with, such as "gpt".
@@ -106,13 +107,13 @@ class Decoder(Stacked):
       tied: whether it is the embedding table.
       num_blocks: the number of blocks.
       init: `init(key) -> {"embed": ..., "block": ..., "head": ...}`, as `js.Stacked` takes it.
-      numbered: tell every block its number, `rows.block`.
+      numbered: pass every block its index, `rows.block`.
       soft_cap: logits x become soft_cap * tanh(x / soft_cap); None leaves them.
 
     Attributes:
       make: the function of `js.models` that built the model; None for another one.
-      arguments: its arguments, with those by default.
-      config: what `js.hf.model` read; None for another model.
+      arguments: its arguments, defaults included.
+      config: the configuration that `js.hf.model` read; None for other models.
     """
 
     make: Callable[..., Decoder] | None = None
@@ -163,18 +164,18 @@ class Decoder(Stacked):
         self.seq, self.readout = seq, readout
 
     def residual(self, activations: PyTree) -> jax.Array:
-        """Return x[B, T, C] of the activations between blocks, of which `readout(params, x)` makes logits."""
+        """Return x[B, T, C] of the activations between blocks, the input of `readout(params, x)`."""
         return split_rows(activations)[0]  # type: ignore[no-any-return]
 
     def separate_labels(self, batch: PyTree) -> PyTree:
-        """Return a batch with "targets" beside "tokens", [B, T] both."""
+        """Return a batch with separate "tokens" and "targets", both [B, T]."""
         if not isinstance(batch, Mapping) or "tokens" not in batch or "targets" in batch:
             return batch
         tokens = batch["tokens"]
         return {**batch, "tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
     def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Return the optimizer of a run that trains this model with `tx`: `tx` itself, unless the model says more."""
+        """Return the optimizer to train this model with: `tx` itself, unless the model adds to it."""
         return tx
 
 
@@ -183,7 +184,7 @@ def logits(model: Decoder, params: PyTree, tokens: Int[Array, "batch seq"]) -> F
 
     Args:
       model: a `js.models.gpt` or `js.models.llama`.
-      params: the model's whole parameters in model order, such as `js.logical(run, layout).params`.
+      params: the model's parameters in model order, such as `js.logical(run, layout).params`.
       tokens: rows of at most `model.seq` tokens.
 
     Returns:
@@ -200,7 +201,7 @@ def logits(model: Decoder, params: PyTree, tokens: Int[Array, "batch seq"]) -> F
 
 
 def _check_tokens(family: str, batch: PyTree, seq: int) -> jax.Array:
-    """The tokens that the model reads; ValueError where they are absent, or of another dtype or shape."""
+    """Return the input tokens; raise ValueError if they are missing or have a wrong dtype or shape."""
     if not isinstance(batch, Mapping) or "tokens" not in batch:
         got = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise ValueError(f'{family}: the batch must be a dict with "tokens" of shape [rows, positions + 1], got {got}')
@@ -231,7 +232,7 @@ def _check_tokens(family: str, batch: PyTree, seq: int) -> jax.Array:
 
 
 def _rows_of(family: str, batch: PyTree, shape: tuple[int, ...]) -> Rows:
-    """What the batch says of the positions in its rows; ValueError where that has another dtype or shape."""
+    """Return the `Rows` of a batch; raise ValueError for a wrong dtype or shape."""
     rows = Rows(batch.get("positions"), batch.get("segment_ids"))
     for name, x in rows._asdict().items():
         if x is not None and (x.shape != shape or not jnp.issubdtype(x.dtype, jnp.integer)):
@@ -243,7 +244,7 @@ def _rows_of(family: str, batch: PyTree, shape: tuple[int, ...]) -> Rows:
 
 
 def _token_weights(family: str, batch: PyTree, shape: tuple[int, ...]) -> jax.Array | None:
-    """The weights[B, T] of all predictions, given per prediction or per row; None where they all count alike."""
+    """Return weights[B, T] of all predictions, from weights per prediction or per row; None without weights."""
     weights: jax.Array | None = batch.get("weights")
     if weights is None:
         return None

@@ -60,19 +60,19 @@ def gemma(
 ) -> Decoder:
     """Build a Gemma 2 or 3: `model.init(key)` and `model.loss(params, batch, key)`.
 
-    As `js.models.llama`, but: embeddings are multiplied by sqrt(width), RMS norms, which multiply by 1 + scale, stand
-    before and after attention and MLP, the gate is a GELU (tanh form), and blocks with a window and blocks that see
-    everything alternate. Activations that `remat` policies can name are those of `js.models.llama`.
+    Like `js.models.llama`, with these differences: embeddings are multiplied by sqrt(width); RMS norms multiply by
+    1 + scale, and come before and after attention and MLP; the gate is a GELU (tanh form); blocks with a window and
+    blocks with full attention alternate. Activations that `remat` policies can name are those of `js.models.llama`.
 
     Args:
       vocab, width, depth, heads, kv_heads, head_dim, hidden, seq: as in `js.models.llama`.
-      window: a list of the windows of all blocks, None for one that sees everything; or one window for all.
-      query_scale: logits are divided by its square root; by default by that of `head_dim`.
+      window: a list of the windows of all blocks, None for full attention; or one window for all.
+      query_scale: logits are divided by its square root; `head_dim` by default.
       rope_base: base of the rotary angles.
-      rope_scaling: of the rotary angles, as in `js.models.llama`.
-      window_rope_base: base of the rotary angles in blocks with a window, where nothing is scaled, as in Gemma 3; by
-        default these are as in all others.
-      norm_epsilon: what RMS norms add to the mean square.
+      rope_scaling: the scaling of the rotary angles, as in `js.models.llama`.
+      window_rope_base: base of the rotary angles in blocks with a window, without scaling, as in Gemma 3; by default
+        the same angles as in other blocks.
+      norm_epsilon: the constant that RMS norms add to the mean square.
       qk_norm: apply an RMS norm to every head of queries and keys, as Gemma 3 does.
       attention_cap: logits x of attention become cap * tanh(x / cap), as in Gemma 2.
       logit_cap: the same for the logits of the vocabulary.
@@ -82,7 +82,7 @@ def gemma(
       The model, a `js.Stacked` that every engine can run.
 
     Raises:
-      ValueError: a size below 1, or a size, window or factor that is none.
+      ValueError: a size below 1, or an invalid size, window or factor.
       TypeError: a size that is no whole number.
 
     Sources: Gemma Team 2024, "Gemma 2", section 2; Gemma Team 2025, "Gemma 3 Technical Report", section 2.
@@ -200,7 +200,7 @@ class Block(nn.Module):
         return named
 
     def _rotation(self, number_B: jax.Array | None) -> tuple[jax.Array, float | jax.Array]:
-        """Return the rates at which pairs of dimensions turn, [D / 2] or [B, 1, 1, D / 2], and their gain."""
+        """Return the rotary rates of pairs of dimensions, [D / 2] or [B, 1, 1, D / 2], and their gain."""
         windows = self.window if isinstance(self.window, tuple) else (self.window,)
         rates = {True: rotary_rates(self.head_dim, self.rope_base, self.rope_scaling)}
         gains = {True: rotary_gain(self.rope_scaling)}

@@ -48,20 +48,20 @@ def gpt(
 ) -> Decoder:
     """Build a GPT-2: `model.init(key)` and `model.loss(params, batch, key)`.
 
-    Layer norms in front of attention and MLP, learned positions, causal attention, GELU (tanh form), and biases
-    everywhere but in the output matrix. Weights are drawn from N(0, 0.02), those that write into the residual stream
-    from N(0, 0.02 / sqrt(2 depth)). Everything is computed in the dtype of the parameters; layer-norm statistics,
+    Layer norms before attention and MLP, learned positions, causal attention, GELU (tanh form), and biases everywhere
+    except in the output matrix. Weights are drawn from N(0, 0.02), output projections of attention and MLP from
+    N(0, 0.02 / sqrt(2 depth)). Everything is computed in the dtype of the parameters; layer-norm statistics,
     softmax and loss are in f32.
 
-    The loss is a `js.Mean` of nats per token; in evaluation there is a metric "accuracy" beside it.
+    The loss is a `js.Mean` of nats per token; in evaluation there is also a metric "accuracy".
 
     Activations that `remat` policies of engines can name:
 
-    - "block_in": the residual stream x[B, T, C] at a block's entry, the one that is kept in any case;
+    - "block_in": the residual stream x[B, T, C] at a block's input, which is always saved;
     - "qkv": queries, keys and values, one array;
-    - "attention_out": what `js.attention` makes of them, and the logarithms that its backward pass needs;
-    - "attention_proj": the output projection of it, [B, T, C], summed over a tensor axis: kept, that sum is not taken
-      again in the backward pass;
+    - "attention_out": the output of `js.attention`, and the logsumexp for its backward pass;
+    - "attention_proj": its output projection, [B, T, C], summed over a tensor axis: if it is saved, the backward pass
+      does not repeat the all-reduce;
     - "mlp_hidden": the MLP's hidden product before its GELU, [B, T, F].
 
     Args:
@@ -70,10 +70,10 @@ def gpt(
       depth: the number of blocks.
       heads: the number of attention heads.
       seq: the largest number of positions in a row.
-      dropout: the share of entries that training drops from the embeddings and from both branches of a block. Each row
-        draws from a key of its own (`js.row_keys`), so every engine drops the same entries.
+      dropout: the fraction of entries that training drops from the embeddings and from both branches of a block. Each
+        row has its own random key (`js.row_keys`), so every engine drops the same entries.
       tied: use the token embedding as the output matrix.
-      expansion: the MLP's width over `width`.
+      expansion: the MLP's width divided by `width`.
 
     Returns:
       The model, a `js.Stacked` that every engine can run.
@@ -126,7 +126,7 @@ def _gpt2(width: int, depth: int, heads: int, learning_rate: float, remat: str) 
 
 SIZES = {
     # On the standard library: 1.93 nats per held-out byte (two seeds), in 50 CPU seconds on one device. The warm-up is
-    # long because nothing clips the gradient: with 30 steps of it and 3e-3 the loss stays above 2.2.
+    # long because the gradient is not clipped: with 30 warm-up steps and 3e-3 the loss stays above 2.2.
     "gpt-1m": Size(
         {"vocab": 256, "width": 144, "depth": 4, "heads": 8, "seq": 32},
         Recipe(batch=64, steps=320, learning_rate=2.5e-3, warmup=80),
@@ -197,9 +197,9 @@ class Block(nn.Module):
 
 
 def _attend(qkv_BTX: jax.Array, heads: int, segments_BT: jax.Array | None) -> jax.Array:
-    """Causal attention: x[B, T, C] of the projection [B, T, 3 C].
+    """Apply causal attention to the projection [B, T, 3 C]; return x[B, T, C].
 
-    The 3 C columns are ordered by head, with (q, k, v) within each head, so that a tensor axis splits whole heads
+    The 3 C columns are ordered by head, with (q, k, v) within each head, so that a tensor axis does not cut heads
     (Megatron-LM and GPT-NeoX do the same). GPT-2's published weights are ordered by (q, k, v) first.
     """
     B, T, X = qkv_BTX.shape
@@ -210,12 +210,12 @@ def _attend(qkv_BTX: jax.Array, heads: int, segments_BT: jax.Array | None) -> ja
 
 
 def _dropout_keys(key: jax.Array | None, dropout: float, rows: int) -> jax.Array | None:
-    """One key per row, or None where nothing is dropped."""
+    """Return one random key per row; None without dropout."""
     return None if key is None or dropout == 0 else row_keys(key, rows)
 
 
 def _drop(x_BTC: jax.Array, rate: float, keys_B: jax.Array | None, call: int) -> jax.Array:
-    """Dropout by one key per row; `call` numbers the uses of the same key, which must draw different bits."""
+    """Apply dropout with one key per row; `call` is the index of this use of the key, for different bits."""
     if keys_B is None:
         return x_BTC
 

@@ -63,21 +63,20 @@ def llama(
 ) -> Decoder:
     """Build a Llama 3: `model.init(key)` and `model.loss(params, batch, key)`.
 
-    RMS norms in front of attention and MLP, rotary positions, causal attention in which heads / kv_heads neighbouring
-    heads share keys and values, a gated SiLU, and no biases. Mistral,
-    Qwen2 and Qwen3 are variants of it. Weights are drawn from N(0, 0.02), those that write into
-    the residual stream from N(0, 0.02 / sqrt(2 depth)). Everything is computed in the dtype of the parameters;
-    statistics of norms, angles, softmax and loss are in f32.
+    RMS norms before attention and MLP, rotary positions, causal attention in which heads / kv_heads neighbouring heads
+    share keys and values, a gated SiLU, and no biases. Mistral, Qwen2 and Qwen3 are variants of it. Weights are drawn
+    from N(0, 0.02), output projections of attention and MLP from N(0, 0.02 / sqrt(2 depth)). Everything is computed in
+    the dtype of the parameters; statistics of norms, angles, softmax and loss are in f32.
 
-    The loss is a `js.Mean` of nats per token; in evaluation there is a metric "accuracy" beside it.
+    The loss is a `js.Mean` of nats per token; in evaluation there is also a metric "accuracy".
 
     Activations that `remat` policies of engines can name:
 
-    - "block_in": the residual stream x[B, T, C] at a block's entry, the one that is kept in any case;
+    - "block_in": the residual stream x[B, T, C] at a block's input, which is always saved;
     - "qkv": queries, keys and values, rotated;
-    - "attention_out": what `js.attention` makes of them, and the logarithms that its backward pass needs;
-    - "attention_proj": the output projection of it, [B, T, C], summed over a tensor axis: kept, that sum is not taken
-      again in the backward pass;
+    - "attention_out": the output of `js.attention`, and the logsumexp for its backward pass;
+    - "attention_proj": its output projection, [B, T, C], summed over a tensor axis: if it is saved, the backward pass
+      does not repeat the all-reduce;
     - "mlp_hidden": the two products of the gated MLP, [B, T, F] each.
 
     Args:
@@ -86,26 +85,26 @@ def llama(
       depth: the number of blocks.
       heads: the number of query heads.
       kv_heads: the number of heads of keys and values, a divisor of `heads`. A tensor axis that does not divide it
-        leaves keys and values, and their weights, whole.
+        does not split keys and values, nor their weights.
       hidden: the MLP's hidden width.
       seq: the largest number of positions in a row.
       head_dim: the width D of a head, an even number; by default width / heads.
       rope_base: base of the rotary angles, see `rotate`.
       rope_scaling: the scaling of the rotary angles, `js.models.RopeScaling(...)` or `js.models.YarnScaling(...)`; a
         number is the factor, with the other numbers of Llama 3.1 (whose factor is 8).
-      norm_epsilon: what RMS norms add to the mean square.
+      norm_epsilon: the constant that RMS norms add to the mean square.
       qk_norm: apply an RMS norm to every head of queries and keys, as Qwen3 does.
       qkv_bias: add biases to queries, keys and values, as Qwen2 does.
-      window: a position sees keys less than so many positions before it, as in Mistral; or a list of the windows of
-        all blocks, None for one that sees everything.
+      window: a position attends to fewer than this many positions before it, as in Mistral; or a list of the windows of
+        all blocks, None for full attention.
       tied: use the token embedding as the output matrix.
 
     Returns:
       The model, a `js.Stacked` that every engine can run.
 
     Raises:
-      ValueError: a size below 1, sizes that do not divide each other, a `rope_base` of at most 1, or a scaling or
-        epsilon that is none.
+      ValueError: a size below 1, sizes that do not divide each other, a `rope_base` of at most 1, or an invalid scaling
+        or epsilon.
       TypeError: a size that is no whole number.
 
     Source: Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.2; Su et al. 2021, "RoFormer".
@@ -227,7 +226,7 @@ class Attention(nn.Module):
         return self.attend(x_BTC, rows)
 
     def attend(self, x_BTC: jax.Array, rows: Rows | None = None) -> jax.Array:
-        """Do what the module does, for a module that goes on with the result."""
+        """Apply the module, for a module that uses the result."""
         C, D, rows = x_BTC.shape[-1], self.head_dim, rows or Rows()
         init, residual_init = nn.initializers.normal(STDDEV), nn.initializers.normal(self.residual_stddev)
         h_BTC = enter_tensor_region(nn.RMSNorm(epsilon=self.norm_epsilon, name="attn_norm")(x_BTC))
@@ -264,7 +263,7 @@ def gated_mlp(
     residual_stddev: float,
     activation: Callable[[jax.Array], jax.Array] = nn.silu,
 ) -> jax.Array:
-    """Apply the gated MLP of the module that calls this: its layers "gate_proj", "up_proj" and "down_proj"."""
+    """Apply the gated MLP of the calling module: its layers "gate_proj", "up_proj" and "down_proj"."""
     init = nn.initializers.normal(STDDEV)
     gate_BTF = constrain(dense("gate_proj", h_BTC, (hidden,), init), ("batch", "context", "mlp"))
     up_BTF = constrain(dense("up_proj", h_BTC, (hidden,), init), ("batch", "context", "mlp"))
@@ -276,7 +275,7 @@ def gated_mlp(
 def dense(
     name: str, x: jax.Array, features: tuple[int, ...], init: nn.initializers.Initializer, bias: bool = False
 ) -> jax.Array:
-    """Apply a dense layer of the module that calls this to all dimensions of x but rows and positions."""
+    """Apply a dense layer of the calling module to all dimensions of x except rows and positions."""
     inputs = tuple(range(2 - x.ndim, 0))
     layer = nn.DenseGeneral(features, axis=inputs, use_bias=bias, kernel_init=init, name=name)
     return apply_to_rows(layer, x)
@@ -288,7 +287,7 @@ def rotate(
     scaling: Scaling | None = None,
     at: Int[Array, "batch seq"] | None = None,
 ) -> Float[Array, "batch seq heads dim"]:
-    """Apply rotary positions: turn the pair of dimensions (i, i + D / 2) at position t by t * base^(-2 i / D) radians.
+    """Apply rotary positions: rotate the dimensions (i, i + D / 2) at position t by t * base^(-2 i / D) radians.
 
     The positions are `at`, or those of `js.positions`. Computed in f32. Source: Su et al. 2021, "RoFormer", section
     3.2, with the pairs of dimensions of Llama's weights in the form of Hugging Face; `RopeScaling` and `YarnScaling`
@@ -304,7 +303,7 @@ def turn(
     gain: float | jax.Array = 1.0,
     at: Int[Array, "batch seq"] | None = None,
 ) -> Float[Array, "batch seq heads dim"]:
-    """Turn pairs of dimensions as `rotate` does, by `rates` per position, [D / 2] or of each row [B, 1, 1, D / 2]."""
+    """Rotate pairs of dimensions as in `rotate`, by `rates` per position, [D / 2] or per row [B, 1, 1, D / 2]."""
     at = positions(x_BTHD.shape[1]) if at is None else at
     angles_T1D = at.astype(jnp.float32)[..., None, None] * rates  # or [B, T, 1, D / 2]
     cos, sin = jnp.cos(angles_T1D), jnp.sin(angles_T1D)

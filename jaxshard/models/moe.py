@@ -1,13 +1,13 @@
 """Decoders with routed experts as `js.Stacked` models, such as Mixtral, Qwen3-MoE and DeepSeekMoE.
 
 `models/decoder.py` describes the batch, `models/llama.py` everything but the experts. Between blocks the activations
-are a tree {"x", "routing"}. Losses of the routing are computed for each row and travel with it, so that they are the
+are a tree {"x", "routing"}. Losses of the routing are computed per row and carried with it, so that they are the
 same on every mesh, in every engine and for every number of micro-batches. "routing" has for each row of the batch
 
     balance, z     f32[B]              losses, the mean over the blocks so far
-    bias           f32[B]              zero, with the gradient that balances without a loss
-    dropped        f32[B]              choices of an expert that had no room
-    load           f32[B, depth, E]    how often each expert was chosen; each block moves it up by one place
+    bias           f32[B]              zero, with a gradient that balances experts without a loss
+    dropped        f32[B]              number of choices that were dropped for lack of capacity
+    load           f32[B, depth, E]    how often each expert was chosen; each block shifts it by one index
 
 Shape suffixes: B rows, T positions, C width, F an expert's hidden width, E experts, N tokens.
 """
@@ -50,7 +50,7 @@ from jaxshard.models.rope import Scaling, as_scaling
 _HIDDEN_DIMS = {"gate_proj": 2, "up_proj": 2, "down_proj": 1}
 
 BIAS = "bias"
-"""The name of the router's parameter that balances without a loss."""
+"""The name of the router's bias that balances experts without a loss."""
 
 
 @remember_arguments
@@ -82,20 +82,20 @@ def moe(
     window: Window = None,
     tied: bool = False,
 ) -> RoutedDecoder:
-    """Build a Llama 3 in which every token takes some of many MLPs, its experts: `model.init` and `model.loss`.
+    """Build a Llama 3 with a mixture of experts in place of the MLP: `model.init` and `model.loss`.
 
-    A router, a matrix [C, E] computed in f32, scores the experts of every token. The token takes the k best and adds
-    what they make of it, each weighted by its score (`js.moe`). With `js.expert` each device holds some of the experts.
+    A router, a matrix [C, E] computed in f32, scores the experts of every token. The token runs through the k best, and
+    their outputs are added, weighted by the scores (`js.moe`). With `js.expert` each device holds some of the experts.
 
-    The loss is a `js.Mean` of nats per token, in training with losses of the routing added to it. Those of a row are
+    The loss is a `js.Mean` of nats per token; training adds losses of the routing. For a row these are
 
         balance    the sum over the experts of f * P, where f is E / (k T) times the choices of the expert, and P its
                    score as a share of all experts' scores, the mean over the tokens; 1 if all are chosen as often
         z          the mean over the tokens of the squared log-sum-exp of the router's logits
 
-    each as the mean over the blocks and then over the rows. Metrics: these losses, and "drop_rate", the share of
-    choices of an expert that had no room (0 without `capacity`); in evaluation, whose loss is the nats alone, also
-    "accuracy". `model.routing.evaluate` counts how often each expert of each block is chosen.
+    each as the mean over the blocks and then over the rows. Metrics: these losses, and "drop_rate", the fraction
+    of dropped choices (0 without `capacity`); in evaluation, whose loss has only the nats, also "accuracy".
+    `model.routing.evaluate` counts how often each expert of each block is chosen.
 
     Activations that `remat` policies of engines can name are those of `js.models.llama`, with "moe_hidden", the two
     products of the gated experts, [N, F] each, and "mlp_hidden", those of the shared ones.
@@ -105,18 +105,18 @@ def moe(
       hidden: the hidden width of one expert.
       experts: the number of experts in a block.
       k: how many of them every token takes.
-      shared: the number of experts, of the same width, that every token takes beside these, unweighted.
-      dense: so many first blocks have a plain MLP instead. They run with the embedding: outside of `remat`, whole while
-        the blocks run, and in a pipeline on the devices that compute the embedding.
+      shared: the number of additional experts, of the same width, that every token takes unweighted.
+      dense: the number of first blocks with a plain MLP. They run with the embedding: outside of `remat`, with weights
+        that stay gathered, and in a pipeline on the devices that compute the embedding.
       dense_hidden: the hidden width of their MLP; by default that of k and the shared experts together.
       scores: the router's scores of the experts of a token: "softmax" over all, or a "sigmoid" of each.
       normalize: divide the weights of the chosen experts by their sum.
       capacity: the room of an expert as a multiple of its mean share of tokens; None drops no token.
-      balance: what the balance loss is multiplied by.
-      z: what the z loss is multiplied by.
-      bias_rate: balance without a loss: a bias per expert is added to the scores, for the selection alone, and moved by
-        this much in every step, up where the expert was chosen less often than the mean of its block, else down. The
-        optimizer does it: `model.optimizer(tx)`.
+      balance: the factor of the balance loss.
+      z: the factor of the z loss.
+      bias_rate: balance without a loss: a bias per expert is added to the scores only for the selection. Every step
+        increases it by this rate if the expert was chosen less often than the mean of its block, and decreases it
+        otherwise. Use the optimizer `model.optimizer(tx)` for it.
       head_dim, rope_base, rope_scaling, norm_epsilon, qk_norm, window, tied: as in `js.models.llama`.
 
     Returns:
@@ -159,7 +159,7 @@ def moe(
 
 @dataclass(frozen=True)
 class Router:
-    """The way tokens choose their experts: the arguments of `moe` of these names."""
+    """The router's settings: the arguments of `moe` of the same names."""
 
     experts: int
     k: int
@@ -176,15 +176,16 @@ class Router:
         return {name: factor for name, factor in (("balance", self.balance), ("z", self.z)) if factor}
 
     def start(self, rows: int, depth: int) -> PyTree:
-        """Return the routing's numbers of so many rows before the first block."""
+        """Return the routing statistics of `rows` rows before the first block."""
         names = [*self.losses, "dropped", *(["bias"] if self.bias_rate else [])]
         numbers = {name: jnp.zeros(rows, jnp.float32) for name in names}
         return numbers | {"load": jnp.zeros((rows, depth, self.experts), jnp.float32)}
 
     def add(self, numbers: PyTree, record: Routing, positions: int, bias_E: jax.Array | None) -> PyTree:
-        """Return the routing's numbers with those of a block, whose rows have so many positions at hand.
+        """Add a block's routing statistics, over `positions` positions per row on this device.
 
-        Under a context these are some of all: balance and bias need those of whole rows, the others are added up.
+        Under a context a device has some of the positions: balance and bias need sums over the full row, other
+        statistics are added later.
         """
         depth = numbers["load"].shape[1]
         load_BE = record.load.astype(jnp.float32)
@@ -197,8 +198,8 @@ class Router:
         if self.z:
             found["z"] = record.z / (positions * depth)
         if bias_E is not None:
-            # Zero, and its gradient is by how much more than the mean an expert was chosen: engines sum it over all
-            # rows as any other, and the optimizer takes its sign.
+            # Its value is zero, and its gradient is the excess of an expert's choices over the mean: engines sum it
+            # over all rows like any gradient, and the optimizer takes its sign.
             weighted_B = ((share_BE - 1 / self.experts) * bias_E).sum(-1)
             found["bias"] = weighted_B - jax.lax.stop_gradient(weighted_B)
         load_BLE = jnp.concatenate([numbers["load"][:, 1:], load_BE[:, None]], 1)
@@ -211,8 +212,8 @@ class RoutedBlock:
 
     Attributes:
       attention: the module that adds attention to x.
-      norm: of what router and experts read.
-      router: how tokens choose.
+      norm: the norm of the input of router and experts.
+      router: the router's settings.
       hidden: the hidden width of an expert.
       shared: the module of the experts that every token takes; None without any.
       depth: the number of blocks with experts.
@@ -284,16 +285,16 @@ class RoutedDecoder(Decoder):
     Args:
       plain: a Llama of the same size, which gives embedding, head, first blocks and the check of batches.
       block: a block with experts.
-      dense: the number of first blocks without.
+      dense: the number of first blocks without experts.
 
     Attributes:
-      router: how tokens choose their experts.
+      router: the router's settings.
       routing: the same model as a `js.Stacked` whose `evaluate` gives "load", a `js.Sum` of how often each expert was
-        chosen, [blocks with experts, experts], beside "loss".
+        chosen, [blocks with experts, experts], and "loss".
     """
 
     def __init__(self, plain: Decoder, block: RoutedBlock, dense: int) -> None:
-        vars(self).update(vars(plain))  # the length of rows, the output, and what else a decoder has
+        vars(self).update(vars(plain))  # the length of rows, the output, and all other attributes of a decoder
         self.router, depth = block.router, plain.num_blocks - dense
 
         def init(key: jax.Array) -> PyTree:
@@ -339,7 +340,7 @@ class RoutedDecoder(Decoder):
         return Loss(value, metrics=loss.metrics | means | {"drop_rate": dropped})
 
     def dim_names(self, params: PyTree) -> PyTree:
-        """Return the names of every parameter's dimensions, those of experts for `js.expert` and `js.tensor`."""
+        """Return the names of every parameter's dimensions, with experts for `js.expert` and `js.tensor`."""
 
         def names(path: Any, x: Any, found: tuple[str | None, ...]) -> tuple[str | None, ...]:
             *_, folder, name = path_str(path).split("/")
@@ -350,10 +351,10 @@ class RoutedDecoder(Decoder):
         return map_with_path(names, params, super().dim_names(params))
 
     def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Return the optimizer of a run of this model: `tx`, but for biases that balance without a loss.
+        """Return the optimizer of a run of this model: `tx`, except for the biases that balance experts.
 
-        These are moved by the sign of their gradient, which says by how much more than the mean an expert was chosen.
-        Without `bias_rate` it is `tx` itself.
+        A bias moves by the sign of its gradient, which is the excess of an expert's choices over the mean. Without
+        `bias_rate` return `tx` itself.
         """
         if not self.router.bias_rate:
             return tx

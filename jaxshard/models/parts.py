@@ -58,7 +58,7 @@ def apply_to_rows(layer: nn.Module, x: jax.Array) -> jax.Array:
 
     The merge is for XLA on CPU: where two dimensions are contracted at once, as in the gradient of a kernel, it first
     transposes both operands, at several times the cost of the product. Positions that are split over a tensor axis, or
-    by the compiler over that of a context, stay apart, since a merged dimension can't be split along one of its parts.
+    by the compiler over a context axis, are not merged, since a merged dimension can't be split by positions.
     """
     if is_split("sequence") or split_count("context", x.shape[1]) > 1:
         y: jax.Array = layer(x)
@@ -69,7 +69,7 @@ def apply_to_rows(layer: nn.Module, x: jax.Array) -> jax.Array:
 
 
 def enter_tensor_region(x_BTC: jax.Array) -> jax.Array:
-    """Gather the positions of x before column-parallel layers; its gradient is scattered along them again."""
+    """All-gather the positions of x before column-parallel layers; reduce-scatter its gradient along them."""
     return constrain(x_BTC, WHOLE_ROWS, grad=RESIDUAL)
 
 
@@ -89,7 +89,7 @@ def init_parts(embedding: nn.Module, block: nn.Module, output: nn.Module, width:
 
 
 def residual_stddev(depth: int) -> float:
-    """Standard deviation of weights that write into the residual stream, of two per block: 0.02 / sqrt(2 depth)."""
+    """Return the standard deviation of output projections, of which a block has two: 0.02 / sqrt(2 depth)."""
     return STDDEV / math.sqrt(2 * depth)
 
 
@@ -104,12 +104,12 @@ def check_sizes(family: str, sizes: Mapping[str, Any]) -> None:
 
 
 Window = int | Sequence[int | None] | None
-"""How far blocks see: all of them, or each; None without a limit."""
+"""The attention window of all blocks, or of each block; None for full attention."""
 _UNLIMITED = 2**30
 
 
 def check_window(family: str, window: Window, depth: int) -> int | tuple[int | None, ...] | None:
-    """Return one window for all blocks where they agree, else that of each block as a tuple.
+    """Return one window if all blocks have the same, else a tuple of the window of each block.
 
     Raises:
       ValueError: not one window for each block, or one below 1.
@@ -127,7 +127,7 @@ def check_window(family: str, window: Window, depth: int) -> int | tuple[int | N
 
 
 def window_of(window: int | tuple[int | None, ...] | None, number_B: jax.Array | None) -> int | jax.Array | None:
-    """Return the window of the block with this number, for `js.attention`; without one, as in `init`, there is none."""
+    """Return the window of the block with this index, for `js.attention`; None without an index, as in `init`."""
     if not isinstance(window, tuple):
         return window
     if number_B is None:

@@ -1,4 +1,4 @@
-"""What a `js.Stacked` model with a `readout` makes of its inputs, or of their embeddings: logits, without a loss."""
+"""Compute logits of a `js.Stacked` model with a `readout`, from tokens or from their embeddings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxshard.models.decoder import Decoder
 
 
 def embed_tokens(model: Decoder, params: PyTree, tokens: Int[Array, "batch seq"]) -> PyTree:
-    """Embed rows of tokens: what goes into the first block, [batch, seq, width].
+    """Embed rows of tokens: return the input of the first block, [batch, seq, width].
 
     Args:
       model: a `js.models.gpt` or `js.models.llama`.
@@ -32,14 +32,14 @@ def embed_tokens(model: Decoder, params: PyTree, tokens: Int[Array, "batch seq"]
 
 
 def logits_of_embedded(model: Decoder, params: PyTree, x: PyTree) -> Float[Array, "batch seq vocab"]:
-    """Compute logits from embedded tokens, in f32: `logits(model, params, tokens)` of `embed_tokens`' result.
+    """Compute logits in f32 from the result of `embed_tokens`; equal to `logits(model, params, tokens)`.
 
-    It is for gradients with respect to embeddings, as `js.attribution` takes them of tokens.
+    Use it for gradients with respect to embeddings, as in `js.attribution` of tokens.
 
     Args:
       model: a `js.models.gpt` or `js.models.llama`.
       params: its whole parameters in model order.
-      x: what `embed_tokens` returns, [batch, seq, width].
+      x: the result of `embed_tokens`, [batch, seq, width].
 
     Example:
         x = js.models.embed_tokens(model, params, tokens)

@@ -1,4 +1,4 @@
-"""How a ready-made model is described: `Size` names its numbers and its `Recipe` how it is trained."""
+"""The description of a ready-made model: `Size` has its arguments, and its `Recipe` the training settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Recipe(NamedTuple):
       warmup: steps of linear warm-up.
       b2: decay of AdamW's second moment.
       weight_decay: AdamW's decoupled weight decay.
-      clip: the largest norm of all gradients together; None leaves them as they are.
+      clip: the largest global norm of the gradients; None does not clip.
 
     Example:
         recipe = js.models.SIZES["gpt-1m"].recipe
@@ -38,9 +38,9 @@ class Recipe(NamedTuple):
     clip: float | None = None
 
     def optimizer(self, steps: int | None = None) -> optax.GradientTransformation:
-        """AdamW with a linear warm-up and a cosine decay to a twentieth of the peak.
+        """Make AdamW with a linear warm-up and a cosine decay to a twentieth of the peak.
 
-        The warm-up does not depend on `steps`, so runs of different planned length begin alike.
+        The warm-up does not depend on `steps`, so runs of different planned length begin with the same steps.
 
         Args:
           steps: where the decay ends; by default the recipe's own number of steps.
@@ -63,8 +63,8 @@ class Size(NamedTuple):
       shape: the keyword arguments of `make`, such as {"vocab": 256, "width": 144, ...}.
       recipe: how the model is trained unless the user says otherwise.
       make: the function that builds the model, such as `js.models.gpt`.
-      remat: what the forward pass of a block keeps for its backward under `js.explicit` and `js.auto`, unless they are
-        told: "everything" where memory is no matter, "nothing" for the models that are sharded because they need it.
+      remat: the default of `remat` under `js.explicit` and `js.auto`, for the activations that a block saves:
+        "everything" for small models, "nothing" for models that are sharded for lack of memory.
         (`js.pipelined` keeps each block's input by default, which is "nothing" for every size.)
 
     Example:
@@ -90,7 +90,7 @@ class Size(NamedTuple):
         return model
 
     def check_changes(self, changes: Iterable[str]) -> None:
-        """Raise ValueError for a change that is no argument of `make`; lists those that there are."""
+        """Raise ValueError for a change that is no argument of `make`; list the valid ones."""
         known = inspect.signature(self.make).parameters
         if unknown := [name for name in changes if name not in known]:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Rotary positions: the rates at which pairs of dimensions turn, and their scaling for rows longer than trained on."""
+"""Rotary positions: the rotation rates of pairs of dimensions, and their scaling for longer rows."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 class RopeScaling(NamedTuple):
     """The scaling of Llama 3.1: dimensions that turn slowly turn `factor` times slower still.
 
-    A dimension is slow if its wavelength is above `original` / `low` positions, and fast, and stays as it is, if that
-    is below `original` / `high`; between the two the rate goes over linearly in `original` / wavelength.
+    A dimension is slow if its wavelength is above `original` / `low` positions. It is fast, and does not change, if its
+    wavelength is below `original` / `high`; between the two the rate is interpolated linearly in `original` /
+    wavelength.
 
     Attributes:
       factor: how much slower, so how much longer the rows may be.
@@ -81,7 +82,7 @@ Scaling = RopeScaling | YarnScaling | LinearScaling
 
 
 def as_scaling(scaling: Scaling | float | None) -> Scaling | None:
-    """Return a scaling, of which a number is the factor of Llama 3.1's.
+    """Convert the argument `rope_scaling` to a scaling; a number is the factor of Llama 3.1's.
 
     Raises:
       TypeError: something else.
@@ -128,14 +129,14 @@ def rotary_rates(dims: int, base: float, scaling: Scaling | None = None) -> NDAr
 
 
 def rotary_gain(scaling: Scaling | None) -> float:
-    """Return by what rotated queries and keys are multiplied: YaRN's factor, 1 for all others."""
+    """Return the factor of rotated queries and keys: YaRN's, or 1 for other scalings."""
     if not isinstance(scaling, YarnScaling):
         return 1.0
     return 0.1 * math.log(scaling.factor) + 1 if scaling.attention is None else float(scaling.attention)
 
 
 def _yarn_share(dims: int, base: float, scaling: YarnScaling) -> NDArray[np.float64]:
-    """1 for pairs of dimensions that are fast, 0 for slow ones, and a ramp between."""
+    """Return 1 for fast pairs of dimensions, 0 for slow ones, and a ramp between."""
 
     def pair_that_turns(times: float) -> float:
         return dims * math.log(scaling.original / (2 * math.pi * times)) / (2 * math.log(base))

@@ -23,8 +23,8 @@ def make(name: str, /, **changes: Any) -> Any:
       **changes: arguments of its function (`js.models.gpt`, `llama` or `moe`) in the place of the size's own.
 
     Returns:
-      The model. It holds no arrays. It is a `js.Stacked` that every engine can run, whose attribute `remat`, what the
-      forward pass keeps unless an engine is told, is the size's.
+      The model, without arrays: a `js.Stacked` that every engine can run, with the `remat` of the size as the default
+      for engines.
 
     Raises:
       ValueError: no such size, a change that is no argument of its function (the message lists those that there are),

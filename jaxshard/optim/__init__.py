@@ -1,4 +1,4 @@
-"""Optimizer transforms for sharded training; every one is an ordinary optax transform.
+"""Optimizer transforms for sharded training; all are ordinary optax transforms.
 
     in make_step                 adam8bit, averaged, master, per_block, stochastic_round, and any transform of optax
     in a shard_map of your own   zero1, zero2, fsdp (`zero`, which splits arrays as `parts` says), tensor, clipping

@@ -32,20 +32,20 @@ class AveragedState(NamedTuple):
 def averaged(tx: optax.GradientTransformation, decay: float | jax.Array) -> optax.GradientTransformationExtraArgs:
     """Keep a moving average of the parameters in the state of an optimizer (while training).
 
-    This wraps an optimizer. `js.averaged(run, layout)` is another function, for evaluation: it puts the average that
-    this one kept in the place of a run's parameters.
+    This wraps an optimizer. `js.averaged(run, layout)` is another function, for evaluation: it replaces a run's
+    parameters by this average.
 
     After each step (Polyak and Juditsky 1992, with exponential weights)
 
         average = decay * average + (1 - decay) * params
 
-    The average starts at the initial parameters and has their shapes, whole or per device, so that it is split as they
-    are. That of a bf16 or f16 parameter is kept in f32, where small steps are not rounded away; integers are followed,
-    not averaged. Put this outermost, since it has to see the final updates, but for wrappers such as `master(averaged(
-    tx, ...))`, which then averages the f32 originals. Extra arguments are passed on. No collectives.
+    The average starts at the initial parameters and has their shapes, global or per device, so that it has their
+    sharding. The average of a bf16 or f16 parameter is kept in f32, where small steps are not rounded away; integers
+    are copied, not averaged. Put this wrapper outermost, since it must see the final updates, or inside `master`: then
+    `master(averaged(tx, ...))` averages the f32 copies. Extra arguments are passed on. No collectives.
 
     Args:
-      tx: The transform to wrap. What it does is not changed.
+      tx: The transform to wrap; its updates do not change.
       decay: Between 0 and 1; 0.999 averages about 1000 steps.
 
     Returns:
@@ -80,13 +80,13 @@ def averaged(tx: optax.GradientTransformation, decay: float | jax.Array) -> opta
 
 
 def averaged_params(opt_state: PyTree) -> PyTree:
-    """Find the averaged parameters inside an optimizer state, however deep.
+    """Find the averaged parameters in an optimizer state, at any depth.
 
     Args:
       opt_state: The state of any transform with one `js.optim.averaged` in it.
 
     Returns:
-      The tree of the parameters that `averaged` saw, as stored, with f32 arrays for bf16 and f16.
+      A tree like the parameters that `averaged` received, as stored, with f32 arrays for bf16 and f16.
 
     Raises:
       ValueError: There is no average in the state, or more than one.

@@ -1,14 +1,14 @@
-"""Arrays cut into blocks of neighbouring elements, each with one number of its own: a scale.
+"""Cut arrays into blocks of neighbouring elements, each with a scale.
 
-A block is a box: as many elements of the last dimension as suit, and where that is short, several of the dimension
-before it. Leading dimensions are not mixed, so that blocks lie within a device's part where these are split:
+A block is a box: elements along the last dimension and, if that is short, along the dimension before it. A block has
+size one in leading dimensions, so that splitting these over devices cuts no block:
 
     [1024, 4096]      boxes [1, 128]         scales [1024, 32]
     [50257, 768]      boxes [1, 192]         scales [50257, 4]
     [768, 12, 64]     boxes [1, 3, 64]       scales [768, 4, 1]
     [3, 3, 64, 64]    boxes [1, 1, 2, 64]    scales [3, 3, 32, 1]
 
-Boxes depend on the shape of the logical array alone, never on how it is split.
+Boxes depend only on the shape of the logical array, never on its sharding.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 SMALLEST = 128
-"""Blocks have this many elements or more, the lanes of a TPU: so there is never more than one scale in 128."""
+"""The least elements of a block, the lanes of a TPU: so there is at most one scale per 128 elements."""
 
 LARGEST = 256
-"""Blocks have this many elements or fewer: one outlier coarsens no others than these."""
+"""The most elements of a block: an outlier makes only these less precise."""
 
 
 def box_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a block of an array of more than `LARGEST` elements, one number per dimension.
+    """Return the shape of a block, for an array of more than `LARGEST` elements.
 
     Example:
         >>> box_of((1024, 4096)), box_of((768, 12, 64)), box_of((1600, 1600))
@@ -60,7 +60,7 @@ def largest_per_block(x: Float32[Array, "*shape"]) -> Float32[Array, "*blocks"]:
 
 
 def spread(scales: Float32[Array, "*blocks"], shape: tuple[int, ...]) -> Float32[Array, "*shape"]:
-    """Return an array of this shape in which every element is the scale of its block."""
+    """Broadcast the scales of blocks to the elements of an array of this shape."""
     for dim, (size, length) in enumerate(zip(shape, box_of(shape), strict=True)):
         if length > 1:
             before, count, after = scales.shape[:dim], scales.shape[dim], scales.shape[dim + 1 :]
@@ -71,10 +71,10 @@ def spread(scales: Float32[Array, "*blocks"], shape: tuple[int, ...]) -> Float32
 
 
 def _length(size: int, low: int, high: int) -> int:
-    """The length of blocks along a dimension, from `low` to `high` where that can be.
+    """Return the length of blocks along a dimension, from `low` to `high` if possible.
 
-    Best is one that divides the dimension into a power of two of blocks, because then it splits over any power of two
-    of devices in one of two ways: into whole blocks, or blocks into equal parts, of which only scales are exchanged.
+    Prefer a length that divides the dimension into a power of two of blocks. Then any power of two of devices either
+    cuts no block, or cuts blocks into equal parts, for which only scales are exchanged.
     """
     if size <= low:
         return size

@@ -1,9 +1,9 @@
-"""Clipping by the global norm, also where every device holds a part of the arrays.
+"""Clip by the global norm, also if arrays are sharded in a `shard_map`.
 
 The norm of a split array is not the norm of its parts. With the sums of squares q of this device's parts
 
     w [1024] over data=8   q = sum(w_part**2)            psum over data
-    v [1024] whole         q = sum(v**2)                 the same on all devices, counted once
+    v [1024] replicated    q = sum(v**2)                 the same on all devices, counted once
     norm = sqrt(psum(q_w) + q_v)
 
 arrays are grouped by the axes that split them, and every group is summed over its own axes with one all-reduce.
@@ -31,14 +31,15 @@ def clip_by_global_norm(
     """Scale updates down so that their global norm is at most `max_norm`, like `optax.clip_by_global_norm`.
 
     Pascanu et al. 2013, "On the difficulty of training recurrent neural networks", section 3.2. Without `axis_name`
-    updates are global arrays, or whole. With it, this runs inside `shard_map` on this device's parts, as it does inside
-    `js.optim.zero1`, `zero2` and `fsdp`, and uses the norm of the whole arrays: one all-reduce of one f32 number.
-    Arrays count as split over the axis, scalars as whole on every device, so they are counted once. Inside
-    `js.optim.tensor` the parameters that are whole there are counted once, too (one more all-reduce of one number).
+    updates are global arrays, or replicated. With it, this runs inside `shard_map` on this device's shards, as inside
+    `js.optim.zero1`, `zero2` and `fsdp`, and uses the norm of the full arrays: one all-reduce of one f32 scalar. Arrays
+    count as split over the axis, scalars as replicated, so they are counted once. Inside `js.optim.tensor` replicated
+    parameters are counted once, too (one more all-reduce of a scalar).
 
     Args:
-      max_norm: The largest norm that updates keep.
-      axis_name: The mesh axis, or a tuple of axes, over which every array is split; None where they arrive whole.
+      max_norm: The largest norm of updates.
+      axis_name: The mesh axis, or a tuple of axes, over which every array is split; None for global or replicated
+        arrays.
 
     Example:
         js.make_step(loss_fn, optax.chain(js.optim.clip_by_global_norm(1.0), optax.adamw(3e-4)), layout)
@@ -71,14 +72,14 @@ SplitAxes = Callable[[str, tuple[str, ...]], tuple[str, ...]]
 def global_norm(
     tree: PyTree, axis_name: AxisName | None = None, *, split_axes: SplitAxes | None = None
 ) -> Float[Array, ""]:
-    """Return the Euclidean norm of all numbers of a tree, accumulated in at least f32.
+    """Return the Euclidean norm of all elements of a tree, accumulated in at least f32.
 
     Args:
-      tree: Arrays. With `axis_name` those of one or more dimensions are this device's parts over the axis, and scalars
-        are whole; one all-reduce of one number then makes the result the same on every device.
+      tree: Arrays. With `axis_name`, arrays are this device's shards over the axis, and scalars are replicated; one
+        all-reduce of a scalar then makes the result the same on every device.
       axis_name: The mesh axis, or a tuple of axes, over which arrays are split.
-      split_axes: Tells for single arrays which axes split them, given the path and those of `axis_name`. One all-reduce
-        per set of axes.
+      split_axes: `split_axes(path, axes)` returns the axes that split one array, given those of `axis_name`. One
+        all-reduce per set of axes.
 
     Example:
       >>> float(global_norm({"a": jnp.asarray([3.0, 0.0]), "b": jnp.asarray(4.0)}))

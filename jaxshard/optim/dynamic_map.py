@@ -1,12 +1,12 @@
-"""Numbers from 0 to 1 as integers of a few bits, finer the larger they are: the dynamic map of Dettmers et al.
+"""The dynamic map of Dettmers et al.: codes of a few bits for numbers from 0 to 1, spaced evenly in each decade.
 
 A code n > 0 has its leading one at bit i; the bits below it are a fraction j of 2**i. It stands for
 
     t * (0.1 + 0.9 * (j + 1) / 2**i)    with t = 10 ** (i - bits + 1), the largest number of decade i
 
 so that each decade has twice as many codes as the one below it, evenly spaced, and the largest code is exactly 1. With
-7 bits numbers down to 1e-6 can be told from 0, and those above 0.1 are at most 0.0071 off. Encoding and decoding are a
-few elementwise operations; no table is looked up.
+7 bits the smallest code above 0 is 1e-6, and numbers above 0.1 have an error of at most 0.0071. Encoding and decoding
+are a few elementwise operations without a lookup table.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, UInt8
 
 SIGN = 128
-"""The bit of a signed code that says that the number is negative; the other seven are its magnitude."""
+"""The sign bit of a signed code; the other seven bits are the magnitude."""
 
 
 def encode_magnitude(x: Float32[Array, "*shape"], bits: int) -> UInt8[Array, "*shape"]:
-    """Return the nearest code of each number in [0, 1], but not 0 for a number that isn't.
+    """Return the nearest code of each number in [0, 1], where only 0 has the code 0.
 
     Args:
       x: the numbers.
-      bits: of a code: 7 for half of a byte's codes, 8 for all of them.
+      bits: the bits of a code, 7 or 8.
 
     Example:
         >>> encode_magnitude(jnp.array([0.0, 1e-30, 0.1, 1.0]), 8)
@@ -42,7 +42,7 @@ def encode_magnitude(x: Float32[Array, "*shape"], bits: int) -> UInt8[Array, "*s
 
 
 def decode_magnitude(code: UInt8[Array, "*shape"], bits: int) -> Float32[Array, "*shape"]:
-    """Return the number in [0, 1] that each code stands for: the inverse of `encode_magnitude`.
+    """Return the number in [0, 1] of each code: the inverse of `encode_magnitude`.
 
     Example:
         >>> decode_magnitude(jnp.array([0, 127, 255], jnp.uint8), 8)
@@ -71,7 +71,7 @@ def encode_signed(x: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
 
 
 def decode_signed(code: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """Return the number in [-1, 1] that each code of `encode_signed` stands for."""
+    """Return the number in [-1, 1] of each code: the inverse of `encode_signed`."""
     magnitude = decode_magnitude(code & jnp.uint8(SIGN - 1), 7)
     negative: jax.Array = jnp.where(code >= SIGN, -magnitude, magnitude)
     return negative

@@ -15,20 +15,20 @@ from jaxshard.optim.dynamic_map import decode_magnitude, decode_signed, encode_m
 from jaxshard.optim.master import is_low
 
 SMALL = 4096
-"""Arrays of at most so many elements keep their moments in f32: norms and biases, which are few and matter."""
+"""The most elements of an array whose moments stay in f32: norms and biases, which are small and sensitive."""
 
 
 class Adam8bitState(NamedTuple):
     """The state of `js.optim.scale_by_adam8bit`.
 
-    Each tree is like the parameters, so that the path of an array ends with that of its parameter.
+    Each tree is like the parameters, so that the path of an array ends with the path of its parameter.
 
     Attributes:
       steps: int32[], the number of updates.
-      mu: The first moment: uint8 codes of the parameter's shape, or f32 where that is small.
+      mu: The first moment: uint8 codes of the parameter's shape, or f32 for small parameters.
       mu_scales: f32, one scale per block of `mu`; `optax.MaskedNode` for small parameters.
-      nu: The second moment: codes of its root, or the moment itself in f32 where the parameter is small.
-      nu_scales: Likewise.
+      nu: The second moment: codes of its square root, or the moment itself in f32 for small parameters.
+      nu_scales: f32, one scale per block of `nu`, likewise.
 
     Example:
         state = js.optim.scale_by_adam8bit().init(params)
@@ -53,7 +53,7 @@ def adam8bit(
 ) -> optax.GradientTransformationExtraArgs:
     """Make AdamW with its moments in 8 bits: 2.1 bytes of state per parameter instead of 8.
 
-    It is `optax.adamw` but for `scale_by_adam8bit` in the place of `optax.scale_by_adam`; see there what is lost.
+    It is `optax.adamw` with `scale_by_adam8bit`, which describes the rounding, in place of `optax.scale_by_adam`.
 
     Args:
       learning_rate: A number or a schedule.
@@ -67,7 +67,7 @@ def adam8bit(
         tx = js.optim.adam8bit(3e-4, weight_decay=0.1)
         layout = js.layout(js.fsdp(), mesh, init_fn, tx)
     """
-    # `optax.inject_hyperparams` makes an array of it, whose number is not known here.
+    # `optax.inject_hyperparams` makes it an array, whose value is not known here.
     decays = isinstance(weight_decay, jax.Array) or bool(weight_decay)
     decay = [optax.add_decayed_weights(weight_decay, mask)] if decays else []
     return optax.with_extra_args_support(
@@ -76,22 +76,22 @@ def adam8bit(
 
 
 def scale_by_adam8bit(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> optax.GradientTransformationExtraArgs:
-    """Scale gradients as Adam does, its moments kept in 8 bits between steps.
+    """Scale gradients like Adam, with moments kept in 8 bits between steps.
 
     Arrays of more than 4,096 elements are cut into blocks of 128 to 256 neighbours (`optim/blocks.py`), each with the
-    largest magnitude in it as an f32 scale. Elements are a dynamic map's codes of their share of that
+    largest magnitude in it as an f32 scale. An element is a dynamic map's code of its ratio to the scale
     (`optim/dynamic_map.py`): 8 bits with a sign for the first moment, without one for the root of the second. So the
-    state takes at most 2 + 8 / 128 bytes per parameter. An update is made of the new moments before they are rounded.
+    state takes at most 2 + 8 / 128 bytes per parameter. An update uses the new moments before they are rounded.
 
-    The root rather than the second moment itself: the same codes then reach down to 1e-7 of a block's largest gradient
-    instead of 3e-4, and nothing but 0 is rounded to 0. A block with an outlier would otherwise divide the first
-    moments of its other elements by nothing. (Evenly spaced int8 does that at once.)
+    The codes are of the second moment's square root: so they reach down to 1e-7 of a block's largest gradient instead
+    of 3e-4, and only 0 is rounded to 0. Otherwise, in a block with an outlier, second moments of other elements would
+    be rounded to 0, and the update would divide by 0. (Evenly spaced int8 does so early.)
 
-    Blocks are those of the logical array and the largest magnitude doesn't depend on an order, so that the state is
-    the same on every mesh. In `js.make_step` codes lie where their parameter's optimizer state does and scales with
-    them: where blocks are whole within a device's part no collective is added. It is not elementwise, so arrays that
-    are padded or rest in a pipeline's order are brought to their logical view (`Step.update_view` tells). Where blocks
-    were stacked for you wrap it in `js.optim.per_block`.
+    Blocks are those of the logical array, and a maximum does not depend on order, so the state is the same on every
+    mesh. In `js.make_step` codes are sharded like their parameter's optimizer state, and scales with them: if no device
+    boundary cuts a block, no collective is added. The transform is not elementwise, so arrays that are padded or stored
+    in pipeline order are converted to their logical view (see `Step.update_view`). If `js.stack` stacked your blocks,
+    wrap it in `js.optim.per_block`.
 
     Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization", sections 2 and 3 (there with blocks of 2,048
     and codes of the second moment itself).
@@ -102,8 +102,8 @@ def scale_by_adam8bit(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> 
       eps: Added to the root of the second moment.
 
     Returns:
-      A transform with an `Adam8bitState`. Its updates are f32; those of bf16 and f16 parameters have the type of the
-      gradient, as optax's do (without `params` in `update`, which tell, they are f32 too).
+      A transform with an `Adam8bitState`. Its updates are f32; for bf16 and f16 parameters they have the dtype of the
+      gradient, as in optax (f32 if `update` is called without `params`).
 
     Example:
         tx = optax.chain(optax.clip_by_global_norm(1.0), js.optim.scale_by_adam8bit(), optax.scale(-3e-4))
@@ -155,29 +155,29 @@ def scale_by_adam8bit(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> 
 
 
 def quantise_signed(x: Float32[Array, "*shape"]) -> tuple[UInt8[Array, "*shape"], Float32[Array, "*blocks"]]:
-    """Return (the codes of an array, the scales of its blocks); an element is off by at most 0.0071 of its scale."""
+    """Return (codes of an array, scales of its blocks); the error of an element is at most 0.0071 of its scale."""
     share, scales = _share(x)
     return encode_signed(share), scales
 
 
 def dequantise_signed(codes: UInt8[Array, "*shape"], scales: Float32[Array, "*blocks"]) -> Float32[Array, "*shape"]:
-    """Return the array that codes and scales of `quantise_signed` stand for."""
+    """Return the array of codes and scales from `quantise_signed`."""
     return decode_signed(codes) * spread(scales, codes.shape)
 
 
 def quantise_magnitude(x: Float32[Array, "*shape"]) -> tuple[UInt8[Array, "*shape"], Float32[Array, "*blocks"]]:
-    """Return (codes, scales) of an array without negative numbers, off by at most 0.0036 of the scale."""
+    """Return (codes, scales) of an array without negative numbers; the error is at most 0.0036 of the scale."""
     share, scales = _share(x)
     return encode_magnitude(share, 8), scales
 
 
 def dequantise_magnitude(codes: UInt8[Array, "*shape"], scales: Float32[Array, "*blocks"]) -> Float32[Array, "*shape"]:
-    """Return the array that codes and scales of `quantise_magnitude` stand for."""
+    """Return the array of codes and scales from `quantise_magnitude`."""
     return decode_magnitude(codes, 8) * spread(scales, codes.shape)
 
 
 def _share(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Each element as a share of the largest magnitude in its block, and these."""
+    """Return (each element divided by its block's largest magnitude, these magnitudes)."""
     scales = largest_per_block(x)
     whole = spread(scales, x.shape)
     return jnp.where(whole > 0, x / whole, 0.0), scales

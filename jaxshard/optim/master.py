@@ -1,4 +1,4 @@
-"""Low-precision parameters whose f32 originals are optimizer state."""
+"""Keep f32 master copies of low-precision parameters in the optimizer state."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class MasterState(NamedTuple):
     """The state of `js.optim.master`.
 
     Attributes:
-      master: The f32 originals of the bf16 and f16 parameters; `optax.MaskedNode` for the others.
-      inner: The state of the wrapped transform, for the originals.
+      master: The f32 master copies of bf16 and f16 parameters; `optax.MaskedNode` for the others.
+      inner: The state of the wrapped transform, for the master copies.
 
     Example:
         state = js.optim.master(optax.adamw(3e-4)).init(params)
@@ -30,21 +30,21 @@ class MasterState(NamedTuple):
 
 
 def master(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Keep f32 copies of bf16 and f16 parameters in the optimizer's state, and update those.
+    """Keep f32 master copies of bf16 and f16 parameters in the optimizer's state, and update the copies.
 
     After each step a parameter is its f32 copy, rounded.
 
-    Micikevicius et al. 2018, "Mixed Precision Training", section 3.1. The originals are optimizer state, so that every
-    strategy that splits that splits them. For Adam and bf16 parameters the state is 12 bytes per parameter (original,
-    mean, variance) next to the 2 of the parameter (the K = 12 of Rajbhandari et al. 2020, section 3.1). Parameters of
-    other dtypes have no second copy. Gradients are cast to f32; `tx` sees the originals as its parameters. Extra
-    arguments are passed on. No collectives.
+    Micikevicius et al. 2018, "Mixed Precision Training", section 3.1. The master copies are optimizer state, and
+    strategies split them like the rest of it. For Adam and bf16 parameters the state is 12 bytes per parameter (copy,
+    mean, variance) in addition to the 2 of the parameter (the K = 12 of Rajbhandari et al. 2020, section 3.1).
+    Parameters of other dtypes have no second copy. Gradients are cast to f32; `tx` receives the master copies as its
+    parameters. Extra arguments are passed on. No collectives.
 
-    The update of a bf16 or f16 parameter is f32: the rounded new original minus the parameter, so that
-    `optax.apply_updates(params, updates)`, which adds in f32 and rounds, gives the rounded original bit for bit as
-    long as one step does not shrink a parameter by more than a factor of 2**16 (bf16) or 2**13 (f16); beyond that it
-    is off by at most 2**-24 of the old parameter. Errors do not add up: each update starts from the parameters that
-    there are. What needs updates of the gradients' type goes inside: `master(optax.apply_if_finite(tx, 3))`.
+    The update of a bf16 or f16 parameter is f32: the rounded new master copy minus the parameter, so that
+    `optax.apply_updates(params, updates)`, which adds in f32 and rounds, gives the rounded copy bit for bit as long as
+    one step does not shrink a parameter by more than a factor of 2**16 (bf16) or 2**13 (f16); beyond that the error is
+    at most 2**-24 of the old parameter. Errors do not add up: each update starts from the current parameters. Wrappers
+    that need updates in the gradients' dtype go inside: `master(optax.apply_if_finite(tx, 3))`.
 
     Args:
       tx: The transform to wrap.
@@ -81,7 +81,7 @@ def master(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
 
 
 def is_low(x: Any) -> bool:
-    """Return whether an array is of a float type of less than 32 bits, such as bf16."""
+    """Return whether an array has a floating dtype of less than 32 bits, such as bf16."""
     return jnp.issubdtype(x.dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize < 4
 
 
@@ -90,7 +90,7 @@ def _mask_others(param: jax.Array, original: jax.Array) -> jax.Array | optax.Mas
 
 
 def _merge(originals: PyTree, params: PyTree) -> PyTree:
-    """The parameters with their f32 originals where there are any."""
+    """Replace parameters by their f32 master copies, if they have one."""
     return jax.tree.map(lambda p, original: original if is_low(p) else p, params, originals)
 
 

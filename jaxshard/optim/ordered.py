@@ -1,8 +1,8 @@
-"""An optimizer whose sums over all parameters are taken in one order, whatever the number of processes.
+"""Make the sums over all parameters in an optimizer use a fixed order, for any number of processes.
 
-The compiler adds the devices' shares of a sum in an order that suits it, and floating-point addition is not
-associative. Most optimizers take no sums; a global norm is one of sums over whole arrays. Those are found in the
-program of the update and replaced by `stack_totals`, which adds one number per device in a fixed order.
+The compiler adds the devices' shares of a sum in any order, and floating-point addition is not associative. Most
+optimizers take no sums; a global norm needs sums over full arrays. These sums are found in the jaxpr of the update and
+replaced by `stack_totals`, which adds one scalar per device in a fixed order.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from jaxshard.optim.proof.elementwise import check_elementwise, check_state, is_
 
 
 def with_ordered_sums(tx: Any, params: PyTree, layout: Layout) -> optax.GradientTransformation:
-    """Return `tx` for stored arrays, with each sum over all elements of an array added in the order of the devices.
+    """Return `tx` for stored arrays, with each sum over all elements of an array in the order of the devices.
 
-    One all-gather of one number per device for each such sum.
+    Collectives: one all-gather of a scalar per device for each such sum.
 
     Args:
-      tx: A transform that is elementwise but for functions of sums over all parameters, such as the global norm.
-      params: The shapes of the trained parameters, as the model knows them.
-      layout: Where parameters and state are stored.
+      tx: A transform that is elementwise except for functions of sums over all parameters, such as the global norm.
+      params: The logical shapes of the trained parameters.
+      layout: The layout.
 
     Raises:
-      ValueError: `tx` mixes elements in another way, which the compiler would order as it likes; from `update`, it sums
-        inside a branch or a loop.
+      ValueError: `tx` mixes elements in another way, for which the order is not fixed; from `update`, it sums inside a
+        branch or a loop.
     """
     tx = as_transform(tx)
     views = stored_shapes(params, layout.opt_params)
@@ -68,7 +68,7 @@ def with_ordered_sums(tx: Any, params: PyTree, layout: Layout) -> optax.Gradient
 
 
 class _Specs:
-    """The specs of the values of an elementwise program.
+    """The PartitionSpecs of the values in an elementwise jaxpr.
 
     Invariant: a value that has the shape of one of its operands has that operand's spec, for it has the same elements
     in the same places.
@@ -78,7 +78,7 @@ class _Specs:
         self._known = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def follow(self, equation: Any) -> PartitionSpec | None:
-        """Return the spec of the first operand that has one. To be called for every equation, in order."""
+        """Return the spec of the first operand that has one; call it for every equation, in order."""
         if any(map(_sums_an_array, _inner_equations(equation))):
             raise ValueError(
                 "reduction='ordered' and 'checked': the optimizer sums over parameters inside a branch or a loop "
@@ -95,7 +95,7 @@ class _Specs:
 
 
 def _sums_an_array(equation: Any) -> bool:
-    """Whether an equation sums an array to a number; partial sums were refused before."""
+    """Return whether an equation sums an array to a scalar; partial sums were refused before."""
     return equation.primitive.name == "reduce_sum" and bool(equation.invars[0].aval.shape)
 
 

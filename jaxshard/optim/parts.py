@@ -1,8 +1,8 @@
-"""How arrays are split into one part per device inside `shard_map`, for `js.optim.zero1`, `zero2` and `fsdp`.
+"""Split arrays into one shard per device inside `shard_map`, for `js.optim.zero1`, `zero2` and `fsdp`.
 
-An array is split over the axis along one dimension (`split_of`): the one where padding costs least, the largest of
-equals, so the largest that divides if any does. Otherwise it is padded with zeros at the end; it is never left whole.
-Scalars are whole. On 8 devices:
+An array is split over the axis along one dimension (`split_of`): the dimension with the least padding, and of equals
+the largest. If the dimension does not divide, the array is padded with zeros at the end. Only scalars are replicated.
+On 8 devices:
 
     array        padded        part
     [3, 5, 16]   [3, 5, 16]    [3, 5, 2]     16 divides
@@ -39,12 +39,12 @@ class Split(NamedTuple):
 
 
 def split_of(shape: tuple[int, ...], count: int) -> Split | None:
-    """Decide how an array is split into `count` parts of equal size; None for scalars and arrays without elements."""
+    """Choose how to split an array into `count` equal parts; None for scalars and arrays without elements."""
     if not math.prod(shape) or not shape:
         return None
 
     def local(size: int) -> int:
-        # A part of a single element gets two places, so that no part has the shape of its whole array: `fsdp` tells
+        # A part of a single element is padded to two, so that no part has the shape of its full array: `fsdp` tells
         # them apart by shape.
         return 2 if size == 1 and count > 1 else -(-size // count)
 
@@ -59,14 +59,14 @@ def shard_shape(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
 
 
 class Parts(NamedTuple):
-    """The mesh axes over which arrays are split, and the number of devices along them: one part for each."""
+    """The mesh axes over which arrays are split, and the number of devices along them: one part per device."""
 
     axes: tuple[str, ...]
     devices: int
 
     @classmethod
     def bound(cls, axis_name: AxisName, who: str) -> Parts:
-        """The parts over axes that are bound by the `shard_map` around; a ValueError outside of one."""
+        """Return the parts over axes of the enclosing `shard_map`; raise ValueError outside of one."""
         axes = axis_names(axis_name)
         try:
             return cls(axes, math.prod(lax.axis_size(axis) for axis in axes))
@@ -77,13 +77,13 @@ class Parts(NamedTuple):
             ) from error
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
-        """The `PartitionSpec` of a whole array."""
+        """Return the `PartitionSpec` of a full array."""
         split = split_of(shape, self.devices)
         entry = self.axes[0] if len(self.axes) == 1 else self.axes
         return PartitionSpec() if split is None else PartitionSpec(*[None] * split.dim, entry)
 
     def pad(self, x: jax.Array) -> jax.Array:
-        """A whole array with zeros at the end, so that its parts have equal size."""
+        """Pad a full array with zeros at the end, so that its parts have equal size."""
         split = split_of(x.shape, self.devices)
         if split is None or split.local * self.devices == split.size:
             return x
@@ -91,14 +91,14 @@ class Parts(NamedTuple):
         return lax.pad(x, x.dtype.type(0), [(0, missing if dim == split.dim else 0, 0) for dim in range(x.ndim)])
 
     def take(self, x: jax.Array) -> jax.Array:
-        """This device's part of a whole array that every device has. No collectives."""
+        """Slice this device's part of a replicated array. No collectives."""
         split = split_of(x.shape, self.devices)
         if split is None:
             return x
         return lax.dynamic_slice_in_dim(self.pad(x), lax.axis_index(self.axes) * split.local, split.local, split.dim)
 
     def gather_replicated(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The whole array of the parts `x`, of a type that does not vary over the axes: parameters stay replicated."""
+        """All-gather the parts `x` to an array whose type does not vary over the axes: parameters stay replicated."""
         split = split_of(shape, self.devices)
         if split is None:
             return x
@@ -108,15 +108,15 @@ class Parts(NamedTuple):
 
 
 def types_are_checked(axes: tuple[str, ...]) -> bool:
-    """Return whether types say over which axes a value varies.
+    """Return whether types tell over which axes a value varies (`check_vma=True`).
 
-    Under `check_vma=False` nothing varies by its type, not even the index of the axis, and nothing can be refused.
+    Under `check_vma=False` no type varies, not even that of the axis index, so no value can be refused by its type.
     """
     return all(axis in varying_axes(lax.axis_index(axis)) for axis in axes)
 
 
 def param_specs(params: PyTree, axis_name: AxisName, axis_size: int) -> PyTree:
-    """Return the `PartitionSpec` of every parameter as `shard_params` gives it.
+    """Return the `PartitionSpec` of every parameter as `shard_params` splits it.
 
     They are `in_specs` and `out_specs` of `js.optim.fsdp` loops.
 
@@ -137,11 +137,11 @@ def state_specs(tx: Any, params: PyTree, axis_name: AxisName, axis_size: int) ->
     """Return the `PartitionSpec` of every array of the optimizer state.
 
     They are `in_specs` and `out_specs` of loops with `js.optim.zero1`, `zero2` and `fsdp`. An array whose path ends
-    with a parameter's path and that has its shape (or that of a part) is split as the parameter is; all others are the
-    same on all devices.
+    with a parameter's path and that has its shape (or the shape of its part) is split like the parameter; all others
+    are replicated.
 
     Args:
-      tx: The wrapped transform, or the one inside.
+      tx: The wrapped transform, or the inner transform.
       params: The whole parameters, which may be abstract.
       axis_name: The mesh axis, or a tuple of axes, over which the state is split.
       axis_size: The number of devices along it.
@@ -153,7 +153,7 @@ def state_specs(tx: Any, params: PyTree, axis_name: AxisName, axis_size: int) ->
     """
     check_transform(tx)
     axes = axis_names(axis_name)
-    # Any sizes with the right product do: only the number of parts matters.
+    # Only the product of the sizes matters: the number of parts.
     sizes = dict(zip(axes, (axis_size, *[1] * (len(axes) - 1)), strict=True))
     specs = jax.tree.leaves(param_specs(params, axis_name, axis_size))
     return specs_of_state(tx, abstract(params), specs, sizes, axis_size)
@@ -164,8 +164,9 @@ def specs_of_state(
 ) -> PyTree:
     """Return the spec of every array of the state that `tx.init` makes inside `shard_map` of abstract `params`.
 
-    It is that of the parameter whose path ends the array's path, from `specs` in the order of the parameters, if the
-    array has its shape or that of one of `count` parts; P() otherwise. `sizes` are those of the bound axes.
+    An array gets the spec (from `specs`, in the order of the parameters) of the parameter whose path ends its path, if
+    it has the parameter's shape or the shape of one of `count` parts; otherwise P(). `sizes` are the sizes of bound
+    axes.
     """
     known = jax.tree_util.tree_leaves_with_path(params)
     _, state = jax.make_jaxpr(tx.init, axis_env=list(sizes.items()), return_shape=True)(params)
@@ -181,10 +182,10 @@ def specs_of_state(
 
 
 def shard_params(params: PyTree, axis_name: AxisName = "data") -> PyTree:
-    """Return this device's part of every whole parameter, inside `shard_map`.
+    """Return this device's part of every replicated parameter, inside `shard_map`.
 
-    A parameter [4096, 1001] on 8 devices gives a part [512, 1001], one of [1001] a part [126] of which the last device
-    has 7 zeros of padding. No collectives.
+    A parameter [4096, 1001] on 8 devices gives a part [512, 1001], and [1001] gives a part [126], which on the last
+    device ends with 7 zeros of padding. No collectives.
 
     Example:
         specs = js.optim.param_specs(params, "data", 8)
@@ -195,15 +196,15 @@ def shard_params(params: PyTree, axis_name: AxisName = "data") -> PyTree:
 
 
 def gather_params(shards: PyTree, like: PyTree, axis_name: AxisName = "data") -> PyTree:
-    """Return the whole parameters of which `shards` are this device's parts, inside `shard_map`, padding removed.
+    """All-gather parameters from this device's parts `shards`, inside `shard_map`, and remove padding.
 
     One all-gather per array, which moves (n - 1) / n of the padded array's bytes to each of n devices. Under `jax.grad`
-    it becomes one reduce-scatter of as many bytes: the gradient with respect to the shards is the sum over the devices
+    it becomes one reduce-scatter of the same bytes: the gradient with respect to the shards is the sum over the devices
     of each device's gradient. Call it in the loss, just before use.
 
     Args:
-      shards: This device's parts, as `shard_params` gives them.
-      like: The whole shapes (arrays or ShapeDtypeStructs).
+      shards: This device's parts, as `shard_params` returns them.
+      like: The full shapes (arrays or ShapeDtypeStructs).
       axis_name: The mesh axis, or a tuple of axes, over which the parameters are split.
 
     Raises:

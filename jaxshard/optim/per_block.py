@@ -1,7 +1,7 @@
-"""A transform mapped over the blocks of a model whose parameters are stacked.
+"""Map an optimizer over the blocks of a model with stacked parameters.
 
-Stacking is what the model does for its own sake (one `scan` over blocks); an optimizer that takes the norm of an array
-would then take that of all blocks together. `proof/stacking.py` finds such optimizers, `per_block` is the remedy.
+Models stack blocks for a `scan` over them; an optimizer that takes the norm of an array would then take the norm of all
+blocks together. `proof/stacking.py` detects such optimizers, and `per_block` fixes them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from jaxshard.optim.stochastic import StochasticState
 class PerBlockState(NamedTuple):
     """The state of `js.optim.per_block`.
 
-    Both parts have the whole tree of the parameters, with `optax.MaskedNode` where the other one has a parameter, so
-    that the path of a state array still ends with the path of its parameter.
+    Both parts have the tree of all parameters, with `optax.MaskedNode` for parameters of the other part, so that the
+    path of a state array still ends with the path of its parameter.
 
     Attributes:
       blocks: The state of the wrapped transform for the stacked parameters; every array has a leading dimension of
@@ -44,10 +44,10 @@ class PerBlockState(NamedTuple):
 def per_block(tx: optax.GradientTransformation, stacked: str = BLOCKS) -> optax.GradientTransformationExtraArgs:
     """Map an optimizer over the blocks of a stacked model, as if the model were not stacked.
 
-    `tx` is mapped over the leading dimension of the stacked parameters; all others are updated by `tx` as they are. For
-    transforms that look at whole arrays (LAMB, Muon, Adafactor, block-wise clipping) this gives the updates of the
-    model with its blocks in a list; for elementwise ones it changes nothing. Masks and labels of `tx` see the shapes of
-    one block. Extra arguments go to every block as they are. No collectives of its own.
+    `tx` is mapped over the leading dimension of the stacked parameters, and updates all other parameters directly. For
+    transforms that mix the elements of an array (LAMB, Muon, Adafactor, block-wise clipping) this gives the updates of
+    the model with its blocks in a list; for elementwise transforms it changes nothing. Masks and labels of `tx` see the
+    shapes of one block. Extra arguments are passed to every block unchanged. No collectives of its own.
 
     Args:
       tx: The transform for one block.
@@ -59,7 +59,7 @@ def per_block(tx: optax.GradientTransformation, stacked: str = BLOCKS) -> optax.
     Raises (from init):
       ValueError: Nothing under `stacked`; leading dimensions that differ; a transform that couples parameters, such
         as clipping by the global norm (put it before: `optax.chain(clip, per_block(tx))`), or that draws random
-        numbers, which would be the same in every block (of `js.optim.stochastic_round`, which goes around it, too).
+        numbers, which would be the same in every block (put `js.optim.stochastic_round` around it).
 
     Example:
         # params: {"embed": [V, D], "blocks": {"w": [24, D, F]}}. The trust ratio of LAMB is one number per block.
@@ -68,7 +68,7 @@ def per_block(tx: optax.GradientTransformation, stacked: str = BLOCKS) -> optax.
     tx = as_transform(tx)
 
     def keep(tree: PyTree, *, blocks: bool) -> PyTree:
-        """The tree with its blocks, or all but its blocks, and `optax.MaskedNode` for the rest."""
+        """Keep the stacked blocks of a tree, or everything else, with `optax.MaskedNode` for the rest."""
         return map_with_path(lambda path, x: x if (_key(path) == stacked) == blocks else optax.MaskedNode(), tree)
 
     def init_fn(params: PyTree) -> Any:
@@ -78,7 +78,7 @@ def per_block(tx: optax.GradientTransformation, stacked: str = BLOCKS) -> optax.
         return PerBlockState(jax.vmap(tx.init)(keep(params, blocks=True)), tx.init(keep(params, blocks=False)))
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, Any]:
-        if has_marks(updates):  # `stacking_changes` looks for what stacking changes: nothing here, whatever tx is
+        if has_marks(updates):  # `stacking_changes` reads this trace: per_block makes any `tx` independent of stacking
             return updates, state
 
         def one_block(grads: PyTree, inner: Any, params: PyTree | None) -> Any:
@@ -120,7 +120,7 @@ def _check(tx: optax.GradientTransformationExtraArgs, params: PyTree, stacked: s
     def one_block(path: tuple[Any, ...], x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape[1:] if _key(path) == stacked else x.shape, x.dtype)
 
-    # A lone array cannot show whether its transform looks at others; two blocks can.
+    # Two blocks, since a single array can't show whether the transform couples arrays.
     probe = map_with_path(one_block, params)
     probe = [probe, probe] if len(jax.tree.leaves(probe)) == 1 else probe
     coupled = coupled_leaves(tx, probe)

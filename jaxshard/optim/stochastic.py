@@ -1,4 +1,4 @@
-"""bf16 moments and parameters that are rounded at random, up or down, so that small steps are not lost on average."""
+"""Stochastic rounding of bf16 moments and parameters, so that small steps are not lost on average."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ class StochasticState(NamedTuple):
 
 
 def stochastic_round(tx: optax.GradientTransformation, *, seed: int = 0) -> optax.GradientTransformationExtraArgs:
-    """Keep an optimizer's moments in bf16, and update bf16 parameters without f32 copies, by rounding at random.
+    """Keep moments in bf16, and update bf16 parameters without f32 copies, by stochastic rounding.
 
     bf16 has 8 bits of precision: rounded to nearest, a step below 1/256 of a parameter changes nothing, and a second
-    moment that decays by 0.999 stands still. Here a number between two of bf16 becomes the upper one with the
-    probability that says how near it is, so that its mean is the number (Gupta et al. 2015, "Deep Learning with Limited
-    Numerical Precision", section 3). `tx` computes in f32: it is given f32 copies of bf16 and f16
-    parameters, of their gradients, and of what is stored.
+    moment that decays by 0.999 stops changing. Stochastic rounding picks one of the two neighbouring bf16 numbers, the
+    nearer one with higher probability, so that the mean is exact (Gupta et al. 2015, "Deep Learning with Limited
+    Numerical Precision", section 3). `tx` computes in f32: it receives f32 copies of bf16 and f16 parameters, of their
+    gradients, and of the stored moments.
 
-    Every f32 array of the state that has a parameter's place and shape is stored as bf16: 4 bytes per parameter for
-    Adam instead of 8, whatever type the parameter has. Parameters in bf16 are rounded so; those in f32 and f16 are
-    updated as ever.
+    Every f32 array of the state that has a parameter's path and shape is stored in bf16: 4 bytes per parameter for Adam
+    instead of 8, for parameters of any dtype. bf16 parameters are rounded stochastically; f32 and f16 parameters are
+    updated as usual.
 
     The random bits are a hash of the seed, the step, the array and the element's index in it, so that they are the same
-    on every mesh, and after a restart. They are computed where the element is: no collectives. As they depend on the
-    index, `js.make_step` runs the transform on the logical view of arrays that are stored in another shape. Around
-    `js.optim.per_block`, not inside it, every block has its own bits.
+    on every mesh, and after a restart. Each device computes the bits of its own elements, without collectives. Since
+    they depend on the index, `js.make_step` runs the transform on the logical view of arrays that are stored in another
+    shape. Put it around `js.optim.per_block`, not inside it, so that every block has its own bits.
 
     Args:
       tx: The transform to wrap.
-      seed: Of the random bits.
+      seed: The seed of the random bits.
 
     Returns:
       A transform with a `StochasticState`. The update of a bf16 or f16 parameter is f32; `optax.apply_updates` adds
-      that of a bf16 parameter exactly as long as a step does not shrink it by more than a factor of 2**16. bf16 cannot
-      hold it, so what needs updates of the gradients' type goes inside:
+      a bf16 parameter's update exactly as long as a step does not shrink it by more than a factor of 2**16. The update
+      does not fit into bf16, so wrappers that need updates in the gradients' dtype go inside:
       `stochastic_round(optax.apply_if_finite(tx, 3))`, not around.
 
     Raises:
@@ -67,7 +67,7 @@ def stochastic_round(tx: optax.GradientTransformation, *, seed: int = 0) -> opta
 
     Example:
         params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-        tx = js.optim.stochastic_round(optax.adamw(3e-4))       # 2 bytes a parameter and 4 of state, in all
+        tx = js.optim.stochastic_round(optax.adamw(3e-4))       # 2 bytes per parameter and 4 of state in total
     """
     tx = as_transform(tx)
 
@@ -80,7 +80,7 @@ def stochastic_round(tx: optax.GradientTransformation, *, seed: int = 0) -> opta
         return StochasticState(jnp.zeros((), jnp.int32), lowered)
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, Any]:
-        if has_marks(updates):  # `stacking_changes` looks for what stacking changes: of rounding, no more than the bits
+        if has_marks(updates):  # `stacking_changes` reads this trace: of rounding, stacking changes only the bits
             plain: tuple[PyTree, Any] = tx.update(updates, state, params, **extra_args)
             return plain
         if params is None:
@@ -111,23 +111,23 @@ def stochastic_round(tx: optax.GradientTransformation, *, seed: int = 0) -> opta
 
 
 def round_stochastic(x: Float32[Array, "*shape"], bits: UInt32[Array, "*shape"]) -> BFloat16[Array, "*shape"]:
-    """Round each number to one of its two neighbours in bf16, the nearer one more often: its mean is the number.
+    """Round each number to one of its two neighbours in bf16, at random, so that the mean is the number.
 
     Args:
-      x: the numbers. Infinities and NaN stay; what would be rounded to infinity is rounded towards zero.
+      x: the numbers. Infinities and NaN do not change; numbers that would become infinite are rounded towards zero.
       bits: random numbers, of which the lower 16 bits are used.
     """
     word = lax.bitcast_convert_type(x, jnp.uint32)
-    # bf16 is the upper half of f32: a carry out of the lower half goes up by one, with the probability of that half.
+    # bf16 is the upper half of f32: adding random lower bits carries into it with the probability that is wanted.
     upper = (word + (bits & jnp.uint32(0xFFFF))) & jnp.uint32(0xFFFF0000)
     upper = jnp.where(_is_finite(upper), upper, word & jnp.uint32(0xFFFF0000))
     return jnp.where(_is_finite(word), lax.bitcast_convert_type(upper, jnp.float32), x).astype(jnp.bfloat16)
 
 
 def random_bits(key: UInt32[Array, ""], number: int, shape: tuple[int, ...]) -> UInt32[Array, "*shape"]:
-    """Return 32 random bits for each element of an array: a hash of a key, the array's number and the element's index.
+    """Return 32 random bits for each element of an array: a hash of a key, the array's index and the element's index.
 
-    Rows and columns are hashed one after the other, so that indices do not wrap around in arrays of 2**32 elements.
+    Rows and columns are hashed one after another, so that indices do not wrap around in arrays of 2**32 elements.
     """
     seed = _mix(key ^ _mix(jnp.uint32(number)))
     if not shape:
@@ -141,7 +141,7 @@ def random_bits(key: UInt32[Array, ""], number: int, shape: tuple[int, ...]) -> 
 
 
 def _seed_word(seed: int | jax.Array) -> jax.Array:
-    """The seed modulo 2**32; `optax.inject_hyperparams` makes an int32 array of it."""
+    """Return the seed modulo 2**32; `optax.inject_hyperparams` makes it an int32 array."""
     return seed.astype(jnp.uint32) if isinstance(seed, jax.Array) else jnp.uint32(seed % 2**32)
 
 
@@ -154,10 +154,10 @@ def _mix(x: jax.Array) -> jax.Array:
 
 
 def _is_finite(word: jax.Array) -> jax.Array:
-    """Whether the f32 numbers with these bits are finite.
+    """Return whether the f32 numbers with these bits are finite, by their exponent bits.
 
-    From the exponent, as integers: `jnp.isfinite` of what depends on gradients would be taken for an optimizer's own
-    rule for bad steps (`proof/non_finite.py`), beside which `js.make_step` has none.
+    Not by `jnp.isfinite`: `proof/non_finite.py` would take that for an optimizer's own rule for bad steps, and
+    `js.make_step` would not guard its steps.
     """
     finite: jax.Array = word & jnp.uint32(0x7F800000) != jnp.uint32(0x7F800000)
     return finite
@@ -168,7 +168,7 @@ def _widened(tree: PyTree) -> PyTree:
 
 
 def _belonging(state: PyTree, params: PyTree) -> PyTree:
-    """True for every f32 array of a state that has the place and the shape of a parameter, moments for example."""
+    """Return True for every f32 array of a state with the path and shape of a parameter, such as moments."""
     known = {path: (x.shape, True) for path, x in jax.tree_util.tree_leaves_with_path(params)}
 
     def belongs(path: Any, x: Any) -> bool:

@@ -1,8 +1,8 @@
-"""Tensor parallelism in a user's own `shard_map` loop: partial gradients are summed, and norms count everything once.
+"""Tensor parallelism in a user's own `shard_map` loop: sum partial gradients, and count every parameter once in norms.
 
-Over a tensor axis some parameters are split and others whole. Of a whole one that is used on split activations, such
-as the scale of a layer norm between sequence-parallel layers, every device knows the gradient from its own share of the
-activations alone: it is *partial*, and the gradient is the sum over the devices.
+Over a tensor axis some parameters are split and others replicated. If a replicated parameter is used on split
+activations, such as the scale of a layer norm between sequence-parallel layers, every device computes the gradient for
+only its share of the activations: it is *partial*, and the full gradient is the sum over the devices.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ def tensor(
     partial: PyTree | Callable[[str], bool] | None = None,
     extra_args: Mapping[str, Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Update parameters of which a tensor axis splits some, inside `shard_map`.
+    """Update parameters that are partly split over a tensor axis, inside `shard_map`.
 
     Updates enter as each device's gradient of its share of the loss (the loss is the sum of the shares over the axis),
     in the shapes of this device's parameters:
 
-      - A parameter whose spec has the axis is split. Its gradient is this device's own, and left alone.
-      - One whose spec lacks it is whole. Where the loss uses it on activations that are split over the axis (a layer
-        norm between sequence-parallel layers, a bias after a reduce-scatter; Korthikanti et al. 2022, "Reducing
-        Activation Recomputation in Large Transformer Models", section 4.2.2), its gradient is partial, and summed here:
-        one all-reduce of the array. Otherwise every device has the same, whole gradient, which is left alone.
+      - A parameter whose spec has the axis is split. Its gradient is this device's own, and used unchanged.
+      - A parameter whose spec lacks the axis is replicated. If the loss uses it on activations that are split over the
+        axis (a layer norm between sequence-parallel layers, a bias after a reduce-scatter; Korthikanti et al. 2022,
+        "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2), its gradient is partial, and
+        summed here by one all-reduce. Otherwise every device has the same full gradient, which is used unchanged.
 
-    `js.optim.clip_by_global_norm(max_norm, axis_name)` inside `tx` counts split parameters over all shards and whole
-    ones once (wrappers in between must pass extra arguments on, as optax's do). The state is that of `tx` on this
-    device's parameters; `tensor_state_specs` gives its specs.
+    `js.optim.clip_by_global_norm(max_norm, axis_name)` inside `tx` counts split parameters over all shards and
+    replicated ones once (wrappers in between must pass extra arguments on, as optax's do). The state is that of `tx` on
+    this device's parameters; `tensor_state_specs` gives its specs.
 
     Args:
       tx: An elementwise transform, or `js.optim.zero1`, `zero2` or `fsdp` over a data axis around one.
       axis_name: The tensor axis, or a tuple of axes.
-      specs: A tree of `PartitionSpec` like the parameters: those with which they enter `shard_map`. [1024, 4096] with
+      specs: A tree of `PartitionSpec` like the parameters: their `in_specs` in `shard_map`. [1024, 4096] with
         the spec P(None, "tensor") is [1024, 512] on each of 8 devices.
-      partial: Which gradients of whole parameters are partial: a function of the path ("blocks/norm/scale") or a tree
-        of booleans like the parameters. Under `check_vma=True` it is known from their types: those that vary over the
-        axis. Under `check_vma=False` types say nothing, and `partial` must name them; `lambda path: False` for none.
+      partial: The gradients of replicated parameters that are partial: a function of the path ("blocks/norm/scale") or
+        a tree of booleans like the parameters. Under `check_vma=True` types show it: partial gradients vary over the
+        axis. Under `check_vma=False` types do not show it, and `partial` must; `lambda path: False` for none.
       extra_args: The extra arguments that `tx.update` requires, for the check of `init`; see `check_elementwise`.
 
     Raises (from init and update):
@@ -113,15 +113,15 @@ def tensor_state_specs(
     """Return the `PartitionSpec` of every array of the state of `tx = js.optim.tensor(...)`.
 
     They are `in_specs` and `out_specs` of the loop. An array whose path ends with a parameter's path and that has its
-    shape on one device is split as the parameter is; all others are the same on all devices.
+    shape on one device is split like the parameter; all others are replicated.
 
     Args:
       tx: The transform that `js.optim.tensor` returned.
       params: The whole parameters, which may be abstract.
-      specs: Those given to `js.optim.tensor`.
+      specs: The specs passed to `js.optim.tensor`.
       mesh: The mesh with all axes.
-      zero_axis: The axis, or a tuple of axes, of ZeRO inside. Its split comes on top, so that one dimension may be
-        split over both, tensor axes major.
+      zero_axis: The axis, or a tuple of axes, of an inner ZeRO transform. It splits further, so that one dimension may
+        be split over both, tensor axes major.
 
     Example:
         # w: [1024, 4096] with the spec P(None, "tensor") on data=2, tensor=4: moments of P("data", "tensor"),
@@ -155,7 +155,7 @@ def _is_spec(node: Any) -> bool:
 def _resize(
     x: Any, spec: PartitionSpec, resize: Callable[[int, int], int], sizes: Mapping[str, int]
 ) -> jax.ShapeDtypeStruct:
-    """The abstract array with `resize(size, parts)` as the size of each dimension that the spec splits into parts."""
+    """Return the abstract array with each dimension resized by `resize(size, parts)`, for the parts of the spec."""
     shape = list(x.shape)
     for dim, entry in enumerate(spec):
         shape[dim] = resize(shape[dim], math.prod(sizes.get(axis, 1) for axis in axis_names(entry)))
@@ -163,7 +163,7 @@ def _resize(
 
 
 def _read_partial(partial: PyTree | Callable[[str], bool] | None, tree: PyTree) -> dict[str, bool] | None:
-    """For every path whether the user calls its gradient partial; None where the user says nothing."""
+    """Return {path: whether the user names its gradient partial}; None without `partial`."""
     if partial is None or callable(partial):
         return None if partial is None else {path: bool(partial(path)) for path in paths(tree)}
     if not same_structure(partial, tree):
@@ -175,15 +175,15 @@ def _read_partial(partial: PyTree | Callable[[str], bool] | None, tree: PyTree) 
 
 
 AxesByPath = dict[str, tuple[str, ...]]
-"""For every path some of the axes."""
+"""{path of a parameter: mesh axes}."""
 
 
 def _find_missing_sums(
     grads: PyTree, split: AxesByPath, axes: tuple[str, ...], named: dict[str, bool] | None
 ) -> AxesByPath:
-    """The axes over which each gradient must still be summed; errors where types and what was named contradict.
+    """Return the axes over which each gradient must still be summed; raise if types contradict `partial`.
 
-    `split` holds the axes that split each parameter. With checked types, over the axes that don't:
+    `split` has the axes that split each parameter. With checked types, over the other axes:
 
         the gradient's type   named partial            named not partial        nothing named
         varies                summed                   refused: they would      summed

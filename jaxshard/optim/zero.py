@@ -1,12 +1,12 @@
 """ZeRO for a user's own `shard_map` loop: `zero1`, `zero2` and `fsdp` as ordinary optax transforms.
 
     stage    parameters   gradients   optimizer state   collectives per array and step
-    zero1    whole        whole       split             all-reduce of the gradient, all-gather of the update
-    zero2    whole        split       split             reduce-scatter of the gradient, all-gather of the update
+    zero1    replicated   replicated  split             all-reduce of the gradient, all-gather of the update
+    zero2    replicated   split       split             reduce-scatter of the gradient, all-gather of the update
     fsdp     split        split       split             all-gather of the parameter, reduce-scatter of the gradient
 
-`parts` says how an array is split. The inner transform sees only this device's parts, so that it has to be elementwise,
-which `init` proves.
+`parts` splits arrays. The inner transform sees only this device's parts, so it must be elementwise, which `init`
+proves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Reduce = Literal["mean", "sum"]
 
 
 class OnParts(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types, so this is Any
-    """A transform whose `init` proves the one inside it, so that `js.optim.tensor` around it does not prove again."""
+    """A transform whose `init` proves its inner transform elementwise, so that an outer `js.optim.tensor` need not."""
 
 
 def zero1(
@@ -39,14 +39,13 @@ def zero1(
     reduce: Reduce = "mean",
     extra_args: Mapping[str, Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Split the optimizer state over an axis, inside `shard_map`; parameters and gradients stay whole.
+    """Split the optimizer state over an axis, inside `shard_map`; parameters and gradients are replicated.
 
     ZeRO stage 1 (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-    section 5.1). Updates enter as each device's own gradient of its local mean, whole, and leave averaged, whole and
-    equal on all devices.
+    section 5.1). Updates enter as each device's full gradient of its local mean, and leave averaged and replicated.
 
     Per array: one all-reduce of the gradient, `tx` on this device's part, one all-gather of the update. With n devices
-    each sends 3 (n - 1) / n times the array's bytes, one half more than under `zero2`, which gives the same updates.
+    each sends 3 (n - 1) / n times the array's bytes, 1.5 times as much as `zero2`, which gives the same updates.
 
     Args:
       tx: An elementwise transform.
@@ -75,10 +74,10 @@ def zero2(
     reduce: Reduce = "mean",
     extra_args: Mapping[str, Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Split gradients and optimizer state over an axis, inside `shard_map`; parameters stay whole.
+    """Split gradients and optimizer state over an axis, inside `shard_map`; parameters are replicated.
 
-    ZeRO stage 2 (Rajbhandari et al. 2020, section 5.2). Updates enter as each device's own gradient of its local mean,
-    whole, and leave averaged, whole and equal on all devices.
+    ZeRO stage 2 (Rajbhandari et al. 2020, section 5.2). Updates enter as each device's full gradient of its local
+    mean, and leave averaged and replicated.
 
     Per array: one reduce-scatter of the gradient, `tx` on this device's part, one all-gather of the update; scalars are
     all-reduced. With n devices each sends 2 (n - 1) / n times the (padded) array's bytes, as much as an all-reduce.
@@ -92,8 +91,8 @@ def zero2(
 
     Returns:
       A transform whose `init` and `update` both belong inside `shard_map` over the axis, with or without `check_vma`.
-      `init` takes whole parameters; the state is that of `tx` on the parts: for a parameter [4096, 1024] on 8 devices a
-      moment of Adam is [512, 1024]. Its specs are `state_specs(tx, params, axis_name, axis_size)`.
+      `init` takes replicated parameters; the state is that of `tx` on the parts: for a parameter [4096, 1024] on 8
+      devices a moment of Adam is [512, 1024]. Its specs are `state_specs(tx, params, axis_name, axis_size)`.
 
     Raises (from init and update):
       ValueError: The axis is not bound; `tx` is not elementwise (from init); a gradient that is already summed, as
@@ -132,10 +131,10 @@ def fsdp(
     needs `params`. Gradients of the local mean may enter as
 
       - parts, from `jax.grad` with respect to the parts: `gather_params` has then summed them over the axis;
-      - whole arrays, from `jax.grad` with respect to the gathered parameters: one reduce-scatter per array.
+      - full arrays, from `jax.grad` with respect to the gathered parameters: one reduce-scatter per array.
 
-    Which of both is told from the shapes, per array. Either way they are averaged here (or not, `reduce="sum"`).
-    Scalars are whole and all-reduced, unless their type says that they are summed. No other collectives: with those of
+    The shape of each array tells which it is. Both are averaged here (or summed, with `reduce="sum"`). Scalars are
+    replicated and all-reduced, unless their type shows that they are summed. No other collectives: with those of
     `gather_params` each of n devices sends 2 (n - 1) / n times an array's bytes per step, as for `zero2`, and (n - 1) /
     n more for each time that the parameters are gathered again, such as under `jax.checkpoint`.
 
@@ -146,7 +145,7 @@ def fsdp(
       extra_args: See `zero2`.
 
     Raises (from init and update):
-      ValueError: As for `zero2`; also without `params`, and for a gradient that is neither whole nor a part.
+      ValueError: As for `zero2`; also without `params`, and for a gradient that is neither a full array nor a part.
 
     Example:
         tx = js.optim.fsdp(optax.adamw(3e-4), "data")
@@ -165,8 +164,8 @@ def fsdp(
 
     def init_fn(params: PyTree) -> Any:
         parts = Parts.bound(axis_name, "fsdp")
-        # Padding hides the shape of the whole arrays. It lies between that of a part and a part times the devices, and
-        # the proof covers both ends.
+        # The full shape is unknown because of padding: it is between that of a part and a part times the devices. So
+        # prove the transform for both.
         largest = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(tuple(d * parts.devices for d in x.shape), x.dtype), params
         )
@@ -189,7 +188,7 @@ def fsdp(
                 return scatter_sum(parts.pad(grad), parts.spec(grad.shape), parts.axes)
             if grad.shape:
                 return grad
-            # Where types are known, an axis over which a scalar's gradient does not vary has been summed over.
+            # With checked types, a scalar's gradient has been summed over the axes over which it does not vary.
             return all_sum(grad, [axis for axis in parts.axes if not checked or axis in varying_axes(grad)])
 
         shards = jax.tree.map(lambda g, p: scale(to_part(g, p), parts.devices), updates, params)
@@ -206,7 +205,7 @@ def _on_parts(
     extra_args: Mapping[str, Any] | None,
     to_part: Callable[[jax.Array, Parts], jax.Array],
 ) -> optax.GradientTransformationExtraArgs:
-    """The transform that runs `tx` on this device's parts of gradients and parameters, and gathers the updates."""
+    """Return the transform that runs `tx` on this device's parts of gradients and parameters, and gathers updates."""
     scale = _make_scale(who, reduce)
     tx = as_transform(tx)
 

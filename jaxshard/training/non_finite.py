@@ -1,9 +1,9 @@
-"""Bad steps: those whose loss, gradient or new parameters are not finite.
+"""Bad steps: steps whose loss, gradient or new parameters are not finite.
 
-A step finds a loss or gradient on the device and leaves the run as it was (`find_bad`, `keep_old_unless`). It also
-counts parameters that the update made infinite or NaN; that is known only once they are written, so such a run is
-spoiled. The flags travel with the other metrics as a `Bad`, so that nothing waits for them. The host reads them later
-and decides: `check_finite` in a user's own loop, a policy in `js.fit` (see `recovery.py`).
+A step detects a bad loss or gradient on the device and then returns the run unchanged (`find_bad`, `keep_old_unless`).
+It also finds parameters that the update made infinite or NaN; this is known only after they are written, so such a run
+is spoiled. The flags are part of the metrics, as a `Bad`, so that nothing waits for them. The host reads them later and
+decides: `check_finite` in a user's own loop, a policy in `js.fit` (see `recovery.py`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from jaxshard.training.state import TrainState
 class Bad:
     """The arrays of a step that were not finite: `metrics["bad"]`.
 
-    `bool(bad)` is True and `float(bad)` is 1.0 for a bad step. Both wait for the device. Of several steps that ran in
-    one program (`jax.lax.scan`) they say whether any was bad.
+    `bool(bad)` is True and `float(bad)` is 1.0 for a bad step. Both wait for the device. For several steps in one
+    program (`jax.lax.scan`) they tell whether any step was bad.
 
     Attributes:
       flags: bool[..., 1 + 2 * trained parameters], True for what is not finite: the loss, the gradient of each
@@ -46,7 +46,7 @@ class Bad:
     paths: tuple[str, ...]
 
     def __repr__(self) -> str:
-        """Write what `bool` says, and the arrays concerned; the flags themselves inside a program."""
+        """Show `bool(self)` and the bad arrays; inside a trace, the flags."""
         if not isinstance(self.flags, jax.Array | np.ndarray) or isinstance(self.flags, jax.core.Tracer):
             return f"Bad(flags={self.flags!r})"
         named = [f", {what}={found!r}" for what in ("grads", "params") if (found := getattr(self, what))]
@@ -78,10 +78,10 @@ class BadStep(FloatingPointError):
     """A loss, gradient or new parameter that is not finite.
 
     Attributes:
-      what: the step and what was not finite, without the advice that the message ends with.
-      step: the number of the step, or None where it is not known.
-      run: from `js.fit`, the run as the steps left it. It is one to go on with, because the bad step changed nothing
-        but its number; unless the message says that the run is spoiled.
+      what: the step and the arrays that were not finite, without the advice at the end of the message.
+      step: the number of the step, or None if unknown.
+      run: in `js.fit`, the run after the steps. Training can go on with it, because a bad step changes only the step
+        count, unless the message says that the run is spoiled.
 
     Example:
         run, metrics = step(run, batch)
@@ -102,12 +102,12 @@ class BadStep(FloatingPointError):
 class Rollback:
     """The policy of `js.fit` that goes back to a saved run and takes its steps again without the batch that was bad.
 
-    Batches that were left out are remembered as long as the call of `js.fit` lasts. Not under `js.local`, whose
-    replicas meet after certain steps, which would be left out too.
+    Skipped batches are remembered until `js.fit` returns. Not supported under `js.local`, since a skipped step may be
+    one after which replicas synchronise.
 
     Attributes:
-      restore: `restore() -> (run, position)`, the method of a `js.Checkpointer`. The position is what the batches saved
-        about themselves; anything else (None, for example) makes them continue from the run's step.
+      restore: `restore() -> (run, position)`, the method of a `js.Checkpointer`. The position is the saved state
+        of the batches; any other value, such as None, makes them continue from the run's step.
       limit: the number of returns to the same step after which a bad step raises `BadStep`.
 
     Example:
@@ -124,11 +124,11 @@ BadSteps = Literal["raise", "skip"] | Rollback
 """What `js.fit` does about bad steps."""
 
 IN_A_ROW = 50
-"""The number of bad steps in a row after which skipping has not helped."""
+"""The number of bad steps in a row after which "skip" gives up."""
 
 
 def find_bad(loss: Float[Array, ""], squares: Float32[Array, " params"]) -> Bool[Array, " 1+params"]:
-    """Tell of the loss and of each gradient whether it is not finite.
+    """Return flags for the loss and each gradient: True if it is not finite.
 
     Args:
       loss: the loss of the global batch.
@@ -140,31 +140,31 @@ def find_bad(loss: Float[Array, ""], squares: Float32[Array, " params"]) -> Bool
 def sum_of_squares(x: Float[Array, "*dims"]) -> Float32[Array, ""]:
     """Sum the squared elements in f32; the result is NaN if and only if an element is not finite.
 
-    So one number serves as the norm and as the flag. Finite elements whose squares overflow give infinity, and elements
-    that are infinite themselves are turned into NaN, so that the two can be told apart.
+    So one scalar is both the norm and the flag. Finite elements whose squares overflow give infinity, and infinite
+    elements are replaced by NaN, so that the two cases differ.
     """
     x = jnp.abs(x)
     return jnp.sum(jnp.where(jnp.isfinite(x), jnp.square(x.astype(jnp.float32)), jnp.nan))
 
 
 def keep_old_unless(ok: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
-    """Return the new arrays if `ok`, else the old ones bit for bit; elementwise, so nothing is communicated."""
+    """Return the new arrays if `ok`, else the old ones bit for bit; elementwise, without communication."""
     return jax.tree.map(lambda new, old: jnp.where(ok, new, old), new, old)
 
 
 def check_finite(metrics: Mapping[str, Any], *, step: int | None = None) -> None:
     """Raise `BadStep` if the step that returned these metrics was bad; blocks on the device.
 
-    For loops without `js.fit`. The run after a bad step is the one before it, but for its step, unless the message says
+    For loops without `js.fit`. A bad step returns the run unchanged except for its step count, unless the message says
     that it is spoiled.
 
     Args:
-      metrics: what a `js.make_step` returned beside the run.
+      metrics: the metrics that a step of `js.make_step` returned.
       step: the number of the step, for the message.
 
     Raises:
-      BadStep: the loss, a gradient or a new parameter was not finite; every parameter concerned is named.
-      ValueError: the metrics are not those of `js.make_step`, or of one that is not guarded (`Step.guarded`).
+      BadStep: the loss, a gradient or a new parameter was not finite; the message names every such parameter.
+      ValueError: the metrics are not from `js.make_step`, or the step is not guarded (`Step.guarded`).
 
     Example:
         run, metrics = step(run, batch)
@@ -198,14 +198,14 @@ _LABELS = (
 
 
 def advise(bad: Bad) -> str:
-    """Say what can be done about a bad step."""
+    """Return advice about a bad step."""
     if bad.params:
         return _GO_BACK
     return _GO_ON if bad.grads else _LABELS + _GO_ON
 
 
 def describe_bad(bad: Bad, loss: float | list[Any], step: int | None) -> str:
-    """Say in one line what was not finite, in a step or in several whose numbers are stacked."""
+    """Describe in one line what was not finite, in a step or in several steps with stacked metrics."""
     if not bad.grads:
         found = "all gradients are finite"
     elif len(bad.grads) == len(bad.paths) > 1:
@@ -226,5 +226,5 @@ def _all_finite(tree: PyTree) -> jax.Array:
 
 
 def is_finite(tree: PyTree) -> bool:
-    """Return whether all floating numbers of arrays on the devices are finite; blocks on them."""
+    """Return whether all floating arrays on devices are finite; wait for them."""
     return bool(_all_finite(tree))

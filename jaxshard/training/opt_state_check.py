@@ -1,4 +1,4 @@
-"""The optimizer's state before and after an update, compared: a compiled step needs the same arrays."""
+"""Check that an update keeps the arrays of the optimizer's state, as a compiled step requires."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from jaxshard.training.hyperparams import find_hyperparams
 
 
 def check_opt_state_kept(layout: Layout, old: PyTree, new: PyTree) -> None:
-    """Raise unless `tx.update` returned the arrays that it was given.
+    """Raise unless `tx.update` returned the structure, shapes and dtypes that it received.
 
     Args:
-      layout: knows the shapes without padding, which are those of the messages.
-      old: the state that `tx.update` was given, stored or logical.
+      layout: has the shapes without padding, for messages.
+      old: the state that `tx.update` received, stored or logical.
       new: the state that it returned.
 
     Raises:
-      ValueError: another tree, shape or dtype; each such array is named, and what keeps dtypes.
+      ValueError: another tree, shape or dtype; the message names each such array, and how to keep dtypes.
     """
     before, after = jax.tree.leaves(abstract(old)), jax.tree.leaves(abstract(new))
     if not same_structure(old, new) or any(a.shape != b.shape for a, b in zip(before, after, strict=True)):
@@ -43,7 +43,7 @@ def check_opt_state_kept(layout: Layout, old: PyTree, new: PyTree) -> None:
 
 
 def _keep_dtypes(opt_state: PyTree) -> str:
-    """Say how the state keeps its dtypes."""
+    """Return a fix that makes the state keep its dtypes."""
     names = sorted({name.rpartition("/")[2] for name in find_hyperparams(opt_state)} - {"learning_rate"})
     if not names:
         return (

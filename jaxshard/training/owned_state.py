@@ -1,4 +1,4 @@
-"""Runs of layouts with owners, as layouts without them store them: what checkpoints hold."""
+"""Convert runs between layouts with and without owners; checkpoints store them without."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jaxshard.training.views import store, store_state, unstore, unstore_state
 
 
 def split_owned(run: TrainState, layout: Layout) -> TrainState:
-    """Return a run as `layout.without_owners` stores it. Arrays that live with owners move; all others are shared.
+    """Convert a run to `layout.without_owners`; arrays stored with owners move, all others are shared.
 
-    The compiler chooses the collectives: an all-to-all of the state that lives with owners.
+    The compiler chooses the collectives: an all-to-all of the state that is stored with owners.
     """
     if layout.owners is None:
         return run
@@ -29,7 +29,7 @@ def split_owned(run: TrainState, layout: Layout) -> TrainState:
 
 
 def give_to_owners(run: TrainState, layout: Layout) -> TrainState:
-    """Return a run of `layout.without_owners` as `layout` stores it: the inverse of `split_owned`."""
+    """Convert a run of `layout.without_owners` to `layout`: the inverse of `split_owned`."""
     if layout.owners is None:
         return run
     natural = layout.without_owners

@@ -1,4 +1,4 @@
-"""Models that are given, in NumPy or JAX and in model order, placed as a layout stores them."""
+"""Place models that users pass, in NumPy or JAX and in model order, as a layout stores them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from jaxshard.core.types import PyTree
 
 
 def place_model(model: PyTree, layout: Layout, what: str, *, with_state: bool = True) -> tuple[PyTree, PyTree]:
-    """Place what `init_fn` would return, in NumPy or JAX, as the layout stores it.
+    """Place a model like the result of `init_fn`, in NumPy or JAX, as the layout stores it.
 
     Args:
       model: parameters or a `js.Model`, in model order.
       layout: the layout.
       what: the name of the model, for messages.
-      with_state: False for a model that is given without its state.
+      with_state: False for a model without its state.
 
     Returns:
-      (parameters, model state or ()), each array straight on its shards.
+      (parameters, model state or ()), each array copied directly to its shards.
 
     Raises:
-      ValueError: an array with another shape or dtype than the layout has; each is named.
+      ValueError: an array with another shape or dtype than the layout has; the message names each.
     """
     model = as_arrays(what, model)
     expected = join_model(layout.shapes.params, layout.shapes.state if with_state else ())
@@ -43,10 +43,10 @@ def place_model(model: PyTree, layout: Layout, what: str, *, with_state: bool = 
 
 
 def place_base(model: PyTree, layout: Layout, what: str) -> tuple[PyTree, PyTree]:
-    """Place a model without low-rank factors as a layout that has them stores all else.
+    """Place a model without low-rank factors as the base of a layout that has them.
 
-    Matrices are cast to bf16 or int8 where the layout has them so; one at a time is placed in the dtype in which it is
-    given. The compiler chooses the collectives (for int8 a maximum over the inputs).
+    Matrices are cast to bf16 or int8 if the layout stores them so; only one at a time is on the devices in its original
+    dtype. The compiler chooses the collectives (for int8 a maximum over the inputs).
 
     Args:
       model: parameters or a `js.Model` of the model without factors, in model order.
@@ -57,7 +57,8 @@ def place_base(model: PyTree, layout: Layout, what: str) -> tuple[PyTree, PyTree
       (parameters with None for factors, model state), each array on its shards.
 
     Raises:
-      ValueError: an array has another shape or dtype (for one that is cast any floating dtype will do); each is named.
+      ValueError: an array has another shape or dtype (a cast array may have any floating dtype); the message names
+        each.
     """
     model = as_arrays(what, model)
     expected = join_model(matrix_shapes(layout.shapes.params), layout.shapes.state)
@@ -101,7 +102,7 @@ def _check_given(expected: PyTree, model: PyTree, what: str, fix: str) -> None:
 
 
 def _check_dtypes(expected: PyTree, given: PyTree, what: str) -> None:
-    """Raise for arrays that JAX would cast on the way, such as those of NumPy in float64."""
+    """Raise for arrays that JAX would cast silently, such as NumPy's float64."""
     pairs = zip(jax.tree_util.tree_leaves_with_path(given), jax.tree.leaves(expected), strict=True)
     raise_all(
         (
@@ -119,12 +120,12 @@ def _dtype_of(x: Any, want: Any) -> Any:
 
 
 def put_stored(x: Any, placement: Placement, layout: Layout) -> jax.Array:
-    """Copy a given array to where the layout stores it: each device receives its shard alone.
+    """Copy an array to its stored sharding: each device receives only its shard.
 
     Args:
       x: a logical array, in JAX or NumPy. It is never donated, and shares no buffer with the result.
-      placement: where it goes.
-      layout: whose mesh it goes to.
+      placement: its placement.
+      layout: the layout with the mesh.
     """
     sharding, view = placement.sharding(layout.mesh), placement.view
     if isinstance(x, jax.Array):

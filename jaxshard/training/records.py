@@ -1,4 +1,4 @@
-"""`Record`: an optimizer step in numbers. `Reader` brings them to the host without holding a device up."""
+"""`Record`: the metrics of an optimizer step. `Reader` copies them to the host without delaying a device."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Metrics = dict[str, Any]
 
 
 class Record(NamedTuple):
-    """One optimizer step in numbers that lie on the host.
+    """The metrics of one optimizer step, on the host.
 
     Attributes:
       step: the number of optimizer steps that the run has taken.
-      metrics: "loss", "grad_norm", "update_norm" and what else the step returned, as Python floats. "bad" is 1.0 if the
+      metrics: "loss", "grad_norm", "update_norm" and the step's other metrics, as Python floats. "bad" is 1.0 if the
         loss, a gradient or a new parameter was not finite, else 0.0. For a batch that `js.Rollback` left out "bad" is
         1.0 and the others are NaN.
       seconds: wall time since the step before, evaluation excluded. The first of a `fit` may include compilation.
-      speed: "tokens_per_second" or "rows_per_second", over all devices; where they are known "flops_per_second" over
-        all devices, and "mfu", the model FLOPs utilisation: the share of the chips' peak, from 0 to 1.
-      evaluation: the numbers that `evaluate` returned after this step; None after most.
+      speed: "tokens_per_second" or "rows_per_second" over all devices; if known, "flops_per_second" over all devices
+        and "mfu", the model FLOPs utilisation: the fraction of the chips' peak, from 0 to 1.
+      evaluation: the result of `evaluate` after this step; None for steps without an evaluation.
 
     Example:
         def show(record):
@@ -44,12 +44,12 @@ class Record(NamedTuple):
 
 
 class Reader:
-    """Brings the metrics of steps to the host: at once on a CPU, one step late elsewhere.
+    """A reader that copies the metrics of steps to the host: at once on a CPU, one step late elsewhere.
 
-    One step late, because reading waits for the step: the next one has been started by then and keeps the device busy.
+    One step late, because reading waits for the step: by then the next step is running and keeps the device busy.
 
     Attributes:
-      bad: what was not finite, by step, of bad steps that were read.
+      bad: {step: `Bad`} of the bad steps that were read.
     """
 
     def __init__(self, devices: Collection[jax.Device], *, tokens: int | None, flops: float | None):
@@ -61,12 +61,12 @@ class Reader:
         self._mark = time.perf_counter()
 
     def add(self, step: int, metrics: Metrics, rows: int) -> None:
-        """Take in the metrics of a step that was started, of a batch with so many rows."""
+        """Queue the metrics of a started step, for a batch with `rows` rows."""
         self._unread.append((step, metrics, rows))
 
     @waits_for_devices
     def read(self, *, all: bool) -> list[Record]:
-        """Return the records that are due, or all of them; waits for the device."""
+        """Return the records that are due, or all; wait for the device."""
         records = []
         while len(self._unread) > (self._late and not all):
             step, metrics, rows = self._unread.popleft()
@@ -81,7 +81,7 @@ class Reader:
         return records
 
     def forget(self) -> None:
-        """Drop what was not read yet, of steps that are taken again."""
+        """Drop unread metrics of steps that will be taken again."""
         self._unread.clear()
         self.bad.clear()
         self.restart()

@@ -1,15 +1,15 @@
-"""Recovery from bad steps in `fit`: raise, go on without the batch, or go back and take steps again without it.
+"""Recover from bad steps in `fit`: raise, skip the batch, or roll back and repeat steps without it.
 
-Steps are read late (`records.py`), so a bad one is known when the next ones may have run. That does no harm: a step
-whose loss or gradient was bad changed nothing but the step count, so the run is sound whenever it is looked at. Where
-the update spoiled parameters, the steps after it are bad and change nothing either, and there is no going on from that
-run. Going back, from bad step 7 to a run saved after step 4:
+Metrics are read late (`records.py`), so later steps may have run before a bad step is known. That does no harm: a step
+with a bad loss or gradient changes only the step count, so the run is always valid. If the update made parameters
+infinite or NaN, all later steps are bad too and change nothing, and training can't go on from that run. A rollback from
+bad step 7 to a run saved after step 4:
 
     step      1  2  3  4  5  6  7 | back to 4 |  5  6  7       8  9
     batch     1  2  3  4  5  6  7             |  5  6  (none)  8  9
 
-Batches keep their numbers: the batch that is left out still uses up its step, so that those after it have the batches
-and random keys that they would have had, and every process agrees without talking about it.
+Batches keep their numbers: a skipped batch still counts as a step, so that later steps keep their batches and random
+keys, and all processes agree without communication.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from jaxshard.training.state import TrainState
 
 
 class Feed(Iterator[tuple[int, PyTree]]):
-    """An iterator over (number of a step, its batch) up to the last step, which can go back.
+    """An iterator over (number of a step, its batch) up to the last step, which can be rolled back.
 
     Attributes:
-      left_out: the numbers of the steps whose batches are not to be trained on.
+      left_out: the numbers of the steps whose batches are skipped.
     """
 
     def __init__(self, batches: Iterable[PyTree], step: int, steps: int):
@@ -39,13 +39,13 @@ class Feed(Iterator[tuple[int, PyTree]]):
 
     def __next__(self) -> tuple[int, PyTree]:
         if self._step >= self._steps:
-            raise StopIteration  # before a batch is drawn that nobody would use
+            raise StopIteration  # before drawing a batch that would not be used
         batch = next(self._iterator)
         self._step += 1
         return self._step, batch
 
     def check_can_go_back(self) -> None:
-        """Raise TypeError unless the batches have a `seek` that works."""
+        """Raise TypeError unless the batches have a working `seek`."""
         seek = getattr(self._batches, "seek", None)
         if seek is None or getattr(self._batches, "once", False):
             kind = "batches of an iterator without a state" if seek else type(self._batches).__name__
@@ -55,14 +55,14 @@ class Feed(Iterator[tuple[int, PyTree]]):
             )
 
     def go_back(self, step: int, position: Any) -> None:
-        """Continue with the batch after `step`; at `position`, if that is one that the batches understand."""
+        """Continue with the batch after `step`, or at `position` if the batches understand it."""
         known = isinstance(position, int) or (isinstance(position, Mapping) and "batches" in position)
         self._batches.seek(position if known else step)  # type: ignore[attr-defined]  # check_can_go_back saw to it
         self._iterator, self._step = iter(self._batches), step
 
 
 class Recovery:
-    """The policy of one `fit` about bad steps, with what it remembers of them."""
+    """The policy of one `fit` for bad steps, with its memory of them."""
 
     def __init__(self, policy: BadSteps, feed: Feed, reader: Reader, run: TrainState):
         if policy not in ("raise", "skip") and not isinstance(policy, Rollback):
@@ -83,13 +83,13 @@ class Recovery:
     def recover(
         self, run: TrainState, records: list[Record], callbacks: Sequence[Callable[[Record], Any]], *, ends: bool
     ) -> TrainState | None:
-        """Do what the policy says about the first bad step among the records.
+        """Apply the policy to the first bad step among the records.
 
         Args:
           run: the run after the latest step.
           records: steps that were just read.
-          callbacks: these receive the records up to the bad step before anything is done about it.
-          ends: the training ends here. Then there is nothing to go back for: a rollback skips the batch instead.
+          callbacks: receive the records up to the bad step first.
+          ends: True if training ends here. Then a rollback only skips the batch.
 
         Returns:
           The earlier run to go on with; None to go on with `run`.
@@ -119,7 +119,7 @@ class Recovery:
         return self._bad_in_a_row < IN_A_ROW if self._policy == "skip" else ends and isinstance(self._policy, Rollback)
 
     def check_worked(self, run: TrainState, steps: int) -> None:
-        """Raise `BadStep` if each of the steps that were taken was bad: a training that changed nothing has failed."""
+        """Raise `BadStep` if all steps were bad, so that training changed nothing."""
         if steps > 0 and not self._worked:
             last = int(run.step)
             raise BadStep(
@@ -149,7 +149,7 @@ class Recovery:
 
 
 def _check_takes_every_step(run: TrainState) -> None:
-    """Raise ValueError for replicas that train by themselves: a step that is left out would synchronise nothing."""
+    """Raise ValueError under `js.local`, where a skipped step would skip a synchronisation too."""
     if isinstance(run.opt_state, LocalState):
         raise ValueError(
             "fit: bad_steps=js.Rollback(...) leaves out steps, also those after which the replicas of js.local "

@@ -1,7 +1,7 @@
-"""Residuals: what rounding took from the gradients of a step, carried in a run to the next one.
+"""Residuals: the rounding errors of a step's gradients, which a run carries to the next step.
 
-An engine that sends gradients as `js.wire.int8(feedback=True)` says how its residuals are placed (`Engine.residuals`).
-They are of no layout: another mesh has other ones.
+An engine that sends gradients as `js.wire.int8(feedback=True)` places its residuals (`Engine.residuals`). They can't be
+converted to another layout, since their shape depends on the mesh.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxshard.training.state import TrainState, check_is_run, residual_shapes
 
 
 def with_residuals(run: TrainState, layout: Layout, placements: PyTree) -> TrainState:
-    """Return the run with residuals of zeros where it has none yet; the run itself otherwise.
+    """Add zero residuals to a run that has none yet; otherwise return the run itself.
 
     Raises:
       ValueError: the run has residuals, and the engine has none.
@@ -32,7 +32,7 @@ def with_residuals(run: TrainState, layout: Layout, placements: PyTree) -> Train
 
 
 def check_residuals(run: TrainState, layout: Layout, placements: PyTree) -> None:
-    """Raise ValueError if a run has other residuals than the engine places, or none yet; names every leaf."""
+    """Raise ValueError if a run's residuals are missing or differ from those of the engine; name every leaf."""
     wanted, found = (bool(jax.tree.leaves(tree)) for tree in (placements, run.residuals))
     if wanted and not found:
         raise ValueError(
@@ -50,7 +50,7 @@ def check_residuals(run: TrainState, layout: Layout, placements: PyTree) -> None
 
 
 def zero_residuals(layout: Layout, placements: PyTree) -> PyTree:
-    """Make the residuals of a run that has taken no step with feedback, every array born where it is placed."""
+    """Make zero residuals for a run without any, each array created with its sharding."""
 
     def zeros() -> PyTree:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), residual_shapes(layout, placements))

@@ -1,4 +1,4 @@
-"""Runs made of runs: copies, and runs with other parameters."""
+"""Make runs from runs: copies, and runs with other parameters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from jaxshard.training.state import (
 
 
 def clone(run: TrainState) -> TrainState:
-    """Copy a run, every array to where it is: one for the next step to take, and one to keep.
+    """Copy a run with the same shardings, to donate one copy to the next step and keep the other.
 
     Args:
       run: the run; it is not donated, and twice its memory is in use afterwards. All processes call this.
@@ -60,25 +60,25 @@ def replace_params(
     *,
     opt_state: Literal["keep", "reset"],
 ) -> TrainState:
-    """Put other parameters into a run, and keep its optimizer's state or begin with a new one.
+    """Replace the parameters of a run, and keep its optimizer's state or reset it.
 
-    Step and key stay, and so does the model's state unless it is given.
+    Step and key do not change, nor does the model's state unless a new one is passed.
 
     Args:
-      run: the run. It is not donated; the arrays that stay are shared with the result, so copy it (`js.clone`) to go on
-        with both.
+      run: the run. It is not donated; unchanged arrays are shared with the result, so copy the run (`js.clone`) to
+        train both.
       model: parameters, or a `js.Model` with state, as `init_fn` returns them: NumPy or JAX arrays in model order.
       tx: the optax transform of the run.
       layout: its layout.
       opt_state: "keep" leaves the optimizer's state as it is: moments, counters, schedules and residuals of gradients
-        go on. "reset" makes the one that `tx.init` gives for the new parameters, and drops residuals.
+        go on. "reset" calls `tx.init` on the new parameters, and drops residuals.
 
     Returns:
       The run with the new parameters, stored as the layout says.
 
     Raises:
-      ValueError: a run, model or `tx` that does not fit the layout; "keep" for an optimizer whose state holds what was
-        made from the old parameters (f32 originals, averages), which would bring them back.
+      ValueError: a run, model or `tx` that does not fit the layout; "keep" for an optimizer whose state was made
+        from the old parameters (f32 copies, averages), which would restore them.
       TypeError: `tx` is no optax transform, or `run` no run.
 
     Example:
@@ -100,12 +100,12 @@ def replace_params(
     run = run._replace(params=params, state=state if whole else run.state)
     if opt_state == "keep":
         return run
-    # What rounding took from gradients of the old parameters is of no more use than their moments.
+    # Rounding errors of the old parameters' gradients are as useless as their moments.
     return run._replace(opt_state=init_opt_state(tx, layout, params), residuals=())
 
 
 def _made_from_params(start: Callable[[PyTree], PyTree], params: PyTree) -> Iterable[str]:
-    """List the arrays of the optimizer's first state whose content depends on the parameters, by path."""
+    """List the paths of the arrays of the optimizer's first state whose values depend on the parameters."""
     program, shapes = jax.make_jaxpr(start, return_shape=True)(params)
     jaxpr: Any = open_jaxpr(inline_calls(program))[0]
     dependent = dependent_variables(jaxpr.eqns, jaxpr.invars)

@@ -1,4 +1,4 @@
-"""`TrainState`: everything a training run carries from step to step, born where its layout wants it."""
+"""`TrainState`: all arrays that a training run carries from step to step, created with the layout's shardings."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class TrainState(NamedTuple):
     Attributes:
       step: int32[], the number of optimizer steps taken.
       params: the parameters, each f[*stored], split as `layout.params` says.
-      opt_state: what `tx.init` returned for the trained parameters, stored as `layout.opt_state` says.
+      opt_state: the result of `tx.init` for the trained parameters, stored as `layout.opt_state` says.
       state: the model's own mutable state; () without one.
-      key: the run's random key. A step's key is made of this one and the step's number alone.
-      residuals: what rounding took from the gradients of the last step, f32[devices, *stored] for each parameter, under
-        `reduce_dtype=js.wire.int8(feedback=True)`; else (). The first step makes them, of zeros.
+      key: the run's random key. A step's key depends only on this key and the step's number.
+      residuals: the rounding errors of the last step's gradients, f32[devices, *stored] for each parameter, under
+        `reduce_dtype=js.wire.int8(feedback=True)`; else (). The first step makes them, from zeros.
     """
 
     step: jax.Array
@@ -52,7 +52,7 @@ class TrainState(NamedTuple):
     residuals: PyTree = ()
 
     def __repr__(self) -> str:
-        """Write the fields, or what became of a run whose arrays are gone."""
+        """Show the fields, or say that the run was donated."""
         if _taken_arrays(self):
             return f"TrainState({_DONATED})"
         return f"TrainState({', '.join(f'{name}={value!r}' for name, value in self._asdict().items())})"
@@ -71,24 +71,25 @@ def init(
     *,
     init_from: PyTree = None,
 ) -> TrainState:
-    """Make a `TrainState` at step 0, every array born as the layout stores it.
+    """Make a `TrainState` at step 0, with every array created as the layout stores it.
 
-    No device ever holds a whole split array. The parameters are bit for bit those of `init_fn(key)` on one device.
+    No device ever holds all of a sharded array. The parameters are bit for bit those of `init_fn(key)` on one device.
 
     Args:
       init_fn: `init_fn(key) -> params | js.Model(params, state)`, the one that the layout was made from.
-      tx: the optax transform, likewise; None for a layout without one.
-      layout: says where everything lives.
-      key: a seed or a `jax.random` key. Parameters are made from it, the keys of steps from another derived from it.
-      init_from: parameters to start from instead, such as pretrained ones: what `init_fn` would return, as NumPy or JAX
-        arrays in model order. They are copied straight to their shards. For a model of `js.lora` what the model without
-        factors has: its matrices are cast as `base=` there says, and the factors are those of `init_fn(key)`.
+      tx: the optax transform that the layout was made with; None for a layout without one.
+      layout: the layout.
+      key: a seed or a `jax.random` key. Parameters are made from it; the keys of steps are derived from another key.
+      init_from: parameters to start from instead, such as pretrained ones: a tree like the result of `init_fn`, of
+        NumPy or JAX arrays in model order, which are copied directly to their shards. For a model of `js.lora`, the
+        parameters of the model without factors: its matrices are cast as `base=` of `js.lora` says, and the factors are
+        those of `init_fn(key)`.
 
     Returns:
       The run.
 
     Raises:
-      ValueError: `init_fn`, `tx` or `init_from` do not fit the layout; every leaf that differs is named.
+      ValueError: `init_fn`, `tx` or `init_from` do not fit the layout; the message names every leaf that differs.
       js.distributed.Disagreement: in several processes, one has other versions, flags, mesh, layout or key.
 
     Example:
@@ -123,7 +124,7 @@ def init(
 
 
 def _draw_factors(init_fn: InitFn, layout: Layout, key: jax.Array) -> PyTree:
-    """Make the low-rank factors of `init_fn(key)`, None for all else, which is not made."""
+    """Make only the low-rank factors of `init_fn(key)`; other leaves are None and not computed."""
     factors = select(layout.factors, layout.params)
 
     def draw(key: jax.Array) -> PyTree:
@@ -133,7 +134,7 @@ def _draw_factors(init_fn: InitFn, layout: Layout, key: jax.Array) -> PyTree:
 
 
 def init_opt_state(tx: optax.GradientTransformation | None, layout: Layout, params: PyTree) -> PyTree:
-    """Make the optimizer's first state for stored parameters, every array born as the layout stores it."""
+    """Make the optimizer's first state for stored parameters, with every array created as the layout stores it."""
 
     def start(params: PyTree) -> PyTree:
         trained = select(layout.trainable, unstore(layout.params, params))
@@ -145,7 +146,7 @@ def init_opt_state(tx: optax.GradientTransformation | None, layout: Layout, para
 
 
 def init_program(init_fn: InitFn, tx: optax.GradientTransformation | None, layout: Layout) -> Any:
-    """Make the jitted function `key -> TrainState` behind `init`, to lower and compile."""
+    """Make the jitted function `key -> TrainState` of `init`, to lower and compile."""
 
     def build(key: jax.Array) -> TrainState:
         params, state = split_model(init_fn(key))
@@ -164,12 +165,12 @@ def init_program(init_fn: InitFn, tx: optax.GradientTransformation | None, layou
 
 
 def run_key(key: jax.Array) -> jax.Array:
-    """Derive the key from which the keys of steps are made: another than the one that made the parameters."""
+    """Derive the key for the keys of steps, which differs from the key of the parameters."""
     return jax.random.fold_in(key, 1)
 
 
 def run_shardings(layout: Layout, residuals: PyTree = ()) -> Any:
-    """Return the sharding of every array of a run, as a TrainState; `residuals` says how those are placed."""
+    """Return the sharding of every array of a run, as a TrainState; `residuals` has the placements of residuals."""
     on_every_device = jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec())
     trees = (layout.params, layout.opt_state, layout.state, residuals)
     params, opt_state, state, rest = map(layout.shardings, trees)
@@ -177,9 +178,9 @@ def run_shardings(layout: Layout, residuals: PyTree = ()) -> Any:
 
 
 def run_shapes(layout: Layout, residuals: PyTree = ()) -> Any:
-    """Return the stored shapes of a run with their shardings, as a TrainState: what `lower` takes instead of arrays.
+    """Return the stored shapes and shardings of a run, as a TrainState of ShapeDtypeStructs for `lower`.
 
-    `residuals` says how those are placed.
+    `residuals` has the placements of residuals.
     """
 
     def stored(x: Any, placement: Placement) -> jax.ShapeDtypeStruct:
@@ -206,7 +207,7 @@ def residual_shapes(layout: Layout, placements: PyTree) -> PyTree:
 
 
 def _run_of(step: Any, params: PyTree, opt_state: PyTree, state: PyTree, key: Any, residuals: PyTree) -> TrainState:
-    """Make a TrainState of anything: shapes or shardings in place of arrays."""
+    """Make a TrainState of shapes or shardings in place of arrays."""
     return TrainState(step, params, opt_state, state, key, residuals)
 
 
@@ -214,20 +215,20 @@ def _run_of(step: Any, params: PyTree, opt_state: PyTree, state: PyTree, key: An
 def logical(run: TrainState, layout: Layout) -> TrainState:
     """Return the run in model order without padding, as `init_fn` and `tx.init` would have made it on one device.
 
-    The compiler chooses the collectives, and where the results live.
+    The compiler chooses the collectives, and the shardings of the results.
 
     Args:
       run: a run as the layout stores it. It is not donated.
       layout: the layout that it was made with.
 
     Returns:
-      A TrainState whose arrays have the logical shapes, without residuals, which one device has none of.
+      A TrainState whose arrays have the logical shapes, without residuals, which a single device does not have.
 
     Raises:
-      ValueError: the run is not one of this layout; every leaf that differs is named.
+      ValueError: the run is not of this layout; the message names every leaf that differs.
 
     Example:
-        weights = js.logical(run, layout).params["blocks"]["attention"]["kernel"]     # [blocks, ...], whole
+        weights = js.logical(run, layout).params["blocks"]["attention"]["kernel"]     # [blocks, ...], not padded
     """
     check_run(layout, run)
     run = run._replace(residuals=())
@@ -249,14 +250,14 @@ _REMAKE = "make the layout again from the same init_fn and tx"
 
 
 def check_model(layout: Layout, params: PyTree, state: PyTree) -> None:
-    """Raise ValueError unless a logical model is the one that the layout was made for; names what differs."""
+    """Raise ValueError unless a logical model has the layout's shapes and dtypes; name every difference."""
     shapes = layout.shapes
     check_same_tree(shapes.params, abstract(params), "the parameters changed since the layout was made", _REMAKE)
     check_same_tree(shapes.state, abstract(state), "the model's state changed since the layout was made", _REMAKE)
 
 
 def check_opt_state(layout: Layout, opt_state: PyTree) -> None:
-    """Raise ValueError unless a logical optimizer state is of the transform that the layout was made for."""
+    """Raise ValueError unless a logical optimizer state has the shapes of the layout's transform."""
     shapes = layout.shapes.opt_state
     if shapes is None and opt_state is not None:
         raise ValueError(f"this layout was made without an optimizer; {_WITH_TX}")
@@ -274,7 +275,7 @@ def check_is_run(run: Any) -> None:
 
 
 def check_not_donated(run: TrainState) -> None:
-    """Raise ValueError if a step has taken the arrays of a run: a program that reads them would crash the process."""
+    """Raise ValueError if a run's arrays were donated: a program that reads them would crash the process."""
     taken = _taken_arrays(run)
     if not taken:
         return
@@ -288,7 +289,7 @@ def check_not_donated(run: TrainState) -> None:
 
 
 def check_batch_not_donated(batch: PyTree) -> None:
-    """Raise ValueError if a step has taken arrays that a batch holds, such as the parameters of another run."""
+    """Raise ValueError if arrays of a batch were donated, such as the parameters of another run."""
     if taken := _taken_arrays(batch):
         raise ValueError(
             f"arrays of the batch were donated to an earlier step, with a run that held them: {_few(taken)}; take them "
@@ -300,7 +301,7 @@ def _taken_arrays(tree: PyTree) -> list[str]:
     def is_taken(x: Any) -> bool:
         return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
 
-    if not any(map(is_taken, jax.tree.leaves(tree))):  # asked before every step: no paths are made for it
+    if not any(map(is_taken, jax.tree.leaves(tree))):  # runs before every step: make paths only for an error
         return []
     return [path_str(path) for path, x in jax.tree_util.tree_leaves_with_path(tree) if is_taken(x)]
 
@@ -310,11 +311,11 @@ def _few(names: list[str]) -> str:
 
 
 def check_run(layout: Layout, run: TrainState) -> None:
-    """Raise unless a run has the arrays of the layout, where it stores them, not donated; names every other leaf."""
+    """Raise if the run was donated or any array's shape, dtype or sharding differs from the layout; list all."""
     check_is_run(run)
     check_not_donated(run)
     expected, fix = run_shapes(layout), "make it with js.init and the same layout"
-    # What an engine carries from step to step is its own and of no layout.
+    # Residuals belong to the engine, not to the layout.
     run = run._replace(residuals=())
     check_same_tree(abstract(expected), abstract(run), "the run does not fit the layout", fix)
     pairs = zip(jax.tree_util.tree_leaves_with_path(run), jax.tree.leaves(expected), strict=True)
@@ -325,7 +326,7 @@ def check_run(layout: Layout, run: TrainState) -> None:
         and not isinstance(x, jax.core.Tracer)  # inside the user's program the compiler moves it
         and not x.sharding.is_equivalent_to(want.sharding, x.ndim)
     ]
-    raise_all(elsewhere, ValueError, f"arrays of the run do not lie where the layout stores them; {fix}")
+    raise_all(elsewhere, ValueError, f"arrays of the run have other shardings than the layout; {fix}")
 
 
 def _make_step_and_key(layout: Layout, key: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,4 +1,4 @@
-"""A run as a notebook shows it: its step, the bytes of its parts, and the shape of every array. No value is read."""
+"""Show a run in a notebook: step, bytes of its parts and shape of every array, without reading values."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def state_page(run: Any) -> str:
 
 
 def is_array(x: Any) -> bool:
-    """Return True for what has a shape and a dtype, also if it was donated."""
+    """Return True for values with a shape and a dtype, also if they were donated."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def step_of(run: Any) -> str:
-    """Say at which step a run is; of one that was donated nobody knows."""
+    """Return the step of a run as text; a donated run has none."""
     if not isinstance(run.step, jax.Array) or isinstance(run.step, jax.core.Tracer):
         return "of shapes"
     return "that was donated to a step" if run.step.is_deleted() else f"at step {int(run.step):,}"
@@ -61,6 +61,6 @@ def bytes_held(x: Any) -> int:
 
 
 def spec_of(x: Any) -> str:
-    """Write how an array is split: its spec, without one its devices."""
+    """Format the sharding of an array: its spec, or else its devices."""
     sharding = getattr(x, "sharding", None)
     return str(tuple(sharding.spec)) if isinstance(sharding, NamedSharding) else ""

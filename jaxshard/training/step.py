@@ -1,7 +1,7 @@
-"""A compiled training step: checked, compiled once for batches of one shape, agreed upon by all processes, and run.
+"""A training step: check it, compile it once for batches of one shape, compare it across processes, and run it.
 
-The layout says where arrays live, the engine how the gradient is computed, the optimizer what is done with it; what
-they compute together is a `TracedStep`.
+The layout places the arrays, the engine computes the gradient, and the optimizer updates the parameters; `TracedStep`
+is their joint computation.
 """
 
 from __future__ import annotations
@@ -60,51 +60,53 @@ def make_step(
 ) -> Step:
     """Make the compiled training step `step(run, batch) -> (run, metrics)`.
 
-    The run that goes in is donated: its arrays are gone afterwards, unless `donate=False`. The first call compiles;
-    batches of another shape are refused rather than compiled again. The random key of a step depends on the run's key
+    The input run is donated: its arrays are gone afterwards, unless `donate=False`. The first call compiles; batches of
+    another shape are refused rather than compiled again. The random key of a step depends on the run's key
     and the step's number.
 
     Inside a program of your own (`jax.jit(step)`, `jax.lax.scan(step, run, batches)` over batches [steps, rows, ...])
     the step is a part of that program, which compiles, donates and waits for its devices itself.
 
     Args:
-      loss_fn: `loss_fn(model, batch, key) -> scalar | js.Mean | js.Loss`, where `model` is what `init_fn` returned.
-      tx: an optax transform. One that asks for more than gradients (`value`, `grad`, `value_fn`: line searches,
-        Polyak's step, a rate that falls on a plateau) is given the loss of this batch, as a number and as a function,
-        and `optax.lookahead` the gradients of the fast parameters. It runs on the stored arrays where it is proven
-        elementwise, otherwise on logical ones (`Step.update_view` tells which, and the cost).
-      layout: says where everything lives.
+      loss_fn: `loss_fn(model, batch, key) -> scalar | js.Mean | js.Loss`, where `model` is like the result of
+        `init_fn`.
+      tx: an optax transform. If it needs extra arguments (`value`, `grad`, `value_fn`: line searches, Polyak's step,
+        reduction on a plateau), it receives the loss of this batch, as a scalar and as a function; `optax.lookahead`
+        receives the gradients of the fast parameters. It runs on the stored arrays if it is proven elementwise,
+        otherwise on logical arrays (`Step.update_view` tells which, and the cost).
+      layout: the layout.
       engine: `js.auto(...)` (the default), `js.explicit(...)` or `js.pipelined(...)`: how the gradient is computed.
-      guarded: a step whose loss or gradient is not finite returns the run that it received, bit for bit, with only its
-        step counted on. Of a step that makes a parameter infinite or NaN from a finite gradient "bad" tells, but its
-        run is spoiled: keeping the old one as well would need another pass over all parameters in every step. False
-        leaves all that to `tx`, and there is no "bad" among the metrics. An optimizer that itself tests whether its
-        gradients are finite, such as `optax.apply_if_finite` and `optax.zero_nans`, is always left to its own rule,
-        which then does what it does on one device (`Step.guarded` is False).
-      donate: False leaves the run that goes in as it is, for two runs that share arrays (two losses of one set of
-        parameters, as of a GAN) and for going back; both runs are then in memory.
-      check_exchange: where experts exchange rows by ragged all-to-alls (`js.expert` on GPUs and TPUs), compare the loss
-        and the norm of each gradient of the first step with those of rows that are exchanged by equal counts, because
-        compilers have ordered such exchanges wrongly. It costs one more compilation and one more step; False leaves it
-        out. Not inside a program of your own.
+      guarded: a step whose loss or gradient is not finite returns the input run bit for bit, except for the step count.
+        If a step makes a parameter infinite or NaN from a finite gradient, "bad" is set, but the run is spoiled:
+        keeping the old parameters too would need another pass over all parameters in every step. False leaves this to
+        `tx`, without "bad" in the metrics. An optimizer that itself tests whether its gradients are finite, such as
+        `optax.apply_if_finite` and `optax.zero_nans`, is never guarded, so that its own rule works as on one device
+        (`Step.guarded` is False).
+      donate: False keeps the input run valid, for two runs that share arrays (two losses of the same parameters, as in
+        a GAN) or to return to it; both runs are then in memory.
+      check_exchange: if experts exchange rows by ragged all-to-alls (`js.expert` on GPUs and TPUs), compare the loss
+        and the norm of each gradient of the first step with a step that exchanges equal counts, because compilers have
+        ordered such exchanges wrongly. It costs one more compilation and one more step; False leaves it out. Not done
+        inside a program of your own.
 
     Returns:
-      The step. A batch is a tree of global arrays [rows, ...] whose rows devices and micro-batches divide, beside
-      scalars and arrays without rows (`js.without_rows`). Where the loss sees the whole batch (`js.auto()` without
-      micro-batches) arrays may have other first sizes unnamed; a warning says which of them are whole.
+      The step. A batch is a tree of global arrays [rows, ...] whose rows divide into devices and micro-batches, and of
+      scalars and arrays without rows (`js.without_rows`). If the loss sees the global batch (`js.auto()` without
+      micro-batches), arrays with other first sizes need not be named; a warning lists those that are replicated.
 
-      `metrics` has, as scalars of the global batch: "loss"; "grad_norm", the 2-norm of the whole gradient;
-      "update_norm", that of what the parameters changed by; the hyperparameters of an `optax.inject_hyperparams`, such
+      `metrics` has, as scalars of the global batch: "loss"; "grad_norm", the 2-norm of the full gradient;
+      "update_norm", the 2-norm of the change of all parameters; hyperparameters of `optax.inject_hyperparams`, such
       as "learning_rate"; the metrics of a `js.Loss` by their names; and "bad", a `js.Bad`.
 
-      Collectives: those of the engine, and an all-gather of every parameter that rests whole while its optimizer state
-      is split.
+      Collectives: those of the engine, and an all-gather of every parameter that is stored replicated while its
+        optimizer
+      state is split.
 
     Raises:
       TypeError: `loss_fn`, `tx` or `engine` is something else; by the first call, a loss that is no scalar, `js.Mean`
         or `js.Loss`.
       ValueError: a run, `tx` or batch that does not fit the layout; a batch of another shape than the first; a `tx`
-        that does something else to blocks that `js.stack` stacked than to single ones.
+        that updates blocks stacked by `js.stack` differently from single blocks.
       RuntimeError: by the first call, ragged exchanges whose gradients are wrong (`check_exchange`), by name.
       js.distributed.Disagreement: in several processes, by the first call: one has another batch or program.
 
@@ -125,15 +127,15 @@ class Step:
       layout: the layout.
       engine: the engine.
       objective: the loss as engines see it.
-      elementwise: the proof that the optimizer is elementwise, or the reason why it is not; None where it was not
-        needed, because every array is stored as the model knows it.
+      elementwise: the proof that the optimizer is elementwise, or the reason why it is not; None if it was not
+        needed, because every array is stored in its logical shape.
       update_view: the arrays on which the optimizer runs, stored or logical, with the reason and the cost.
       owned: True if matrices are updated by their owners, as `layout.owners` says.
       guarded: True if a step whose loss or gradient is not finite changes nothing; see `js.make_step`.
-      donate: True if the step takes the arrays of the run that goes in.
-      check_exchange: True if the first step is compared where experts exchange rows by ragged all-to-alls.
-      choices: once lowered, the branches and loops on which devices may decide differently and in which only the
-        compiled program tells whether it communicates; `js.audit` reads them.
+      donate: True if the step donates the input run.
+      check_exchange: True if the first step is checked when experts exchange rows by ragged all-to-alls.
+      choices: after lowering, the branches and loops on which devices may decide differently, and for which only the
+        compiled program shows whether they communicate; `js.audit` reads them.
     """
 
     def __init__(
@@ -156,7 +158,7 @@ class Step:
         self.loss_fn, self.tx, self.layout, self.engine, self.donate = loss_fn, tx, layout, engine, donate
         made = TracedStep if layout.local is None else LocalStep
         self._traced: TracedStep | LocalStep = made(loss_fn, tx, layout, engine, guarded=guarded)
-        check_call("loss_fn", loss_fn, _CALL)  # after the engine, which may want a known model
+        check_call("loss_fn", loss_fn, _CALL)  # after the engine, which may require a known model
         self.objective, self.elementwise = self._traced.objective, self._traced.elementwise
         self.owned, self.guarded = self._traced.owned, self._traced.guarded
         self.check_exchange = check_exchange and layout.local is None
@@ -207,7 +209,7 @@ class Step:
                     "finite (js.fit(bad_steps='raise') does it for you), and a bad step changes nothing"
                 ) from None
         if shares_threads(self.layout.mesh):
-            # Simulated devices starve each other when two programs are in flight: the rendezvous aborts after 40 s.
+            # Two programs in flight can deadlock simulated devices, which share threads: XLA aborts after 40 s.
             jax.block_until_ready(metrics)
         if self._first is not None:
             self._first.check(*evidence)
@@ -215,10 +217,10 @@ class Step:
         return run, metrics
 
     def with_residuals(self, run: TrainState) -> TrainState:
-        """Return the run with residuals of zeros if the engine has feedback and the run has none; else the run itself.
+        """Add zero residuals to a run without any if the engine has feedback; otherwise return the run itself.
 
-        The step itself calls this. Only a `jax.lax.scan` over steps needs it before: what is carried has the same
-        arrays before the first step.
+        The step itself calls this. Call it before a `jax.lax.scan` over steps, whose carry must have the same arrays
+        before the first step.
 
         Raises:
           ValueError: the run has residuals, and the engine has no feedback.
@@ -226,7 +228,7 @@ class Step:
         return with_residuals(run, self.layout, self._residuals)
 
     def _call_inside(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        """Take one step as a part of the program that the user traces: nothing is compiled, donated or waited for."""
+        """Trace one step as a part of the user's program: do not compile, donate or wait."""
         check_run(self.layout, run)
         check_residuals(run, self.layout, self._residuals)
         self.layout.plan_batch(batch).check(self.engine.microbatches, whole=self.engine.shows_whole_batch)
@@ -238,7 +240,7 @@ class Step:
         return after
 
     def lower(self, batch: PyTree, run: TrainState | None = None) -> jax.stages.Lowered:
-        """Lower the step without running it; needs no run and no devices that hold one.
+        """Lower the step without running it; needs no run.
 
         Args:
           batch: global arrays or ShapeDtypeStructs.
@@ -250,7 +252,7 @@ class Step:
             return lowered
 
     def trace(self, batch: PyTree, run: TrainState | None = None) -> jax.stages.Traced:
-        """Trace the step: its jaxpr, before anything is lowered; also for devices that are only planned.
+        """Trace the step to its jaxpr without lowering it; works for planned devices too.
 
         Args:
           batch: global arrays or ShapeDtypeStructs.
@@ -262,7 +264,7 @@ class Step:
             return self._trace(self._program(run, batch), run, batch)
 
     def compile(self, batch: PyTree) -> jax.stages.Compiled:
-        """Compile the step without running it: made once, and what every call then runs.
+        """Compile the step once, without running it; later calls run the result.
 
         Args:
           batch: global arrays or ShapeDtypeStructs.
@@ -284,18 +286,18 @@ class Step:
         return lowered
 
     def _trace(self, program: Any, run: TrainState, batch: PyTree) -> jax.stages.Traced:
-        """Trace the step and read it: no device may wait in a collective for one that takes another branch."""
+        """Trace the step, and check that no device can wait in a collective for one that takes another branch."""
         traced: jax.stages.Traced = program.trace(run, abstract(batch))
         self.choices = check_together(traced.jaxpr, "the step")
         return traced
 
     def _compile_together(self, run: TrainState, batch: PyTree) -> jax.stages.Compiled:
-        """Compile the step, once all processes have the same one and are there to run it."""
+        """Compile the step after a check that all processes have the same one; then wait for all of them."""
         peers = peers_of(self.layout.mesh)
         if peers is not None:
             lowered = self._lower(self._program(run, batch), run, batch)
-            # Compared before anything runs: processes with different programs wait for each other's collectives for
-            # ever. They meet again once all have compiled, because a collective times out while a peer compiles.
+            # Compare before anything runs: processes with different programs would wait for each other's collectives
+            # forever. Wait again after compiling, because a collective times out while another process compiles.
             peers.agree("the first step", batch_facts(batch) | {"program": program_text(lowered)})
             self._compile_all(run, batch)
             peers.meet("the first step, compiled")
@@ -303,7 +305,7 @@ class Step:
         return self._compile_all(run, batch)
 
     def _compile_all(self, run: TrainState, batch: PyTree) -> jax.stages.Compiled:
-        """Compile the step and, where there is one, what its first results are compared with."""
+        """Compile the step and, if there is one, the reference for its first results."""
         compiled = self._compile(run, batch)
         if self._first is not None:
             self._first.compile(run, abstract(batch))

@@ -1,14 +1,14 @@
-"""The update of optimizer state that rests in the host's memory, one block of a stacked array on the device at a time.
+"""Update optimizer state in the host's memory, with one block of a stacked array on the device at a time.
 
 For one parameter w [24, 4096, 1024] and the moments mu, nu of its shape on the host, an elementwise update is
 
-    for block in range(24):                                a loop of the program, so one block after the other
+    for block in range(24):                                a loop of the compiled program
         old = mu[block], nu[block]                         host -> device
         step[block], new = update(grad[block], old, w[block], count)
         mu[block], nu[block] = new                         device -> host
 
-The program of a single block is the transform's own, traced for arrays [1, 4096, 1024] in place of [24, 4096, 1024],
-of which only what belongs to w is run. That it computes the same is what the proof of elementwise transforms says.
+The update of a block is `tx.update` traced for arrays [1, 4096, 1024] in place of [24, 4096, 1024], of which only the
+equations for w are evaluated. The proof that the transform is elementwise says that the result is the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Streamed(NamedTuple):
 
     Attributes:
       param: its index among the parameters.
-      state: the indices of its arrays among those of the state.
+      state: the indices of its arrays in the optimizer's state.
     """
 
     param: int
@@ -50,25 +50,25 @@ def update_streamed(
     params: PyTree,
     placements: PyTree,
 ) -> tuple[PyTree, PyTree]:
-    """Run an elementwise `tx.update` on stored arrays, whose state is in part in the host's memory.
+    """Run an elementwise `tx.update` on stored arrays, with part of the state in the host's memory.
 
     Args:
       tx: an elementwise transform.
-      ok: a bool; unless it is True, the state that is returned is the old one.
+      ok: a bool; if False, the returned state is the old state.
       grads: the gradients.
       state: the optimizer's state.
       params: the parameters.
-      placements: where the arrays of the state rest. Those of stacked blocks that are on the host are streamed along
-        their first dimension if no axis splits it; all others come to the device whole.
+      placements: the placements of the state. Stacked arrays on the host are streamed along their first dimension if no
+        axis splits it; all others are copied to the device at once.
 
     Returns:
-      (updates, new state): of the state what was streamed is on the host, all else on the device.
+      (updates, new state): streamed arrays of the state are on the host, all others on the device.
     """
     streamed = _find_streamed(grads, state, placements)
     of_state = [index for one in streamed for index in one.state]
     of_params = [one.param for one in streamed]
     cut_params, cut_state = _cut(grads, of_params), _cut(state, of_state)
-    # Calls are opened: one that updates all arrays, as JAX 0.12 leaves them, would need those on the host as well.
+    # Inline calls: a call that updates all arrays, as in JAX 0.12, would need the arrays on the host too.
     block = Program.trace(tx.update, cut_params, cut_state, _cut(params, of_params)).inline_calls()
     whole = Program.trace(tx.update, *map(abstract, (grads, state, params))).inline_calls()  # as on the device
     places = jax.tree.leaves(placements)
@@ -104,14 +104,14 @@ def _find_streamed(grads: PyTree, state: PyTree, placements: PyTree) -> list[_St
 
 
 def _has_blocks(placement: Placement) -> bool:
-    """Whether a stacked array rests on the host in blocks that are there whole, one or several on every device."""
+    """Return whether a stacked array is on the host and no axis splits its first dimension."""
     sizes = placement.view.stored
     whole = bool(sizes) and sizes[0] > 1 and placement.store[0] is None
     return bool(placement.memory) and not placement.view.is_padded and whole
 
 
 def _cut(tree: PyTree, chosen: Sequence[int]) -> PyTree:
-    """The shapes of a tree, of the chosen arrays those of their first block."""
+    """Return the shapes of a tree, with the chosen arrays cut to their first block."""
     leaves: list[Any]
     structure: Any
     leaves, structure = jax.tree.flatten(tree)
@@ -122,13 +122,13 @@ def _cut(tree: PyTree, chosen: Sequence[int]) -> PyTree:
 def _stream(
     block: Program, one: _Streamed, ok: jax.Array, grads: PyTree, state: list[Any], params: PyTree
 ) -> tuple[Any, list[Any]]:
-    """The update of one parameter and the arrays of its state, block by block."""
+    """Update one parameter and the arrays of its state, block by block."""
     grad, param = jax.tree.leaves(grads)[one.param], jax.tree.leaves(params)[one.param]
     of_grads, of_state, of_params = (jax.tree.leaves(tree) for tree in block.args)
     step, after = (jax.tree.leaves(tree) for tree in block.out)
     outs = [step[one.param], *(after[index] for index in one.state)]
     blocks = [of_grads[one.param], *(of_state[index] for index in one.state), of_params[one.param]]
-    # All else that it depends on are numbers, as it is elementwise.
+    # The update is elementwise, so it depends on no other arrays but scalars.
     numbers = {var: x for var, x in zip(of_state, state, strict=True) if var not in set(blocks)}
     _, needed = needed_equations(block.eqns, outs, {*blocks, *numbers})
     shared = [var for var in numbers if var in needed | variables(outs)]

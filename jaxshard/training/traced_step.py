@@ -1,4 +1,4 @@
-"""A training step as it is traced, in global view: the gradient, the optimizer's update, and what of both is kept."""
+"""The traced computation of a step, in global view: gradient, optimizer update, and the choice of old or new arrays."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ Metrics = dict[str, Any]
 
 
 class TracedStep:
-    """The computation of one step, called as `step(run, batch) -> (run, metrics, evidence)` with arrays being traced.
+    """The computation of one step, called in a trace as `step(run, batch) -> (run, metrics, evidence)`.
 
-    What is compiled, placed, donated and compared between processes around it is the business of `Step`.
+    `Step` compiles it, places batches, donates runs and compares processes.
 
     Attributes:
       layout: the layout.
-      objective, elementwise, update_view, owned, guarded: those of `Step`.
+      objective, elementwise, update_view, owned, guarded: as in `Step`.
       trained: the paths of the trained parameters.
-      residuals: shapes of what the engine keeps of each gradient for the next step; empty without feedback.
+      residuals: shapes of the engine's residuals of each gradient; empty without feedback.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class TracedStep:
         tx = take_fast_gradients(tx, params)
         extra = find_extra_args(tx, params)
         readable = extra.fill_in(tx)
-        # A line search tests whether the losses that it tries are finite, which is no rule for gradients that are not.
+        # A line search tests whether trial losses are finite, which does not handle gradients that are not finite.
         self.guarded = guarded and not handles_non_finite(tx if extra.uses_loss else readable, params)
         self._tx, self._params, self._checked_stacking = readable, params, False
         if layout.stacked_for_user or self.objective.stacked_for_user:
@@ -76,9 +76,9 @@ class TracedStep:
         self.elementwise = check_stored(readable, params, layout.opt_params, layout.without_owners.opt_state)
         owned = None if layout.owners is None or extra.names else owned_update(layout, tx)
         self.owned = owned is not None
-        # The optimizer runs on stored arrays where it can't tell them from logical ones: none of them differs, or it is
-        # elementwise. Where sums are taken in one order, sums over all parameters (a global norm) are no obstacle: they
-        # are replaced by ordered ones, to which the zeros of the padding add nothing.
+        # The optimizer runs on stored arrays if they equal the logical ones, or if it is elementwise. With ordered
+        # sums, sums over all parameters (a global norm) are allowed too: they are replaced by ordered sums, to which
+        # the zeros of the padding add nothing.
         stored = layout.owners is None and (self.elementwise is None or bool(self.elementwise))
         self._totals_in_order = self._sums.in_order and not check_elementwise(readable, params)
         if self._totals_in_order:
@@ -96,7 +96,7 @@ class TracedStep:
         self.residuals: PyTree = engine.residuals(layout)
 
     def _can_stream(self, *, stored: bool, uses_gradients_alone: bool) -> bool:
-        """Whether stacked state on the host comes to the devices block by block: of elementwise optimizers it can."""
+        """Return whether stacked state on the host can be updated block by block, as for elementwise optimizers."""
         on_host = self.layout.host_bytes_per_device() > 0
         plain = stored and uses_gradients_alone and not self._totals_in_order
         has_blocks = isinstance(self._params, dict) and BLOCKS in self._params
@@ -119,7 +119,7 @@ class TracedStep:
         if self._totals_in_order:
             return "stored view: the optimizer is elementwise but for sums over all parameters, which are ordered"
         if self.elementwise is None:
-            return "stored view: every array is stored as the model knows it, so that the optimizer moves nothing"
+            return "stored view: every array is stored in its logical shape, so that the optimizer moves nothing"
         if self.elementwise:
             return "stored view: the optimizer is elementwise and moves nothing"
         moved = [p for p in self.layout.placed() if p.role == "opt" and p.placement.view.stored != p.leaf.shape]
@@ -130,18 +130,18 @@ class TracedStep:
         )
 
     def _residuals_of(self, run: TrainState) -> tuple[PyTree, ...]:
-        """The argument of the engine's function for residuals; an engine without them takes none."""
+        """Return the engine's argument for residuals; () for an engine without them."""
         return (run.residuals,) if jax.tree.leaves(self.residuals) else ()
 
     def __call__(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics, Evidence]:
-        """Take one step, and tell apart the gradients that `metrics` has the norm of.
+        """Take one step; also return the sums of squares of single gradients, as evidence.
 
-        1. The engine computes loss and gradients. Gradients come as the layout's `grads` store them.
-        2. Their sums of squares give the norm, and say which of them are not finite.
-        3. The optimizer updates parameters and state where its state lives. The sums of squares of what changed give
-           the norm of the update, and say which parameters it spoiled.
-        4. Of parameters, optimizer state, model state and residuals the new ones are kept if the step was good, else
-           the old ones.
+        1. The engine computes loss and gradients. Gradients are stored as the layout's `grads` say.
+        2. Their sums of squares give the norm, and show which gradients are not finite.
+        3. The optimizer updates parameters and state in the sharding of its state. The sums of squares of the changes
+           give the norm of the update, and show which parameters became infinite or NaN.
+        4. If the step was good, keep the new parameters, optimizer state, model state and residuals, else the old
+           ones.
         """
         state, key = self._state_and_key(run)
         params, parts = self._cut_first(run.params)
@@ -157,9 +157,9 @@ class TracedStep:
         squares = self._sum_squares(grads)
         found = find_bad(outcome.value, squares)
         ok = ~found.any() if self.guarded else jnp.ones((), bool)
-        # `ok` goes into the update, which chooses parameters while they are still split as the optimizer's state is and
-        # gathers them after that. Chosen out here, after the gather, the old and the new parameter would both be
-        # needed whole at once, and the gather could not write into the donated array.
+        # Pass `ok` to the update, which selects old or new parameters while they have the sharding of the optimizer
+        # state, and gathers them afterwards. A selection here, after the gather, would need both in full at once, and
+        # the gather could not write into the donated array.
         params, opt_state, changes = self._update(params, parts, grads, run.opt_state, ok, outcome.value, loss_at)
         norms = {"grad_norm": jnp.sqrt(squares.sum()), "update_norm": jnp.sqrt(changes.sum())}
         metrics: Metrics = {"loss": outcome.value} | norms | find_hyperparams(opt_state)
@@ -168,33 +168,33 @@ class TracedStep:
         metrics = jax.tree.map(partial(_mean_over, axes=self._replicas), metrics)
         metrics |= {name: combine_over(metric, self._replicas).value for name, metric in outcome.metrics.items()}
         state = keep_old_unless(ok, self._next_state(run, params, outcome.state), run.state)
-        # The step counts on in any case, so that the next one has the batch and the key that it would have had.
+        # A bad step counts too, so that later steps keep their batches and keys.
         residuals = keep_old_unless(ok, outcome.residuals, run.residuals)
         after = TrainState(run.step + 1, params, opt_state, state, run.key, residuals)
         return after, metrics, Evidence(outcome.value, squares)
 
     def find(self, run: TrainState, batch: PyTree) -> Evidence:
-        """Compute the loss and gradients that a step would, for their evidence alone."""
+        """Compute the loss and gradients of a step, and return only their evidence."""
         state, key = self._state_and_key(run)
         outcome, grads = self._loss_and_grads(run, run.params, state, batch, key)
         return Evidence(outcome.value, self._sum_squares(grads))
 
     def _cut_first(self, params: PyTree) -> tuple[PyTree, PyTree | None]:
-        """Return the parameters to compute with, and the parts of them to update: see `cut_first`."""
+        """Return (parameters to compute with, their parts to update); see `cut_first`."""
         layout = self.layout
         trained, placements = select(layout.trainable, params), select(layout.trainable, layout.params)
         trained, parts = cut_first(layout, trained, placements, layout.opt_params)
         return put_back(layout.trainable, trained, params), parts
 
     def _loss_and_grads(self, run: TrainState, params: PyTree, *given: PyTree) -> tuple[Outcome, PyTree]:
-        """Compute the loss of these parameters and its gradients; of a replica, as the run's step asks for."""
+        """Compute the loss of these parameters and its gradients; in the warm-up of `js.local` over all replicas."""
         value_and_grad = partial(self._value_and_grad, params, *given, *self._residuals_of(run))
         if self._replica_of is None:
             return value_and_grad()
         return join_in_warm_up(self._replica_of, self.layout, run.step, value_and_grad)
 
     def _state_and_key(self, run: TrainState) -> tuple[PyTree, jax.Array]:
-        # Not split off a key that the run carries on: a restored or repeated step has the same key, bit for bit.
+        # Derived by fold_in, not split from a carried key: a restored or repeated step has the same key, bit for bit.
         return use_stored(self.layout, self.layout.state, run.state), jax.random.fold_in(run.key, run.step)
 
     def _next_state(self, run: TrainState, params: PyTree, state: PyTree) -> PyTree:
@@ -211,10 +211,10 @@ class TracedStep:
         return self._sums.stack_totals(sum_of_squares, jax.tree.leaves(grads), specs, self.layout.mesh)
 
     def _check_stacking(self) -> None:
-        """Refuse an optimizer that treats blocks that were stacked for the user differently from single blocks.
+        """Refuse an optimizer that updates blocks that the library stacked differently from single blocks.
 
-        Done before anything is compiled: with the step where layout or loss tell that blocks were stacked, else when
-        the first step is traced and a model with stacked blocks has run inside the loss.
+        This runs before compiling: when the step is made, if layout or loss show that blocks were stacked, otherwise
+        when the first step is traced and a model with stacked blocks has run inside the loss.
         """
         if self._checked_stacking:
             return
@@ -231,7 +231,7 @@ class TracedStep:
 
 
 def _mean_over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Average a scalar over replicas; of whole numbers and flags the largest is taken."""
+    """Average a scalar over replicas; take the maximum of integers and flags."""
     if not axes:
         return x
     if not jnp.issubdtype(x.dtype, jnp.inexact):

@@ -1,4 +1,4 @@
-"""The optimizer's part of a step: gradients and parameters brought to its state, updated, and brought back."""
+"""The optimizer's part of a step: reshard gradients and parameters to its state, update, and gather parameters."""
 
 from __future__ import annotations
 
@@ -54,26 +54,25 @@ def make_update(
 ) -> Update:
     """Make `update(params, parts, grads, opt_state, ok, loss, loss_at)`, which returns `(params, opt_state, changes)`.
 
-    Arrays are stored ones. A gradient comes in as the layout's `grads` say, is moved to where its optimizer state is,
-    and meets `tx.update` and the parameter there. `parts` are the trained parameters as they are there, or None. The
-    new parameter goes back to its own `store`.
+    All arrays are stored arrays. A gradient has the placement of the layout's `grads`, and is resharded to that of its
+    optimizer state, like the parameter, for `tx.update`. `parts` are the trained parameters in that sharding, or None.
+    The new parameter is resharded to its own `store`.
 
     Args:
       tx: an optax transform.
-      layout: says where everything lives.
-      sums: how numbers are added over devices.
-      stored: whether `tx` runs on the stored arrays; otherwise on logical ones, unpadded and in model order.
-      streamed: whether state in the host's memory is brought to the device block by block; `tx` is elementwise then.
-      extra: the extra arguments that `tx` uses. They are made of `loss`, a scalar, and
-        `loss_at(stored parameters) -> (loss, gradients as the layout stores them)`.
-      owned: the update with the owners of the layout, in place of that of `tx`: it takes logical arrays, and the state
-        that lives with owners as it is stored. Without it a layout's owners lend their state for the update.
+      layout: the layout.
+      sums: the sums over devices.
+      stored: whether `tx` runs on the stored arrays; otherwise on logical arrays, unpadded and in model order.
+      streamed: whether state in the host's memory is copied to the device block by block; `tx` must be elementwise.
+      extra: the extra arguments that `tx` uses. They are made from `loss`, a scalar, and
+        `loss_at(stored parameters) -> (loss, stored gradients)`.
+      owned: the update by the layout's owners, in place of `tx.update`: it takes logical arrays, and owned state as it
+        is stored. Without it, owned state is converted to logical arrays for the update.
 
     Returns:
-      The function. Unless `ok`, a bool on the device, it returns the old arrays bit for bit. They are chosen where the
-      optimizer's state is, before they are gathered, so that a gather still writes into the donated array. `changes`,
-      f32[trained parameters], is the sum of squares of what each changed by, or NaN if an element of it is no longer
-      finite that was.
+      The function. Unless `ok`, a bool on the device, it returns the old arrays bit for bit. The selection comes before
+      the all-gather, so that the gather can write into the donated array. `changes`, f32[trained parameters], is the
+      sum of squares of each parameter's change, or NaN if the update made a finite element infinite or NaN.
     """
     tx = tx if extra.names else as_transform(tx)
     old_params, seen = select(layout.trainable, layout.params), layout.opt_params
@@ -115,12 +114,12 @@ def make_update(
         loss_at: LossAt,
     ) -> tuple[PyTree, PyTree, jax.Array]:
         def seen_loss_at(at: PyTree) -> tuple[jax.Array, PyTree]:
-            at = jax.tree.map(lambda x, like: x.astype(like.dtype), at, chosen)  # an optimizer may hold them in f32
+            at = jax.tree.map(lambda x, like: x.astype(like.dtype), at, chosen)  # an optimizer may keep them in f32
             at = move_stored(layout, hold_stored(layout, restore_view(seen, at), seen), seen, old_params)
             loss, grads = loss_at(put_back(layout.trainable, at, params))
             return loss, see(grads)
 
-        # Gradients and parameters go to where the optimizer state is: a slice where that is split more (ZeRO-1 and 2).
+        # Reshard gradients and parameters to the optimizer state: by a slice if it is split further (ZeRO-1 and 2).
         if parts is None:
             parts = move_stored(layout, select(layout.trainable, params), old_params, seen)
         chosen = view(seen, parts)
@@ -139,13 +138,13 @@ def make_update(
             new_state = keep_old_unless(ok, new_state, old_state)
         else:
             updates, new_state = _update_with_kept_state(tx, ok, grads, old_state, chosen, layout)
-        # Chosen before anything is gathered (see above); `hold_stored` keeps the compiler from gathering both first.
+        # Select before the all-gather (see above); `hold_stored` keeps the compiler from gathering both first.
         new = keep_old_unless(ok, optax.apply_updates(chosen, updates), chosen)
-        # Of the numbers that are written anyway, so that parameters are read once.
+        # Computed from the values that are written anyway, so that parameters are read once.
         steps = [_subtract(*pair) for pair in zip(jax.tree.leaves(new), jax.tree.leaves(chosen), strict=True)]
         changes = sums.stack_totals(sum_of_squares, steps, specs, layout.mesh)
         fresh = hold_stored(layout, restore_view(seen, new), seen)
-        # Here parameters are gathered that rest split less than their optimizer state.
+        # All-gather parameters that are split over fewer axes than their optimizer state.
         fresh = gather_updated(layout, fresh, seen, old_params)
         return put_back(layout.trainable, fresh, params), restore_state(new_state), changes
 
@@ -155,11 +154,11 @@ def make_update(
 def _update_with_kept_state(
     tx: optax.GradientTransformation, ok: jax.Array, grads: PyTree, old_state: PyTree, params: PyTree, layout: Layout
 ) -> tuple[PyTree, PyTree]:
-    """Run `tx.update` such that each new array of its state is the old one unless `ok`, from where it is made on.
+    """Run `tx.update`, and select the old array of its state unless `ok`, right where each new array is computed.
 
-    Of a good step nothing changes, and the updates of a bad one are not used. But the update of a parameter then reads
-    the new moment that is written (`mu`), not another one that only it needs: an array that was computed from the old
-    moment when that is already overwritten, for which the compiler would copy the old moment of every parameter.
+    Results of a good step do not change, and the updates of a bad step are not used. But the update of a parameter then
+    reads the same new moment (`mu`) that is written to the state. Otherwise it would compute the moment again from the
+    old one, which is overwritten by then, so that the compiler would copy the old moment of every parameter.
     """
     program = Program.trace(tx.update, grads, old_state, params)
     if shares_threads(layout.mesh):

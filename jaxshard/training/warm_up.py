@@ -1,9 +1,9 @@
-"""The warm-up of `js.local`: steps in which every replica has the loss and gradients of all replicas' rows.
+"""The warm-up of `js.local`: steps in which every replica uses the loss and gradients of all replicas' rows.
 
-    weights of the loss     summed over replicas before it is differentiated, so that each has its share of one mean
-    loss, gradients         summed over replicas, in a conditional that the step's number alone decides
+    weights of the loss     summed over replicas before differentiation, so that each has its share of a common mean
+    loss, gradients         summed over replicas, in a conditional on the step's number
 
-Replicas that begin alike then take the same step, the one of `js.ddp`, and stay alike until the warm-up ends.
+Replicas that begin equal then take the same step, as in `js.ddp`, and stay equal until the warm-up ends.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from jaxshard.engines.joint import Joint, joining
 def join_in_warm_up(
     local: Local, layout: Layout, step: jax.Array, value_and_grad: Callable[[], tuple[Outcome, PyTree]]
 ) -> tuple[Outcome, PyTree]:
-    """Compute a replica's loss and gradients; in the first steps those of all replicas together.
+    """Compute a replica's loss and gradients; during the warm-up, those of all replicas together.
 
     Traced inside a `shard_map` over the axis of the replicas.
 
     Args:
-      local: says which steps these are.
-      layout: of one replica.
+      local: has the number of warm-up steps.
+      layout: the layout of one replica.
       step: the number of steps before this one.
       value_and_grad: the engine's function for this replica's rows.
 
     Returns:
-      The outcome, whose value is joined and whose metrics are this replica's, and the gradients as stored.
+      (the outcome with the joint loss and this replica's metrics, the stored gradients).
 
     Raises:
-      Unsuited: the loss is a scalar, which says no weight.
-      ValueError: the engine does not say how much the rows of a replica weigh.
+      Unsuited: the loss is a scalar without a weight.
+      ValueError: the engine did not call `Joint.weigh`.
     """
     if not local.warmup:
         return value_and_grad()
@@ -52,7 +52,7 @@ def join_in_warm_up(
             "local: warmup joins the gradients of all replicas by the weights of their losses, which this engine does "
             "not show; use js.auto() or js.explicit(), or warmup=0"
         )
-    # A scalar of all rows does not follow from those of each replica's: it may be a sum, a mean or neither.
+    # Scalars of replicas can't be combined to that of all rows: they may be sums, means or neither.
     if not all(joint.asked):
         raise Unsuited(
             "local: warmup needs a loss that says its weight, so that the rows of all replicas make one mean: return "
@@ -70,12 +70,12 @@ def join_in_warm_up(
 
 
 def _sum(layout: Layout, local: Local, grads: PyTree) -> PyTree:
-    """Sum stored gradients over replicas; one all-reduce of each, of a device's part alone."""
+    """Sum stored gradients over replicas, by one all-reduce of each device's shard."""
 
     def total(grads: PyTree) -> PyTree:
         return jax.tree.map(lambda x: sum_scalar(x, local.axis), grads)
 
-    # Left to the compiler, what the other axes split would be gathered over them first (JAX 0.10 to 0.12).
+    # Without this the compiler would first gather arrays that the other axes split (JAX 0.10 to 0.12).
     others = set(layout.mesh.axis_names) - set(local.axis)
     if not others:
         return total(grads)

@@ -164,10 +164,10 @@ def test_large_arrays_that_an_annotation_keeps_whole_are_reported():
     with pytest.warns(UserWarning) as caught:
         split_dims(model)
     annotated, indivisible = sorted((str(one.message) for one in caught), key=lambda text: "divide" in text)
-    assert "annotations split nothing of Dense_*/kernel [128, 128] ('embed', 'kv') (3 of them): copied" in annotated
+    assert "annotations split nothing of Dense_*/kernel [128, 128] ('embed', 'kv') (3 of them): replicated" in annotated
     assert "('*/Dense_*/kernel', 'whole')" in annotated
     assert (
-        "does not divide the dimension to split of Dense_3/kernel [128, 1030] ('embed', 'features'): copied"
+        "does not divide the dimension to split of Dense_3/kernel [128, 1030] ('embed', 'features'): replicated"
         in indivisible
     )
     assert "make its size a multiple of 4, or say ('*/Dense_3/kernel', 'whole')" in indivisible

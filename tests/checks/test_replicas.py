@@ -219,9 +219,9 @@ def test_one_device_and_runs_of_other_layouts():
     js.check_replicas(js.init(init_fn, TX, layout, 0), layout)
     assert js.ReplicaWatch(layout).arrays == 0
     ddp, hsdp = made("ddp"), made("hsdp")
-    with pytest.raises(ValueError, match="do not lie where the layout stores them"):
+    with pytest.raises(ValueError, match="have other shardings than the layout"):
         js.check_replicas(hsdp[2], ddp[0])
-    with pytest.raises(ValueError, match="do not lie where the layout stores them"):
+    with pytest.raises(ValueError, match="have other shardings than the layout"):
         js.ReplicaWatch(ddp[0])(10, hsdp[2])
     with pytest.raises(TypeError, match=r"must be a js\.TrainState"):
         js.check_replicas(hsdp[2].params, hsdp[0])

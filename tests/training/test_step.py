@@ -246,7 +246,7 @@ def test_a_run_of_another_layout():
 
     split, _ = start(layout_of(js.fsdp(min_size=0), init_fn=even), init=even)
     run, step = start(layout_of(js.ddp(), init_fn=even), even_loss, init=even)
-    message = r"(?s)arrays of the run do not lie where the layout stores them; make it with js.init.*params/w: .*data"
+    message = r"(?s)arrays of the run have other shardings than the layout; make it with js.init.*params/w: .*data"
     with pytest.raises(ValueError, match=message):
         step(split, batch_of(16, 16))
     step(run, batch_of(16, 16))

@@ -161,7 +161,7 @@ def test_evaluation_pads_rows_and_no_tables():
     run = js.init(init_fn, tx, layout, 0)
     assert js.evaluate(js.make_eval_step(eval_fn, layout), run, batches)["loss"] == pytest.approx(expected, rel=1e-6)
     evaluate = js.make_eval_step(eval_fn, js.layout(FSDP, mesh(), init_fn, tx))
-    with pytest.warns(UserWarning, match="whole: table: 9"):
+    with pytest.warns(UserWarning, match="replicated: table: 9"):
         first = evaluate(run, batches[0])
     assert float(first["loss"].value) == pytest.approx(float(means[0].value), rel=1e-6)
     with pytest.raises(ValueError, match=r"got table: 9, x: 5, y: 5, so that none can be padded; name those"):

@@ -1,7 +1,7 @@
-"""The newest step of which every block is in the memory of some process that needs it.
+"""Find the newest step whose every block is in the memory of a process that needs it.
 
-Example, 4 processes under hsdp, of which process 1 was killed after step 7, before it had written it, and the memory of
-process 2 is gone. Processes 0 and 2 need the same blocks, and so do 1 and 3:
+Example: of 4 processes under hsdp, process 1 was killed after step 7, before it wrote the step, and the memory of
+process 2 is lost. Processes 0 and 2 need the same blocks, and so do 1 and 3:
 
     process   in memory    step 7                            step 6
     0         steps 6, 7   has its blocks                    has its blocks
@@ -9,8 +9,8 @@ process 2 is gone. Processes 0 and 2 need the same blocks, and so do 1 and 3:
     2         nothing      lacks its blocks, process 0 has   lacks its blocks, process 0 has
     3         steps 6, 7   has its blocks                    has its blocks
 
-Step 7 is whole, since process 3 has the blocks of process 1. Had process 3 not written it either, it would be step 6. A
-process looks into the segments of all processes that share its folder, its own first.
+Step 7 is complete, since process 3 has the blocks of process 1. If process 3 had not written it either, the result
+would be step 6. A process reads the segments of all processes that share its folder, its own first.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ POINT = "js.MemoryCheckpointer.restore"
 
 
 class Recalled(NamedTuple):
-    """A step that is whole.
+    """A complete step in memory.
 
     Attributes:
       run: the name of the run.
       step: the number of the step.
-      saves: how often the run was saved in memory until then.
+      saves: the number of saves of the run in memory so far.
       data: the position of the data.
       found: the bytes of the blocks that this process has, by name.
-      missing: the names of the blocks that each process lacks, by its number.
-      holders: a process that has each of them.
-      damaged: the segments in which blocks of the step are not as they were written.
-      notes: a line for each segment in which that is so, also of newer steps.
+      missing: the names of the blocks that each process lacks, by its index.
+      holders: {name of a missing block: a process that has it}.
+      damaged: the segments with damaged blocks of the step.
+      notes: a line for each segment with damaged blocks, also of newer steps.
     """
 
     run: str
@@ -55,19 +55,19 @@ class Recalled(NamedTuple):
 
 
 def recall(segments: Sequence[Segment], needed: Callable[[int], Set[str]], process: int) -> Recalled | None:
-    """Find the newest step that is whole, and read what this process needs of it. Every process calls this.
+    """Find the newest complete step, and read the blocks that this process needs. Every process calls this.
 
     Args:
-      segments: those that this process sees, its own first.
-      needed: returns the names of the blocks that a process needs, by its number.
-      process: the number of this one.
+      segments: the segments that this process sees, its own first.
+      needed: `needed(process)` returns the names of the blocks that a process needs.
+      process: the index of this process.
 
     Returns:
-      The step; None if no run was ever saved, or not more than once, and that not completely.
+      The step; None if nothing usable was saved: no step, or only an incomplete first one.
 
     Raises:
       ValueError: there are segments of several runs.
-      Damaged: a run was saved, and of none of its steps every block is there; one is named.
+      Damaged: a run was saved, but every step lacks blocks; the message names one.
     """
     slots = [(one, slot, record) for one in segments for slot in range(SLOTS) if (record := one.record(slot))]
     mine = [(one.file.name, record.run, record.step, record.saves) for one, _, record in slots]
@@ -96,7 +96,7 @@ def recall(segments: Sequence[Segment], needed: Callable[[int], Set[str]], proce
     if all(saves <= 1 for _, _, _, saves in seen):
         return None
     raise Damaged(
-        "no step is whole in memory: that of some processes is gone or damaged, and no other one has the same blocks, "
+        "no step is complete in memory: the memory of some processes is lost or damaged, and none has their blocks, "
         f"as under js.hsdp; go on from a checkpoint on disk{''.join(problems)}"
     )
 
@@ -104,7 +104,7 @@ def recall(segments: Sequence[Segment], needed: Callable[[int], Set[str]], proce
 def _read(
     slots: Sequence[tuple[Segment, int, Record]], step: int, needed: Set[str]
 ) -> tuple[dict[str, Bytes], dict[Path, str]]:
-    """Read blocks of a step: (those that are intact by name, a line about each segment with damaged ones)."""
+    """Read blocks of a step; return ({name: bytes} of intact blocks, a line for each segment with damaged ones)."""
     found: dict[str, Bytes] = {}
     problems: dict[Path, str] = {}
     for segment, slot, record in slots:
@@ -119,7 +119,7 @@ def _read(
 
 
 def find_holders(needed: Callable[[int], Set[str]], missing: Sequence[frozenset[str]]) -> dict[str, int]:
-    """Return the first process that has each block which another one lacks, where there is one."""
+    """Return {missing block: the first process that has it}, for blocks that some process has."""
     wanted = frozenset().union(*missing)
     holders: dict[str, int] = {}
     for process in range(len(missing) if wanted else 0):

@@ -1,13 +1,13 @@
-"""Which parts of the arrays of a run a process holds: its blocks, one for each part, however many devices have it.
+"""The blocks of a process: the shards of a run's arrays on its devices, each once, however many devices have it.
 
-A block is a part of an array as it is stored: the shard of one device, and of all others that hold the same. Under
-`hsdp` over 2 x 4 devices, with one process for every two of them:
+A block is a shard of a stored array, on one device and all its replicas. Under `hsdp` over 2 x 4 devices, with one
+process for every two of them:
 
-    device        0  1   2  3   4  5   6  7        process 0 holds the blocks 0 and 1 of a weight; so does process 2,
+    device        0  1   2  3   4  5   6  7        process 0 has the blocks 0 and 1 of a weight; so does process 2,
     process         0      1      2      3         whose devices are its replicas
     block         0  1   2  3   0  1   2  3
 
-Its name has all that its bytes mean: "float32 params/w[0:64, 0:16]". Random keys are their words.
+Its name describes its bytes: "float32 params/w[0:64, 0:16]". Random keys are their words.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Block(NamedTuple):
     """A part of an array.
 
     Attributes:
-      name: of the part, which no other one of the run has.
-      array: the number of the array among the entries of the run.
-      where: where it lies in the stored array.
-      size: its bytes.
+      name: its unique name.
+      array: the index of the array among the entries of the run.
+      where: its index ranges in the stored array.
+      size: its number of bytes.
     """
 
     name: str
@@ -48,9 +48,9 @@ class Block(NamedTuple):
 
 
 class Blocks:
-    """The blocks of a layout's runs, by the device and by the process that holds them.
+    """The blocks of a layout's runs, by device and by process.
 
-    Those of other processes are listed when they are asked for: a pod has millions.
+    Blocks of other processes are listed only on request: a pod has millions.
 
     Attributes:
       entries: the arrays of a run.
@@ -97,12 +97,12 @@ def _block(number: int, entry: Entry, slices: Sequence[Any]) -> Block:
 
 
 def stored_shape(entry: Entry) -> tuple[int, ...]:
-    """Return the shape of an array as it is stored, random keys as their words."""
+    """Return the shape of a stored array, random keys as their words."""
     return entry.placement.view.stored + tuple(entry.words.shape[len(entry.shape) :])
 
 
 def copy_out(blocks: Blocks, arrays: Sequence[jax.Array]) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
-    """Return the bytes of this process's blocks, in their order. On a CPU they are those of the arrays themselves."""
+    """Return the bytes of this process's blocks, in order; on a CPU they share memory with the arrays."""
     shards: dict[tuple[int, Index], jax.Array] = {}
     for number, x in enumerate(map(words_of, arrays)):
         for shard in x.addressable_shards if x.size else ():
@@ -114,15 +114,15 @@ def copy_out(blocks: Blocks, arrays: Sequence[jax.Array]) -> list[np.ndarray[Any
 
 
 def put_back(layout: Layout, blocks: Blocks, found: dict[str, np.ndarray[Any, Any]]) -> list[jax.Array]:
-    """Make the arrays of a run again.
+    """Make the arrays of a run from its blocks.
 
     Args:
-      layout: of the run.
+      layout: the layout of the run.
       blocks: its blocks.
-      found: the bytes of this process's blocks, by name; each is dropped once all devices have it.
+      found: the bytes of this process's blocks, by name; each is removed when all devices have it.
 
     Returns:
-      The arrays as they are stored; random keys as their words.
+      The stored arrays; random keys as their words.
     """
     of_array: list[list[tuple[jax.Device, Block]]] = [[] for _ in blocks.entries]
     for device in blocks.devices_of(jax.process_index()):
@@ -152,11 +152,11 @@ def describe(entry: Entry) -> str:
 
 
 def replica_axes(entry: Entry, layout: Layout) -> tuple[str, ...]:
-    """Return the axes of the mesh along which all devices hold the same of an array."""
+    """Return the mesh axes over which an array is replicated."""
     used = axes_of(entry.placement.store)
     return tuple(axis for axis in layout.mesh.axis_names if axis not in used and axis_size(layout.mesh, axis) > 1)
 
 
 def _plain(index: Sequence[Any], shape: Sequence[int]) -> Index:
-    """Write slices as numbers."""
+    """Convert slices to (start, stop) pairs."""
     return tuple((where.start or 0, size if where.stop is None else where.stop) for where, size in zip(index, shape))

@@ -1,4 +1,4 @@
-"""`js.MemoryCheckpointer`: keeps the newest steps of a run in memory that outlives the processes."""
+"""`js.MemoryCheckpointer`: keep the newest steps of a run in memory that outlives the processes."""
 
 from __future__ import annotations
 
@@ -37,10 +37,9 @@ _FILE = re.compile(r"process-(\d+)")
 
 
 class MemoryCheckpointer:
-    """Keeps a run in shared memory, from which all processes go on after one of them has died.
+    """A callback that keeps a run in shared memory, from which all processes continue after one has died.
 
-    It is a callback of `js.fit`. Under `jaxshard launch --max-restarts`, which starts all processes again when one
-    dies:
+    Use it in `js.fit` under `jaxshard launch --max-restarts`, which restarts all processes when one dies:
 
         memory = js.MemoryCheckpointer(layout)
         found = memory.restore()
@@ -48,26 +47,25 @@ class MemoryCheckpointer:
         run = js.fit(run, step, js.batches(source, layout, start=run.step), steps=1000, on_run=[memory])
 
     After each step every process copies the shards of its devices, each once, into a file in the shared memory of its
-    machine, which a process that is killed leaves behind. The file has room for two steps, so that one of them is whole
-    at every moment; a checksum tells whether it is as it was written. `restore` goes on from the newest step that is
-    there completely, which is at most one step before the last one that was taken (`every`, if that is more). Where the
-    memory of a machine is gone or damaged, its shards come from other processes that hold the same: under `js.hsdp` or
-    `js.ddp` there are some, under `js.fsdp` there are none, and then a checkpoint on disk is needed.
+    machine, which survives a killed process. The file has room for two steps, so that one of them is always complete; a
+    checksum detects damage. `restore` returns the newest complete step, at most one step (or `every`, if larger) before
+    the last step that was taken. If the memory of a machine is lost or damaged, its shards come from replicas in other
+    processes: `js.hsdp` and `js.ddp` have replicas; `js.fsdp` has none, and needs a checkpoint on disk then.
 
-    A run whose parameters have become infinite or NaN is not copied: what is there is the last good one. Steps that are
-    taken again, after a `js.Rollback`, are copied again, in place of those that were given up.
+    A run whose parameters have become infinite or NaN is not copied, so the last good run stays. Steps that are
+    repeated after a `js.Rollback` replace the earlier copies.
 
-    A copy blocks the training until the arrays are in memory: on accelerators as long as the shards of a host need from
-    its devices, so choose `every` by that. It needs twice the bytes of these shards. The frozen parameters of `js.lora`
-    are among them.
+    A copy blocks training until the arrays are in memory: on accelerators for the transfer of a host's shards from its
+    devices, so choose `every` by that. The memory is twice the bytes of these shards, the frozen parameters of
+    `js.lora` included.
 
     Args:
-      layout: how the runs are stored. A run goes on with the same layout, mesh and number of processes.
-      every: copy after each step that this divides.
+      layout: the layout. A run must continue with the same layout, mesh and number of processes.
+      every: copy after each step that is divisible by this.
       dir: the folder, in memory, which outlives the processes; each run needs its own. By default that of the
         environment variable JAXSHARD_MEMORY, as `jaxshard launch --max-restarts` sets it; it removes that at its end.
         Processes of one machine may share it; machines don't.
-      data: called at each copy for the position of the data, as `js.save` takes it; at most 64 KiB as JSON.
+      data: called at each copy; returns the position of the data, as in `js.save`; at most 64 KiB as JSON.
 
     Raises:
       ValueError: `every` is below 1; there is no folder, or what is in it is of another model or mesh.
@@ -105,7 +103,7 @@ class MemoryCheckpointer:
         )
         self._run: str | None = None
         self._slot, self._saves, self._saved = 0, 0, -1
-        self._copied: jax.Array | None = None  # the `step` of the run that was copied last, by which it is known again
+        self._copied: jax.Array | None = None  # the `step` array of the run that was copied last, to recognise the run
         self._was_finite = False
         self._segment = _together(self._open_or_create, "js.MemoryCheckpointer")
 
@@ -115,9 +113,9 @@ class MemoryCheckpointer:
             self.save(run)
 
     def save(self, run: TrainState) -> None:
-        """Copy the run into memory, unless it is the one that was copied last. Every process calls this.
+        """Copy the run into memory, unless it was copied last. Every process calls this.
 
-        A run is passed over that has infinite or NaN parameters, where the one that was copied last had none.
+        Skip a run with infinite or NaN parameters if the last copy had none.
 
         Raises:
           ValueError: the run is not one of the layout; the position of the data is too long, or nothing for JSON.
@@ -143,16 +141,16 @@ class MemoryCheckpointer:
         self._saves, self._saved, self._copied, self._was_finite = record.saves, step, run.step, finite
 
     def restore(self) -> tuple[TrainState, Any] | None:
-        """Return the newest run of which all is in memory; None where none was kept. Every process calls this.
+        """Return the newest complete run in memory, or None. Every process calls this.
 
-        What was wrong with the memory of a process is printed on standard error.
+        Problems with the memory of a process are printed on standard error.
 
         Returns:
-          (the run, the data's position that was kept with it), or None where the training has to begin, or go on from a
-          checkpoint on disk. It was killed then before a copy was complete in all processes.
+          (the run, the position of the data), or None if training was killed before a copy was complete in all
+          processes: then start anew or from a checkpoint on disk.
 
         Raises:
-          js.Damaged: there was a run, but of each of its steps shards are lost that no process has.
+          js.Damaged: there was a run, but every step lacks shards that no process has.
           ValueError: the memory is that of another model, mesh or number of processes, or of several runs.
         """
         count, process = jax.process_count(), jax.process_index()
@@ -166,12 +164,12 @@ class MemoryCheckpointer:
             fetch(self._layout, self._blocks, recalled)
             self._keep(recalled)
             run = self._make_run(recalled)
-            gather_texts(f"{process} of {count}", POINT)  # nobody overwrites what another one may still need
+            gather_texts(f"{process} of {count}", POINT)  # so that no process overwrites blocks that another may need
         self._copied, self._was_finite = run.step, is_finite(run.params)
         return run, recalled.data
 
     def _open_or_create(self) -> Segment:
-        """Map this process's segment, or make one where there is none, or one that can't be read."""
+        """Map this process's segment, or make one if there is none or it can't be read."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         file = self.folder / f"process-{jax.process_index()}"
         try:
@@ -185,7 +183,7 @@ class MemoryCheckpointer:
         return segment
 
     def _find_segments(self) -> list[Segment]:
-        """Map the segments of all processes that are in the folder, this one's first."""
+        """Map the segments of all processes in the folder, this process's first."""
         count, found = jax.process_count(), [self._segment]
         for file in sorted(self.folder.iterdir()):
             match = _FILE.fullmatch(file.name)
@@ -214,7 +212,7 @@ class MemoryCheckpointer:
         )
 
     def _begin(self) -> None:
-        """Give a new run its name, and forget what the memory held."""
+        """Name a new run, and clear the memory."""
         self._run = gather_texts(secrets.token_hex(8), "js.MemoryCheckpointer.save")[0]
         for slot in range(SLOTS):
             self._segment.clear(slot)
@@ -227,10 +225,10 @@ class MemoryCheckpointer:
         return slot
 
     def _write_again(self, record: Record, blocks: list[Bytes]) -> int:
-        """Write a step that is taken again, and forget the given up ones from there on; return its slot.
+        """Write a repeated step after a rollback, and drop copies of the abandoned steps; return its slot.
 
-        Of two given up steps the later one goes when the new one is there in all processes. Nothing is written where a
-        step of the same number still is in some process: it would be taken for a part of the new one.
+        Of two abandoned steps, drop the later one when all processes have the new step. Write nothing while some
+        process still has an abandoned step of the same number, which would be taken for a part of the new one.
         """
         records = [self._segment.record(slot) for slot in range(SLOTS)]
         given_up = sorted((one.step, slot) for slot, one in enumerate(records) if one and one.step >= record.step)
@@ -244,14 +242,14 @@ class MemoryCheckpointer:
         return slot
 
     def _keep(self, recalled: Recalled) -> None:
-        """See to it that this process's segment holds the step that all go on from, and no later one."""
+        """Make sure that this process's segment has the step that all continue from, and no later step."""
         records = [self._segment.record(slot) for slot in range(SLOTS)]
         for slot, record in enumerate(records):
             if record is not None and record.step > recalled.step:
                 self._segment.clear(slot)
         kept = next((slot for slot, record in enumerate(records) if record and record.step == recalled.step), None)
         if kept is None or self._segment.file in recalled.damaged:
-            # In the place of the damaged one, or of a later one; the step before stays in the other slot.
+            # Replace the damaged step, or a later one; the other slot keeps the step before.
             later = (slot for slot, record in enumerate(records) if record is None or record.step > recalled.step)
             kept = next(later, 0) if kept is None else kept
             record = Record(recalled.run, recalled.step, recalled.saves, recalled.data, [])

@@ -1,12 +1,12 @@
-"""Blocks of which a process has no copy, from the memory of its replicas.
+"""Copy blocks that a process lacks from the memory of its replicas.
 
-All devices along an axis over which an array is not split hold the same blocks of it. One device of those whose process
-has a block adds its bytes, all others zeros, so that the sum over the axis is the block, bit for bit:
+All devices along an axis over which an array is replicated have the same blocks of it. One device whose process has a
+block contributes its bytes, all others zeros, so that the sum over the axis is the block, bit for bit:
 
     replica 0   has the block        2a 07 ff ..
     replica 1   its memory is gone   00 00 00 ..        sum: 2a 07 ff .. on both
 
-Collectives: an all-reduce for every 64 MiB that a device holds of those arrays of which some block is missing.
+Collectives: an all-reduce for every 64 MiB per device of the arrays with missing blocks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def fetch(layout: Layout, blocks: Blocks, recalled: Recalled) -> None:
 def _fetch_group(
     layout: Layout, blocks: Blocks, recalled: Recalled, axes: tuple[str, ...], numbers: Sequence[int]
 ) -> None:
-    """Fetch what is missing of arrays that have replicas along the same axes, a chunk at a time."""
+    """Fetch missing blocks of arrays that are replicated over the same axes, a chunk at a time."""
     found, lacking = recalled.found, recalled.missing[jax.process_index()]
     mine = blocks.devices_of(jax.process_index())
     placed = {device: _place(blocks.of_device(device), numbers) for device in mine}
@@ -111,7 +111,7 @@ def _place(held: Sequence[Block], numbers: Sequence[int]) -> list[tuple[Block, i
 
 
 def _overlap(start: int, size: int, at: int, length: int) -> tuple[slice, slice]:
-    """Return where a block that begins at `at` lies in a chunk that begins at `start`, and which part of it that is."""
+    """Return (slice of a chunk that begins at `start`, slice of a block that begins at `at`) where both overlap."""
     low = max(start, at)
     high = max(low, min(start + size, at + length))
     return slice(low - start, high - start), slice(low - at, high - at)

@@ -1,11 +1,11 @@
-"""The folder in which runs are kept in memory: made, locked and removed by `jaxshard launch`.
+"""The folder of runs in memory, which `jaxshard launch` makes, locks and removes.
 
     /dev/shm/jaxshard-memory-x1y2z3/    of this user, of one launch
         .lock                           flock(2), as long as the launch lives, with its name
         process-0, process-1, ...       segment.py
 
-A launch that is killed leaves its folder without a lock: the next one on the machine removes it. No JAX is imported
-here, for the launcher outlives many runs.
+A launch that is killed leaves its folder without a lock, and the next launch on the machine removes it. This file does
+not import JAX, for the launcher.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from jaxshard.checkpoint.lock import LOCK, hold, release
 from jaxshard.core.launch_environment import MEMORY
 
 SHARED = Path("/dev/shm")
-"""The file system of Linux that lies in memory, which all programs may write."""
+"""Linux's file system in memory, which all programs may write."""
 PREFIX = "jaxshard-memory-"
 
 
 @contextlib.contextmanager
 def memory_folder(*, make: bool = True) -> Iterator[dict[str, str]]:
-    """Make a folder for one launch, and remove it at the end; first remove what dead launches of this user left.
+    """Make a folder for one launch, and remove it at the end; first remove leftovers of this user's dead launches.
 
     Args:
       make: False to do nothing.
 
     Yields:
-      The environment variable that names the folder. Nothing where the caller's environment has it already, since whose
-      folder that is removes it, and nothing on a system without shared memory.
+      The environment variable that names the folder. An empty dict if the caller's environment has it already, since
+      its owner removes the folder, or on a system without shared memory.
     """
     if not make or MEMORY in os.environ or not os.access(SHARED, os.W_OK):
         yield {}
@@ -62,12 +62,12 @@ def find_leftovers() -> list[Path]:
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes of memory that the files in a folder take."""
+    """Return the bytes of memory of the files in a folder."""
     return sum(path.stat().st_size for path in folder.glob("*") if path.is_file())
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder and what is in it, as far as it can be deleted."""
+    """Delete a folder with its contents, as far as possible."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -75,7 +75,7 @@ def _make() -> Path:
     """Make a folder and lock it."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED))
-        with contextlib.suppress(FileNotFoundError, BlockingIOError):  # somebody else took it for a leftover
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):  # another launch removed it as a leftover
             hold(folder)
             folder.chmod(0o700)
             return folder

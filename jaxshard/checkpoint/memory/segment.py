@@ -1,13 +1,13 @@
-"""The memory of one process that outlives it: a file with two slots, of which one is whole at every moment.
+"""The memory segment of one process, which outlives it: a file with two slots, one of which is always complete.
 
     process-3   header     two lines: a JSON object, and its CRC-32
                 slot 0     record, block, block, ...
                 slot 1     record, block, block, ...
 
-The header says which blocks there are, of which arrays; it is written once. A slot is written in this order: its record
-is cleared, then all blocks are copied, then the record is written: two lines as in the header, with the step, the run
-that it is of, and the CRC-32 of every block. So a process that is killed in between leaves one slot without a record
-and the other one as it was. Nothing is flushed to a disk: what is written survives the process, and not the machine.
+The header lists the arrays and blocks; it is written once. To write a slot, first clear its record, then copy all
+blocks, then write the record: two lines as in the header, with the step, the run's name, and the CRC-32 of every block.
+So a process that is killed meanwhile leaves one slot without a record and the other unchanged. Nothing is flushed to
+disk: the file survives the process, but not the machine.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from jaxshard.checkpoint.strict_json import decode_object
 FORMAT = 1
 SLOTS = 2
 MOST_DATA = 1 << 16
-"""Bytes of the position of the data that a record has room for."""
+"""The most bytes of the data's position in a record."""
 _PAGE, _LINE = 4096, 64
 _LARGEST_HEADER = 1 << 28
 _FEW = 1 << 22
-"""Bytes below which one thread copies everything: starting others takes as long."""
+"""Bytes below which one thread copies everything, since starting threads takes as long."""
 _THREADS = 8
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Header(NamedTuple):
-    """The blocks of a segment, and what they are of.
+    """The header of a segment: its blocks and arrays.
 
     Attributes:
-      facts: what has to be the same when the run goes on, by name: the number of the process, the mesh.
+      facts: facts that must not change when the run continues, by name: the index of the process, the mesh.
       arrays: every array of the run, by its path, as text.
       blocks: the bytes of every block, by its name, in their order.
     """
@@ -57,9 +57,9 @@ class Record(NamedTuple):
     """The step in a slot.
 
     Attributes:
-      run: the name that a run was given at random when it began.
+      run: the random name of the run.
       step: the number of the step.
-      saves: how often the run was saved in memory until then, with this time.
+      saves: the number of saves of the run in memory so far, this one included.
       data: the position of the data.
       sums: the CRC-32 of every block.
     """
@@ -84,18 +84,18 @@ class Segment:
             raise Damaged(f"{file}: {len(self._memory)} bytes, {start + SLOTS * self._size} are expected")
 
     def record(self, slot: int) -> Record | None:
-        """Return the record of a slot; None if it holds no step, or one that is only partly there."""
+        """Return the record of a slot; None if the slot has no step or an incomplete one."""
         return _parse_record(self._slot(slot)[: self._places[0]].tobytes(), len(self._names))
 
     def clear(self, slot: int) -> None:
-        """Forget what a slot holds."""
+        """Clear the record of a slot."""
         self._slot(slot)[:_LINE] = 0
 
     def write(self, slot: int, record: Record, blocks: Sequence[Bytes]) -> None:
         """Write a step into a slot.
 
         Args:
-          slot: its number. The other slot keeps what it holds.
+          slot: its index. The other slot does not change.
           record: the record, whose sums are computed here.
           blocks: the bytes of every block, in the order of the header.
 
@@ -118,7 +118,7 @@ class Segment:
         sums = _map(copy, self._size, self._places[:-1], blocks)
         line = json.dumps(record._replace(sums=sums)._asdict()).encode() + b"\n"
         text = line + _checksum_line(line)
-        # The first byte comes last: without it this is no record.
+        # Write the first byte last: without it the record is invalid.
         memory[1 : len(text)] = np.frombuffer(text, np.uint8)[1:]
         memory[0] = text[0]
 
@@ -126,12 +126,12 @@ class Segment:
         """Copy blocks out of a slot.
 
         Args:
-          slot: its number.
+          slot: its index.
           record: its record.
-          names: of the blocks; those that the segment lacks are passed over.
+          names: the names of the blocks; blocks that the segment lacks are skipped.
 
         Returns:
-          (the bytes of those that are as they were written, the names of the others).
+          ({name: bytes} of intact blocks, names of damaged blocks).
         """
         wanted, memory = [name for name in names if name in self._names], self._slot(slot)
 
@@ -151,7 +151,7 @@ class Segment:
 
 
 def create_segment(file: Path, header: Header) -> Segment:
-    """Make a segment with empty slots, with all the memory that it will ever need; it replaces one of that name.
+    """Make a segment with empty slots, and reserve all of its memory; replace a segment of that name.
 
     Raises:
       OSError: there is not as much memory; the message has both numbers.
@@ -184,10 +184,10 @@ def create_segment(file: Path, header: Header) -> Segment:
 
 
 def open_segment(file: Path) -> Segment:
-    """Map the segment that a process, perhaps an earlier one, has made.
+    """Map an existing segment, of this or an earlier process.
 
     Raises:
-      Damaged: its header is not as it was written, or it has another size.
+      Damaged: its header is damaged, or it has another size.
       FileNotFoundError: there is none.
     """
     with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as opened:
@@ -215,7 +215,7 @@ def _place_blocks(header: Header) -> tuple[list[int], int]:
 def _map(fn: Callable[..., Any], size: int, *columns: Sequence[Any]) -> list[Any]:
     """Call a function for each row of some columns, in threads if there are many bytes in all.
 
-    Copies and checksums let go of Python's lock.
+    Copies and checksums release the GIL.
     """
     if size < _FEW:
         return [fn(*row) for row in zip(*columns, strict=True)]
@@ -224,7 +224,7 @@ def _map(fn: Callable[..., Any], size: int, *columns: Sequence[Any]) -> list[Any
 
 
 def _reserve(opened: int, size: int) -> None:
-    """Give a file its size. Memory that is only promised would end the process where it runs out (SIGBUS)."""
+    """Allocate a file of this size: without that a process dies by SIGBUS when memory runs out."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(opened, 0, size)
     else:

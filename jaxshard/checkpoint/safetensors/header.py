@@ -6,7 +6,7 @@ A file is the header's length as eight bytes, little-endian; the header as JSON;
      "w": {"dtype": "F32", "shape": [64, 48], "data_offsets": [0, 12288]}}
 
 The metadata are ours: the version of this convention, and the CRC-32 of every tensor. Files of other programs have
-neither and are read all the same. Headers come from strangers: everything that is read is checked before it is used.
+neither and can be read too. Headers are untrusted: every value is checked before use.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DTYPES = {
 METADATA = "__metadata__"
 CODES = {ours: name for name, ours in DTYPES.items()}
 _LIMIT = 100_000_000
-"""Bytes of the longest header, as in the reader of the `safetensors` library."""
+"""The most bytes of a header, as in the `safetensors` library."""
 _SUM = "crc32:"
 _HEX = re.compile("[0-9a-f]{8}")
 
@@ -80,8 +80,8 @@ class Header(NamedTuple):
 def encode_header(tensors: Mapping[str, Tensor], checksums: Mapping[str, int], others: Mapping[str, str] = {}) -> bytes:
     """Encode a header with its length before it.
 
-    The result is equally long for all checksums, so that it can be written anew once they are known. It is padded to a
-    multiple of eight bytes, which aligns the tensors.
+    The length does not depend on the checksums, so that the header can be rewritten when they are known. It is padded
+    to a multiple of eight bytes, which aligns the tensors.
 
     Args:
       tensors: the tensors in the order of their bytes.
@@ -127,7 +127,7 @@ def decode_header(start: bytes, size: int) -> Header:
 
 
 def header_size(start: bytes, size: int) -> int:
-    """Return how many bytes of a file come before its data, by its first eight bytes.
+    """Return the number of bytes before a file's data, from its first eight bytes.
 
     Args:
       start: the first bytes of the file, at least eight if it has so many.
@@ -145,7 +145,7 @@ def header_size(start: bytes, size: int) -> int:
 
 
 def _decode_json(text: bytes) -> dict[str, Any]:
-    """Decode a JSON object, strictly: no numbers but whole ones of at most 19 digits."""
+    """Decode a JSON object, strictly: all numbers are integers of at most 19 digits."""
 
     def refuse(word: str) -> Any:
         raise ValueError(f"{word[:20]} is no size")

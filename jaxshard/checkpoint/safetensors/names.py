@@ -1,4 +1,4 @@
-"""The tensors of a model by name: the paths in what `init_fn` returns, joined by dots."""
+"""The tensors of a model by name: their paths in the tree of `init_fn`, joined by dots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxshard.training.base import matrix_layout, merge_stored
 from jaxshard.training.state import TrainState, check_not_donated, run_shapes
 
 ModelArray = tuple[Entry, jax.Array]
-"""One array of a model: what it is in model order, and the array as it is stored."""
+"""One array of a model: (its entry, the stored array)."""
 
 
 def model_entries(layout: Layout) -> tuple[list[Entry], Any]:
@@ -30,7 +30,7 @@ def model_entries(layout: Layout) -> tuple[list[Entry], Any]:
       (the entries in the order of a model's leaves, the tree structure of what `init_fn` returns).
 
     Raises:
-      ValueError: two paths have one name, a name or a dtype can't stand in a file; every such array is named.
+      ValueError: two paths have the same name, or a name or dtype can't be written; the message names every such array.
     """
     layout = matrix_layout(layout)
     shapes, placements = join_model(layout.shapes.params, layout.shapes.state), join_model(layout.params, layout.state)
@@ -61,7 +61,7 @@ def model_arrays(run: Any, layout: Layout) -> list[ModelArray]:
       layout: how it is stored.
 
     Raises:
-      ValueError: the arrays are not those of the layout, or do not lie where it stores them; each one is named.
+      ValueError: the arrays or their shardings differ from the layout; the message names each.
     """
     if isinstance(run, TrainState):
         check_not_donated(run)
@@ -78,7 +78,7 @@ def model_arrays(run: Any, layout: Layout) -> list[ModelArray]:
             if not isinstance(x, jax.Array) or not x.sharding.is_equivalent_to(want.sharding, x.ndim)
         ),
         ValueError,
-        f"arrays of the model do not lie where the layout stores them; {fix}",
+        f"arrays of the model have other shardings than the layout; {fix}",
     )
     matrices, _ = merge_stored(params, layout)
     return list(zip(made, jax.tree.leaves(join_model(matrices, state)), strict=True))

@@ -1,7 +1,8 @@
-"""Parts of tensors in files, read without the rest: what a process needs of a large file, and no more on its host.
+"""Read only the parts of tensors in files that a process needs, to keep host memory small.
 
-A part is some indices of each dimension. It is read run by run, where a run is what lies together in the file. Files
-are read and not mapped: mapped pages stay in memory until somebody unmaps them, and count as the process's own.
+A part is an index range in each dimension. It is read by contiguous runs of the file. Files are read, not mapped:
+  mapped
+pages stay in memory until they are unmapped, and count as the process's memory.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LEAST_RUN = 1 << 10
-"""Bytes of a run below which everything between runs is read, too, and thrown away."""
+"""Runs of fewer bytes are read together with the gaps between them, which are dropped."""
 _MOST = 1 << 22
 """Bytes that are read at once for that."""
 
@@ -74,9 +75,9 @@ def read_part(source: Source, shape: Sequence[int], ranges: Sequence[Range]) -> 
 
 
 def allocate(shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Make an array without values; a large one has pages of its own, which go back to the system with it.
+    """Make an uninitialised array; a large one has separate pages, which are freed with it.
 
-    Malloc keeps much of what is freed, and does not align arrays as JAX needs it to share them on CPU, not copy.
+    malloc keeps much freed memory, and does not align arrays so that JAX can share them on CPU instead of copying.
     """
     count = math.prod(shape)
     if count * dtype.itemsize < 1 << 20:
@@ -86,7 +87,7 @@ def allocate(shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _firsts(shape: Sequence[int], ranges: Sequence[Range], cut: int) -> Iterator[int]:
-    """Yield the number of the first element of each run: one for each index in the dimensions before `cut`."""
+    """Yield the index of the first element of each run: one for each index in the dimensions before `cut`."""
     steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     start = ranges[cut].start * steps[cut] if shape else 0
     for index in product(*(range(*one) for one in ranges[:cut])):
@@ -96,7 +97,7 @@ def _firsts(shape: Sequence[int], ranges: Sequence[Range], cut: int) -> Iterator
 def _read_rows(
     fd: int, source: Source, shape: Sequence[int], ranges: Sequence[Range], cut: int, part: NDArray[Any]
 ) -> None:
-    """Read whole rows, as many as 4 MiB have of those in dimension `cut` - 1, and keep the part of them."""
+    """Read full rows of dimension `cut` - 1, up to 4 MiB at a time, and keep the wanted part."""
     dim, row = cut - 1, math.prod(shape[cut:])
     together = max(1, _MOST // (row * part.itemsize))
     flat = part.reshape(-1, *part.shape[dim:])
@@ -109,7 +110,7 @@ def _read_rows(
 
 
 def _read_into(fd: int, source: Source, start: int, raw: NDArray[np.uint8]) -> None:
-    """Fill bytes from a place in the tensor."""
+    """Fill an array with the tensor's bytes from `start`."""
     done, rest = 0, raw.data
     while done < len(rest):
         count = os.preadv(fd, [rest[done : done + (1 << 30)]], source.offset + start + done)

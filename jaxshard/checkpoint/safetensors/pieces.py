@@ -1,4 +1,4 @@
-"""Arrays that are split over a mesh, brought to the host in pieces of some megabytes, in the order of their bytes.
+"""Copy sharded arrays to the host in pieces of some megabytes, in the order of their bytes.
 
 Example: f32[4, 6] in model order, split over two devices along its second dimension, in pieces of at most 8 bytes. Each
 window is one row and two columns wide, and three columns per device make two windows, the second of which overlaps the
@@ -35,8 +35,8 @@ LIMIT = 1 << 24
 class Window(NamedTuple):
     """The shape of a part of an array that is contiguous in the array's bytes.
 
-    It has one index in each of the first `cut` - 1 dimensions, some in the next one, where it lies within one shard,
-    and all in the others.
+    It has one index in each of the first `cut` - 1 dimensions, several within one shard in the next dimension, and all
+    in the others.
     """
 
     cut: int
@@ -46,7 +46,7 @@ class Window(NamedTuple):
 class Piece(NamedTuple):
     """The elements of a window as unsigned integers, the same on every device.
 
-    The first `skip` bytes of them were in the piece before.
+    The first `skip` bytes repeat the previous piece.
     """
 
     array: jax.Array
@@ -58,7 +58,7 @@ def largest_window(shape: tuple[int, ...], splits: tuple[int, ...], itemsize: in
 
     Args:
       shape: the global shape of the array, without empty dimensions.
-      splits: into how many shards each dimension is split.
+      splits: the number of shards of each dimension.
       itemsize: bytes of one element.
       limit: bytes of the largest window.
     """
@@ -75,7 +75,7 @@ def window_starts(
 ) -> Iterator[tuple[tuple[int, ...], int]]:
     """Yield (first index, elements to skip) of windows that together are the array, in the order of its bytes.
 
-    Where the last window of a shard would not fit it begins earlier, and skips what was in the one before.
+    If the last window of a shard would not fit, it begins earlier and skips elements of the previous window.
     """
     if not window.cut:
         yield (), 0
@@ -94,7 +94,8 @@ def stream_pieces(x: jax.Array, mesh: Mesh, spec: PartitionSpec, limit: int = LI
 
     Collective: every process takes all pieces. Per piece, each device contributes its part of the window: over mesh
     axes that split one of the first dimensions, where a window lies within one shard, one all-reduce (all other devices
-    add zeros); over axes that split the other dimensions, all-gathers. A device holds one piece besides its shard.
+    add zeros); over axes that split the other dimensions, all-gathers. A device needs memory for one piece in addition
+    to its shard.
 
     Args:
       x: the global array, in model order.
@@ -108,12 +109,12 @@ def stream_pieces(x: jax.Array, mesh: Mesh, spec: PartitionSpec, limit: int = LI
     window = largest_window(x.shape, splits, x.dtype.itemsize, limit)
     program = _jit_fetch(mesh, spec, window)
     for start, skip in window_starts(x.shape, splits, window):
-        # Simulated CPU devices starve with more than one program in flight.
+        # Simulated CPU devices can deadlock with more than one program in flight.
         yield Piece(jax.block_until_ready(program(x, np.array(start, np.int32))), skip * x.dtype.itemsize)
 
 
 def fetch_bytes(piece: Piece) -> bytes:
-    """Copy a piece to the host, without the elements that were in the one before."""
+    """Copy a piece to the host, without the elements that repeat the previous piece."""
     return np.asarray(piece.array.addressable_data(0)).reshape(-1).view(np.uint8)[piece.skip :].tobytes()
 
 
@@ -128,8 +129,8 @@ def _jit_fetch(mesh: Mesh, spec: PartitionSpec, window: Window) -> Any:
             mine &= (first >= 0) & (first < x.shape[dim])
             at.append(first)
         sizes = (*window.shape[: window.cut], *x.shape[window.cut :])
-        # Floats become integers before they are cut: a compiler may take moved bits for a number and change those of
-        # NaN, as XLA does with float8_e5m2 on a CPU (JAX 0.12). All become integers before zeros are added.
+        # Cast floats to integers before slicing: a compiler may change the bits of NaN when it moves floats, as XLA
+        # does with float8_e5m2 on a CPU (JAX 0.12). Cast everything to integers before adding zeros.
         x = _to_bits(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
         bits = _to_bits(lax.dynamic_slice(x, at, sizes))
         alone = all_sum(jnp.where(mine, bits, jnp.zeros((), bits.dtype)), axes_of(cut))

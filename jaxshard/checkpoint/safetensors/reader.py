@@ -1,4 +1,4 @@
-"""`js.load_safetensors` and `js.from_bytes`: a model onto any layout, each device reading only its part."""
+"""`js.load_safetensors` and `js.from_bytes`: load a model for any layout, each device only its part."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class StoredTensor(NamedTuple):
     Attributes:
       file: the file, for messages.
       tensor: its dtype, shape and place.
-      raw: its bytes. Those of a file are mapped: they are read where they are used.
+      raw: its bytes; a file is mapped, so that bytes are read when used.
       crc32: its checksum, None if the file has none.
-      start: where its bytes begin in the file.
+      start: the offset of its bytes in the file.
     """
 
     file: str
@@ -53,7 +53,7 @@ class StoredTensor(NamedTuple):
 def load_safetensors(path: str | os.PathLike[str], layout: Layout, *, verify: bool = True) -> PyTree:
     """Load the model in a safetensors file, or in the files of its index. Every process calls this.
 
-    The way into a run, which stores it as the layout says:
+    Pass the result to `js.init`, which stores it as the layout says:
 
         run = js.init(init_fn, tx, layout, key, init_from=js.load_safetensors("model.safetensors", layout))
 
@@ -66,8 +66,8 @@ def load_safetensors(path: str | os.PathLike[str], layout: Layout, *, verify: bo
         `js.save_safetensors` did not write have none.
 
     Returns:
-      What `init_fn` returns: global arrays in model order, split over the mesh as far as the layout stores them split.
-      For a layout of `js.lora` it is what the model without factors has, from which `js.init` starts.
+      A tree like the result of `init_fn`, of global arrays in model order, sharded over the mesh as far as the layout
+      allows. For a layout of `js.lora`, the parameters of the model without factors, from which `js.init` starts.
 
     Raises:
       FileNotFoundError: there is neither the file nor an index of it.
@@ -121,7 +121,7 @@ def _load_onto(
 
 
 def check_tensors(wanted: list[Entry], what: str, found: dict[str, StoredTensor], *, verify: bool) -> None:
-    """Raise in all processes unless tensors are those that are wanted, and with `verify` have their checksums."""
+    """Raise in all processes unless the tensors fit the entries, and with `verify` their checksums."""
     differences = list_differences(
         {name: str(one.tensor) for name, one in found.items()}, {entry.path: str(tensor_of(entry)) for entry in wanted}
     )
@@ -138,13 +138,13 @@ def check_tensors(wanted: list[Entry], what: str, found: dict[str, StoredTensor]
 
 
 def place_tensor(entry: Entry, array: npt.NDArray[Any], layout: Layout) -> jax.Array:
-    """Put a tensor onto the devices in model order, split as far as the layout stores it split; keys as their words."""
+    """Put a tensor on the devices in model order, sharded as far as the layout allows; keys as their words."""
     sharding = entry.shape_saved(layout.mesh).sharding
     return jax.make_array_from_callback(array.shape, sharding, lambda index: copy_part(array, index))
 
 
 def copy_part(array: npt.NDArray[Any], index: Any) -> npt.NDArray[Any]:
-    """Copy the part of a tensor that a device is given."""
+    """Copy the part of a tensor for one device."""
     return np.array(array[index], order="C")
 
 
@@ -160,7 +160,7 @@ def check_exists(path: Path, point: str) -> None:
 
 
 def open_files(path: Path) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Return the tensors of a file, or of the files of its index, and what is wrong with them."""
+    """Return (the tensors of a file or of the files of its index, problems)."""
     problems: list[str] = []
     index = index_of(path)
     if index != path and (path.exists() or not index.exists()):

@@ -1,8 +1,8 @@
-"""`js.run_to_bytes` and `js.run_from_bytes`: a whole run as the bytes of one safetensors file.
+"""`js.run_to_bytes` and `js.run_from_bytes`: a complete run as the bytes of one safetensors file.
 
 Its tensors are the arrays of the run in model order, called as in a checkpoint: "step", "params/w", "opt_state/0/mu/w".
-What is no tensor is JSON in the metadata, after its CRC-32: the dtypes of random keys, whose tensors are their words,
-and the position of the data.
+Everything else is JSON in the metadata, after its CRC-32: the dtypes of random keys, whose tensors are their words, and
+the position of the data.
 
     "jaxshard.run": '7d3c9a01 {"keys": {"key": "key<fry>[]"}, "data": {"epoch": 2}}'
 """
@@ -38,9 +38,9 @@ _ABOUT = "jaxshard.run"
 
 @with_own_settings
 def run_to_bytes(run: TrainState, layout: Layout, *, data: Any = None) -> bytes:
-    """Encode a whole run: parameters, optimizer and model state, step and random key. Every process calls this.
+    """Encode a run as bytes: parameters, optimizer and model state, step, random key. Every process calls this.
 
-    What `js.save` writes, for where there is no file system; any layout restores it. Collectives are those of
+    The content is that of `js.save`, for use without a file system; any layout restores it. Collectives are those of
     `js.save_safetensors`.
 
     Args:
@@ -49,7 +49,7 @@ def run_to_bytes(run: TrainState, layout: Layout, *, data: Any = None) -> bytes:
       data: the position of the data, as `js.save` takes it.
 
     Returns:
-      The bytes, in every process: the whole run, on the host. Each tensor has a checksum.
+      The bytes of the complete run, on every process's host. Each tensor has a checksum.
 
     Raises:
       ValueError: the run is not one of this layout, has a dtype that safetensors lacks (every such array is named), or
@@ -81,10 +81,10 @@ def run_to_bytes(run: TrainState, layout: Layout, *, data: Any = None) -> bytes:
 
 @with_own_settings
 def run_from_bytes(raw: bytes, layout: Layout) -> tuple[TrainState, Any]:
-    """Decode the bytes of a whole run, as `layout` stores it. Every process calls this with the same bytes.
+    """Decode the bytes of a run, as `layout` stores it. Every process calls this with the same bytes.
 
     Args:
-      raw: what `js.run_to_bytes` returned, of a run under any layout.
+      raw: the result of `js.run_to_bytes`, for a run under any layout.
       layout: how to store the run; its model and optimizer are those of the run.
 
     Returns:

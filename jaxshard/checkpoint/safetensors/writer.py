@@ -1,4 +1,4 @@
-"""`js.save_safetensors` and `js.to_bytes`: a model as safetensors, piece by piece.
+"""`js.save_safetensors` and `js.to_bytes`: write a model as safetensors, piece by piece.
 
 A file is written as model.safetensors.draft: first a header without checksums, then the tensors, then the header again.
 Once all drafts are complete they are renamed, and the index, if there are several, is written last.
@@ -33,9 +33,9 @@ from jaxshard.core.settings import with_own_settings
 from jaxshard.distributed.together import failed_processes
 
 MAX_BYTES = 5_000_000_000
-"""Bytes of the tensors in the largest file, by default; as on Hugging Face."""
+"""The default for the most bytes of tensors in a file, as on Hugging Face."""
 LEAST = 1 << 20
-"""Bytes of a piece where many processes write: each has one on every device."""
+"""Bytes of a piece if many processes write, since each has a piece on every device."""
 NamedPiece = tuple[str, Piece]
 """The name of a tensor, and some of its bytes."""
 
@@ -47,7 +47,7 @@ class Output(NamedTuple):
       name: its name.
       tensor: its dtype and shape, as if at the beginning of the file.
       make: returns the array, or its bits as unsigned integers, on the devices. Collective.
-      spec: how the mesh splits that.
+      spec: the sharding of that array.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Output(NamedTuple):
 
 
 def outputs_of(arrays: Iterable[ModelArray], mesh: Mesh) -> list[Output]:
-    """Return what is written of the arrays of a model: each of them, in model order."""
+    """Return the outputs of a model's arrays, in model order."""
 
     def output(entry: Entry, stored: jax.Array) -> Output:
         spec = entry.shape_saved(mesh).sharding.spec
@@ -76,8 +76,8 @@ def save_safetensors(
     what `init_fn` returns, joined by dots; random keys as their words. Of a model of `js.lora` it holds the matrices
     with the factors merged in (`js.merge_lora`), which takes the bytes of a second model on the devices.
 
-    No process holds more of the model on its host than a piece of 16 MiB, no device more than its shards and, for each
-    file being written, one array in model order (split as far as it divides) and a piece. Each piece takes an
+    Each process needs host memory for only a piece of 16 MiB. Each device needs memory for its shards and, for each
+    file being written, one array in model order (sharded as far as it divides) and a piece. Each piece takes an
     all-reduce or all-gathers of its size. Process k of n writes the files k, k + n, k + 2 n and so on.
 
     Args:
@@ -156,7 +156,7 @@ def to_bytes(run: Any, layout: Layout) -> bytes:
       layout: how it is stored.
 
     Returns:
-      What `js.save_safetensors` writes, in every process: the whole model, on the host.
+      The content of `js.save_safetensors`: the complete model, on every process's host.
 
     Raises:
       ValueError: as `js.save_safetensors`.
@@ -192,7 +192,7 @@ def write_file(
 
 
 def _place_tensors(outputs: Iterable[Output]) -> dict[str, Tensor]:
-    """Place the tensors of a file one behind the other."""
+    """Assign consecutive byte ranges to the tensors of a file."""
     placed, at = {}, 0
     for output in outputs:
         placed[output.name] = output.tensor._replace(start=at)
@@ -201,7 +201,7 @@ def _place_tensors(outputs: Iterable[Output]) -> dict[str, Tensor]:
 
 
 def sort_widest_first(outputs: Iterable[Output]) -> list[Output]:
-    """Sort by falling item size, so that every tensor is aligned."""
+    """Sort by decreasing item size, so that every tensor is aligned."""
     return sorted(outputs, key=lambda output: -jnp.dtype(output.tensor.dtype).itemsize)
 
 
@@ -234,7 +234,7 @@ def stream_outputs(outputs: Iterable[Output], mesh: Mesh, limit: int) -> Iterato
 def _write_drafts(
     drafts: dict[str, Path], files: dict[str, list[Output]], mesh: Mesh, metadata: Mapping[str, str]
 ) -> OSError | None:
-    """Write this process's files, and return what went wrong. As many files are written at a time as processes.
+    """Write this process's files, and return the error if one fails; each process writes one file at a time.
 
     Pieces are collective, so that every process takes part in those of all files, to the end even if it can't write its
     own: with 2 processes and files a, b, c they go through  a0 b0 a1 b1 ...  together, and then through  c0 c1 ...

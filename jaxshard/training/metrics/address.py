@@ -1,4 +1,4 @@
-"""The address of a tracking server: whether anybody answers there, and how it is shown."""
+"""Check that a tracking server answers at its address, and show the address without a password."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SECONDS = 5.0
 
 
 def check_answers(address: str) -> None:
-    """Raise ConnectionError if nobody listens at the address of a server; anything else, such as a file, may pass."""
+    """Raise ConnectionError if no server answers at an address; accept other values, such as files."""
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.scheme in getproxies():
         return
@@ -23,6 +23,6 @@ def check_answers(address: str) -> None:
 
 
 def without_password(address: str) -> str:
-    """Return the address as it may be shown."""
+    """Return the address without its user and password."""
     parts = urlsplit(address)
     return address.replace(f"{parts.username}:{parts.password}@", "") if parts.password else address

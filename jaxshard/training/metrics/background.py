@@ -1,4 +1,4 @@
-"""`Background`: a writer whose records a thread sends to a tracking service, so that no step waits for the service."""
+"""`Background`: a writer that sends records to a tracking service in a thread, so that no step waits."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from jaxshard.training.records import Record
 End = Literal["finished", "failed", "killed"]
 
 PATIENCE = 30.0
-"""Seconds that the end of a training waits for records that are still to be sent."""
+"""Seconds to wait at the end of training for unsent records."""
 
 MOST_KEPT = 100_000
-"""Records that wait in memory for a service that does not answer; later ones are lost."""
+"""The most records to keep in memory for a service that does not answer; later ones are lost."""
 
 _FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0
-"""Seconds between a failure and the next try, which grow from the first to the second by doubling."""
+"""(First, last) seconds between a failure and the next try, which double each time."""
 
 
 class Tracker(Protocol):
-    """A tracking service, as the thread sees it. Any of its methods may be called again after it failed."""
+    """The interface of a tracking service. Any method may be called again after it failed."""
 
     name: str
     """The name for messages, with the address if there is one."""
 
     def open(self) -> None:
-        """Begin a run, or go on in it, and record the configuration; ValueError for what only the user can mend."""
+        """Begin or resume a run, and record the configuration; raise ValueError for mistakes that the user must fix."""
 
     def send(self, records: list[Record]) -> None:
-        """Send records, which may have been sent before."""
+        """Send records, some of which may have been sent before."""
 
     def close(self, end: End) -> None:
-        """End the run; `open` goes on in it."""
+        """End the run; `open` resumes it."""
 
 
 class Background:
-    """A writer that hands records to a thread, which sends them to a tracking service.
+    """A writer that sends records to a tracking service in a thread.
 
-    The run is opened at once, so that a mistake shows before the training. What goes wrong later is a warning: records
-    are kept and sent again. `js.fit` calls `finish`; a loop of your own calls it, or uses the writer as a context.
+    The run is opened at once, so that mistakes show before training. Later failures are warnings: records are kept and
+    sent again. `js.fit` calls `finish`; a loop of your own calls it, or uses the writer as a context.
 
     Args:
       tracker: the service.
       patience: seconds that `finish` waits.
 
     Raises:
-      ValueError: of `tracker.open`.
+      ValueError: from `tracker.open`.
     """
 
     def __init__(self, tracker: Tracker, *, patience: float = PATIENCE) -> None:
@@ -69,7 +69,7 @@ class Background:
             call_before_exit(self.finish)
 
     def __call__(self, record: Record) -> None:
-        """Take in a record; returns at once."""
+        """Queue a record and return at once."""
         if not self._writes:
             return
         with self._changed:
@@ -83,10 +83,10 @@ class Background:
         self._tell()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Send what is left, end the run, and say what could not be sent.
+        """Send the remaining records, end the run, and warn of records that could not be sent.
 
         Args:
-          error: what ended the training, or None.
+          error: the exception that ended the training, or None.
         """
         if self._thread is None:
             if not self._is_open:
@@ -123,7 +123,7 @@ class Background:
             self._tracker.open()
         except (ValueError, ImportError):
             raise
-        except Exception as error:  # whatever a service raises: the training goes on without it
+        except Exception as error:  # a service may raise anything: the training goes on without it
             self._problem = error
             self._start()
             self._tell()
@@ -137,7 +137,7 @@ class Background:
         self._thread.start()
 
     def _work(self, given_up: threading.Event) -> None:
-        """Send records until the end; after a failure try again later, and at the end once more."""
+        """Send records until the end; retry after failures, and once more at the end."""
         delay, is_last_try = _FIRST_DELAY, False
         while not given_up.is_set():
             with self._changed:
@@ -158,7 +158,7 @@ class Background:
                     self._tracker.close(end)
                     return
                 delay, self._problem, self._is_told = _FIRST_DELAY, None, False
-            except Exception as error:  # whatever a service raises
+            except Exception as error:  # a service may raise anything
                 self._problem = error
                 if is_last_try:
                     return

@@ -1,4 +1,4 @@
-"""The facts about a run that are recorded once, such as flags, layout and mesh, as plain values."""
+"""Convert the configuration of a run (flags, layout, mesh) to plain values, which are recorded once."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from jaxshard.core.layout import Layout
 
 
 def describe(value: Any) -> Any:
-    """Turn a configuration into what JSON has words for.
+    """Convert a configuration to values that JSON can represent.
 
     Args:
-      value: dicts, sequences, dataclasses and named tuples, which may hold each other; a `Layout` becomes its mesh, its
-        bytes per device and its printed summary; anything else without a word in JSON becomes its text.
+      value: dicts, sequences, dataclasses and named tuples, also nested; a `Layout` becomes its mesh, its bytes per
+        device and its printed summary; any other value that JSON can't represent becomes its text.
     """
     if isinstance(value, Layout):
         return _describe_layout(value)
@@ -32,7 +32,7 @@ def describe(value: Any) -> Any:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the facts of a described configuration by dotted names, such as `("mesh.data", 8)`."""
+    """Yield (dotted name, value) of a described configuration, such as `("mesh.data", 8)`."""
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{name}.")

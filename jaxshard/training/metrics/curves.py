@@ -1,4 +1,4 @@
-"""Pictures of runs over time: losses, and how fast they were computed. They need matplotlib (extra viz)."""
+"""Draw losses and throughput of runs over time, with matplotlib (extra viz)."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Curve = Sequence[Record] | Sequence[float]
-"""The records of a run, or the losses of its steps from the first one on."""
+"""The records of a run, or the losses of its steps from the first step on."""
 
 _COLUMNS = 4
-"""Names in a row of the legend, at most."""
+"""The most names in a row of the legend."""
 
 _DASH = 6.0
-"""Points of a dash where curves lie on top of each other."""
+"""The length in points of a dash, for curves that overlap."""
 
 
 def loss_figure(runs: Mapping[str, Curve], *, reference: str | None = None, title: str = "") -> Figure:
-    """Draw the loss of each run, and how far each is from one of them.
+    """Draw the loss of each run, and the difference of each from a reference run.
 
     Args:
       runs: by the names in the legend, the records that `js.fit` gave to its callbacks, or the losses of the steps.
         Where records have an evaluation with a loss, it is drawn as dots.
       reference: the name of one run, such as that on one device. A second panel shows the largest relative difference
-        of the others from it, up to each step, and the dashes of curves that lie on top of each other take turns.
+        of the others from it, up to each step, and curves that overlap are drawn with alternating dashes.
       title: above the picture.
 
     Raises:
@@ -122,7 +122,7 @@ _STYLES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 1.5, 1.5, 1.5)))
 
 
 def _turn(number: int, count: int) -> Any:
-    """The dashes of one of several curves on top of each other: each is seen where the others leave off."""
+    """Return the dashes of one of several overlapping curves: each shows in the gaps of the others."""
     return "-" if count == 1 else (number * _DASH, (_DASH, (count - 1) * _DASH))
 
 

@@ -24,15 +24,15 @@ SCHEMES = ("gs", "s3")
 """The schemes of the addresses at which tensorboardX writes."""
 
 _UPLOAD_EVERY = 2.0
-"""Seconds between writes into a folder that is not a local one: each of them sends the whole file."""
+"""Seconds between writes to a remote folder, as each of them sends the complete file."""
 
 
 def tensorboard(folder: str | Path, *, config: Mapping[str, Any] | None = None) -> Writer:
     """Make a callback that writes every number of a record as a TensorBoard scalar of its step.
 
     Every record is written at once, in the cloud (such as s3://) every two seconds. Of several processes the first one
-    writes. A run that was resumed writes another file into the folder, and TensorBoard drops what the first file says
-    about the steps that are taken again.
+    writes. A resumed run writes another file into the folder, and TensorBoard drops the earlier file's records of steps
+    that are taken again.
 
     Args:
       folder: the folder for TensorBoard's event files, or the text of an address gs:// or s3://.
@@ -58,9 +58,9 @@ def tensorboard(folder: str | Path, *, config: Mapping[str, Any] | None = None) 
 
 
 class _Events:
-    """Event files of TensorBoard, one from each first record to the next `finish`.
+    """TensorBoard's event files: one file from the first record to `finish`, and a new file for later records.
 
-    tensorboardX's own writer has a thread, where a full disk goes unnoticed.
+    tensorboardX's own writer uses a thread, in which the error of a full disk is lost.
     """
 
     def __init__(self, folder: str | Path, config: dict[str, Any]) -> None:
@@ -84,7 +84,7 @@ class _Events:
             )
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Send what is not written yet, and close the file."""
+        """Write pending records, and close the file."""
         if self._file is not None:
             with naming(self._folder):
                 try:
@@ -102,7 +102,7 @@ class _Events:
         self._file = open_file(os.path.join(str(self._folder), name))
         now = time.time()
         events = [Event(wall_time=now, file_version="brain.Event:2")]
-        if step > 1:  # TensorBoard drops this step and those after it that older files of the folder have
+        if step > 1:  # TensorBoard drops this step and later ones from older files of the folder
             events.append(Event(wall_time=now, step=step, session_log=SessionLog(status=SessionLog.START)))
         if self._config:
             text = f"```json\n{json.dumps(self._config, indent=2)}\n```"
@@ -129,7 +129,7 @@ class _Events:
 
 
 def _frame(record: bytes) -> bytes:
-    """A record of an event file: its length, and itself, each with a checksum."""
+    """Frame a record of an event file: its length and its bytes, each with a checksum."""
     from tensorboardX.record_writer import masked_crc32c
 
     length = struct.pack("<Q", len(record))

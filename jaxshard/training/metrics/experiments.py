@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 _METRICS, _PARAMS, _PARAM_LENGTH = 1000, 100, 500
-"""The most metrics and parameters that a request may have, and characters that every server takes in a parameter."""
+"""Limits of MLflow: metrics and parameters in a request, and characters of a parameter."""
 
 
 def mlflow(
@@ -46,8 +46,8 @@ def mlflow(
         text becomes a file. MLflow never changes a parameter, so what is different after resuming is a tag.
       folder: the folder of checkpoints (of `js.Checkpointer`). The run's id is kept there, and a training that goes on
         from a step in this folder goes on in the same run.
-      run: the id of a run that is there, in the place of a new or kept one.
-      name: of a new run; by default MLflow draws one.
+      run: the id of an existing run, in place of a new or kept one.
+      name: the name of a new run; by default MLflow makes one.
 
     Returns:
       The callback. `js.fit` ends its run; in a loop of your own use it as a context (`with`).
@@ -71,7 +71,7 @@ def mlflow(
 
 
 class _Runs:
-    """Runs of MLflow by its client, which leaves the run that the user may have active alone."""
+    """Runs of MLflow, written by its client, which does not touch a run that the user has active."""
 
     def __init__(
         self, library: Any, experiment: str, uri: str | None, config: dict[str, Any], id: RunId, name: str | None
@@ -111,7 +111,7 @@ class _Runs:
         self._client.set_terminated(self._id.given, status=_STATUS[end])
 
     def _begin(self) -> str:
-        """Make a run, and the experiment if it is absent."""
+        """Create a run, and the experiment if it does not exist."""
         known = self._client.get_experiment_by_name(self._experiment)
         experiment = self._client.create_experiment(self._experiment) if known is None else known.experiment_id
         id: str = self._client.create_run(experiment, run_name=self._title).info.run_id

@@ -19,8 +19,8 @@ def json_lines(path: str | Path) -> Writer:
     Every line is written at once, so that a crash loses none. Of several processes the first one writes.
 
     Args:
-      path: the file; it is created if need be. Numbers are named as `flat` names them, and one that is not finite
-        becomes null, as JSON has none.
+      path: the file; it is created if need be. Numbers have the names of `flat`; a number that is not finite
+        becomes null, since JSON can't represent it.
 
     Returns:
       The callback.

@@ -1,4 +1,4 @@
-"""The id of a run in a tracking service, kept in a file so that a training that is resumed goes on in the same run."""
+"""The id of a run in a tracking service, kept in a file so that a resumed training continues the same run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from jaxshard.core.file_errors import naming
 
 
 class RunId(NamedTuple):
-    """Where a run's id comes from.
+    """The sources of a run's id.
 
     Attributes:
-      service: the name of the service, which is that of the file too.
-      given: the id that the user gave, or None.
-      folder: the folder of checkpoints, beside whose steps the id is kept, or None.
+      service: the name of the service, which also names the file.
+      given: the id that the user passed, or None.
+      folder: the folder of checkpoints, in which the id is kept, or None.
     """
 
     service: str
@@ -22,7 +22,7 @@ class RunId(NamedTuple):
     folder: Path | None
 
     def find(self) -> str | None:
-        """Return the id of the run to go on in; None for a new run, as in a folder where no step was saved yet."""
+        """Return the id of the run to resume; None for a new run, also if no step was saved in the folder yet."""
         if self.given is not None or self._file is None or not self._file.exists():
             return self.given
         if not any(path.name.isdecimal() for path in self._file.parent.iterdir()):
@@ -31,7 +31,7 @@ class RunId(NamedTuple):
             return self._file.read_text().strip() or None
 
     def keep(self, id: str) -> None:
-        """Write the id of the run that was begun or is gone on in."""
+        """Write the id of the new or resumed run."""
         if self._file is not None:
             with naming(self._file):
                 self._file.parent.mkdir(parents=True, exist_ok=True)

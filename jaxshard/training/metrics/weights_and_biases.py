@@ -36,8 +36,8 @@ def wandb(
         is recorded as its mesh, its bytes per device and its summary.
       folder: the folder of checkpoints (of `js.Checkpointer`). The run's id is kept there, and a training that goes on
         from a step in this folder goes on in the same run.
-      run: the id of the run, in the place of one that is drawn or kept.
-      name: how the run is called in pictures; by default W&B draws one.
+      run: the id of the run, in place of a new or kept one.
+      name: the run's name in pictures; by default W&B makes one.
 
     Returns:
       The callback. `js.fit` ends its run; in a loop of your own use it as a context (`with`).
@@ -60,7 +60,7 @@ def wandb(
 
 
 class WandbWriter:
-    """The callback of `wandb`, by the public functions of its package, whose own process sends what is logged."""
+    """The callback of `wandb`, by the public functions of its package, whose own process sends the logs."""
 
     def __init__(self, library: Any, project: str, config: dict[str, Any], id: RunId, name: str | None) -> None:
         self._library, self._project, self._config = library, project, config
@@ -70,13 +70,13 @@ class WandbWriter:
             self._run = self._open()
 
     def __call__(self, record: Record) -> None:
-        """Log a record; returns at once. After `finish` it goes on in the same run."""
+        """Log a record and return at once; after `finish`, resume the same run."""
         if self._writes:
             self._run = self._run or self._open()
             self._run.log(flat(record))
 
     def finish(self, error: BaseException | None = None) -> None:
-        """End the run, as failed where an error ended the training."""
+        """End the run, as failed if an error ended the training."""
         if self._run is not None:
             self._run.finish(exit_code=0 if error is None else 1)
             self._run = None
@@ -88,11 +88,11 @@ class WandbWriter:
         self.finish(error)
 
     def _open(self) -> Any:
-        """Begin a run, or go on in it, and record the configuration."""
+        """Begin or resume a run, and record the configuration."""
         found = self._library.setup().settings
         if found.mode not in ("offline", "disabled", "dryrun"):
             check_answers(found.base_url)
-        own = {} if "WANDB_CONSOLE" in os.environ else {"console": "off"}  # what is printed stays where it is
+        own = {} if "WANDB_CONSOLE" in os.environ else {"console": "off"}  # do not capture printed output
         try:
             run = self._library.init(
                 project=self._project,
@@ -106,6 +106,6 @@ class WandbWriter:
             raise ValueError(f"{what}; WANDB_MODE=offline needs no login") from error
         self._id = self._id._replace(given=run.id)
         self._id.keep(run.id)
-        run.define_metric("*", step_metric="step")  # steps come again where a run is resumed or rolled back
+        run.define_metric("*", step_metric="step")  # steps repeat if a run is resumed or rolled back
         run.config.update(self._config, allow_val_change=True)
         return run

@@ -1,4 +1,4 @@
-"""`Writer`: a callback of `fit` that writes records somewhere, and the numbers of a record in one flat dict."""
+"""`Writer`: a callback of `fit` that writes records; and `flat`, the numbers of a record in a flat dict."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jaxshard.training.records import Record
 
 
 class Writer(Protocol):
-    """A callback of `js.fit` that is given the record of every step. Any function of a record is one.
+    """A callback of `js.fit` that receives the record of every step; any function of a record is a writer.
 
     A writer may also have a method `finish(error)`. `js.fit` calls it once at its end, with the exception that ended
-    the training or None, so that a file or a connection is closed. What it closed is opened again by a later record.
+    the training or None, so that it can close a file or connection. A later record must open it again.
 
     Example:
         def write(record: js.Record) -> None:
@@ -22,14 +22,14 @@ class Writer(Protocol):
     """
 
     def __call__(self, record: Record, /) -> Any:
-        """Take the numbers of one step."""
+        """Write the record of one step."""
 
 
 @contextlib.contextmanager
 def finishing(callbacks: Iterable[Callable[..., Any]]) -> Iterator[None]:
-    """Tell the callbacks that have a method `finish` when the block ends, and by which exception if it failed.
+    """Call the `finish` methods of callbacks when the block ends, with the exception if it failed.
 
-    Where the block failed, what a callback raises is added to that exception as a note, so as not to hide it.
+    If the block failed, an exception from a callback is added to its exception as a note, so as not to hide it.
     """
     found: list[Any] = [getattr(callback, "finish", None) for callback in callbacks]
     finishes = [finish for finish in found if callable(finish)]

@@ -132,7 +132,7 @@ def test_a_damaged_step_is_passed_over(tmp_path, capfd):
     memory.save(small.at(3))
     for slot in (0, 1):
         flip_last(memory._segment, slot)
-    with pytest.raises(js.Damaged, match="no step is whole in memory") as caught:
+    with pytest.raises(js.Damaged, match="no step is complete in memory") as caught:
         MemoryCheckpointer(small.layout(), dir=tmp_path).restore()
     assert "\n  - step 3: " in str(caught.value) and "\n  - step 2: " in str(caught.value)
 
