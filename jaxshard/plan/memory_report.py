@@ -13,10 +13,12 @@ from jaxshard.core.pictures.style import ROLES
 from jaxshard.core.text_table import Section, Table, page
 from jaxshard.cost.hardware import Chip
 
-BAND = (-0.3, 0.5)
+BAND = (-0.3, 1.1)
 """The least and the most that 95 % of steps are allocated less or more than the estimate, as shares of it.
 
 Of the steps that were compiled (docs/records/planner_table.md) 95 % are within it, with room to spare."""
+LIKELY = 1.5
+"""How many times the estimate nine of ten of these steps are allocated at most: what a search of plans tries first."""
 NEAR = 0.05
 """The distance from the limit, as a share of it, within which an extrapolated size does not tell whether a step fits.
 
@@ -131,6 +133,13 @@ class MemoryReport:
             near = NEAR if self.judged_by == "extrapolated" else 0.0
             least, most = self.allocated_bytes / (1 + near), self.allocated_bytes / (1 - near)
         return True if most <= self.usable_bytes else False if least > self.usable_bytes else None
+
+    @property
+    def is_likely_to_fit(self) -> bool:
+        """True if the step fits, or is estimated and nine of ten steps with this estimate fit (`LIKELY`)."""
+        if self.fits is None and self.allocated_bytes is None and self.usable_bytes is not None:
+            return self.live_bytes * LIKELY <= self.usable_bytes
+        return self.fits is True
 
     def memory(self) -> dict[str, Any]:
         """Return the fields of this class by name, for a report that adds others."""

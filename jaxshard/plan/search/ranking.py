@@ -60,6 +60,11 @@ class Plan:
         return self.compiled or self.prediction
 
     @property
+    def is_likely_to_fit(self) -> bool:
+        """True if the step fits, or is likely to by its estimate; such plans are ranked first."""
+        return self.memory.is_likely_to_fit
+
+    @property
     def fits(self) -> bool | None:
         """True or False by the compiler where it was asked, else by the prediction; None where that is not sure."""
         return self.memory.fits

@@ -29,7 +29,7 @@ from jaxshard.plan.search.facts import facts_of
 from jaxshard.plan.search.judged import distinct, judged
 from jaxshard.plan.search.ranking import Plan, Ranking
 from jaxshard.plan.search.reasons import reason_for
-from jaxshard.plan.search.trials import Pair, Trials, may_fit_surely, varied
+from jaxshard.plan.search.trials import Pair, Trials, may_be_likely, varied
 from jaxshard.plan.time.network import group_of
 from jaxshard.plan.topology import Target, has_compiler
 from jaxshard.training.step import make_step
@@ -118,7 +118,7 @@ def search(
 
     def rank(plan: Plan) -> tuple[bool, float, int]:
         weighed = _weighed(plan.middle, plan.peak_bytes, plan.candidate, limits)
-        return plan.fits is not True, weighed, plan.peak_bytes
+        return not plan.is_likely_to_fit, weighed, plan.peak_bytes
 
     trials = Trials(ask, limits.usable_bytes, until)
     with warnings.catch_warnings():
@@ -165,7 +165,7 @@ def _urgency(pair: Pair, chip: Chip) -> tuple[tuple[bool, bool], float, int]:
     What only a compiler could confirm comes last, as in the ranking.
     """
     one, found = pair
-    doubtful = not may_fit_surely(found.bytes, chip.usable_bytes)
+    doubtful = not may_be_likely(found.bytes, chip.usable_bytes)
     many = len(one.axes) > 1 or one.microbatches > 1
     return (doubtful, many), _weighed(found.seconds, found.bytes, one, chip), found.bytes
 

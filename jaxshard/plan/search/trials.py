@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.unsuited import Unsuited
-from jaxshard.plan.memory_report import BAND
+from jaxshard.plan.memory_report import LIKELY
 from jaxshard.plan.prediction import Prediction
 from jaxshard.plan.search.candidates import Candidate
 from jaxshard.plan.search.estimate import TOO_LARGE, Estimate, Estimator
@@ -70,7 +70,7 @@ class Trials:
                 if fit >= wanted or self.predicted >= _PREDICTED or time.process_time() > self.until:
                     return
                 least = found.bytes + self._beside.get(_shapes_of(one), 0)
-                if one in self._done or (not last and not may_fit_surely(least, self.usable_bytes)):
+                if one in self._done or (not last and not may_be_likely(least, self.usable_bytes)):
                     continue
                 self._done.add(one)
                 if least > self.usable_bytes:
@@ -79,7 +79,7 @@ class Trials:
                 fit += self._try(one, found)
 
     def _try(self, one: Candidate, found: Estimate) -> bool:
-        """Predict a candidate; return True if it fits."""
+        """Predict a candidate; return True if it is likely to fit."""
         self.predicted += 1
         try:
             prediction = self.predict(one)
@@ -98,12 +98,12 @@ class Trials:
             self.refused["does not fit by its prediction"] += 1
         else:
             self.plans.append(Plan(one, prediction))
-        return prediction.fits is True
+        return prediction.is_likely_to_fit
 
 
-def may_fit_surely(least: int, usable: int) -> bool:
-    """Tell whether a prediction could call so many bytes at least a sure fit, which plans are ranked by first."""
-    return least * (1 + BAND[1]) <= usable
+def may_be_likely(least: int, usable: int) -> bool:
+    """Tell whether a step that needs so many bytes at least may be likely to fit: such plans are ranked first."""
+    return least * LIKELY <= usable
 
 
 def varied(ordered: Sequence[Pair], alike: int) -> list[Pair]:
