@@ -304,7 +304,7 @@ class Rules:
 
 
 def find_routed(leaves: Sequence[Leaf]) -> set[str]:
-    """Find the paths of arrays whose first dimension has the size of the outputs of a router in the same module."""
+    """Find the paths of arrays whose third last dimension has the size of a router's outputs in the same module."""
     outputs = {}
     for leaf in leaves:
         words = leaf.path.split("/")
