@@ -10,8 +10,8 @@ A change that breaks every save or restore with an error:
 - `get_json_tspec_write`, re-exported from `orbax.checkpoint._src`, says how TensorStore has to write an array so that
   Orbax finds it again.
 - `ParamInfo.ts_context` holds the limits of concurrency and the caches that all arrays of a save share.
-- That the shape and dtype of an array lie in `<name>/zarr.json` of the database, as "shape" and "data_type" of Zarr 3.
-  Where they are not, every step counts as damaged.
+- The shape and dtype of an array are in `<name>/zarr.json` of the database, as "shape" and "data_type" of Zarr 3. If
+  they are not, every step counts as damaged.
 
 A change that only the tests would notice:
 

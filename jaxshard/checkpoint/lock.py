@@ -21,7 +21,7 @@ from pathlib import Path
 
 LOCK = ".lock"
 _TRIES, _PAUSE = 10, 0.05
-"""Seconds to retry: a killed process takes a moment to end, and `check_free` holds the lock for a moment."""
+"""Tries, and seconds between them: a killed process takes a moment to end, and `check_free` locks for a moment."""
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _held: dict[str, tuple[int, int]] = {}
 """(open file, number of holders in this process) of every folder that this process has locked."""

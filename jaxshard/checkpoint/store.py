@@ -63,7 +63,7 @@ def load_arrays(folder: Path, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dic
       arrays: the global shape, dtype and sharding of every array, by name.
 
     Returns:
-      The arrays, sharded as asked. A process reads those chunks that the shards of its devices lie in.
+      The arrays, sharded as asked. A process reads only the chunks that contain shards of its devices.
     """
     from orbax.checkpoint import args, checkpoint_utils
 
@@ -79,7 +79,7 @@ def load_arrays(folder: Path, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dic
 
 
 def find_arrays(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Find the (shape, dtype) with which the arrays of a step were written, by name. Reads the index alone.
+    """Find the (shape, dtype) with which the arrays of a step were written, by name; read only the index.
 
     Raises:
       ValueError: the index can't be read.
@@ -125,7 +125,7 @@ def _checkpointer(name: str, processes: set[int]) -> Any:
         multiprocessing_options=together,
         type_handler_registry=blocks_registry(),
     )
-    ordered = ocp.options.AsyncOptions(create_directories_asynchronously=False)  # not beside the first writes
+    ordered = ocp.options.AsyncOptions(create_directories_asynchronously=False)  # first, not in parallel
     options = ocp.CompositeOptions(multiprocessing_options=together, async_options=ordered)
     handler = ocp.CompositeCheckpointHandler(composite_options=options, **{_STATE: trees})
     return ocp.Checkpointer(handler, multiprocessing_options=together)

@@ -39,7 +39,7 @@ def convert_foreign(what: str, tree: PyTree) -> PyTree:
       tree: the tree.
 
     Returns:
-      The tree. An array on a CPU shares its memory with the one that was given.
+      The converted tree. An array on a CPU shares its memory with the input.
 
     Raises:
       TypeError: an array that can't be read, such as one that requires a gradient; each is named with the reason.

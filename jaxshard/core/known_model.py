@@ -121,7 +121,7 @@ def check_is_function(name: str, fn: Any, call: str) -> None:
 
     Args:
       name: the name of the parameter: "init_fn", "loss_fn" or "eval_fn".
-      fn: what the user passed for it.
+      fn: the user's argument.
       call: how the function is called, such as "init_fn(key)".
     """
     if isinstance(fn, KnownModel):

@@ -137,7 +137,7 @@ def local(
       the model has state besides parameters, or it is combined with `js.pipeline` or `js.expert`.
 
     Raises:
-      ValueError: `every` or `warmup` is no whole number in range.
+      ValueError: `every` or `warmup` is not an integer in range.
       TypeError: `outer` is no optax transform.
 
     References:

@@ -30,7 +30,7 @@ def make_mesh(devices: Sequence[jax.Device] | None = None, /, **axes: int) -> Me
 
     Raises:
       ValueError: no axis, more than one -1, a size below 1, or sizes that do not multiply to the number of devices.
-      TypeError: a size that is not a whole number.
+      TypeError: a size that is not an integer.
 
     Example:
         >>> make_mesh(data=-1, tensor=1).axis_names

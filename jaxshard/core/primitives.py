@@ -22,7 +22,7 @@ SAME = {
 """Primitives whose every output equals the input of the same index."""
 
 RESHAPES = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"}
-"""Primitives that only move elements: harmless if all elements are equal or the shape stays."""
+"""Primitives that only move elements: harmless if all elements are equal, or none moves."""
 
 ARITHMETIC: dict[str, Callable[..., Any]] = {
     "abs": np.abs, "add": np.add, "add_any": np.add, "cbrt": np.cbrt, "ceil": np.ceil, "cos": np.cos, "div": np.divide,

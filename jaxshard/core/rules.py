@@ -233,7 +233,7 @@ class Rules:
         named = {leaf.path: self.name_dims(leaf, axes, leaf.path in experts) for leaf in leaves}
         for leaf in named.values():
             # Patterns name only kernels: a column-parallel kernel [embed, mlp] has its bias [mlp] split, a
-            # row-parallel one [mlp, embed] its bias [embed] whole.
+            # row-parallel kernel [mlp, embed] its bias [embed] replicated.
             kernel = named.get(leaf.path.removesuffix("bias") + "kernel")
             if leaf.path.endswith("bias") and not leaf.named_by and kernel is not None and kernel.named_by:
                 names = _bias_names(leaf.shape, kernel)
@@ -304,7 +304,7 @@ class Rules:
 
 
 def find_routed(leaves: Sequence[Leaf]) -> set[str]:
-    """Find the paths of arrays whose first dimension has the size of the outputs of a router in the same module."""
+    """Find the paths of arrays whose third last dimension has the size of a router's outputs in the same module."""
     outputs = {}
     for leaf in leaves:
         words = leaf.path.split("/")

@@ -40,7 +40,7 @@ def shard(axis: AxisName, roles: Role | Iterable[Role], *, min_size: int = MIN_S
     Args:
       axis: a mesh axis, or a tuple of axes that split one dimension together.
       roles: one or several of "param", "grad", "opt" and "state".
-      min_size: arrays with fewer elements stay whole.
+      min_size: arrays with fewer elements are replicated.
 
     Returns:
       A strategy. Applied, it raises ValueError if the mesh has no such axis or the axis already splits the array.
@@ -266,7 +266,7 @@ def zero1(axis: AxisName = "data", *, min_size: int = MIN_SIZE) -> Strategy:
 
     Args:
       axis: a mesh axis, or a tuple of axes that split one dimension together.
-      min_size: arrays with fewer elements stay whole.
+      min_size: arrays with fewer elements are replicated.
 
     References:
       Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.1.
@@ -285,7 +285,7 @@ def zero2(axis: AxisName = "data", *, min_size: int = MIN_SIZE) -> Strategy:
 
     Args:
       axis: a mesh axis, or a tuple of axes that split one dimension together.
-      min_size: arrays with fewer elements stay whole.
+      min_size: arrays with fewer elements are replicated.
 
     References:
       Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.2.
@@ -306,7 +306,7 @@ def fsdp(axis: AxisName = "data", *, min_size: int = MIN_SIZE) -> Strategy:
     Args:
       axis: a mesh axis, or a tuple of axes that split one dimension together (one per dimension of a torus). The last
         axis is gathered first and moves the fewest bytes: write an axis over slices or hosts last, ("data", "slices").
-      min_size: arrays with fewer elements stay whole.
+      min_size: arrays with fewer elements are replicated.
 
     References:
       Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.3.
@@ -328,7 +328,7 @@ def hsdp(replica: AxisName = "replica", axis: AxisName = "data", *, min_size: in
     Args:
       replica: the mesh axis across groups.
       axis: the mesh axis within a group.
-      min_size: arrays with fewer elements stay whole.
+      min_size: arrays with fewer elements are replicated.
 
     References:
       Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", section 3.2.2.

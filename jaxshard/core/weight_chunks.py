@@ -106,7 +106,7 @@ class Offered(NamedTuple):
     Attributes:
       weight: the gathered weight.
       stored: the stored parameter.
-      sink: zeros like the stored gradient, to which the gradient flows; None if the parameter is frozen.
+      sink: zeros like the stored gradient, whose cotangent is the gradient; None if the parameter is frozen.
       param: the parameter's placement.
       grad: its gradient's placement; None if it is frozen.
       make_move: `make_move(param, grad)` returns an object with `gather` and `reduce`.

@@ -61,7 +61,7 @@ class Chip(NamedTuple):
         sparsity.
       hbm_bytes: bytes of memory, of which a compiler or driver keeps some for itself.
       hbm_bandwidth: bytes per second between memory and chip.
-      usable_bytes: bytes of memory that a program may use: on TPUs what the compiler enforces, on GPUs all.
+      usable_bytes: bytes of memory that a program may use: on TPUs the compiler's limit, on GPUs all.
       network: the network between such devices; None for chips without one (PCIe cards).
       peak_f32: FLOPs per second of f32 products as JAX computes them by default: one bf16 pass on TPUs, TF32 on GPUs.
       peak_fp8: FLOPs per second of 8-bit floating products; None where the chip has none.

@@ -43,7 +43,7 @@ from jaxshard.engines.pending import Pending, run_on_pending
 
 
 class Move(NamedTuple):
-    """The gather of one weight and the reduction of its gradient, as an engine does them.
+    """The functions by which an engine gathers one weight and reduces its gradient.
 
     Attributes:
       gather: `gather(stored) -> weight`, from this device's shard to the logical shape.

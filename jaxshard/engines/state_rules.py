@@ -54,7 +54,7 @@ _ROWS = "the rows of a part of the batch"
 
 @dataclass(frozen=True)
 class Sharing:
-    """The way in which devices and micro-batches share the rows of a batch.
+    """The division of a batch's rows over devices and micro-batches.
 
     Attributes:
       facts: for every leaf of parameters, state, batch and index of the first row, the mesh axes over which it differs

@@ -83,7 +83,7 @@ def gemma(
 
     Raises:
       ValueError: a size below 1, or an invalid size, window or factor.
-      TypeError: a size that is no whole number.
+      TypeError: a size that is not an integer.
 
     Sources: Gemma Team 2024, "Gemma 2", section 2; Gemma Team 2025, "Gemma 3 Technical Report", section 2.
 

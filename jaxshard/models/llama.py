@@ -105,7 +105,7 @@ def llama(
     Raises:
       ValueError: a size below 1, sizes that do not divide each other, a `rope_base` of at most 1, or an invalid scaling
         or epsilon.
-      TypeError: a size that is no whole number.
+      TypeError: a size that is not an integer.
 
     Source: Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.2; Su et al. 2021, "RoFormer".
 

@@ -124,7 +124,7 @@ def moe(
 
     Raises:
       ValueError: a size or factor out of its range, k above the number of experts; what `js.models.llama` refuses.
-      TypeError: a size that is no whole number.
+      TypeError: a size that is not an integer.
 
     Sources: Jiang et al. 2024, "Mixtral of Experts"; Dai et al. 2024, "DeepSeekMoE", section 3, for shared experts;
     DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.1.2, for both ways to balance (equations 16 to 20); Zoph

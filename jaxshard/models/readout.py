@@ -19,7 +19,7 @@ def embed_tokens(model: Decoder, params: PyTree, tokens: Int[Array, "batch seq"]
 
     Args:
       model: a `js.models.gpt` or `js.models.llama`.
-      params: its whole parameters in model order.
+      params: its parameters in model order.
       tokens: rows of at most `model.seq` tokens.
 
     Example:
@@ -38,7 +38,7 @@ def logits_of_embedded(model: Decoder, params: PyTree, x: PyTree) -> Float[Array
 
     Args:
       model: a `js.models.gpt` or `js.models.llama`.
-      params: its whole parameters in model order.
+      params: its parameters in model order.
       x: the result of `embed_tokens`, [batch, seq, width].
 
     Example:

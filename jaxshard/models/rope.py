@@ -37,8 +37,8 @@ class RopeScaling(NamedTuple):
 class YarnScaling(NamedTuple):
     """The scaling of YaRN: slow dimensions turn `factor` times slower, and attention is sharper.
 
-    A dimension that turns more than `high` times over `original` positions stays as it is, one that turns less than
-    `low` times becomes `factor` times slower; between the two the rate goes over linearly in the number of the
+    A dimension that rotates more than `high` times over `original` positions does not change, one that rotates less
+    than `low` times becomes `factor` times slower; between the two the rate goes over linearly in the number of the
     dimension. Rotated queries and keys are multiplied by `attention`, so that logits grow by its square: a softmax over
     more keys is flatter.
 

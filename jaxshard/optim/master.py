@@ -40,10 +40,10 @@ def master(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
     Parameters of other dtypes have no second copy. Gradients are cast to f32; `tx` receives the master copies as its
     parameters. Extra arguments are passed on. No collectives.
 
-    The update of a bf16 or f16 parameter is f32: the rounded new master copy minus the parameter, so that
-    `optax.apply_updates(params, updates)`, which adds in f32 and rounds, gives the rounded copy bit for bit as long as
-    one step does not shrink a parameter by more than a factor of 2**16 (bf16) or 2**13 (f16); beyond that the error is
-    at most 2**-24 of the old parameter. Errors do not add up: each update starts from the current parameters. Wrappers
+    The update of a bf16 or f16 parameter is f32: the rounded new master copy minus the parameter. So
+    `optax.apply_updates(params, updates)`, which adds in f32 and rounds, gives the rounded copy bit for bit, unless one
+    step shrinks a parameter by more than a factor of 2**16 (bf16) or 2**13 (f16). Then the error is at most 2**-24 of
+    the old parameter. Errors do not add up: each update starts from the current parameters. Wrappers
     that need updates in the gradients' dtype go inside: `master(optax.apply_if_finite(tx, 3))`.
 
     Args:

@@ -121,7 +121,7 @@ def param_specs(params: PyTree, axis_name: AxisName, axis_size: int) -> PyTree:
     They are `in_specs` and `out_specs` of `js.optim.fsdp` loops.
 
     Args:
-      params: The whole parameters, which may be abstract.
+      params: The full parameters, which may be abstract.
       axis_name: The mesh axis, or a tuple of axes, over which they are split.
       axis_size: The number of devices along it.
 
@@ -142,7 +142,7 @@ def state_specs(tx: Any, params: PyTree, axis_name: AxisName, axis_size: int) ->
 
     Args:
       tx: The wrapped transform, or the inner transform.
-      params: The whole parameters, which may be abstract.
+      params: The full parameters, which may be abstract.
       axis_name: The mesh axis, or a tuple of axes, over which the state is split.
       axis_size: The number of devices along it.
 

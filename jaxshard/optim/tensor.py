@@ -117,7 +117,7 @@ def tensor_state_specs(
 
     Args:
       tx: The transform that `js.optim.tensor` returned.
-      params: The whole parameters, which may be abstract.
+      params: The full parameters, which may be abstract.
       specs: The specs passed to `js.optim.tensor`.
       mesh: The mesh with all axes.
       zero_axis: The axis, or a tuple of axes, of an inner ZeRO transform. It splits further, so that one dimension may

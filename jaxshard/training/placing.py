@@ -130,7 +130,7 @@ def put_stored(x: Any, placement: Placement, layout: Layout) -> jax.Array:
     sharding, view = placement.sharding(layout.mesh), placement.view
     if isinstance(x, jax.Array):
         if x.committed and x.sharding.device_set != sharding.device_set:
-            # A step donates its run, and what the caller gave must outlive that: device_put alone may share a buffer,
+            # A step donates its run, but the caller's array must stay valid: device_put alone may share a buffer,
             # may_alias=False or not (JAX 0.10 and 0.12).
             with no_mesh():
                 placed: jax.Array = jax.device_put(view.apply(jnp.copy(x)), sharding)

@@ -104,7 +104,7 @@ def _find_streamed(grads: PyTree, state: PyTree, placements: PyTree) -> list[_St
 
 
 def _has_blocks(placement: Placement) -> bool:
-    """Return whether a stacked array is on the host and no axis splits its first dimension."""
+    """Return whether a stacked array is on the host, unpadded, and no axis splits its first dimension."""
     sizes = placement.view.stored
     whole = bool(sizes) and sizes[0] > 1 and placement.store[0] is None
     return bool(placement.memory) and not placement.view.is_padded and whole

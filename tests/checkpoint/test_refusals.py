@@ -139,7 +139,7 @@ def test_data_comes_back_as_it_was_or_is_refused(tmp_path):
 
 
 def test_a_run_of_another_layout_and_dtypes_that_no_file_holds(tmp_path):
-    with pytest.raises(ValueError, match="where the layout stores them"):
+    with pytest.raises(ValueError, match="have other shardings than the layout"):
         js.save(tmp_path, at(1), layout(4))
 
     def init(key):

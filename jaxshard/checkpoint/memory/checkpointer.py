@@ -68,7 +68,7 @@ class MemoryCheckpointer:
       data: called at each copy; returns the position of the data, as in `js.save`; at most 64 KiB as JSON.
 
     Raises:
-      ValueError: `every` is below 1; there is no folder, or what is in it is of another model or mesh.
+      ValueError: `every` is below 1; there is no folder, or it is of another model or mesh.
       OSError: there is not enough memory, or it can't be written.
 
     Attributes:
@@ -216,7 +216,7 @@ class MemoryCheckpointer:
         self._run = gather_texts(secrets.token_hex(8), "js.MemoryCheckpointer.save")[0]
         for slot in range(SLOTS):
             self._segment.clear(slot)
-        gather_texts(self._run, "js.MemoryCheckpointer.save")  # no step of this run beside one of another
+        gather_texts(self._run, "js.MemoryCheckpointer.save")  # so that no process still has steps of another run
 
     def _write(self, record: Record, blocks: list[Bytes]) -> int:
         """Write a step in place of the older one; return its slot."""

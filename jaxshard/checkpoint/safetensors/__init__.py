@@ -8,6 +8,6 @@ the order of its bytes; the file appears when it is complete, and carries a chec
 
 names.py lists the tensors of a model, header.py encodes and checks the beginning of a file, pieces.py copies a sharded
 array to the host in pieces of 16 MiB; reader.py and writer.py hold the public functions,
-run.py those for a whole run. The format is read and written here, not by the `safetensors` package;
+run.py the functions for a complete run. The format is read and written here, not by the `safetensors` package;
 docs/records/decisions.md says why.
 """

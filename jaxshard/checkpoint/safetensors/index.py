@@ -35,7 +35,7 @@ def find_model_files(path: Path) -> list[Path]:
     try:
         names = set(parse_index(read_plain_file(index)).values())
     except (OSError, ValueError):
-        names = set()  # what a damaged index names is unknown
+        names = set()  # the names in a damaged index are unknown
     return [index, *filter(Path.exists, [path, *(index.with_name(name) for name in sorted(names))])]
 
 

@@ -123,7 +123,7 @@ def _jit_fetch(mesh: Mesh, spec: PartitionSpec, window: Window) -> Any:
     cut, whole = PartitionSpec(*spec[: window.cut]), PartitionSpec(*(None,) * window.cut, *spec[window.cut :])
 
     def local(x: jax.Array, start: jax.Array) -> jax.Array:
-        at, mine = [], jnp.ones((), bool)  # `mine`: the window lies in this device's shard
+        at, mine = [], jnp.ones((), bool)  # `mine`: the window is in this device's shard
         for dim in range(x.ndim):
             first = start[dim] - _index(axis_names(spec[dim])) * x.shape[dim] if dim < window.cut else jnp.int32(0)
             mine &= (first >= 0) & (first < x.shape[dim])

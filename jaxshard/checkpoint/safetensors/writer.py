@@ -143,7 +143,7 @@ def write_model(
         _raise_in_all(path, _write_drafts(drafts, files, mesh, metadata))
         _raise_in_all(path, _failure_of(_commit, path, drafts, files) if first else None)
     finally:
-        _delete(drafts.values())  # those that were renamed are gone
+        _delete(drafts.values())  # renamed drafts do not exist any more
     return path
 
 
@@ -250,7 +250,7 @@ def _write_drafts(
             mine, own = group[index], (pieces[index] for pieces in rounds)
             failure = _failure_of(_write_draft, drafts[mine], files[mine], own, metadata) or failure
         for _ in rounds:
-            pass  # what is left of the pieces
+            pass  # take part in the remaining pieces, which are collective
     return failure
 
 

@@ -20,7 +20,7 @@ MOST_KEPT = 100_000
 """The most records to keep in memory for a service that does not answer; later ones are lost."""
 
 _FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0
-"""(First, last) seconds between a failure and the next try, which double each time."""
+"""The first and the longest delay in seconds after a failure; delays double each time."""
 
 
 class Tracker(Protocol):
