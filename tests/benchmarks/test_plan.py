@@ -74,4 +74,4 @@ def test_the_page_has_figures_and_every_step(plan):
     text = page({"seed": "0123456789abcdef", "versions": {"jax": "0"}, "rows": rows}, summary)
     assert "4 of the 150 steps" in text and "`0123456789ab`" in text and "median error 10.0%" in text
     assert " +30 %  #" in text
-    assert "| 1.30 | 1.00 | 2.00 | +30.0% | ? / yes |" in text and "not compiled" in text
+    assert "| 1.30 | 1.00 | 3.00 | +30.0% | ? / yes |" in text and "not compiled" in text
