@@ -184,7 +184,7 @@ def _make_parser(command: type[Flags], flags: Sequence[Flag], width: int = _WIDT
     def look(prog: str) -> argparse.HelpFormatter:
         return argparse.RawDescriptionHelpFormatter(prog, max_help_position=_NAMES, width=width)
 
-    usage = [_shown(command), "[--flag ...]"]
+    usage = [_shown(command), "[flags ...]"]
     for one in (flag for flag in flags if flag.kind.is_positional):
         usage.append(f"-- {one}" if one.repeats else str(one) if one.default is dataclasses.MISSING else f"[{one}]")
     parser = _Parser(
