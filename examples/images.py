@@ -21,8 +21,10 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        axes: Any = js.row_axes() or None  # BatchNorm takes several axes, and its annotation one
+
         def norm(x: jax.Array) -> jax.Array:  # by the statistics of the global batch, under js.explicit() too
-            return nn.BatchNorm(not train, momentum=0.9, axis_name=js.row_axes() or None)(x)
+            return nn.BatchNorm(not train, momentum=0.9, axis_name=axes)(x)
 
         y = nn.relu(norm(nn.Conv(self.width, (3, 3), 2, use_bias=False)(x)))
         y = norm(nn.Conv(self.width, (3, 3), use_bias=False)(y))
