@@ -1,6 +1,7 @@
 """Images read and augmented by Grain, a residual network with batch statistics, any mesh of data and tensor axes."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,10 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         axes: Any = js.row_axes() or None  # BatchNorm takes several axes, and its annotation one
-
-        def norm(x: jax.Array) -> jax.Array:  # by the statistics of the global batch, under js.explicit() too
-            return nn.BatchNorm(not train, momentum=0.9, axis_name=axes)(x)
-
-        y = nn.relu(norm(nn.Conv(self.width, (3, 3), 2, use_bias=False)(x)))
-        y = norm(nn.Conv(self.width, (3, 3), use_bias=False)(y))
+        # By the statistics of the global batch, under js.explicit() too.
+        norm = partial(nn.BatchNorm, not train, momentum=0.9, axis_name=axes)
+        y = nn.relu(norm()(nn.Conv(self.width, (3, 3), 2, use_bias=False)(x)))
+        y = norm()(nn.Conv(self.width, (3, 3), use_bias=False)(y))
         return nn.relu(y + nn.avg_pool(x, (2, 2), (2, 2)))
 
 
