@@ -22,8 +22,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        axes: Any = js.row_axes() or None  # BatchNorm takes several axes, and its annotation one
-        # By the statistics of the global batch, under js.explicit() too.
+        axes: Any = js.row_axes() or None  # for statistics of the global batch; Flax's annotation knows one axis
         norm = partial(nn.BatchNorm, not train, momentum=0.9, axis_name=axes)
         y = nn.relu(norm()(nn.Conv(self.width, (3, 3), 2, use_bias=False)(x)))
         y = norm()(nn.Conv(self.width, (3, 3), use_bias=False)(y))
