@@ -120,7 +120,7 @@ def softmax_attention(q, k, v, **_):
         ({"attend": in_a_loop}, "calls js.attention in a loop"),
         ({"causal": False}, "with causal=False a query's keys are not the cached earlier positions"),
         ({"bias": jnp.zeros(())}, "with a bias a query's keys are not"),
-        ({"attend": lambda q, k, v, **_: js.attention(q, k[:, :1], v[:, :1], causal=False)}, "causal=False|1 keys"),
+        ({"attend": lambda q, k, v, **_: js.attention(q, k[:, :1], v[:, :1], causal=False)}, "with causal=False"),
     ],
 )
 def test_models_that_a_cache_would_make_wrong_are_refused(changes, message):

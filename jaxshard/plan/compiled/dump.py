@@ -120,8 +120,8 @@ def is_assigned(folder: Path) -> bool:
 
 
 def program_text(folder: Path) -> str:
-    """Return the text of the program; estimated cycles are in it once there is code."""
-    file = largest(folder, "*.after_codegen.txt") or largest(folder, "*after_optimizations.txt")
+    """Return the text of the optimized program, without estimated cycles."""
+    file = largest(folder, "*after_optimizations.txt")
     return "" if file is None else file.read_text()
 
 
