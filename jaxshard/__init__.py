@@ -72,7 +72,6 @@ if TYPE_CHECKING:
     from jaxshard.core.strategy import fsdp as fsdp
     from jaxshard.core.strategy import hsdp as hsdp
     from jaxshard.core.strategy import hybrid as hybrid
-    from jaxshard.core.strategy import local as local
     from jaxshard.core.strategy import offload as offload
     from jaxshard.core.strategy import pipeline as pipeline
     from jaxshard.core.strategy import shard as shard
@@ -90,7 +89,8 @@ if TYPE_CHECKING:
     from jaxshard.layers.attention.attention import attention as attention
     from jaxshard.layers.head_loss import head_loss as head_loss
     from jaxshard.layers.moe.moe import moe as moe
-    from jaxshard.optim.owners.own import layout as layout
+    from jaxshard.optim.layout import layout as layout
+    from jaxshard.optim.local import local as local
     from jaxshard.training import metrics as metrics
     from jaxshard.training.attribution import Attribution as Attribution
     from jaxshard.training.attribution import attribution as attribution
@@ -169,7 +169,6 @@ _NAMES = {
         "fsdp",
         "hsdp",
         "hybrid",
-        "local",
         "offload",
         "pipeline",
         "shard",
@@ -187,7 +186,8 @@ _NAMES = {
     "layers.attention.attention": ("attention",),
     "layers.head_loss": ("head_loss",),
     "layers.moe.moe": ("moe",),
-    "optim.owners.own": ("layout",),
+    "optim.layout": ("layout",),
+    "optim.local": ("local",),
     "training.attribution": ("Attribution", "attribution"),
     "training.describe": ("describe",),
     "training.early_stopping": ("EarlyStopping",),

@@ -24,7 +24,7 @@ from jaxshard.distributed.facts import run_facts
 from jaxshard.distributed.mismatch import digest
 from jaxshard.distributed.together import raise_together
 from jaxshard.training.base import checksum_base
-from jaxshard.training.owned_state import give_to_owners
+from jaxshard.training.convert import convert_optimizer
 from jaxshard.training.placing import place_base, place_model
 from jaxshard.training.state import TrainState, check_run
 
@@ -112,7 +112,7 @@ def read_run(root: Path, layout: Layout, step: int | None, *, verify: bool, base
         run = run._replace(params=put_back(layout.base, base, run.params))
     if int(run.step) != manifest.step:
         raise ValueError(f"{folder}: the run in it has taken {int(run.step)} steps, not {manifest.step}")
-    return give_to_owners(run, owning)
+    return convert_optimizer(run, layout, owning)
 
 
 def describe(dir: str | os.PathLike[str], *, step: int | None = None) -> Manifest:

@@ -43,7 +43,7 @@ from jaxshard.core.settings import with_own_settings
 from jaxshard.core.tree import raise_all
 from jaxshard.distributed.together import call_in_first_process, failed_processes
 from jaxshard.training.base import checksum_base, without_base
-from jaxshard.training.owned_state import split_owned
+from jaxshard.training.convert import convert_optimizer
 from jaxshard.training.state import TrainState, check_is_run, check_run
 
 _WAIT = 1200.0
@@ -110,7 +110,7 @@ def begin_save(root: Path, run: TrainState, layout: Layout, data: Any) -> Callab
     """
     check_is_run(run)
     check_run(layout, run)
-    run, layout = split_owned(run, layout), layout.without_owners
+    run, layout = convert_optimizer(run, layout, layout.without_owners), layout.without_owners
     wanted = [*entries(layout)[0], *residual_entries(layout, run.residuals)]
     arrays = check_arrays(wanted, without_base(run, layout))
     check_data(data)

@@ -30,11 +30,11 @@ from jaxshard.core.compat import unbound_axis_name
 from jaxshard.core.foreign_arrays import as_arrays
 from jaxshard.core.keys import typed_key
 from jaxshard.core.layout import Layout, join_model, put_back, select, split_model
-from jaxshard.core.local import local_of
 from jaxshard.core.loss import Loss, Mean, as_loss
 from jaxshard.core.mesh import axis_size, mesh_str
 from jaxshard.core.model_state import next_state
 from jaxshard.core.settings import no_mesh, own_settings
+from jaxshard.core.stored import unstore
 from jaxshard.core.strategy import Strategy
 from jaxshard.core.text_table import Table, page
 from jaxshard.core.transform import check_transform
@@ -43,12 +43,12 @@ from jaxshard.engines.auto import auto
 from jaxshard.engines.counted_rows import UnequalMeans
 from jaxshard.engines.engine import Engine
 from jaxshard.engines.just_in_time import users_code
-from jaxshard.optim.owners.own import layout
+from jaxshard.optim.layout import layout
+from jaxshard.optim.local import local_of
 from jaxshard.training.extra_args import find_extra_args, take_fast_gradients
 from jaxshard.training.placing import put_stored
 from jaxshard.training.state import TrainState, init, run_key
 from jaxshard.training.step import Step
-from jaxshard.training.views import unstore
 
 GIVEN = "the given one"
 SECOND = "the given one in a second step, with the state moved by a factor"

@@ -20,16 +20,16 @@ from jaxshard.commands.pairs import read_pairs
 from jaxshard.commands.values import read_number, read_rate
 from jaxshard.core.context import context
 from jaxshard.core.layout import Layout
-from jaxshard.core.local import local, local_of
 from jaxshard.core.make_layout import layout as make_layout
 from jaxshard.core.mesh import axis_size, make_mesh, mesh_str
 from jaxshard.core.near_words import did_you_mean, one_of
 from jaxshard.core.rules import RULES, Fate, Rule
 from jaxshard.core.strategy import Strategy, compose, ddp, expert, fsdp, hsdp, pipeline, tensor, zero1, zero2
-from jaxshard.core.strategy_parts import context_of
+from jaxshard.core.strategy_parts import Context, part_of
 from jaxshard.core.types import InitFn
 from jaxshard.core.wire import Scaled
 from jaxshard.engines.engine import Engine
+from jaxshard.optim.local import local, local_of
 from jaxshard.plan.topology import topology_mesh
 
 _STRATEGIES: dict[str, Callable[..., Strategy]] = {
@@ -87,7 +87,7 @@ class Parallel(NamedTuple):
         if replicas := local_of(self.strategy):
             alike = f"; alike in the first {replicas.warmup}" if replicas.warmup else ""
             shown["replicas"] = f"synchronised every {replicas.every} steps{alike}"
-        if form := context_of(self.strategy):
+        if form := part_of(self.strategy, Context):
             shown["context"] = f"{form.how} over {' x '.join(form.axis)}"
         if "schedule" in about:
             shown["schedule"] = f"{about['schedule']}, {self.engine.microbatches} micro-batches"
@@ -97,7 +97,7 @@ class Parallel(NamedTuple):
     def about(self) -> dict[str, Any]:
         """The facts that a command writes into its JSON object."""
         about = {"mesh": dict(self.mesh.shape), "devices": self.mesh.size, "strategy": self.strategy_name}
-        if form := context_of(self.strategy):
+        if form := part_of(self.strategy, Context):
             about["context"] = form.how
         if replicas := local_of(self.strategy):
             about |= {"sync_every": replicas.every, "sync_warmup": replicas.warmup}

@@ -26,13 +26,13 @@ class Placer:
     """
 
     def __init__(self, strategy: Strategy, mesh: Mesh):
-        self._strategy, self._mesh = strategy, mesh
+        self._strategy, self.mesh = strategy, mesh
         self._problems: dict[tuple[str, str], list[Role]] = {}
 
     def place(self, role: Role, leaf: Leaf) -> Placement:
         """Return the strategy's placement of an array; if it is wrong, note the problem and return a replicated one."""
-        placement = self._strategy(role, leaf, whole(leaf), self._mesh)
-        problem = _find_problem(placement, role, leaf, self._mesh)
+        placement = self._strategy(role, leaf, whole(leaf), self.mesh)
+        problem = _find_problem(placement, role, leaf, self.mesh)
         if not problem:
             return placement
         self._problems.setdefault((f"{leaf.path} {list(leaf.shape)}", problem), []).append(role)

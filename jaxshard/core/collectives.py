@@ -112,4 +112,14 @@ def all_max(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     return largest
 
 
+def average_scalar(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """Average a scalar over the axes; take the maximum of integers and flags."""
+    if not axes:
+        return x
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return all_max(x, axes)
+    mean: jax.Array = sum_scalar(x, axes) / lax.axis_size(tuple(axes))
+    return mean
+
+
 _NARROW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))

@@ -15,7 +15,7 @@ from jaxshard.core.layout import split_model
 from jaxshard.core.low_rank import matrix_shapes, name_factors
 from jaxshard.core.mesh import axis_size, check_axis
 from jaxshard.core.rules import pad_names
-from jaxshard.core.strategy_parts import INDIVISIBLE, Strategy, Tensor, expert_of, parts_of
+from jaxshard.core.strategy_parts import INDIVISIBLE, Expert, Strategy, Tensor, part_of, parts_of
 from jaxshard.core.tree import BLOCKS, CONTRACTED, LAYERS, Leaf, find_by_suffix, leaf_of, map_with_path
 from jaxshard.core.types import PyTree
 
@@ -45,7 +45,7 @@ def name_dims(strategy: Strategy, mesh: Mesh, runs: Sequence[ModelRun], params: 
             check_axis(mesh, part.axis, "tensor")
             records = part.name_dims(records, mesh)
             _warn_of_rules(part, records, mesh)
-    if (expert := expert_of(strategy)) is not None:
+    if (expert := part_of(strategy, Expert)) is not None:
         records = expert.name_dims(records, given, mesh)
     return name_factors(params, jax.tree.unflatten(tree, map(pad_names, records)))
 

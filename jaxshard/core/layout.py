@@ -12,28 +12,19 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxshard.core.apply_strategy import place_batch
 from jaxshard.core.batch import BatchPlan
+from jaxshard.core.carried import Carried
 from jaxshard.core.known_model import KnownModel
 from jaxshard.core.layout_text import Contents, explain, summarize, to_html
 from jaxshard.core.layout_text import human_bytes as human_bytes
 from jaxshard.core.layout_text import spec_str as spec_str
-from jaxshard.core.local import Local, local_of
 from jaxshard.core.loss import Model
 from jaxshard.core.low_rank import has_low_rank, is_low_rank
 from jaxshard.core.mesh import MeshById
-from jaxshard.core.owners import Owners
 from jaxshard.core.placed import Placed, bytes_by_role, bytes_on_host, split_share
 from jaxshard.core.placement import Placement, axes_of
+from jaxshard.core.stored import store, unstore
 from jaxshard.core.strategy import Strategy
-from jaxshard.core.strategy_parts import (
-    Composed,
-    Context,
-    Expert,
-    Pipeline,
-    context_of,
-    expert_of,
-    parts_of,
-    pipeline_of,
-)
+from jaxshard.core.strategy_parts import Context, Expert, Pipeline, part_of
 from jaxshard.core.tree import BLOCKS, Leaf, abstract, bytes_of, leaf_of
 from jaxshard.core.types import PyTree, Role
 
@@ -55,8 +46,8 @@ class Layout:
       stacked_for_user: True if the user wrote single blocks that the library stacked: `js.make_step` then refuses an
         optimizer that would update stacked blocks differently from single ones.
       model: the known model whose `init` the layout was made from; None for another function, and after unpickling.
-      owners: the device that updates each matrix, if the optimizer multiplies matrices (Muon, Shampoo) and its state is
-        split; None for other optimizers. `print(layout.owners)` shows it.
+      carried: how the optimizer state is made and stored, if not one array for each of `tx.init`: by the owners of
+        matrices, or for each replica of `js.local`; else None.
 
     Example:
         layout = js.layout(js.zero2(), js.make_mesh(data=8), init_fn, tx)
@@ -77,7 +68,7 @@ class Layout:
     trainable: PyTree
     stacked_for_user: bool = False
     model: KnownModel | None = field(default=None, compare=False, repr=False)
-    owners: Owners | None = None
+    carried: Carried | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle: devices can't leave their process, so the mesh is described by device ids."""
@@ -90,50 +81,44 @@ class Layout:
         self.__dict__.update(state | {"mesh": mesh.find() if isinstance(mesh, MeshById) else mesh})
 
     @property
+    def owners(self) -> Any:
+        """The device that updates each matrix, if the optimizer multiplies matrices and its state is split; else None.
+
+        `print(layout.owners)` shows it.
+        """
+        return getattr(self.carried, "owners", None)
+
+    @property
     def without_owners(self) -> Layout:
-        """The same layout without owners: all optimizer state is split as the strategy says."""
-        if self.owners is None:
-            return self
-        placements = jax.tree.leaves(self.opt_state)
-        for number, placement in self.owners.natural:
-            placements[number] = placement
-        return replace(self, opt_state=jax.tree.unflatten(jax.tree.structure(self.opt_state), placements), owners=None)
+        """The same layout without owners of matrices: all optimizer state is split as the strategy says."""
+        return self if self.carried is None else self.carried.saved(self)
 
     @cached_property
     def pipeline(self) -> Pipeline | None:
         """The `js.pipeline` that places the blocks; None without one."""
-        return pipeline_of(self.strategy)
+        return part_of(self.strategy, Pipeline)
 
     @cached_property
     def context(self) -> Context | None:
         """The `js.context` that splits the positions of a batch; None without one."""
-        return context_of(self.strategy)
+        return part_of(self.strategy, Context)
 
     @cached_property
     def expert(self) -> Expert | None:
         """The `js.expert` that gives every device some of the experts; None without one."""
-        return expert_of(self.strategy)
-
-    @cached_property
-    def local(self) -> Local | None:
-        """The `js.local` whose replicas train independently; None without one."""
-        return local_of(self.strategy)
-
-    def inside_replica(self) -> Layout:
-        """Return the layout of one replica of a `js.local`: an ordinary run over the other axes."""
-        own = Composed(tuple(part for part in parts_of(self.strategy) if not isinstance(part, Local)))
-        placements = None if self.opt_state is None else jax.tree.map(Placement.drop_first, self.opt_state.inner)
-
-        def drop(x: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-
-        state = self.shapes.opt_state
-        shapes = self.shapes._replace(opt_state=None if state is None else jax.tree.map(drop, state.inner))
-        return replace(self, strategy=own, opt_state=placements, shapes=shapes)
+        return part_of(self.strategy, Expert)
 
     def start_optimizer(self, tx: Any, params: PyTree) -> PyTree:
-        """Make the first optimizer state for trained parameters; under `js.local` a `LocalState` with all replicas."""
-        return tx.init(params) if self.local is None else self.local.start(tx, params, self.mesh)
+        """Make the first optimizer state for trained parameters, in logical arrays."""
+        return tx.init(params) if self.carried is None else self.carried.start(tx, params, self.mesh)
+
+    def store_optimizer(self, state: PyTree) -> PyTree:
+        """Convert an optimizer state of logical arrays to stored ones."""
+        return (store if self.carried is None else self.carried.store)(self.opt_state, state)
+
+    def unstore_optimizer(self, state: PyTree) -> PyTree:
+        """Convert an optimizer state of stored arrays to logical ones: the inverse of `store_optimizer`."""
+        return (unstore if self.carried is None else self.carried.unstore)(self.opt_state, state)
 
     @cached_property
     def batch_axes(self) -> tuple[str, ...]:
@@ -256,8 +241,8 @@ class Layout:
 
     def _contents(self) -> Contents:
         stacked = jax.tree.leaves(self.shapes.params[BLOCKS])[0].shape[0] if self.pipeline else 0
-        shown = self.placed(), self.local, self.owners
-        return Contents(self.mesh, self.batch_axes, self.context, self.pipeline, stacked, *shown)
+        extra = [] if self.carried is None else self.carried.describe(self.mesh)
+        return Contents(self.mesh, self.batch_axes, self.context, self.pipeline, stacked, self.placed(), extra)
 
     def _repr_html_(self) -> str:
         """Write the summary with the table of all arrays folded away, for notebooks."""

@@ -13,9 +13,7 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from jaxshard.core.kinds import kind_of
-from jaxshard.core.local import Local
 from jaxshard.core.mesh import axis_names, mesh_str
-from jaxshard.core.owners import Owners
 from jaxshard.core.placed import Placed, bytes_by_role, split_share
 from jaxshard.core.placement import Placement, axes_of
 from jaxshard.core.strategy_parts import Context, Pipeline
@@ -41,8 +39,7 @@ class Contents(NamedTuple):
       pipeline: the strategy that places the blocks in stages; None without one.
       num_blocks: the number of those blocks.
       placed: every array.
-      local: the strategy of replicas that train independently; None without one.
-      owners: the devices that update matrices; None without owners.
+      carried: lines about the owners of matrices, or about replicas that train independently.
     """
 
     mesh: Mesh
@@ -51,8 +48,7 @@ class Contents(NamedTuple):
     pipeline: Pipeline | None
     num_blocks: int
     placed: list[Placed]
-    local: Local | None = None
-    owners: Owners | None = None
+    carried: list[str]
 
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -87,8 +83,7 @@ def explain(contents: Contents) -> str:
     """Write the mesh, a table of every array, and the bytes on each device by role."""
     totals = bytes_by_role(contents.placed, contents.mesh).items()
     last = f"per device: {', '.join(f'{role} {human_bytes(count)}' for role, count in totals)}"
-    owners = str(contents.owners).splitlines() if contents.owners else []
-    return "\n".join([*_describe_mesh(contents), *owners, *align_columns(_all_rows(contents)), last])
+    return "\n".join([*_describe_mesh(contents), *contents.carried, *align_columns(_all_rows(contents)), last])
 
 
 def _all_rows(contents: Contents) -> list[tuple[str, ...]]:
@@ -114,18 +109,7 @@ def _describe_mesh(contents: Contents) -> list[str]:
     context = contents.context
     positions = f", positions over {' x '.join(context.axis)} ({context.how})" if context else ""
     mesh = f"mesh: {mesh_str(contents.mesh)}; batch rows over {rows_over}{positions}"
-    return [mesh, *_describe_replicas(contents), *_describe_stages(contents)]
-
-
-def _describe_replicas(contents: Contents) -> list[str]:
-    """Write a line about the replicas of `js.local`."""
-    local = contents.local
-    if local is None:
-        return []
-    axes = " x ".join(local.axis)
-    alike = f"; alike in the first {local.warmup}" if local.warmup else ""
-    often = f"synchronised every {local.every} steps{alike}"
-    return [f"{local.replicas(contents.mesh)} replicas over {axes}: {often}"]
+    return [mesh, *_describe_stages(contents)]
 
 
 def _describe_stages(contents: Contents) -> list[str]:
@@ -171,8 +155,7 @@ _KIND_HEAD, _KIND_SIDES = ("largest arrays", "role", "bytes/device", "size / axe
 def summarize(contents: Contents) -> str:
     """Write a layout in at most 20 lines of 100 columns: by role, by kind of array, and what is replicated and why."""
     groups = _group(contents)
-    owners = _fold(str(contents.owners).splitlines(), 4) if contents.owners else []
-    lines = [*_fold(_describe_mesh(contents), 4), *owners, *_role_table(contents).lines]
+    lines = [*_fold(_describe_mesh(contents), 4), *_fold(contents.carried, 4), *_role_table(contents).lines]
     why = _fold(_describe_whole(groups), 4)
     rows = _kind_rows(groups)
     room = LINES - len(lines) - len(why) - 2  # the heading and the last line

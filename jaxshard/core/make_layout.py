@@ -3,7 +3,7 @@
 Everything is made from shapes: `init_fn` and `tx.init` are traced, never run. Parameters first get names for their
 dimensions (from known models, then the rules of `js.tensor`), then the strategy is called for each of them in the
 roles "param", "grad" and "opt". Optimizer state is placed last, by finding the parameter that each of its arrays
-belongs to (`_place_opt_state`).
+belongs to (`_place_optimizer`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from jaxshard.core.compat import avoid_compilation_cache, warn_if_untested
 from jaxshard.core.dim_names import is_leaf, name_dims
 from jaxshard.core.known_model import KnownModel, ModelRun, check_function, models_run
 from jaxshard.core.layout import Layout, Shapes, select, split_model, split_rows
-from jaxshard.core.local import check_local, local_of, place_local
 from jaxshard.core.low_rank import choose_trained
 from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.placement import Placement, axes_of, whole
 from jaxshard.core.settings import own_mesh
 from jaxshard.core.strategy import check_strategy
-from jaxshard.core.strategy_parts import Strategy, context_of, pipeline_of
+from jaxshard.core.strategy_parts import Context, Pipeline, Strategy, part_of
 from jaxshard.core.transform import check_transform
 from jaxshard.core.tree import (
     BLOCKS,
@@ -54,7 +53,7 @@ def layout(
     *,
     trainable: PyTree | Callable[[str], bool] | None = None,
 ) -> Layout:
-    """Apply a strategy to a training run, as `js.layout` does, without owners of matrices.
+    """Apply a strategy to a training run, as `js.layout` does, without owners of matrices and replicas' own state.
 
     Traces `init_fn` and `tx.init` on shapes alone and touches no device.
 
@@ -62,7 +61,7 @@ def layout(
       strategy, mesh, init_fn, tx, trainable: as in `js.layout`.
 
     Returns:
-      The layout, in which the state of an optimizer that multiplies matrices is split like any other.
+      The layout, in which each array of the optimizer's state has a placement of its own.
 
     Raises:
       TypeError, ValueError: as `js.layout` does.
@@ -98,27 +97,9 @@ def layout(
     placed = {role: place(role) for role in ROLES if role in ("param", "grad", "opt")}
     # The update runs with the sharding of the optimizer state, so parameters and gradients enter it in that sharding.
     opt_params = select(mask, placed["opt"])
-    local = local_of(strategy)
-    check_local(strategy, params, (placed, opt_params), state)
-    if local is not None and any(placement.memory for placement in jax.tree.leaves(opt_params)):
-        raise ValueError("local: js.offload is not supported under js.local; leave one of them out")
-
-    def place_plain(role: Role) -> Callable[[Any, Any], Placement]:
-        return lambda path, x: placer.place(role, leaf_of(path, x))
-
-    def place_state(tx: Any, params: PyTree, placements: PyTree) -> tuple[PyTree, PyTree]:
-        with own_mesh(mesh):
-            shapes = _shapes_of_opt_state(tx, params)
-        return shapes, _place_opt_state(shapes, params, placements, place_plain("opt"), mesh)
-
-    trained = select(mask, params)
-    if tx is None:
-        opt_state, opt_places = None, None
-    elif local is None:
-        opt_state, opt_places = place_state(tx, trained, opt_params)
-    else:
-        own = select(mask, placed["param"])
-        opt_state, opt_places = place_local(local, mesh, tx, trained, own, opt_params, place_state)
+    opt_state, opt_places = None, None
+    if tx is not None:
+        opt_state, opt_places = _place_optimizer(placer, tx, select(mask, params), opt_params)
     made = Layout(
         mesh=mesh,
         strategy=strategy,
@@ -126,7 +107,7 @@ def layout(
         grads=select(mask, placed["grad"]),
         opt_params=jax.tree.map(Placement.on_device, opt_params),  # only the state may be in the host's memory
         opt_state=opt_places,
-        state=_place_state(state, placed["param"], place_plain("state")),
+        state=_place_state(state, placed["param"], lambda path, x: placer.place("state", leaf_of(path, x))),
         shapes=Shapes(params, opt_state, state, key),
         trainable=mask,
         stacked_for_user=any(run.model.stacked_for_user for run in runs),
@@ -140,6 +121,14 @@ def layout(
             stacklevel=3,
         )
     return made
+
+
+def place_optimizer(layout: Layout, tx: Any) -> tuple[PyTree, PyTree]:
+    """Return the shapes and placements of the state of another optimizer for the trained parameters of a layout."""
+    placer = Placer(layout.strategy, layout.mesh)
+    placed = _place_optimizer(placer, tx, select(layout.trainable, layout.shapes.params), layout.opt_params)
+    placer.raise_problems()
+    return placed
 
 
 STACKED_EXAMPLE = """model = js.Stacked(embed, block, head, num_blocks=24, init=init)   # or js.stack(...)
@@ -157,7 +146,7 @@ def _find_model(runs: Sequence[ModelRun], params: PyTree) -> KnownModel | None:
 
 def _check_blocks(strategy: Strategy, leaves: PyTree) -> None:
     records = jax.tree.leaves(leaves, is_leaf=is_leaf)
-    if pipeline_of(strategy) is not None and not any(leaf.names[:1] == (BLOCKS,) for leaf in records):
+    if part_of(strategy, Pipeline) is not None and not any(leaf.names[:1] == (BLOCKS,) for leaf in records):
         raise ValueError(
             "pipeline: no parameter is stacked by blocks, so there is nothing to place in stages; describe the model "
             f"as js.Stacked and pass its method init itself:\n    {STACKED_EXAMPLE}"
@@ -166,7 +155,7 @@ def _check_blocks(strategy: Strategy, leaves: PyTree) -> None:
 
 def _check_rows(strategy: Strategy, mesh: Mesh) -> None:
     """Check here how rows are split, so that an error does not wait for the first batch."""
-    axes, context = split_rows(strategy, mesh), context_of(strategy)
+    axes, context = split_rows(strategy, mesh), part_of(strategy, Context)
     if both := [axis for axis in axes if context is not None and axis in context.axis]:
         raise ValueError(
             f"context: the strategy splits rows over {', '.join(map(repr, both))} too, over which js.context splits "
@@ -281,10 +270,8 @@ def _place_state(state: PyTree, params: PyTree, fill: Callable[..., Placement]) 
     return map_with_path(place, state, is_leaf=is_average)
 
 
-def _place_opt_state(
-    opt_state: PyTree, params: PyTree, placements: PyTree, fill: Callable[..., Placement], mesh: Mesh
-) -> PyTree:
-    """Place every array of the optimizer state by its path and shape, whatever the classes of the state.
+def _place_optimizer(placer: Placer, tx: Any, params: PyTree, placements: PyTree) -> tuple[PyTree, PyTree]:
+    """Place every array of an optimizer's state by its path and shape, whatever the classes of the state.
 
     An array whose path ends with a parameter's path and that has its shape gets that parameter's placement in the role
     "opt"; of several such parameters the longest path wins. For a parameter "layer/w" [64, 64] Adam's state is:
@@ -297,7 +284,18 @@ def _place_opt_state(
     value for each block of the parameter's elements, such as "mu_scales/layer/w" [64, 4] of 8-bit Adam, is split like
     the blocks (`Placement.of_blocks`) if no device boundary cuts a block.
     (`optax.tree_map_params`, the obvious tool, raises for muon, masked and partition.)
+
+    Args:
+      placer: places arrays that belong to no parameter.
+      tx: the optimizer.
+      params: the shapes of the trained parameters.
+      placements: the placements in which the optimizer receives them.
+
+    Returns:
+      (shapes, placements) of the state.
     """
+    with own_mesh(placer.mesh):
+        opt_state = _shapes_of_opt_state(tx, params)
     known = {
         path: (x.shape, placement)
         for (path, x), placement in zip(
@@ -311,10 +309,11 @@ def _place_opt_state(
             return placement
         leaf = leaf_of(path, x)
         owner: Placement | None = next((known[path[i:]][1] for i in range(len(path)) if path[i:] in known), None)
-        if owner is not None and leaf.is_floating and (of_blocks := owner.of_blocks(leaf.shape, mesh)) is not None:
+        of_blocks = owner.of_blocks(leaf.shape, placer.mesh) if owner is not None and leaf.is_floating else None
+        if of_blocks is not None:
             return of_blocks
         if leaf.is_floating and leaf.shape:
-            return fill(path, x)
+            return placer.place("opt", leaf)
         return replace(whole(leaf), why="not a floating-point array" if leaf.shape else "one element")
 
-    return map_with_path(place, opt_state)
+    return opt_state, map_with_path(place, opt_state)

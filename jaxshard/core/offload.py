@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -19,6 +19,8 @@ HOST = "pinned_host"
 @dataclass(frozen=True)
 class Offload:
     """The strategy that keeps optimizer state in the host's memory; see `offload`."""
+
+    rank: ClassVar[int] = 5
 
     min_size: int
 

@@ -16,14 +16,11 @@ from jax.sharding import Mesh
 
 from jaxshard.core.context import context as context
 from jaxshard.core.context import rows_without_context
-from jaxshard.core.local import Local
-from jaxshard.core.local import local as local
 from jaxshard.core.mesh import axis_names, make_mesh
-from jaxshard.core.offload import Offload
 from jaxshard.core.offload import offload as offload
 from jaxshard.core.rules import RULES, Rule, Rules
 from jaxshard.core.several_axes import axes_in_a_tuple
-from jaxshard.core.strategy_parts import MIN_SIZE, Batch, Composed, Expert, Pipeline, Shard, Tensor, WithoutRows
+from jaxshard.core.strategy_parts import MIN_SIZE, RANK, Batch, Composed, Expert, Pipeline, Shard, Tensor, WithoutRows
 from jaxshard.core.strategy_parts import Strategy as Strategy
 from jaxshard.core.types import ROLES, AxisName, Role
 
@@ -238,12 +235,7 @@ def compose(*strategies: Strategy) -> Strategy:
             raise TypeError(f"compose: expected strategies, got {type(strategy).__name__} ({strategy!r})")
         check_strategy(strategy)
     flat = [part for s in strategies for part in (s.parts if isinstance(s, Composed) else (s,))]
-    return Composed(tuple(sorted(rows_without_context(flat), key=_turn)))
-
-
-def _turn(part: Strategy) -> int:
-    """Return the rank of a part: parts are applied by rank, and in the given order within a rank."""
-    return {Pipeline: 0, Local: 0, Batch: 1, Expert: 2, Shard: 4, Offload: 5}.get(type(part), 3)
+    return Composed(tuple(sorted(rows_without_context(flat), key=lambda part: getattr(part, "rank", RANK))))
 
 
 @axes_in_a_tuple
@@ -384,17 +376,11 @@ def hybrid(
     return mesh, compose(*parts)
 
 
-_MAKERS = (
-    shard, batch, without_rows, tensor, expert, pipeline, context, local, compose, ddp, zero1, zero2, fsdp, hsdp,
-    hybrid, offload,
-)  # fmt: skip
-
-
 def check_strategy(strategy: Any) -> None:
     """Raise TypeError unless this is a function that can be called like a strategy."""
     if not callable(strategy):
         raise TypeError(f"strategy must be a strategy such as js.fsdp('data'), got {type(strategy).__name__}")
-    if any(strategy is maker for maker in _MAKERS):
+    if "Strategy" in str(getattr(strategy, "__annotations__", {}).get("return")):
         name = strategy.__name__
         raise TypeError(
             f"strategy must be a strategy, not the function that makes one: write js.{name}(...), not js.{name}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 from jax.sharding import Mesh
 
@@ -17,6 +17,8 @@ from jaxshard.core.placement import Placement, axes_of
 from jaxshard.core.rules import BY_MODEL, EXPERTS, Fate, Rules, find_routed, pad_names
 from jaxshard.core.tree import BLOCKS, Leaf, raise_all
 from jaxshard.core.types import AxisName, Role
+
+Part = TypeVar("Part")
 
 Strategy = Callable[[Role, Leaf, Placement, Mesh], Placement]
 """A pure function (role, array, placement so far, mesh) -> placement.
@@ -28,6 +30,9 @@ Example:
 
     layout = js.layout(js.compose(js.batch("data"), columns), mesh, init_fn, tx)
 """
+
+RANK = 3
+"""The rank of a part of a strategy without an attribute `rank`: `compose` applies parts in the order of their ranks."""
 
 MIN_SIZE = 2**14
 """Arrays with fewer elements are replicated: splitting them costs a collective and saves almost no memory."""
@@ -54,6 +59,8 @@ class Composed:
 class Batch:
     """The strategy that splits rows; see `batch`."""
 
+    rank: ClassVar[int] = 1
+
     axes: tuple[str, ...]
 
     def __call__(self, role: Role, leaf: Leaf, placement: Placement, mesh: Mesh) -> Placement:
@@ -79,6 +86,8 @@ class WithoutRows:
 @dataclass(frozen=True)
 class Expert:
     """The strategy that splits experts, and rows, over an axis; see `expert`."""
+
+    rank: ClassVar[int] = 2
 
     axis: tuple[str, ...]
     rules: Rules
@@ -142,6 +151,8 @@ class Expert:
 @dataclass(frozen=True)
 class Shard:
     """The strategy that splits a free dimension; see `shard`."""
+
+    rank: ClassVar[int] = 4
 
     axis: AxisName
     roles: tuple[Role, ...]
@@ -269,6 +280,8 @@ class Tensor:
 class Pipeline:
     """The strategy that splits stacked blocks into stages; see `pipeline`."""
 
+    rank: ClassVar[int] = 0
+
     axis: str
     chunks: int
 
@@ -338,19 +351,9 @@ class Context:
         return dim if dim is not None and dim < ndim else None
 
 
-def context_of(strategy: Strategy) -> Context | None:
-    """Return the context of a strategy; None without one."""
-    return next((part for part in parts_of(strategy) if isinstance(part, Context)), None)
-
-
-def pipeline_of(strategy: Strategy) -> Pipeline | None:
-    """Return the pipeline of a strategy; None without one."""
-    return next((part for part in parts_of(strategy) if isinstance(part, Pipeline)), None)
-
-
-def expert_of(strategy: Strategy) -> Expert | None:
-    """Return the part of a strategy that places experts; None without one."""
-    return next((part for part in parts_of(strategy) if isinstance(part, Expert)), None)
+def part_of(strategy: Strategy, kind: type[Part]) -> Part | None:
+    """Return the part of a strategy that is of a class, such as `Pipeline`; None without one."""
+    return next((part for part in parts_of(strategy) if isinstance(part, kind)), None)
 
 
 def parts_of(strategy: Strategy) -> tuple[Strategy, ...]:

@@ -44,7 +44,7 @@ def with_ordered_sums(tx: Any, params: PyTree, layout: Layout) -> optax.Gradient
     report = check_state(tx, views, layout.opt_state) if proven else check_elementwise(tx, params, views=views)
     if not (proven and report):
         raise ValueError(
-            "reduction='ordered' and 'checked' need an optimizer that is elementwise but for sums over all parameters "
+            "reduction='ordered' needs an optimizer that is elementwise but for sums over all parameters "
             f"(a global norm), but this one is {report}; use reduction='native'"
         )
 
@@ -81,7 +81,7 @@ class _Specs:
         """Return the spec of the first operand that has one; call it for every equation, in order."""
         if any(map(_sums_an_array, _inner_equations(equation))):
             raise ValueError(
-                "reduction='ordered' and 'checked': the optimizer sums over parameters inside a branch or a loop "
+                "reduction='ordered': the optimizer sums over parameters inside a branch or a loop "
                 f"({equation.primitive.name}), where it can't be ordered; use reduction='native'"
             )
         given = [

@@ -1,6 +1,6 @@
 """Planning a run before it runs, as `js.plan`: memory, TPU topologies, FLOPs, and collectives promised and found.
 
-Imports `core/`, `adapt/`, `cost/`, `layers/`, `proofs/`, `schedules/`, `engines/`, `training/` and `checks/`; only
+Imports `core/`, `adapt/`, `cost/`, `layers/`, `optim/`, `proofs/`, `schedules/`, `engines/`, `training/` and `checks/`; only
 `commands/` imports it.
 """
 

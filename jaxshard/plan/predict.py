@@ -20,6 +20,7 @@ from jaxshard.cost.flops import train_flops
 from jaxshard.cost.hardware import Chip
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine
+from jaxshard.optim.local import local_of
 from jaxshard.plan.compiled.compile_for import judge_step
 from jaxshard.plan.compiled.target import step_for
 from jaxshard.plan.memory.graph import Region
@@ -83,7 +84,7 @@ def predict(
     """
     if tx is None:
         raise TypeError("js.plan.predict needs the optimizer that the layout was made with: tx=")
-    if layout.local is not None:
+    if local_of(layout.strategy) is not None:
         raise ValueError(
             "predict: replicas that train by themselves (js.local) are not predicted; predict the layout inside a "
             "replica, without js.local; step.compile on a js.plan.topology_mesh tells what all of it needs"

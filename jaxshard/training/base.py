@@ -18,10 +18,10 @@ from jaxtyping import Array, Shaped, UInt32
 from jaxshard.core.layout import Layout, select
 from jaxshard.core.low_rank import LowRank, has_low_rank, is_low_rank, map_low_rank, matrix_shapes, merge_lora
 from jaxshard.core.placement import View
+from jaxshard.core.stored import unstore
 from jaxshard.core.tree import path_str
 from jaxshard.core.types import PyTree
 from jaxshard.training.state import TrainState
-from jaxshard.training.views import unstore
 
 
 def merge_stored(params: PyTree, layout: Layout) -> tuple[PyTree, Layout]:

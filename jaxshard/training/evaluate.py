@@ -40,8 +40,9 @@ from jaxshard.engines.moves import make_move as make_explicit_move
 from jaxshard.engines.pipeline.evaluate import make_evaluate
 from jaxshard.engines.positionwise import make_position_check
 from jaxshard.optim.averaging import averaged_params
+from jaxshard.optim.local import local_of
 from jaxshard.training.checked_jit import checked_jit
-from jaxshard.training.owned_state import split_owned
+from jaxshard.training.convert import convert_optimizer
 from jaxshard.training.state import TrainState, check_run
 from jaxshard.training.views import move_stored, use_stored
 
@@ -198,12 +199,12 @@ def averaged(run: TrainState, layout: Layout) -> TrainState:
         js.evaluate(eval_step, js.averaged(run, layout), held_out)
     """
     check_run(layout, run)
-    if layout.local is not None:
+    if local_of(layout.strategy) is not None:
         raise ValueError(
             "averaged: replicas that train by themselves (js.local) keep an average each, of their own parameters, and "
             "none of the shared ones; evaluate the run itself, whose parameters are the shared ones"
         )
-    given, run = run, split_owned(run, layout)
+    given, run = run, convert_optimizer(run, layout, layout.without_owners)
 
     @partial(jax.jit, out_shardings=layout.shardings(layout.params))
     def place(params: PyTree, opt_state: PyTree) -> PyTree:

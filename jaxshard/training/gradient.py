@@ -12,14 +12,16 @@ from jaxshard.core.known_model import check_function
 from jaxshard.core.layout import Layout, check_layout
 from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.settings import own_settings
+from jaxshard.core.stored import unstore
 from jaxshard.core.types import LossFn, PyTree
 from jaxshard.distributed.watchdog import waits_for_devices
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine, check_engine
+from jaxshard.optim.local import local_of
 from jaxshard.training.checked_jit import checked_jit
 from jaxshard.training.residuals import check_residuals, with_residuals
 from jaxshard.training.state import TrainState, check_run
-from jaxshard.training.views import unstore, use_stored
+from jaxshard.training.views import use_stored
 
 
 def value_and_grad(
@@ -51,7 +53,7 @@ def value_and_grad(
     check_engine(engine)
     check_function("loss_fn", loss_fn, "loss_fn(model, batch, key)")
     check_layout("js.value_and_grad(loss_fn, layout)", layout)
-    if layout.local is not None:
+    if local_of(layout.strategy) is not None:
         raise ValueError(
             "value_and_grad: replicas that train by themselves (js.local) have a loss and gradients each, of their own "
             "parameters; make the layout of the strategy inside a replica, without js.local"

@@ -21,58 +21,23 @@ from jax.sharding import PartitionSpec
 
 from jaxshard.core.collectives import sum_scalar
 from jaxshard.core.layout import Layout, put_back, select
-from jaxshard.core.local import Local, LocalState
 from jaxshard.core.placement import Placement, only_axes
-from jaxshard.core.types import LossFn, PyTree
+from jaxshard.core.types import PyTree
 from jaxshard.engines.engine import Engine
+from jaxshard.optim.local import Local, LocalState, inside_replica
 from jaxshard.optim.proof.elementwise import check_stored
-from jaxshard.training.first_step import Evidence
 from jaxshard.training.state import TrainState
-from jaxshard.training.traced_step import Metrics, TracedStep
-from jaxshard.training.views import hold_stored, move_stored, store, unstore
+from jaxshard.training.views import LOGICAL, STORED, hold_stored, move_stored
 
 
-class LocalStep:
-    """The computation of one step of all replicas, with the call and attributes of `TracedStep`.
-
-    Attributes:
-      inside: the step that each replica takes.
-    """
-
-    def __init__(
-        self, loss_fn: LossFn, tx: optax.GradientTransformation, layout: Layout, engine: Engine, *, guarded: bool
-    ):
-        assert layout.local is not None
-        one = layout.inside_replica()
-        if engine.sums(layout).in_order:
-            raise ValueError("local: reduction='ordered' is not supported under js.local; use reduction='native'")
-        if jax.tree.leaves(engine.residuals(one)):
-            raise ValueError(
-                "local: replicas of js.local keep no residuals of gradients; leave feedback out of reduce_dtype"
-            )
-        self.layout, self.local, self.residuals = layout, layout.local, ()
-        self.inside = TracedStep(loss_fn, tx, one, engine, guarded=guarded, replica_of=self.local)
-        self.objective, self.elementwise, self.owned = self.inside.objective, self.inside.elementwise, self.inside.owned
-        self.guarded, self.trained = self.inside.guarded, self.inside.trained
-
-    @property
-    def update_view(self) -> str:
-        return f"in each replica, {self.inside.update_view}"
-
-    def __call__(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics, Evidence]:
-        after, metrics = take_local_step(self.layout, self.local, self._step_inside, run, batch)
-        return after, metrics, self._evidence(metrics)
-
-    def find(self, run: TrainState, batch: PyTree) -> Evidence:
-        """Compute the loss and gradients of a step, and return only their evidence."""
-        return self._evidence(self(run, batch)[1])
-
-    def _step_inside(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        return self.inside(run, batch)[:2]
-
-    @staticmethod
-    def _evidence(metrics: Metrics) -> Evidence:
-        return Evidence(metrics["loss"], metrics["grad_norm"])  # no first step is compared
+def check_engine_for_replicas(engine: Engine, layout: Layout) -> None:
+    """Raise ValueError if an engine has an option that replicas of `js.local` do not support."""
+    if engine.sums(layout).in_order:
+        raise ValueError("local: reduction='ordered' is not supported under js.local; use reduction='native'")
+    if jax.tree.leaves(engine.residuals(inside_replica(layout))):
+        raise ValueError(
+            "local: replicas of js.local keep no residuals of gradients; leave feedback out of reduce_dtype"
+        )
 
 
 OrdinaryStep = Callable[[TrainState, PyTree], tuple[TrainState, PyTree]]
@@ -91,7 +56,7 @@ def take_local_step(
       run: the run.
       batch: the global batch; replica r computes the r-th part of its rows.
     """
-    trained, opt_state, one = layout.trainable, run.opt_state, layout.inside_replica()
+    trained, opt_state, one = layout.trainable, run.opt_state, inside_replica(layout)
 
     def hold(params: PyTree, inner: PyTree) -> tuple[PyTree, PyTree]:
         # Without this constraint the compiler would choose the sharding over the other axes.
@@ -148,25 +113,17 @@ def _make_sync(layout: Layout, local: Local) -> Callable[..., tuple[PyTree, PyTr
     rests, shapes = select(trained, layout.params), select(trained, layout.shapes.params)
     # As for the inner optimizer: run on stored arrays if it is proven to give the same result as on logical ones.
     proof = check_stored(local.outer, shapes, seen, places)
-    stored = proof is None or bool(proof)
-
-    def view(placements: PyTree, tree: PyTree) -> PyTree:
-        return tree if stored else unstore(placements, tree)
-
-    def restore(placements: PyTree, tree: PyTree) -> PyTree:
-        if stored:
-            return jax.tree.map(lambda x, placement: placement.view.clear_padding(x), tree, placements)
-        return store(placements, tree)
+    view = STORED if proof is None or proof else LOGICAL
 
     def sync(own: PyTree, shared: PyTree, outer: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         old = move_stored(layout, shared, rests, seen)
         mean = _mean_over_replicas(layout, local, own, rests, seen)
-        gradient = jax.tree.map(jnp.subtract, view(seen, old), view(seen, mean))
-        updates, state = local.outer.update(gradient, view(places, outer), view(seen, old))
-        fresh = restore(seen, optax.apply_updates(view(seen, old), updates))
+        gradient = jax.tree.map(jnp.subtract, view.enter(seen, old), view.enter(seen, mean))
+        updates, state = local.outer.update(gradient, view.enter(places, outer), view.enter(seen, old))
+        fresh = view.leave(seen, optax.apply_updates(view.enter(seen, old), updates))
         new = move_stored(layout, hold_stored(layout, fresh, seen), seen, rests)
         copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (local.replicas(layout.mesh), *x.shape)), new)
-        return hold_stored(layout, copies, layout.opt_state.params), new, restore(places, state)
+        return hold_stored(layout, copies, layout.opt_state.params), new, view.leave(places, state)
 
     return sync
 

@@ -19,8 +19,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxshard.core.local import LocalState
 from jaxshard.core.types import PyTree
+from jaxshard.optim.local import LocalState
 from jaxshard.training.non_finite import IN_A_ROW, Bad, BadStep, BadSteps, Rollback, advise, describe_bad
 from jaxshard.training.records import Metrics, Reader, Record, call_with_records
 from jaxshard.training.state import TrainState

@@ -14,6 +14,7 @@ from jaxshard.core.layout import Layout, check_layout, put_back, select, split_m
 from jaxshard.core.low_rank import has_low_rank
 from jaxshard.core.placement import Placement
 from jaxshard.core.settings import with_own_settings
+from jaxshard.core.stored import store, unstore
 from jaxshard.core.transform import check_transform
 from jaxshard.core.tree import abstract, check_same_tree, path_str, raise_all
 from jaxshard.core.types import InitFn, PyTree
@@ -21,7 +22,6 @@ from jaxshard.distributed.agree import peers_of
 from jaxshard.distributed.facts import key_fact, run_facts
 from jaxshard.training.placing import place_base, place_model
 from jaxshard.training.state_page import state_page
-from jaxshard.training.views import store, store_state, unstore, unstore_state
 
 _DONATED = (
     "this run was donated to an earlier step, which took its arrays; go on with the run it returned, or make the "
@@ -140,7 +140,7 @@ def init_opt_state(tx: optax.GradientTransformation | None, layout: Layout, para
         trained = select(layout.trainable, unstore(layout.params, params))
         opt_state = None if tx is None else layout.start_optimizer(tx, trained)
         check_opt_state(layout, opt_state)
-        return store_state(layout, opt_state)
+        return layout.store_optimizer(opt_state)
 
     return jax.jit(start, out_shardings=layout.shardings(layout.opt_state))(params)
 
@@ -156,7 +156,7 @@ def init_program(init_fn: InitFn, tx: optax.GradientTransformation | None, layou
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=store(layout.params, params),
-            opt_state=store_state(layout, opt_state),
+            opt_state=layout.store_optimizer(opt_state),
             state=store(layout.state, state),
             key=run_key(key),
         )
@@ -237,7 +237,7 @@ def logical(run: TrainState, layout: Layout) -> TrainState:
     def convert(run: TrainState) -> TrainState:
         return run._replace(
             params=unstore(layout.params, run.params),
-            opt_state=unstore_state(layout, run.opt_state),
+            opt_state=layout.unstore_optimizer(run.opt_state),
             state=unstore(layout.state, run.state),
         )
 

@@ -1,8 +1,4 @@
-"""A training step: check it, compile it once for batches of one shape, compare it across processes, and run it.
-
-The layout places the arrays, the engine computes the gradient, and the optimizer updates the parameters; `TracedStep`
-is their joint computation.
-"""
+"""A training step: what it computes, and how it is compiled once for batches of one shape, compared and run."""
 
 from __future__ import annotations
 
@@ -10,28 +6,38 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxshard.adapt.objective import resolve
+from jaxshard.core.average import is_average
 from jaxshard.core.batch import check_no_lists, warn_of_patterns
+from jaxshard.core.collectives import average_scalar
 from jaxshard.core.compat import NonFiniteResult
 from jaxshard.core.foreign_arrays import as_arrays
-from jaxshard.core.known_model import check_call, check_is_function
-from jaxshard.core.layout import Layout, check_layout, select
+from jaxshard.core.known_model import check_call, check_is_function, models_run
+from jaxshard.core.layout import Layout, check_layout, put_back, select
 from jaxshard.core.mesh import check_is_here, shares_threads
 from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.settings import own_settings
+from jaxshard.core.stored import store
 from jaxshard.core.transform import check_transform
-from jaxshard.core.tree import abstract, check_same_tree
+from jaxshard.core.tree import abstract, check_same_tree, paths
 from jaxshard.core.types import LossFn, PyTree
 from jaxshard.distributed.agree import peers_of
 from jaxshard.distributed.facts import batch_facts, program_text
 from jaxshard.distributed.watchdog import waits_for_devices
 from jaxshard.engines.auto import auto
-from jaxshard.engines.engine import Engine, check_engine
+from jaxshard.engines.engine import Engine, Outcome, check_engine
+from jaxshard.engines.explicit import combine_over
+from jaxshard.optim.local import inside_replica, local_of
 from jaxshard.proofs.parting import Choice, check_together
-from jaxshard.training.first_step import FirstStep, exchanges_ragged
-from jaxshard.training.local_step import LocalStep
+from jaxshard.training.first_step import Evidence, FirstStep, exchanges_ragged
+from jaxshard.training.hyperparams import find_hyperparams
+from jaxshard.training.local_step import check_engine_for_replicas, take_local_step
+from jaxshard.training.non_finite import Bad, find_bad, keep_old_unless, sum_of_squares
+from jaxshard.training.optimizer import Optimizer
 from jaxshard.training.residuals import check_residuals, with_residuals
 from jaxshard.training.state import (
     TrainState,
@@ -43,7 +49,11 @@ from jaxshard.training.state import (
     run_shapes,
     run_shardings,
 )
-from jaxshard.training.traced_step import Metrics, TracedStep
+from jaxshard.training.views import cut_first, use_stored
+from jaxshard.training.warm_up import join_in_warm_up
+
+Metrics = dict[str, Any]
+"""Scalars of the global batch by name, and under "bad" a `Bad`."""
 
 _CALL = "loss_fn(model, batch, key)"
 
@@ -129,12 +139,11 @@ class Step:
       objective: the loss as engines see it.
       elementwise: the proof that the optimizer is elementwise, or the reason why it is not; None if it was not
         needed, because every array is stored in its logical shape.
-      update_view: the arrays on which the optimizer runs, stored or logical, with the reason and the cost.
       owned: True if matrices are updated by their owners, as `layout.owners` says.
       guarded: True if a step whose loss or gradient is not finite changes nothing; see `js.make_step`.
       donate: True if the step donates the input run.
       check_exchange: True if the first step is checked when experts exchange rows by ragged all-to-alls.
-      choices: after lowering, the branches and loops on which devices may decide differently, and for which only the
+      choices: after tracing, the branches and loops on which devices may decide differently, and for which only the
         compiled program shows whether they communicate; `js.audit` reads them.
     """
 
@@ -156,13 +165,21 @@ class Step:
         params = select(layout.trainable, layout.shapes.params)
         check_opt_state(layout, jax.eval_shape(partial(layout.start_optimizer, tx), params))
         self.loss_fn, self.tx, self.layout, self.engine, self.donate = loss_fn, tx, layout, engine, donate
-        made = TracedStep if layout.local is None else LocalStep
-        self._traced: TracedStep | LocalStep = made(loss_fn, tx, layout, engine, guarded=guarded)
+        self._local, self._own = local_of(layout.strategy), layout
+        if self._local is not None:
+            check_engine_for_replicas(engine, layout)
+            self._own = inside_replica(layout)
+        self._replicas: tuple[str, ...] = () if self._local is None else self._local.axis
+        self.objective, self._trained = resolve(loss_fn), tuple(paths(params))
+        self._sums, self._residuals = engine.sums(self._own), engine.residuals(self._own)
+        self._optimizer = Optimizer(tx, self._own, self._sums)
+        if layout.stacked_for_user or self.objective.stacked_for_user:
+            self._optimizer.check_stacking()
+        self._value_and_grad = engine.value_and_grad(self.objective, self._own)
         check_call("loss_fn", loss_fn, _CALL)  # after the engine, which may require a known model
-        self.objective, self.elementwise = self._traced.objective, self._traced.elementwise
-        self.owned, self.guarded = self._traced.owned, self._traced.guarded
-        self.check_exchange = check_exchange and layout.local is None
-        self._residuals = self._traced.residuals
+        self.elementwise, self.owned = self._optimizer.elementwise, self._optimizer.owned
+        self.guarded = guarded and self._optimizer.can_guard
+        self.check_exchange = check_exchange and self._local is None
         self._forget_programs()
 
     def _forget_programs(self) -> None:
@@ -171,13 +188,103 @@ class Step:
         self._jitted: Any = None
         self._compiled: Any = None
         self.choices: tuple[Choice, ...] = ()
-        self._peers_agreed = False
+        self._started = False
         self._first: FirstStep | None = None
 
     @property
     def update_view(self) -> str:
         """The arrays on which the optimizer runs, stored or logical, with the reason and the cost, as text."""
-        return self._traced.update_view
+        return f"in each replica, {self._optimizer.view}" if self._local else self._optimizer.view
+
+    # What a step computes: traced under jit, in global view.
+
+    def _take(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """Take one step; under `js.local` one in each replica."""
+        if self._local is None:
+            return self._take_one(run, batch)[:2]
+        return take_local_step(self.layout, self._local, lambda *given: self._take_one(*given)[:2], run, batch)
+
+    def _take_one(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics, Evidence]:
+        """Compute loss and gradients, update parameters and optimizer state, and keep the old ones after a bad step.
+
+        Every array is stored as the layout says, before and after.
+        """
+        params, parts = self._cut_first(run.params)
+        outcome, grads = self._loss_and_grads(run, params, batch)
+        squares = self._sum_squares(grads)
+        found = find_bad(outcome.value, squares)
+        ok = ~found.any() if self.guarded else jnp.ones((), bool)
+
+        def loss_at(params: PyTree) -> tuple[jax.Array, PyTree]:
+            outcome, grads = self._loss_and_grads(run, params, batch)
+            return outcome.value, grads
+
+        # Pass `ok` to the update, which selects old or new parameters while they have the sharding of the optimizer
+        # state, and gathers them afterwards. A selection here, after the gather, would need both in full at once, and
+        # the gather could not write into the donated array.
+        params, opt_state, changes = self._optimizer.update(
+            params, parts, grads, run.opt_state, ok, outcome.value, loss_at
+        )
+        state = keep_old_unless(ok, self._next_state(run, params, outcome.state), run.state)
+        residuals = keep_old_unless(ok, outcome.residuals, run.residuals)
+        # A bad step counts too, so that later steps keep their batches and keys.
+        after = TrainState(run.step + 1, params, opt_state, state, run.key, residuals)
+        return after, self._metrics(outcome, found, squares, changes, opt_state), Evidence(outcome.value, squares)
+
+    def _find(self, run: TrainState, batch: PyTree) -> Evidence:
+        """Compute the loss and gradients of a step, and return only their evidence."""
+        outcome, grads = self._loss_and_grads(run, run.params, batch)
+        return Evidence(outcome.value, self._sum_squares(grads))
+
+    def _cut_first(self, params: PyTree) -> tuple[PyTree, PyTree | None]:
+        """Return (parameters to compute with, their parts to update); see `cut_first`."""
+        layout = self._own
+        trained, placements = select(layout.trainable, params), select(layout.trainable, layout.params)
+        trained, parts = cut_first(layout, trained, placements, layout.opt_params)
+        return put_back(layout.trainable, trained, params), parts
+
+    def _loss_and_grads(self, run: TrainState, params: PyTree, batch: PyTree) -> tuple[Outcome, PyTree]:
+        """Compute the loss of these parameters and its gradients; in the warm-up of `js.local` over all replicas."""
+        state = use_stored(self._own, self._own.state, run.state)
+        # Derived by fold_in, not split from a carried key: a restored or repeated step has the same key, bit for bit.
+        key = jax.random.fold_in(run.key, run.step)
+        carried = (run.residuals,) if jax.tree.leaves(self._residuals) else ()
+        compute = partial(self._value_and_grad, params, state, batch, key, *carried)
+        with models_run() as runs:
+            if self._local is None:
+                found = compute()
+            else:
+                found = join_in_warm_up(self._local, self._own, run.step, compute)
+        if any(one.model.stacked_for_user for one in runs):
+            self._optimizer.check_stacking()
+        return found
+
+    def _sum_squares(self, grads: PyTree) -> jax.Array:
+        """Compute the sum of squares of each gradient, f32[trained parameters]; padding is zero and adds nothing."""
+        specs = [placement.store for placement in jax.tree.leaves(self._own.grads)]
+        return self._sums.stack_totals(sum_of_squares, jax.tree.leaves(grads), specs, self._own.mesh)
+
+    def _next_state(self, run: TrainState, params: PyTree, state: PyTree) -> PyTree:
+        """Return the model's new state as stored; averages are updated from the new parameters, on their shards."""
+
+        def choose(old: Any, new: Any) -> Any:
+            return old.next(params, run.step) if is_average(old) else new
+
+        return jax.tree.map(choose, run.state, store(self._own.state, state), is_leaf=is_average)
+
+    def _metrics(
+        self, outcome: Outcome, found: jax.Array, squares: jax.Array, changes: jax.Array, opt_state: PyTree
+    ) -> Metrics:
+        """Return the metrics of a step, as means over replicas."""
+        norms = {"grad_norm": jnp.sqrt(squares.sum()), "update_norm": jnp.sqrt(changes.sum())}
+        metrics: Metrics = {"loss": outcome.value} | norms | find_hyperparams(opt_state)
+        if self.guarded:
+            metrics["bad"] = Bad(jnp.concatenate([found, jnp.isnan(changes)]), self._trained)
+        metrics = jax.tree.map(partial(average_scalar, axes=self._replicas), metrics)
+        metrics |= {name: combine_over(one, self._replicas).value for name, one in outcome.metrics.items()}
+        return metrics
+
+    # How it is compiled and run.
 
     @waits_for_devices
     def __call__(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -192,15 +299,17 @@ class Step:
         check_batch_not_donated(batch)
         with own_settings(self.layout.mesh):
             run = self.with_residuals(run)
-            program = self._compile(run, batch) if self._peers_agreed else self._compile_together(run, batch)
+            if self._started:
+                self._check_same(abstract(batch))
+            else:
+                self._start(run, batch)
             try:
                 batch = jax.device_put(batch, self._rows)
                 if self._first is not None:
                     self._first.expect(run, batch)
-                run, metrics, *evidence = program(run, batch)
+                run, metrics, *evidence = self._compiled(run, batch)
             except (TypeError, ValueError):
-                check_run(self.layout, run)
-                check_residuals(run, self.layout, self._residuals)
+                self._check_run(run)
                 raise
             except NonFiniteResult as found:
                 raise FloatingPointError(
@@ -227,18 +336,6 @@ class Step:
         """
         return with_residuals(run, self.layout, self._residuals)
 
-    def _call_inside(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        """Trace one step as a part of the user's program: do not compile, donate or wait."""
-        check_run(self.layout, run)
-        check_residuals(run, self.layout, self._residuals)
-        self.layout.plan_batch(batch).check(self.engine.microbatches, whole=self.engine.shows_whole_batch)
-        shardings = run_shardings(self.layout, self._residuals)
-        in_shardings, everywhere = (shardings, self.layout.batch_shardings(batch)), self._whole()
-        inside = jax.jit(self._step, in_shardings=in_shardings, out_shardings=(shardings, everywhere))
-        check_together(inside.trace(run, batch).jaxpr, "the step")
-        after: tuple[TrainState, Metrics] = inside(run, batch)
-        return after
-
     def lower(self, batch: PyTree, run: TrainState | None = None) -> jax.stages.Lowered:
         """Lower the step without running it; needs no run.
 
@@ -261,7 +358,14 @@ class Step:
         batch = as_arrays("the batch", batch)
         run = run_shapes(self.layout, self._residuals) if run is None else run
         with own_settings(self.layout.mesh):
-            return self._trace(self._program(run, batch), run, batch)
+            shapes = abstract(batch)
+            if self._jitted is None or (self._compiled is None and shapes != self._batch):
+                self._prepare(run, shapes)
+            self._check_same(shapes)
+            traced: jax.stages.Traced = self._jitted.trace(run, shapes)
+            # No device may wait in a collective for one that takes another branch.
+            self.choices = check_together(traced.jaxpr, "the step")
+            return traced
 
     def compile(self, batch: PyTree) -> jax.stages.Compiled:
         """Compile the step once, without running it; later calls run the result.
@@ -270,84 +374,77 @@ class Step:
           batch: global arrays or ShapeDtypeStructs.
         """
         batch = as_arrays("the batch", batch)
-        with own_settings(self.layout.mesh):
-            return self._compile(run_shapes(self.layout, self._residuals), batch)
-
-    def _compile(self, run: TrainState, batch: PyTree) -> jax.stages.Compiled:
-        check_is_here(self.layout.mesh)
-        program = self._program(run, batch)
         if self._compiled is None:
-            self._compiled = self._lower(program, run, batch).compile()
+            self._compiled = self.lower(batch).compile()
+        self._check_same(abstract(batch))
         compiled: jax.stages.Compiled = self._compiled
         return compiled
 
-    def _lower(self, program: Any, run: TrainState, batch: PyTree) -> jax.stages.Lowered:
-        lowered: jax.stages.Lowered = self._trace(program, run, batch).lower()
-        return lowered
+    def _call_inside(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """Trace one step as a part of the user's program: do not compile, donate or wait."""
+        self._check_run(run)
+        self.layout.plan_batch(batch).check(self.engine.microbatches, whole=self.engine.shows_whole_batch)
+        shardings = run_shardings(self.layout, self._residuals)
+        in_shardings = shardings, self.layout.batch_shardings(batch)
+        inside = jax.jit(self._take, in_shardings=in_shardings, out_shardings=(shardings, self._replicated()))
+        check_together(inside.trace(run, batch).jaxpr, "the step")
+        after: tuple[TrainState, Metrics] = inside(run, batch)
+        return after
 
-    def _trace(self, program: Any, run: TrainState, batch: PyTree) -> jax.stages.Traced:
-        """Trace the step, and check that no device can wait in a collective for one that takes another branch."""
-        traced: jax.stages.Traced = program.trace(run, abstract(batch))
-        self.choices = check_together(traced.jaxpr, "the step")
-        return traced
-
-    def _compile_together(self, run: TrainState, batch: PyTree) -> jax.stages.Compiled:
-        """Compile the step after a check that all processes have the same one; then wait for all of them."""
+    def _start(self, run: TrainState, batch: PyTree) -> None:
+        """Compile the step for the first call, after a check that all processes have the same one."""
+        lowered = None if self._compiled is not None else self.lower(batch, run)
+        self._check_same(abstract(batch))
         peers = peers_of(self.layout.mesh)
         if peers is not None:
-            lowered = self._lower(self._program(run, batch), run, batch)
             # Compare before anything runs: processes with different programs would wait for each other's collectives
             # forever. Wait again after compiling, because a collective times out while another process compiles.
-            peers.agree("the first step", batch_facts(batch) | {"program": program_text(lowered)})
-            self._compile_all(run, batch)
-            peers.meet("the first step, compiled")
-        self._peers_agreed = True
-        return self._compile_all(run, batch)
-
-    def _compile_all(self, run: TrainState, batch: PyTree) -> jax.stages.Compiled:
-        """Compile the step and, if there is one, the reference for its first results."""
-        compiled = self._compile(run, batch)
+            text = program_text(self.lower(batch, run) if lowered is None else lowered)
+            peers.agree("the first step", batch_facts(batch) | {"program": text})
+        if lowered is not None:
+            self._compiled = lowered.compile()
         if self._first is not None:
             self._first.compile(run, abstract(batch))
-        return compiled
+        if peers is not None:
+            peers.meet("the first step, compiled")
+        self._started = True
 
-    def _program(self, run: TrainState, batch: PyTree) -> Any:
-        shapes = abstract(batch)
-        if self._jitted is None or (self._compiled is None and shapes != self._batch):
-            warn_of_patterns(self.layout.strategy, shapes)
-            self.layout.plan_batch(shapes).check(self.engine.microbatches, whole=self.engine.shows_whole_batch)
-            check_run(self.layout, run)
-            check_residuals(run, self.layout, self._residuals)
-            shardings = run_shardings(self.layout, self._residuals)
-            self._batch, self._rows = shapes, self.layout.batch_shardings(shapes)
-            compares = self.check_exchange and exchanges_ragged(self.layout)
-            whole = self._whole()
-            options = self.engine.compiler_options(self.layout.mesh, self.layout.shapes.params)
-            inputs = (shardings, self._rows)
-            self._jitted = jax.jit(
-                self._traced if compares else self._step,
-                in_shardings=inputs,
-                out_shardings=(shardings, whole, whole) if compares else (shardings, whole),
-                donate_argnums=0 if self.donate else (),
-                keep_unused=True,
-                compiler_options=options,
-            )
-            if compares:
-                self._first = FirstStep(
-                    self._traced.find, self.layout, self._traced.trained,
-                    in_shardings=inputs, out_shardings=whole, compiler_options=options,
-                )  # fmt: skip
-        elif shapes != self._batch:
+    def _prepare(self, run: TrainState, shapes: PyTree) -> None:
+        """Check the batch and the run, and make the jitted function for them."""
+        warn_of_patterns(self.layout.strategy, shapes)
+        self.layout.plan_batch(shapes).check(self.engine.microbatches, whole=self.engine.shows_whole_batch)
+        self._check_run(run)
+        self._batch, self._rows = shapes, self.layout.batch_shardings(shapes)
+        compares = self.check_exchange and exchanges_ragged(self.layout)
+        shardings, everywhere = run_shardings(self.layout, self._residuals), self._replicated()
+        inputs = (shardings, self._rows)
+        options = self.engine.compiler_options(self.layout.mesh, self.layout.shapes.params)
+        self._jitted = jax.jit(
+            self._take_one if compares else self._take,
+            in_shardings=inputs,
+            out_shardings=(shardings, everywhere, everywhere) if compares else (shardings, everywhere),
+            donate_argnums=0 if self.donate else (),
+            keep_unused=True,
+            compiler_options=options,
+        )
+        if compares:
+            self._first = FirstStep(
+                self._find, self.layout, self._trained,
+                in_shardings=inputs, out_shardings=everywhere, compiler_options=options,
+            )  # fmt: skip
+
+    def _check_same(self, shapes: PyTree) -> None:
+        """Raise ValueError if a batch has other shapes than the one for which the step was prepared."""
+        if shapes != self._batch:
             check_no_lists("the batch", shapes)
             check_same_tree(
                 self._batch, shapes, "the batch has other shapes or dtypes than the first, which would compile again",
                 "make batches of one shape (drop or pad the last one), or another step for the other shape",
             )  # fmt: skip
-        return self._jitted
 
-    def _whole(self) -> NamedSharding:
+    def _check_run(self, run: TrainState) -> None:
+        check_run(self.layout, run)
+        check_residuals(run, self.layout, self._residuals)
+
+    def _replicated(self) -> NamedSharding:
         return NamedSharding(self.layout.mesh, PartitionSpec())
-
-    def _step(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        """Take one step; traced under jit, in global view."""
-        return self._traced(run, batch)[:2]

@@ -23,11 +23,11 @@ from jax import lax
 
 from jaxshard.core.jaxpr import Program, needed_equations, variables
 from jaxshard.core.placement import Placement
+from jaxshard.core.stored import bring_to_device
 from jaxshard.core.tree import abstract, is_stacked
 from jaxshard.core.types import PyTree
 from jaxshard.optim.proof.trace import param_at_end
 from jaxshard.training.non_finite import keep_old_unless
-from jaxshard.training.views import bring_to_device
 
 
 class _Streamed(NamedTuple):

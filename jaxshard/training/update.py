@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +22,7 @@ from jaxshard.training.extra_args import ExtraArgs, LossAt
 from jaxshard.training.non_finite import keep_old_unless, sum_of_squares
 from jaxshard.training.opt_state_check import check_opt_state_kept
 from jaxshard.training.streamed import update_streamed
-from jaxshard.training.views import (
-    bring_to_device,
-    gather_updated,
-    hold_stored,
-    move_stored,
-    send_to_host,
-    store,
-    store_state,
-    unstore,
-    unstore_state,
-)
+from jaxshard.training.views import LOGICAL, STORED, UNCHANGED, View, gather_updated, hold_stored, move_stored
 
 NO_EXTRA_ARGS = ExtraArgs()
 
@@ -66,8 +57,8 @@ def make_update(
       streamed: whether state in the host's memory is copied to the device block by block; `tx` must be elementwise.
       extra: the extra arguments that `tx` uses. They are made from `loss`, a scalar, and
         `loss_at(stored parameters) -> (loss, stored gradients)`.
-      owned: the update by the layout's owners, in place of `tx.update`: it takes logical arrays, and owned state as it
-        is stored. Without it, owned state is converted to logical arrays for the update.
+      owned: the update by the layout's owners, in place of `tx.update`: it takes logical gradients and parameters, and
+        the state as it is stored. Without it, state on owners is converted to logical arrays for the update.
 
     Returns:
       The function. Unless `ok`, a bool on the device, it returns the old arrays bit for bit. The selection comes before
@@ -77,32 +68,22 @@ def make_update(
     tx = tx if extra.names else as_transform(tx)
     old_params, seen = select(layout.trainable, layout.params), layout.opt_params
     specs = [placement.store for placement in jax.tree.leaves(seen)]
+    view = STORED if stored else LOGICAL
+    state_view = view
+    if layout.carried is not None:
+        state_view = View(layout.carried.unstore, layout.carried.store)
+    if owned is not None:
+        state_view = UNCHANGED
+    elif streamed:
+        state_view = View(UNCHANGED.enter, STORED.leave)
 
-    def view(placements: PyTree, tree: PyTree) -> PyTree:
-        return bring_to_device(placements, tree) if stored else unstore(placements, tree)
+    def to_optimizer(tree: PyTree, placements: PyTree) -> PyTree:
+        """Reshard stored parameters or gradients to the optimizer state, by a slice if it is split further (ZeRO)."""
+        return view.enter(seen, move_stored(layout, tree, placements, seen))
 
-    def restore_view(placements: PyTree, tree: PyTree) -> PyTree:
-        if stored:
-            cleared = jax.tree.map(lambda x, placement: placement.view.clear_padding(x), tree, placements)
-            return send_to_host(placements, cleared)
-        return store(placements, tree)
-
-    def view_state(opt_state: PyTree) -> PyTree:
-        if layout.owners is None:
-            return view(layout.opt_state, opt_state)
-        if owned is None:
-            return unstore_state(layout, opt_state)
-        return jax.tree.map(lambda x, one: x if one.owned else one.view.invert(x), opt_state, layout.opt_state)
-
-    def restore_state(opt_state: PyTree) -> PyTree:
-        if layout.owners is None:
-            return restore_view(layout.opt_state, opt_state)
-        if owned is None:
-            return store_state(layout, opt_state)
-        return jax.tree.map(lambda x, one: x if one.owned else one.view.apply(x), opt_state, layout.opt_state)
-
-    def see(grads: PyTree) -> PyTree:
-        return view(seen, move_stored(layout, grads, layout.grads, seen))
+    def from_optimizer(tree: PyTree) -> PyTree:
+        """Store the optimizer's parameters again, in the sharding of its state."""
+        return hold_stored(layout, view.leave(seen, tree), seen)
 
     def update(
         params: PyTree,
@@ -115,38 +96,32 @@ def make_update(
     ) -> tuple[PyTree, PyTree, jax.Array]:
         def seen_loss_at(at: PyTree) -> tuple[jax.Array, PyTree]:
             at = jax.tree.map(lambda x, like: x.astype(like.dtype), at, chosen)  # an optimizer may keep them in f32
-            at = move_stored(layout, hold_stored(layout, restore_view(seen, at), seen), seen, old_params)
+            at = move_stored(layout, from_optimizer(at), seen, old_params)
             loss, grads = loss_at(put_back(layout.trainable, at, params))
-            return loss, see(grads)
+            return loss, to_optimizer(grads, layout.grads)
 
-        # Reshard gradients and parameters to the optimizer state: by a slice if it is split further (ZeRO-1 and 2).
-        if parts is None:
-            parts = move_stored(layout, select(layout.trainable, params), old_params, seen)
-        chosen = view(seen, parts)
-        grads = see(grads)
-        old_state = opt_state if streamed else view_state(opt_state)
+        trained, placed = (select(layout.trainable, params), old_params) if parts is None else (parts, seen)
+        chosen = to_optimizer(trained, placed)
+        grads = to_optimizer(grads, layout.grads)
+        old_state = state_view.enter(layout.opt_state, opt_state)
         if streamed:
             check_opt_state_kept(layout, old_state, jax.eval_shape(tx.update, *abstract((grads, old_state, chosen)))[1])
             updates, new_state = update_streamed(tx, ok, grads, old_state, chosen, layout.opt_state)
-        elif extra.names:
-            updates, new_state = tx.update(grads, old_state, chosen, **extra.make(grads, loss, seen_loss_at))
-            check_opt_state_kept(layout, old_state, new_state)
-            new_state = keep_old_unless(ok, new_state, old_state)
-        elif owned is not None:
-            updates, new_state = owned(grads, old_state, chosen)
-            check_opt_state_kept(layout, old_state, new_state)
-            new_state = keep_old_unless(ok, new_state, old_state)
-        else:
+        elif owned is None and not extra.names:
             updates, new_state = _update_with_kept_state(tx, ok, grads, old_state, chosen, layout)
+        else:
+            run = owned or partial(tx.update, **extra.make(grads, loss, seen_loss_at))
+            updates, new_state = run(grads, old_state, chosen)
+            check_opt_state_kept(layout, old_state, new_state)
+            new_state = keep_old_unless(ok, new_state, old_state)
         # Select before the all-gather (see above); `hold_stored` keeps the compiler from gathering both first.
         new = keep_old_unless(ok, optax.apply_updates(chosen, updates), chosen)
         # Computed from the values that are written anyway, so that parameters are read once.
         steps = [_subtract(*pair) for pair in zip(jax.tree.leaves(new), jax.tree.leaves(chosen), strict=True)]
         changes = sums.stack_totals(sum_of_squares, steps, specs, layout.mesh)
-        fresh = hold_stored(layout, restore_view(seen, new), seen)
         # All-gather parameters that are split over fewer axes than their optimizer state.
-        fresh = gather_updated(layout, fresh, seen, old_params)
-        return put_back(layout.trainable, fresh, params), restore_state(new_state), changes
+        fresh = gather_updated(layout, from_optimizer(new), seen, old_params)
+        return put_back(layout.trainable, fresh, params), state_view.leave(layout.opt_state, new_state), changes
 
     return update
 

@@ -1,10 +1,9 @@
-"""Convert trees of arrays between logical, stored and used arrays, in global-view code.
-
-Logical arrays have the shapes of the model; stored arrays are padded and reshaped by the layout's views; used arrays
-are logical, with the sharding of computation.
-"""
+"""Reshard trees of stored arrays, in global-view code."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,57 +12,36 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import device_kind, mesh_inside
 from jaxshard.core.placement import Placement
+from jaxshard.core.stored import bring_to_device, send_to_host, store, unstore
 from jaxshard.core.types import PyTree
 from jaxshard.cost.hardware import has_sparse_cores, is_tpu
 
 
-def store(placements: PyTree, tree: PyTree) -> PyTree:
-    """Convert logical arrays to stored ones, leaf by leaf, and move offloaded arrays to the host."""
-    return send_to_host(placements, jax.tree.map(lambda x, placement: placement.view.apply(x), tree, placements))
+class View(NamedTuple):
+    """The form in which an optimizer receives arrays.
+
+    Attributes:
+      enter: converts stored arrays with these placements to that form.
+      leave: converts the optimizer's results to stored arrays: the inverse.
+    """
+
+    enter: Callable[[PyTree, PyTree], PyTree]
+    leave: Callable[[PyTree, PyTree], PyTree]
 
 
-def unstore(placements: PyTree, tree: PyTree) -> PyTree:
-    """Convert stored arrays to logical ones on the devices, leaf by leaf."""
-    there = bring_to_device(placements, tree)
-    return jax.tree.map(lambda x, placement: placement.view.invert(x), there, placements)
+def _clear_padding(placements: PyTree, tree: PyTree) -> PyTree:
+    cleared = jax.tree.map(lambda x, placement: placement.view.clear_padding(x), tree, placements)
+    return send_to_host(placements, cleared)
 
 
-def bring_to_device(placements: PyTree, tree: PyTree) -> PyTree:
-    """Copy arrays in the host's memory to the devices; others are there already."""
+LOGICAL = View(unstore, store)
+"""Logical arrays: without padding, and in model order."""
 
-    def bring(x: jax.Array, placement: Placement) -> jax.Array:
-        return jax.device_put(x, jax.memory.Space.Device) if placement.memory else x
+STORED = View(bring_to_device, _clear_padding)
+"""The stored arrays themselves, on the device; padding is zero again afterwards."""
 
-    return jax.tree.map(bring, tree, placements)
-
-
-def send_to_host(placements: PyTree, tree: PyTree) -> PyTree:
-    """Copy offloaded arrays to the host's memory; the inverse of `bring_to_device`."""
-
-    def send(x: jax.Array, placement: Placement) -> jax.Array:
-        return jax.device_put(x, jax.memory.Space.Host) if placement.memory else x
-
-    return jax.tree.map(send, tree, placements)
-
-
-def store_state(layout: Layout, opt_state: PyTree) -> PyTree:
-    """Convert the logical arrays of an optimizer's state to stored ones, with owned matrices in their stacks."""
-    if layout.owners is None:
-        return store(layout.opt_state, opt_state)
-    leaves = jax.tree.leaves(opt_state)
-    return jax.tree.unflatten(
-        jax.tree.structure(opt_state), layout.owners.store(leaves, jax.tree.leaves(layout.opt_state))
-    )
-
-
-def unstore_state(layout: Layout, opt_state: PyTree) -> PyTree:
-    """Convert the stored arrays of an optimizer's state to logical ones: the inverse of `store_state`."""
-    if layout.owners is None:
-        return unstore(layout.opt_state, opt_state)
-    leaves = jax.tree.leaves(opt_state)
-    return jax.tree.unflatten(
-        jax.tree.structure(opt_state), layout.owners.unstore(leaves, jax.tree.leaves(layout.opt_state))
-    )
+UNCHANGED = View(lambda placements, tree: tree, lambda placements, tree: tree)
+"""The arrays as they are stored, for an update that converts them itself."""
 
 
 def move_stored(layout: Layout, tree: PyTree, source: PyTree, target: PyTree) -> PyTree:

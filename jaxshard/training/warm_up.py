@@ -15,11 +15,11 @@ from jax import lax
 
 from jaxshard.core.collectives import sum_scalar
 from jaxshard.core.layout import Layout
-from jaxshard.core.local import Local
 from jaxshard.core.types import PyTree
 from jaxshard.core.unsuited import Unsuited
 from jaxshard.engines.engine import Outcome
 from jaxshard.engines.joint import Joint, joining
+from jaxshard.optim.local import Local
 
 
 def join_in_warm_up(

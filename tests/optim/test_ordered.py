@@ -76,5 +76,5 @@ def test_an_array_of_the_transforms_own_that_is_padded_is_refused() -> None:
 
     tx = optax.GradientTransformation(lambda params: jnp.zeros(3), update)
     layout = layout_of(tx)
-    with pytest.raises(ValueError, match=r"'ordered' and 'checked' need .*state \(root\) \[3\] is stored as \[8\]"):
+    with pytest.raises(ValueError, match=r"'ordered' needs .*state \(root\) \[3\] is stored as \[8\]"):
         with_ordered_sums(tx, layout.shapes.params, layout)

@@ -29,7 +29,7 @@ import jaxshard as js
 from jaxshard.core.placement import axes_of
 from jaxshard.core.tree import bytes_of
 from jaxshard.engines.engine import Engine, Outcome
-from jaxshard.training.owned_state import split_owned
+from jaxshard.training.convert import convert_optimizer
 from tests.optim.proof.aliases import ALIASES, TYPICAL, WRAPPERS
 from tests.training.optimizers import CASES, GIVEN, PARTS, REFUSED, Case
 
@@ -130,7 +130,10 @@ def sharded(model: Model, strategy: Callable[..., js.Strategy]) -> tuple[Trace, 
         run = run._replace(state=jax.device_put(model.grads(number), layout.shardings(layout.state)))
         run, _ = step(run, {"rows": np.zeros(DEVICES, np.float32)})
         history.append(host(run.opt_state["updates"], layout.opt_state["updates"]))
-    run, layout = split_owned(run, layout), layout.without_owners  # as all is stored that has no owner
+    run, layout = (
+        convert_optimizer(run, layout, layout.without_owners),
+        layout.without_owners,
+    )  # as all is stored that has no owner
     opt_state = host(run.opt_state["inner"], layout.opt_state["inner"])
     return Trace(history, host(run.params, layout.params), opt_state), run, layout
 

@@ -30,7 +30,7 @@ from jaxshard.core.layout import Layout
 from jaxshard.core.settings import with_own_settings
 from jaxshard.core.tree import raise_all
 from jaxshard.distributed.together import raise_together
-from jaxshard.training.owned_state import give_to_owners, split_owned
+from jaxshard.training.convert import convert_optimizer
 from jaxshard.training.state import TrainState, check_run
 
 _ABOUT = "jaxshard.run"
@@ -70,7 +70,7 @@ def run_to_bytes(run: TrainState, layout: Layout, *, data: Any = None) -> bytes:
         "safetensors has no such dtypes; keep these arrays in another one, or use js.save",
     )
     check_data(data)
-    run = split_owned(run, owning)
+    run = convert_optimizer(run, owning, layout)
     outputs = sort_widest_first(outputs_of(check_arrays(wanted, run), layout.mesh))
     about = json.dumps({"keys": _key_dtypes(wanted), "data": data}, allow_nan=False)
     opened = io.BytesIO()
@@ -112,7 +112,7 @@ def run_from_bytes(raw: bytes, layout: Layout) -> tuple[TrainState, Any]:
     check_tensors(wanted, "the bytes", found, verify=True)
     placed = (place_tensor(entry, found[entry.path].array, layout) for entry in wanted)
     stored = [entry.to_stored(x, layout.mesh) for entry, x in zip(wanted, placed, strict=True)]
-    return give_to_owners(jax.tree.unflatten(structure, stored), owning), data
+    return convert_optimizer(jax.tree.unflatten(structure, stored), layout, owning), data
 
 
 def _key_dtypes(wanted: list[Entry]) -> dict[str, str]:

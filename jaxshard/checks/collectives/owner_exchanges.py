@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxshard.checks.collectives.expected import Expected
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_size
-from jaxshard.core.owners import lay_rows
+from jaxshard.optim.owners.exchange import lay_rows
 
 
 def owner_exchanges(layout: Layout) -> Iterator[Expected]:

@@ -63,6 +63,7 @@ from jaxshard.core.tree import bytes_of, path_str
 from jaxshard.core.types import LossFn, PyTree
 from jaxshard.core.wire import Scaled
 from jaxshard.engines.engine import Engine
+from jaxshard.optim.local import inside_replica, local_of
 
 SLACK = 0.01
 """The share of the parameters' bytes that a compiler may move of its own accord: borders of padded arrays, indices."""
@@ -125,10 +126,10 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
       promised = js.plan.promise(layout, js.explicit(), model.loss, batch_shapes)
       sum(one.bytes or 0 for one in promised.expected)      # bytes of whole arrays, per step and device
     """
-    if layout.local is not None:
-        one = layout.inside_replica()
-        inside = promise(one, engine, loss_fn, rows_of_replica(layout, layout.local, batch))
-        between = over_several(layout.mesh, synchronisations(layout, layout.local, inside.expected))
+    if (local := local_of(layout.strategy)) is not None:
+        one = inside_replica(layout)
+        inside = promise(one, engine, loss_fn, rows_of_replica(layout, local, batch))
+        between = over_several(layout.mesh, synchronisations(layout, local, inside.expected))
         return replace(inside, expected=(*inside.expected, *between))
     passes = engine.block_passes(layout)
     if passes is None:

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from jaxshard.checks.collectives.expected import Expected, common_axes, gather_stages
 from jaxshard.core.layout import Layout, put_back, select
-from jaxshard.core.local import Local
 from jaxshard.core.tree import path_str
 from jaxshard.core.types import PyTree
+from jaxshard.optim.local import Local
 
 
 def rows_of_replica(layout: Layout, local: Local, batch: PyTree) -> PyTree:

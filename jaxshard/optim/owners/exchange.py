@@ -21,7 +21,34 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxshard.core.owners import Rows, lay_rows
+
+class Rows(NamedTuple):
+    """The layout of the all-to-all buffers: every device sends one row to each owner, and receives it back updated.
+
+    A row holds the sender's parts of the owner's matrices, one after another:
+
+        device 0   w0 w0 w0 w0          owns a large matrix
+        device 1   v0 v0 v1 v1          owns two small ones
+
+    Attributes:
+      firsts: for each kind of matrices, the offset at which they begin in the row of each device.
+      width: the number of elements of a row, the same for all.
+    """
+
+    firsts: tuple[tuple[int, ...], ...]
+    width: int
+
+
+def lay_rows(kinds: Sequence[tuple[Sequence[int], int, int]]) -> Rows:
+    """Lay out rows for each kind: (number of matrices per device, places per device, elements of a part)."""
+    used, width = [0] * len(kinds[0][0]), 0
+    firsts = []
+    for counts, slots, size in kinds:
+        firsts.append(tuple(used))
+        # Every device reads and writes as many places as the largest owner has, even past its own matrices.
+        width = max(width, *(first + slots * size for first, count in zip(used, counts, strict=True) if count))
+        used = [first + count * size for first, count in zip(used, counts, strict=True)]
+    return Rows(tuple(firsts), width)
 
 
 class Split(NamedTuple):

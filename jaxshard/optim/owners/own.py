@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh
 
-from jaxshard.core import make_layout
 from jaxshard.core.layout import Layout, select
 from jaxshard.core.mesh import axis_size
-from jaxshard.core.owners import Owners
 from jaxshard.core.placement import Placement, axes_of
-from jaxshard.core.strategy import Strategy
 from jaxshard.core.tree import map_with_path, paths
-from jaxshard.core.types import InitFn, PyTree
+from jaxshard.core.types import PyTree
 from jaxshard.optim.owners.cores import Core, TracedUpdate, find_cores
+from jaxshard.optim.owners.owners import OwnedState, Owners
 from jaxshard.optim.owners.slices import has_own_slices, is_program_of_one
 from jaxshard.optim.owners.stacks import Group, Matrix, assign, group
 from jaxshard.optim.owners.update import Stages, Update, make_owned_update, stage
 
 
 class Owned(NamedTuple):
-    """An optimizer's traced update, its groups of equal matrices, and their owners."""
+    """An optimizer's traced update, its groups of equal matrices, and how their state is stored."""
 
     made: TracedUpdate
     groups: list[Group]
     stages: Stages
-    owners: Owners
+    carried: OwnedState
 
 
 def own(layout: Layout, tx: Any) -> Layout:
@@ -43,8 +39,8 @@ def own(layout: Layout, tx: Any) -> Layout:
 
     Returns:
       The layout with `owners`, in which the optimizer state that belongs to owned matrices is stored in stacks. The
-      unchanged layout if the optimizer multiplies no matrices (Adam, LAMB, Adafactor), if its state is not sharded, if
-      its update combines several parameters, or under `js.local`.
+      unchanged layout if the optimizer multiplies no matrices (Adam, LAMB, Adafactor), if its state is not sharded, or
+      if its update combines several parameters.
 
     Raises:
       ValueError: `js.offload` is to store the state of such an optimizer on the host.
@@ -57,26 +53,20 @@ def own(layout: Layout, tx: Any) -> Layout:
             "offload: this optimizer multiplies matrices, so each matrix is updated by the device that owns it; "
             f"{size} bytes per device of its state would be stored on the host: leave js.offload out"
         )
-    placements = jax.tree.leaves(layout.opt_state)
-    shapes = jax.tree.leaves(layout.shapes.opt_state)
-    placed = found.owners.place_state(shapes, placements)
-    return replace(
-        layout, opt_state=jax.tree.unflatten(jax.tree.structure(layout.opt_state), placed), owners=found.owners
-    )
+    placed = found.carried.place(layout.shapes.opt_state, layout.opt_state)
+    return replace(layout, opt_state=placed, carried=found.carried)
 
 
 def owned_update(layout: Layout, tx: Any) -> Update | None:
     """Return the update of `tx` under a layout with owners; None if the layout was made for another transform."""
     found = find_owned(layout.without_owners, tx)
-    if found is None or layout.owners is None or found.owners != layout.owners:
+    if found is None or found.carried != layout.carried:
         return None
     return make_owned_update(found.made, found.groups, found.stages, layout)
 
 
 def find_owned(layout: Layout, tx: Any) -> Owned | None:
     """Assign each matrix to one device and build the programs of the update that runs there; None without matrices."""
-    if layout.shapes.opt_state is None or layout.local is not None:  # a replica's own state has no owners yet
-        return None
     params = select(layout.trainable, layout.shapes.params)
     placements = jax.tree.leaves(layout.opt_params)
     names = paths(params)
@@ -101,8 +91,8 @@ def find_owned(layout: Layout, tx: Any) -> Owned | None:
     stacks = assign(groups, layout.mesh)
     resting = jax.tree.leaves(layout.opt_state)
     natural = sorted(number for one in stacks for numbers in one.states for number in numbers)
-    owners = Owners(tuple(stacks), tuple(sorted(refused.items())), tuple((n, resting[n]) for n in natural))
-    return Owned(made, groups, stages, owners)
+    owners = Owners(tuple(stacks), tuple(sorted(refused.items())))
+    return Owned(made, groups, stages, OwnedState(owners, tuple((n, resting[n]) for n in natural)))
 
 
 def _find_slices(
@@ -138,47 +128,3 @@ def _find_slices(
             if leaf in of_blocks and is_program_of_one(cores[leaf], of_blocks[leaf], count):
                 found[leaf] = of_blocks[leaf].program, *proven[leaf]
     return found
-
-
-def layout(
-    strategy: Strategy,
-    mesh: Mesh,
-    init_fn: InitFn,
-    tx: Any = None,
-    *,
-    trainable: PyTree | Callable[[str], bool] | None = None,
-) -> Layout:
-    """Apply a strategy to a training run: make the `Layout` that has the sharding of each of its arrays.
-
-    Traces `init_fn`, `tx.init` and `tx.update` on shapes alone and touches no device. On several CPU devices JAX's
-    persistent compilation cache is turned off, with a warning: programs loaded from it can hang there.
-
-    If the optimizer multiplies matrices (Muon, Shampoo) and its state is sharded, every matrix gets an owner, the only
-    device that updates it: `print(layout.owners)`. `layout.without_owners` keeps all of the state sharded, and the
-    compiler inserts the all-gathers that the optimizer needs.
-
-    Args:
-      strategy: such as `js.fsdp()`, or several in `js.compose(...)`.
-      mesh: made by `js.make_mesh`.
-      init_fn: `init_fn(key) -> params`, or `js.Model(params, state)` for a model with variables besides parameters.
-      tx: the optax transform of the run. Leave it out for a model that is not trained (`js.generate`,
-        `js.make_eval_step`): `js.restore` then skips the optimizer's state.
-      trainable: freezes parameters: a function of the path ("blocks/attention/kernel") or a tree of booleans like the
-        parameters. A frozen parameter has no gradient and no optimizer state. None trains all parameters, except that
-        it trains only the factors of a `js.lora` model.
-
-    Returns:
-      The layout. `print(layout)` is a summary of 20 lines, `print(layout.explain())` shows every array.
-
-    Raises:
-      TypeError: `tx` is not an optax GradientTransformation, `strategy` or `init_fn` not a function, `mesh` not a mesh,
-        a trainable parameter not floating.
-      ValueError: no parameters, none trainable, an axis that the mesh lacks or that is not Auto, two strategies that
-        split the same dimension, or an impossible placement; every array is named.
-
-    Example:
-        mesh = js.make_mesh(data=4, tensor=2)
-        layout = js.layout(js.compose(js.zero2(), js.tensor()), mesh, init_fn, optax.adamw(3e-4))
-    """
-    made = make_layout.layout(strategy, mesh, init_fn, tx, trainable=trainable)
-    return own(made, tx) if tx is not None else made

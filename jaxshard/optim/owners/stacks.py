@@ -10,9 +10,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxshard.core.mesh import axis_size
-from jaxshard.core.owners import OwnedStack
 from jaxshard.core.placement import Placement, axes_of
 from jaxshard.optim.owners.cores import Core, TracedUpdate
+from jaxshard.optim.owners.owners import OwnedStack
 from jaxshard.optim.owners.same import product_flops, same_program
 
 

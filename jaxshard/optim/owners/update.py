@@ -20,11 +20,11 @@ from jaxshard.core.factorizations import one_matrix_at_a_time
 from jaxshard.core.jaxpr import eliminate_dead_code, needed_equations, replay
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import shares_threads
-from jaxshard.core.owners import OwnedStack
 from jaxshard.core.placement import Placement, spec_entry, splits_per_dim
 from jaxshard.core.types import PyTree
 from jaxshard.optim.owners.cores import TracedUpdate
 from jaxshard.optim.owners.exchange import Split, from_owners, to_owners
+from jaxshard.optim.owners.owners import OwnedStack
 from jaxshard.optim.owners.stacks import Group
 
 Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -94,10 +94,9 @@ def _drop(eqn: Any, twins: set[Any]) -> Any:
 def make_owned_update(made: TracedUpdate, groups: Sequence[Group], stages: Stages, layout: Layout) -> Update:
     """Make `update(grads, state, params) -> (updates, new state)` of an optimizer under a layout with owners.
 
-    Gradients and parameters have their logical shapes and the optimizer's sharding. State that is stored on owners is
-    in stacks, before and after the update; all other state has its logical shape.
+    Gradients and parameters have their logical shapes and the optimizer's sharding; the state is as stored.
     """
-    assert layout.owners is not None
+    placements = jax.tree.leaves(layout.opt_state)
     programs = [one.matrices[0].program for one in groups]
     if shares_threads(layout.mesh):
         stages = stages._replace(before=one_matrix_at_a_time(stages.before), after=one_matrix_at_a_time(stages.after))
@@ -106,7 +105,8 @@ def make_owned_update(made: TracedUpdate, groups: Sequence[Group], stages: Stage
     members = [_Member(stack, *of_stack[stack.leaves[0]]) for stack in layout.owners.stacks]
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        held = jax.tree.leaves(state)
+        stored = jax.tree.leaves(state)
+        held = [x if one.owned else one.view.invert(x) for x, one in zip(stored, placements, strict=True)]
         inputs = [*made.consts, *jax.tree.leaves(grads), *held, *jax.tree.leaves(params)]
         present = [x for place, x in enumerate(inputs) if place not in stages.absent]
         names = [var for place, var in enumerate(made.jaxpr.invars) if place not in stages.absent]
@@ -119,6 +119,8 @@ def make_owned_update(made: TracedUpdate, groups: Sequence[Group], stages: Stage
         rest = iter(replay(stages.after, [*present, *(known[var] for var in stages.made)]))
         new = {made.params + number: x for number, x in new_state.items()}
         results = [new[place] if place in new else next(rest) for place in range(made.tree.num_leaves)]
+        for place, one in enumerate(placements, made.params):
+            results[place] = results[place] if one.owned else one.view.apply(results[place])
         done: tuple[PyTree, PyTree] = made.tree.unflatten(results)
         return done
 

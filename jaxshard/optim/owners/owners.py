@@ -14,45 +14,18 @@ stored empty.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
+from jaxshard.core.layout import Layout
 from jaxshard.core.placement import Placement, View, spec_entry
-
-
-class Rows(NamedTuple):
-    """The layout of the all-to-all buffers: every device sends one row to each owner, and receives it back updated.
-
-    A row holds the sender's parts of the owner's matrices, one after another:
-
-        device 0   w0 w0 w0 w0          owns a large matrix
-        device 1   v0 v0 v1 v1          owns two small ones
-
-    Attributes:
-      firsts: for each kind of matrices, the offset at which they begin in the row of each device.
-      width: the number of elements of a row, the same for all.
-    """
-
-    firsts: tuple[tuple[int, ...], ...]
-    width: int
-
-
-def lay_rows(kinds: Sequence[tuple[Sequence[int], int, int]]) -> Rows:
-    """Lay out rows for each kind: (number of matrices per device, places per device, elements of a part)."""
-    used, width = [0] * len(kinds[0][0]), 0
-    firsts = []
-    for counts, slots, size in kinds:
-        firsts.append(tuple(used))
-        # Every device reads and writes as many places as the largest owner has, even past its own matrices.
-        width = max(width, *(first + slots * size for first, count in zip(used, counts, strict=True) if count))
-        used = [first + count * size for first, count in zip(used, counts, strict=True)]
-    return Rows(tuple(firsts), width)
+from jaxshard.core.types import PyTree
 
 
 @dataclass(frozen=True)
@@ -144,7 +117,6 @@ class Owners:
     Attributes:
       stacks: the stacks, the most expensive first.
       refused: (path, reason) of parameters whose update has matrix products but that have no owner.
-      natural: {index of an optimizer state array that is stored with owners: its placement without owners}.
 
     Example:
         layout = js.layout(js.fsdp(), js.make_mesh(data=8), init_fn, optax.contrib.muon(1e-3))
@@ -153,7 +125,6 @@ class Owners:
 
     stacks: tuple[OwnedStack, ...]
     refused: tuple[tuple[str, str], ...] = ()
-    natural: tuple[tuple[int, Placement], ...] = ()
 
     @property
     def flops_per_device(self) -> tuple[int, float]:
@@ -176,8 +147,53 @@ class Owners:
         kept = [f"  {path} has no owner: {why}" for path, why in self.refused]
         return "\n".join(["owners of whole matrices:", *(f"  {stack}" for stack in self.stacks), *kept])
 
-    def place_state(self, shapes: Sequence[jax.ShapeDtypeStruct], placements: Sequence[Placement]) -> list[Placement]:
-        """Return the placements of the optimizer's arrays, in order, with owned arrays placed in their stacks."""
+
+@dataclass(frozen=True)
+class OwnedState:
+    """The optimizer state of a layout with owners: a `core.carried.Carried`.
+
+    Attributes:
+      owners: the owners.
+      natural: (index, placement without owners) of each array that is stored in a stack.
+    """
+
+    owners: Owners
+    natural: tuple[tuple[int, Placement], ...]
+
+    @property
+    def stacks(self) -> tuple[OwnedStack, ...]:
+        """The stacks of the owners."""
+        return self.owners.stacks
+
+    def start(self, tx: Any, params: PyTree, mesh: Mesh) -> PyTree:
+        """Make the first state, in logical arrays, for trained parameters."""
+        return tx.init(params)
+
+    def place(self, shapes: PyTree, placements: PyTree) -> PyTree:
+        """Return the placements of the optimizer's arrays, with owned arrays placed in their stacks."""
+        return _each(self._place, shapes, placements)
+
+    def store(self, placements: PyTree, state: PyTree) -> PyTree:
+        """Convert a state of logical arrays to stored ones."""
+        return _each(self._store, state, placements)
+
+    def unstore(self, placements: PyTree, state: PyTree) -> PyTree:
+        """Convert a state of stored arrays to logical ones: the inverse of `store`."""
+        return _each(self._unstore, state, placements)
+
+    def saved(self, layout: Layout) -> Layout:
+        """Return the layout without owners, in which checkpoints save a run: other meshes have other owners."""
+        placements = jax.tree.leaves(layout.opt_state)
+        for number, placement in self.natural:
+            placements[number] = placement
+        opt_state = jax.tree.unflatten(jax.tree.structure(layout.opt_state), placements)
+        return replace(layout, opt_state=opt_state, carried=None)
+
+    def describe(self, mesh: Mesh) -> list[str]:
+        """Describe the owners in lines, for `print(layout)`."""
+        return str(self.owners).splitlines()
+
+    def _place(self, shapes: list[Any], placements: list[Placement]) -> list[Placement]:
         placed = list(placements)
         for stack in self.stacks:
             for numbers in stack.states:
@@ -195,8 +211,7 @@ class Owners:
                     placed[number] = Placement(view, use, store, owned=owned)
         return placed
 
-    def store(self, leaves: Sequence[jax.Array], placements: Sequence[Placement]) -> list[jax.Array]:
-        """Convert the logical arrays of an optimizer's state, in order, to stored arrays."""
+    def _store(self, leaves: list[jax.Array], placements: list[Placement]) -> list[jax.Array]:
         stored = [x if one.owned else one.view.apply(x) for x, one in zip(leaves, placements, strict=True)]
         for stack in self.stacks:
             for first, *others in stack.states:
@@ -205,11 +220,16 @@ class Owners:
                     stored[number] = jnp.zeros((0,), leaves[number].dtype)
         return stored
 
-    def unstore(self, leaves: Sequence[jax.Array], placements: Sequence[Placement]) -> list[jax.Array]:
-        """Convert the stored arrays of an optimizer's state, in order, to logical arrays: the inverse of `store`."""
+    def _unstore(self, leaves: list[jax.Array], placements: list[Placement]) -> list[jax.Array]:
         logical = [x if one.owned else one.view.invert(x) for x, one in zip(leaves, placements, strict=True)]
         for stack in self.stacks:
             for numbers in stack.states:
                 for number, x in zip(numbers, stack.arrays(stack.unplace(leaves[numbers[0]])), strict=True):
                     logical[number] = x
         return logical
+
+
+def _each(convert: Callable[[list[Any], list[Placement]], list[Any]], tree: PyTree, placements: PyTree) -> PyTree:
+    """Apply a function of flat lists of arrays and placements to trees."""
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, convert(leaves, jax.tree.leaves(placements)))

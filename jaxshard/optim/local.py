@@ -12,20 +12,22 @@ which have moved away from them since the last synchronisation, are a part of th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxshard.core.layout import Layout, select
+from jaxshard.core.make_layout import place_optimizer
 from jaxshard.core.mesh import axis_names, axis_size, check_axis
 from jaxshard.core.placement import Placement, View, axes_of, spec_entry
-from jaxshard.core.strategy_parts import Batch, Strategy, expert_of, parts_of, pipeline_of
+from jaxshard.core.stored import store, unstore
+from jaxshard.core.strategy_parts import Batch, Composed, Strategy, parts_of
 from jaxshard.core.transform import check_transform
-from jaxshard.core.tree import Leaf, path_str, paths, raise_all
+from jaxshard.core.tree import Leaf, paths, raise_all
 from jaxshard.core.types import AxisName, PyTree, Role
 
 
@@ -45,7 +47,9 @@ class LocalState(NamedTuple):
 
 @dataclass(frozen=True)
 class Local:
-    """The strategy of replicas that train independently; see `local`."""
+    """The strategy of replicas that train independently, and how a run carries their state; see `local`."""
+
+    rank: ClassVar[int] = 0
 
     axis: tuple[str, ...]
     every: int
@@ -76,6 +80,24 @@ class Local:
 
         own, inner = jax.tree.map(copy, params), jax.tree.map(copy, tx.init(params))
         return LocalState(own, inner, (self.outer.init(params),))
+
+    def store(self, placements: PyTree, state: PyTree) -> PyTree:
+        """Convert a state of logical arrays to stored ones, each by its own placement."""
+        return store(placements, state)
+
+    def unstore(self, placements: PyTree, state: PyTree) -> PyTree:
+        """Convert a state of stored arrays to logical ones: the inverse of `store`."""
+        return unstore(placements, state)
+
+    def saved(self, layout: Layout) -> Layout:
+        """Return the layout itself: checkpoints save the state of every replica."""
+        return layout
+
+    def describe(self, mesh: Mesh) -> list[str]:
+        """Describe the replicas in one line, for `print(layout)`."""
+        alike = f"; alike in the first {self.warmup}" if self.warmup else ""
+        often = f"synchronised every {self.every} steps{alike}"
+        return [f"{self.replicas(mesh)} replicas over {' x '.join(self.axis)}: {often}"]
 
     def lift(self, placement: Placement, mesh: Mesh) -> Placement:
         """Return the placement of an array [replicas, ...] from the placement of one replica's array."""
@@ -166,58 +188,55 @@ def local_of(strategy: Strategy) -> Local | None:
     return found[0] if found else None
 
 
-PlaceState = Callable[[Any, PyTree, PyTree], tuple[PyTree, PyTree]]
-"""`place(tx, shapes, placements) -> (shapes, placements)` of a transform's state, for parameters placed so."""
+def with_replicas(layout: Layout, local: Local) -> Layout:
+    """Return the layout of a run under `js.local`, from the layout of one replica's arrays.
 
-
-def place_local(
-    local: Local, mesh: Mesh, tx: Any, shapes: PyTree, params: PyTree, opt_params: PyTree, place: PlaceState
-) -> tuple[LocalState, LocalState]:
-    """Return the shapes and the placements of a `LocalState`.
-
-    Args:
-      local: the strategy.
-      mesh: the mesh.
-      tx: the inner optimizer.
-      shapes: the shapes of the trained parameters.
-      params: their placements in a replica.
-      opt_params: the placements in which the optimizer receives them.
-      place: places the state of a transform.
+    Raises:
+      ValueError: `js.local` is combined with something that it does not support; the message names it.
     """
-    count = local.replicas(mesh)
-    inner_shapes, inner = place(tx, shapes, opt_params)
-    outer_shapes, outer = place(local.outer, shapes, opt_params)
+    _check(layout, local)
+    if layout.opt_state is None:
+        return layout
+    outer_shapes, outer = place_optimizer(layout, local.outer)
+    trained, count = layout.trainable, local.replicas(layout.mesh)
 
-    def lifted(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((count, *x.shape), x.dtype)
+    def copies(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), tree)
 
-    def lift(placement: Placement) -> Placement:
-        return local.lift(placement, mesh)
+    def lift(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda placement: local.lift(placement, layout.mesh), tree)
 
-    return (
-        LocalState(jax.tree.map(lifted, shapes), jax.tree.map(lifted, inner_shapes), (outer_shapes,)),
-        LocalState(jax.tree.map(lift, params), jax.tree.map(lift, inner), (outer,)),
-    )
+    own = select(trained, layout.shapes.params)
+    shapes = LocalState(copies(own), copies(layout.shapes.opt_state), (outer_shapes,))
+    placements = LocalState(lift(select(trained, layout.params)), lift(layout.opt_state), (outer,))
+    return replace(layout, opt_state=placements, shapes=layout.shapes._replace(opt_state=shapes), carried=local)
 
 
-def check_local(strategy: Strategy, params: PyTree, placements: PyTree, state: PyTree) -> None:
-    """Raise ValueError if `js.local` is combined with something that it does not support, and name it."""
-    local = local_of(strategy)
-    if local is None:
-        return
-    other = "js.pipeline" if pipeline_of(strategy) else "js.expert" if expert_of(strategy) else None
+def inside_replica(layout: Layout) -> Layout:
+    """Return the layout of one replica of a `js.local`: an ordinary run over the other axes."""
+    own = Composed(tuple(part for part in parts_of(layout.strategy) if not isinstance(part, Local)))
+    placements, shapes = layout.opt_state, layout.shapes
+    if placements is not None:
+        inner = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes.opt_state.inner)
+        placements, shapes = jax.tree.map(Placement.drop_first, placements.inner), shapes._replace(opt_state=inner)
+    return replace(layout, strategy=own, opt_state=placements, shapes=shapes, carried=None)
+
+
+def _check(layout: Layout, local: Local) -> None:
+    other = "js.pipeline" if layout.pipeline else "js.expert" if layout.expert else None
     if other:
         raise ValueError(f"local: {other} is not supported inside a replica; leave one of the two out")
-    if jax.tree.leaves(state):
+    if layout.host_bytes_per_device():
+        raise ValueError("local: js.offload is not supported under js.local; leave one of them out")
+    if jax.tree.leaves(layout.state):
         raise ValueError(
-            f"local: the model has state besides its parameters ({', '.join(paths(state)[:3])}), which would differ "
-            "between replicas; use a model without (layer or group normalisation), or leave js.local out"
+            f"local: the model has state besides its parameters ({', '.join(paths(layout.state)[:3])}), which would "
+            "differ between replicas; use a model without (layer or group normalisation), or leave js.local out"
         )
-    split = jax.tree_util.tree_leaves_with_path(placements, is_leaf=lambda x: isinstance(x, Placement))
     raise_all(
         (
-            f"{path_str(path)}: {placement.store}"
-            for path, placement in split
+            f"{role} {leaf.path}: {placement.store}"
+            for role, leaf, placement in layout.placed()
             if set(axes_of(placement.store)) & set(local.axis)
         ),
         ValueError,

@@ -1,0 +1,41 @@
+"""Convert trees of arrays between logical and stored arrays, in global-view code.
+
+Logical arrays have the shapes of the model; stored arrays are padded and reshaped by the layout's views, and may be in
+the host's memory.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from jaxshard.core.placement import Placement
+from jaxshard.core.types import PyTree
+
+
+def store(placements: PyTree, tree: PyTree) -> PyTree:
+    """Convert logical arrays to stored ones, leaf by leaf, and move offloaded arrays to the host."""
+    return send_to_host(placements, jax.tree.map(lambda x, placement: placement.view.apply(x), tree, placements))
+
+
+def unstore(placements: PyTree, tree: PyTree) -> PyTree:
+    """Convert stored arrays to logical ones on the devices, leaf by leaf."""
+    there = bring_to_device(placements, tree)
+    return jax.tree.map(lambda x, placement: placement.view.invert(x), there, placements)
+
+
+def bring_to_device(placements: PyTree, tree: PyTree) -> PyTree:
+    """Copy arrays in the host's memory to the devices; others are there already."""
+
+    def bring(x: jax.Array, placement: Placement) -> jax.Array:
+        return jax.device_put(x, jax.memory.Space.Device) if placement.memory else x
+
+    return jax.tree.map(bring, tree, placements)
+
+
+def send_to_host(placements: PyTree, tree: PyTree) -> PyTree:
+    """Copy offloaded arrays to the host's memory; the inverse of `bring_to_device`."""
+
+    def send(x: jax.Array, placement: Placement) -> jax.Array:
+        return jax.device_put(x, jax.memory.Space.Host) if placement.memory else x
+
+    return jax.tree.map(send, tree, placements)

@@ -1,0 +1,61 @@
+"""`js.layout`: place every array of a run, and let its optimizer and its replicas say how they carry their state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxshard.core import make_layout
+from jaxshard.core.layout import Layout
+from jaxshard.core.strategy import Strategy
+from jaxshard.core.types import InitFn, PyTree
+from jaxshard.optim.local import local_of, with_replicas
+from jaxshard.optim.owners.own import own
+
+
+def layout(
+    strategy: Strategy,
+    mesh: Mesh,
+    init_fn: InitFn,
+    tx: Any = None,
+    *,
+    trainable: PyTree | Callable[[str], bool] | None = None,
+) -> Layout:
+    """Apply a strategy to a training run: make the `Layout` that has the sharding of each of its arrays.
+
+    Traces `init_fn`, `tx.init` and `tx.update` on shapes alone and touches no device. On several CPU devices JAX's
+    persistent compilation cache is turned off, with a warning: programs loaded from it can hang there.
+
+    If the optimizer multiplies matrices (Muon, Shampoo) and its state is sharded, every matrix gets an owner, the only
+    device that updates it: `print(layout.owners)`. `layout.without_owners` keeps all of the state sharded, and the
+    compiler inserts the all-gathers that the optimizer needs.
+
+    Args:
+      strategy: such as `js.fsdp()`, or several in `js.compose(...)`.
+      mesh: made by `js.make_mesh`.
+      init_fn: `init_fn(key) -> params`, or `js.Model(params, state)` for a model with variables besides parameters.
+      tx: the optax transform of the run. Leave it out for a model that is not trained (`js.generate`,
+        `js.make_eval_step`): `js.restore` then skips the optimizer's state.
+      trainable: freezes parameters: a function of the path ("blocks/attention/kernel") or a tree of booleans like the
+        parameters. A frozen parameter has no gradient and no optimizer state. None trains all parameters, except that
+        it trains only the factors of a `js.lora` model.
+
+    Returns:
+      The layout. `print(layout)` is a summary of 20 lines, `print(layout.explain())` shows every array.
+
+    Raises:
+      TypeError: `tx` is not an optax GradientTransformation, `strategy` or `init_fn` not a function, `mesh` not a mesh,
+        a trainable parameter not floating.
+      ValueError: no parameters, none trainable, an axis that the mesh lacks or that is not Auto, two strategies that
+        split the same dimension, or an impossible placement; every array is named.
+
+    Example:
+        mesh = js.make_mesh(data=4, tensor=2)
+        layout = js.layout(js.compose(js.zero2(), js.tensor()), mesh, init_fn, optax.adamw(3e-4))
+    """
+    made = make_layout.layout(strategy, mesh, init_fn, tx, trainable=trainable)
+    if (local := local_of(strategy)) is not None:
+        return with_replicas(made, local)
+    return made if tx is None else own(made, tx)
