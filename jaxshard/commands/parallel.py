@@ -20,7 +20,6 @@ from jaxshard.commands.pairs import read_pairs
 from jaxshard.commands.values import read_number, read_rate
 from jaxshard.core.context import context
 from jaxshard.core.layout import Layout
-from jaxshard.core.make_layout import layout as make_layout
 from jaxshard.core.mesh import axis_size, make_mesh, mesh_str
 from jaxshard.core.near_words import did_you_mean, one_of
 from jaxshard.core.rules import RULES, Fate, Rule
@@ -29,6 +28,7 @@ from jaxshard.core.strategy_parts import Context, part_of
 from jaxshard.core.types import InitFn
 from jaxshard.core.wire import Scaled
 from jaxshard.engines.engine import Engine
+from jaxshard.optim.layout import layout
 from jaxshard.optim.local import local, local_of
 from jaxshard.plan.topology import topology_mesh
 
@@ -71,7 +71,7 @@ class Parallel(NamedTuple):
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "tensor: rules without effect")
             try:
-                return make_layout(self.strategy, self.mesh, init_fn, tx)
+                return layout(self.strategy, self.mesh, init_fn, tx)
             except UserWarning as unused:
                 raise ValueError(f"--rule: {unused}") from unused
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from jax.sharding import Mesh
 
 from jaxshard.core.types import PyTree
 
-if TYPE_CHECKING:
-    from jaxshard.core.layout import Layout
-
 
 class Carried(Protocol):
-    """How a run makes, stores and saves the state of its optimizer.
+    """The way in which a run makes, stores and saves the state of its optimizer.
 
     Without one (`Layout.carried` is None), the state is that of `tx.init`, and each array is stored by its own
     placement. The owners of matrices (`optim/owners`) store several arrays as one stack, and `js.local` (`optim/local`)
@@ -32,7 +29,7 @@ class Carried(Protocol):
         """Convert a state of stored arrays to logical ones: the inverse of `store`."""
         ...
 
-    def saved(self, layout: Layout) -> Layout:
+    def saved(self, layout: Any) -> Any:
         """Return the layout in which checkpoints save a run of this layout."""
         ...
 

@@ -114,12 +114,6 @@ def layout(
         model=_find_model(runs, params),
     )
     placer.raise_problems()
-    if idle := _idle_axes(made):
-        warnings.warn(
-            f"the mesh axis {', '.join(map(repr, idle))} splits nothing: its devices repeat one another's work; use it "
-            "in the strategy or leave it out of the mesh",
-            stacklevel=3,
-        )
     return made
 
 
@@ -163,9 +157,16 @@ def _check_rows(strategy: Strategy, mesh: Mesh) -> None:
         )
 
 
-def _idle_axes(layout: Layout) -> list[str]:
+def warn_of_idle_axes(layout: Layout) -> None:
+    """Warn the caller of `js.layout` of mesh axes that split nothing."""
     used = set(layout.sum_axes).union(*(axes_of(placed.placement.store) for placed in layout.placed()))
-    return [name for name, size in layout.mesh.shape.items() if size > 1 and name not in used]
+    idle = [name for name, size in layout.mesh.shape.items() if size > 1 and name not in used]
+    if idle:
+        warnings.warn(
+            f"the mesh axis {', '.join(map(repr, idle))} splits nothing: its devices repeat one another's work; use it "
+            "in the strategy or leave it out of the mesh",
+            stacklevel=3,
+        )
 
 
 def _check_mesh(mesh: Any) -> None:

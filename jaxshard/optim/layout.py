@@ -57,5 +57,8 @@ def layout(
     """
     made = make_layout.layout(strategy, mesh, init_fn, tx, trainable=trainable)
     if (local := local_of(strategy)) is not None:
-        return with_replicas(made, local)
-    return made if tx is None else own(made, tx)
+        made = with_replicas(made, local)
+    elif tx is not None:
+        made = own(made, tx)
+    make_layout.warn_of_idle_axes(made)
+    return made

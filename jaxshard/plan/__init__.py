@@ -1,7 +1,7 @@
 """Planning a run before it runs, as `js.plan`: memory, TPU topologies, FLOPs, and collectives promised and found.
 
-Imports `core/`, `adapt/`, `cost/`, `layers/`, `optim/`, `proofs/`, `schedules/`, `engines/`, `training/` and `checks/`; only
-`commands/` imports it.
+Imports `core/`, `adapt/`, `cost/`, `layers/`, `optim/`, `proofs/`, `schedules/`, `engines/`, `training/` and
+`checks/`; only `commands/` imports it.
 """
 
 from jaxshard.checks.collectives.found import arrays_only as arrays_only
