@@ -21,7 +21,6 @@ from tests.toys import (
     classes,
     cross_entropy,
     one_device,
-    one_device_key,
     quick_compile,
     sharded,
     start_of,
@@ -119,24 +118,6 @@ def noise_toy() -> Toy:
 
     batch = {"row": np.eye(16, dtype=np.float32)}
     return Toy(*js.linen(Noise(), loss, batch), batch)
-
-
-@pytest.mark.slow
-def test_dropout_under_auto_is_that_of_flax_bit_for_bit():
-    toy = noise_toy()
-    trace, _ = sharded(toy, js.fsdp(min_size=0), mesh(), js.auto(), steps=2)
-    for step in range(2):
-        key = jax.random.fold_in(one_device_key(), step)
-        _, kept = Noise().apply({"params": start_of(toy.init_fn)}, toy.batch["row"], rngs={"dropout": key})
-        np.testing.assert_array_equal(trace.metrics[step]["kept"], kept)
-
-
-@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_dropout_under_explicit_does_not_repeat_across_shards_and_micro_batches(microbatches):
-    trace, _ = sharded(noise_toy(), js.fsdp(min_size=0), mesh(), js.explicit(microbatches=microbatches), steps=2)
-    kept = np.concatenate([metrics["kept"] for metrics in trace.metrics])
-    assert len(np.unique(kept, axis=0)) == 2 * 16
-    assert 0.45 < kept.mean() < 0.55
 
 
 class Memory(nn.Module):

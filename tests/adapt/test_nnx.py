@@ -136,16 +136,6 @@ def test_dropout_under_auto_is_that_of_one_device_bit_for_bit():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_dropout_under_explicit_does_not_repeat_across_shards_and_micro_batches(microbatches):
-    engine = js.explicit(microbatches=microbatches)
-    trace, _ = sharded(noise_toy(), js.fsdp(min_size=0), mesh(), engine, steps=2)
-    kept = np.concatenate([m["kept"].reshape(-1, 40) for m in trace.metrics])
-    assert len(np.unique(kept, axis=0)) == 2 * 2 * 16
-    assert 0.45 < kept.mean() < 0.55
-
-
-@pytest.mark.slow
 def test_evaluation_changes_nothing():
     toy = adapted(lambda rngs: MLP(rngs, 0.5))
     pair, model = toy.loss_fn.model, start_of(toy.init_fn)

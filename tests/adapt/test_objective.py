@@ -136,24 +136,6 @@ def test_nothing_is_lost_where_weights_are_whole():
     js.make_step(with_a_scaled_block, TX, layout, engine=js.explicit()).lower(batch())
 
 
-@pytest.mark.slow
-def test_rows_keep_their_random_numbers_inside_a_function():
-    """Loss within 1e-6, gradients within 1e-5 of one device, with a mask drawn by js.row_keys in every block."""
-
-    def noisy(params, x, key):
-        keep = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, x.shape[1:]))(js.row_keys(key, len(x)))
-        return block(params, jnp.where(keep, x, 0), key)
-
-    model = model_of(block=noisy, num_blocks=2)
-    parity(lambda params, batch, key: model.loss(params, batch, key), js.explicit(), model.init).check()
-
-
-@pytest.mark.slow
-def test_micro_batches_and_deferred_reduction():
-    """Loss within 1e-6, gradients within 1e-5 of one device."""
-    parity(with_penalty_on_the_head, js.explicit(microbatches=2, scatter="end", remat="nothing")).check()
-
-
 # The layout.
 
 

@@ -356,12 +356,6 @@ def test_linen_units_that_make_parameters_in_setup(vocab, wrap, engine):
 # Memory on a TPU.
 
 
-def attention(q, k, v):
-    scores = jnp.einsum("btd,bsd->bts", q, k) / q.shape[-1] ** 0.5
-    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    return jnp.einsum("bts,bsd->btd", jax.nn.softmax(jnp.where(causal, scores, -1e9)), v)
-
-
 # Bad input.
 
 

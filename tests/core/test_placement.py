@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -105,16 +103,6 @@ def test_specs_in_parts():
     assert axes_of(spec) == ("x", "y") and split_dims(spec) == [(0, "x"), (0, "y")]
     assert splits_per_dim(mesh, spec) == (8, 1)
     assert spec_entry(()) is None and spec_entry(("x",)) == "x" and spec_entry(("x", "y")) == ("x", "y")
-
-
-@pytest.mark.parametrize("size", [1001, 7, 8])
-def test_padding_is_stored_where_the_placement_says(size):
-    mesh = js.make_mesh(data=8)
-    leaf = Leaf("w", (size,), jnp.float32, (None,))
-    placement = js.shard("data", ["param"], min_size=0)("param", leaf, whole(leaf), mesh)
-    x = jax.jit(placement.view.apply, out_shardings=placement.sharding(mesh))(numbers((size,)))
-    assert {shard.data.shape for shard in x.addressable_shards} == {(-(-size // 8),)}
-    np.testing.assert_array_equal(placement.view.invert(np.asarray(x)), numbers((size,)))
 
 
 def test_numbers_of_blocks_lie_with_the_blocks() -> None:

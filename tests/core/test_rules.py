@@ -211,11 +211,6 @@ def test_what_the_axis_does_not_divide_is_named_with_sizes_that_work():
     assert kept.params["query"]["kernel"].use == jax.P(None, None, None)
 
 
-def test_a_mesh_without_the_axis():
-    with pytest.raises(ValueError, match=r"tensor: the mesh \(data=8\) has no axis 'tensor'"):
-        js.layout(js.tensor(), js.make_mesh(data=8), lambda key: jnp.zeros((8, 8)), optax.sgd(0.1))
-
-
 def test_large_arrays_that_no_rule_took_are_reported():
     with pytest.warns(UserWarning, match=r"no rule took mystery \[256, 256\], other \[256, 256\]: replicated over"):
         made = layout({"mystery": (256, 256), "other": (256, 256), "small": (8, 8)})
@@ -246,11 +241,6 @@ def test_an_axis_that_splits_nothing_is_reported():
     for strategy, axis in [(js.tensor(), "data"), (js.fsdp(), "tensor")]:
         with pytest.warns(UserWarning, match=f"the mesh axis '{axis}' splits nothing"):
             js.layout(strategy, js.make_mesh(data=2, tensor=4), init, optax.sgd(0.1))
-
-
-def test_the_function_instead_of_the_strategy():
-    with pytest.raises(TypeError, match=r"write js.tensor\(...\), not js.tensor"):
-        js.layout(js.tensor, js.make_mesh(data=8), lambda key: jnp.zeros((8, 8)), optax.sgd(0.1))
 
 
 def test_optimizer_state_is_split_as_its_parameter_and_nothing_else_is_named():

@@ -61,11 +61,6 @@ def test_placements_by_name_come_before_fills_whatever_the_order():
     assert stores == {P("data", "replica")}
 
 
-def test_composing_composed_strategies_is_flat():
-    once = js.compose(js.ddp(), by_name)
-    assert js.compose(js.compose(js.ddp()), once).parts == (*js.ddp().parts, *once.parts)
-
-
 @pytest.mark.parametrize(
     ("shape", "why"),
     [
@@ -220,11 +215,6 @@ def test_roles_that_do_not_exist():
         js.shard("data", ["params"])
     with pytest.raises(ValueError, match=r"unknown roles \['batch'\]"):
         js.shard("data", ["batch"])
-
-
-def test_a_threshold_below_zero():
-    with pytest.raises(ValueError, match="shard: min_size must be at least 0 elements, got -1"):
-        js.fsdp(min_size=-1)
 
 
 def test_composing_what_is_no_strategy():

@@ -73,12 +73,6 @@ def test_a_fixed_weight_is_refused_with_both_numbers(name):
         compiled(model_of(lambda nats: 16.0), name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ENGINES)
-def test_a_weight_of_the_rows_is_not(name):
-    compiled(model_of(lambda nats: nats.size), name)
-
-
 def test_where_the_whole_batch_is_seen_any_weight_is_right():
     model = model_of(lambda nats: 16.0)
     expected = float(model.loss(model.init(jax.random.key(0)), BATCH, None).value)

@@ -150,34 +150,6 @@ def test_scattering_each_micro_batch_holds_no_whole_gradients():
     assert end >= 150e6
 
 
-@pytest.mark.fast_cases(18)
-@pytest.mark.parametrize(
-    ("shape", "dtype", "expected"),
-    [
-        ((), jnp.float32, 512),
-        ((7,), jnp.float32, 512),
-        ((513,), jnp.float32, 4096),
-        ((1025,), jnp.float32, 8192),
-        ((129,), jnp.bfloat16, 512),
-        ((64, 3), jnp.float32, 2048),  # turned: 4 sublanes of 128 lanes
-        ((3, 64, 8), jnp.float32, 12_288),
-        ((3, 64, 8), jnp.bfloat16, 6144),
-        ((9, 129), jnp.float32, 16_384),
-        ((9, 129), jnp.int8, 4096),
-        ((1, 300), jnp.bfloat16, 1536),
-        ((3000,), jnp.int4, 1536),
-        ((70, 300), jnp.int4, 13_824),
-        ((70, 300), jnp.complex64, 221_184),
-        ((0, 5), jnp.float32, 0),
-        ((), jax.random.key(0).dtype, 512),
-        ((7,), jax.random.key(0).dtype, 1024),
-        ((3000,), jax.random.key(0, impl="rbg").dtype, 49_152),
-    ],
-)
-def test_tiles(shape, dtype, expected):
-    assert tiled_bytes(shape, dtype) == expected
-
-
 def compiled_bytes(mesh: jax.sharding.Mesh, arrays: list[tuple[tuple[int, ...], Any]]) -> int:
     """The argument bytes of a program that receives the arrays whole and does nothing."""
     whole = NamedSharding(mesh, P())

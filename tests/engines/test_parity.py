@@ -27,7 +27,6 @@ from tests.toys import (
     assert_equal_runs,
     classes,
     cross_entropy,
-    gpt_toy,
     grad_error,
     loss_error,
     nnx_toy,
@@ -351,20 +350,6 @@ def test_frozen_parameters_stay_and_the_others_equal_one_device(engine, toy):
 
 
 # Random keys.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_dropout_by_row_keys_equals_one_device(engine, microbatches):
-    engine = ENGINES[engine](microbatches=microbatches)
-    trace, _ = sharded(dropping_gpt(), js.fsdp(min_size=0), js.make_mesh(data=8), engine)
-    assert_equal_runs(trace, alone(dropping_gpt))
-    assert loss_error(trace, one_device_toy("gpt")) > 1e-3
-
-
-def dropping_gpt() -> Toy:
-    return gpt_toy(dropout=0.2)
 
 
 @cache

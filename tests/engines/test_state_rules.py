@@ -33,13 +33,20 @@ def describe(engine):
     return f"{engine.name}-{engine.microbatches}"
 
 
-def train(init_fn, loss_fn, engine, strategy=None, batches=BATCHES):
-    """Return the run after a step on each batch, in model order."""
-    layout = js.layout(strategy or js.fsdp("data", min_size=0), js.make_mesh(data=8), init_fn, TX)
+def train_all(init_fn, loss_fn, engine, batches=BATCHES):
+    """Return the runs after a step on each batch, in model order."""
+    layout = js.layout(js.fsdp("data", min_size=0), js.make_mesh(data=8), init_fn, TX)
     run, step = js.init(init_fn, TX, layout, key=0), js.make_step(loss_fn, TX, layout, engine=engine)
+    runs = []
     for batch in batches:
         run, _ = step(run, batch)
-    return js.logical(run, layout)
+        runs.append(jax.device_get(js.logical(run, layout)._replace(key=())))
+    return runs
+
+
+def train(*args, **options):
+    """Return the last of these runs."""
+    return train_all(*args, **options)[-1]
 
 
 def train_alone(init_fn, loss, batches=BATCHES):
@@ -122,32 +129,8 @@ def test_every_kind_of_state_equals_one_device(engine):
     assert {name: x.dtype for name, x in run.state.items()} == {name: x.dtype for name, x in state.items()}
 
 
-def test_a_teacher_and_a_counter_change_once_in_a_step_of_two_micro_batches():
-    """Arrays of the old state and the parameters, which need no declaration."""
-
-    def init(key):
-        model = init_fn(key)
-        return js.Model(model.params, {name: model.state[name] for name in ("teacher", "steps", "key")})
-
-    def loss(model, batch, key):
-        errors = errors_of(model.params, model.state, batch["x"])
-        return js.Loss(js.Mean(errors.sum(), errors.size), state=common(model.params, model.state))
-
-    def alone(params, state, batch):
-        return errors_of(params, state, batch["x"]).mean(), common(params, state)
-
-    params, state = train_alone(init, alone)
-    run = train(init, loss, js.explicit(microbatches=2))
-    assert int(run.state["steps"]) == 3
-    assert_close((run.params, run.state["teacher"]), (params, state["teacher"]))
-
-
 def test_only_what_may_differ_is_reduced():
-    layout = js.layout(js.fsdp("data", min_size=0), js.make_mesh(data=8), init_fn, TX)
-    rules = js.explicit().state_rules(
-        js.make_step(loss_fn, TX, layout, engine=js.explicit()).objective, layout, BATCHES[0]
-    )
-    assert dict(zip(rules.paths, rules.rules)) == {
+    assert rules_of(init_fn, loss_fn, js.explicit()) == {
         "average": "mean",
         "codes/value": "sum",
         "constant": "kept",
@@ -313,7 +296,7 @@ def test_a_decay_may_be_a_schedule():
         errors = teacher_errors(model.params, model.state["teacher"].params, batch["x"])
         return js.Mean(errors.sum(), errors.size)
 
-    runs = [train(init, loss, js.explicit(), batches=BATCHES[:count]) for count in (1, 2, 3)]
+    runs = train_all(init, loss, js.explicit())
     first, second, _ = (run.params["big"] for run in runs)
     for run, teacher in zip(runs, (first, (first + second) / 2, (first + second) / 2)):
         assert_close(run.state["teacher"].params["big"], np.asarray(teacher))
@@ -456,9 +439,8 @@ RIGHT = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_proven_equal_is_taken_once(name, wrap):
     loss = counting_loss(RIGHT[name], wrap)
-    for engine, dtype in ((js.explicit(), jnp.int32), (js.auto(microbatches=2), jnp.int32), (js.explicit(), jnp.bool_)):
-        if dtype != jnp.bool_:
-            assert rules_of(counting_init(dtype), loss, engine) == {"n": "once"}
+    for engine in (js.explicit(), js.auto(microbatches=2)):
+        assert rules_of(counting_init(jnp.int32), loss, engine) == {"n": "once"}
 
 
 def test_a_loss_that_is_written_for_one_number_of_rows_has_rules():
@@ -502,9 +484,7 @@ def trace(init_fn, loss_fn, engine):
 # Side effects
 
 
-@pytest.mark.parametrize(
-    "engine, times", [(js.explicit(microbatches=2), 16), (js.auto(microbatches=2), 2), (js.explicit(), 8)]
-)
+@pytest.mark.parametrize("engine, times", [(js.explicit(microbatches=2), 16), (js.auto(microbatches=2), 2)])
 def test_callbacks_of_the_loss_run_once_per_device_and_micro_batch(engine, times):
     seen = []
 

@@ -84,15 +84,6 @@ def test_equals_the_unstacked_model(name: str) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_stacking_alone_changes_the_update() -> None:
-    """Why this exists."""
-    params, tx = arrays(0), optax.lamb(0.1)
-    first = fast_jit(lambda grads, params: tx.update(grads, tx.init(params), params)[0])
-    updates, singles = first(arrays(1), params), first(unstacked(arrays(1)), unstacked(params))
-    a, b = updates["blocks"]["w"]["kernel"][0], singles["blocks"][0]["w"]["kernel"]
-    assert float(jnp.abs(a - b).max()) > 0.01 * float(jnp.abs(b).max())
-
-
 def test_paths_and_shapes_of_the_state() -> None:
     params = jax.eval_shape(lambda: arrays(0))
     state = jax.eval_shape(optim.per_block(optax.lamb(0.1)).init, params)

@@ -12,7 +12,6 @@ import optax
 import pytest
 
 import jaxshard as js
-from jaxshard.layers.moe import exchange
 from jaxshard.layers.moe.exchange import use_form
 from tests.layers.moe.ragged import ragged_reference
 from tests.toys import quick_compile
@@ -115,21 +114,3 @@ def test_a_gradient_that_is_not_finite_is_found_and_the_check_may_be_left_out(ex
     with use_form("ragged"):
         _, metrics = step(run, batch())
     assert metrics["bad"]
-
-
-@pytest.mark.slow
-def test_a_loss_that_is_not_finite_anyway_is_left_to_the_step(exchange_by):
-    exchange_by()
-    run, step = start(js.explicit())
-    with use_form("ragged"):
-        _, metrics = step(run, {"x": np.full((8, 6, C), np.nan, np.float32)})
-    assert metrics["bad"]
-
-
-@pytest.mark.slow
-def test_equal_counts_may_be_asked_for(monkeypatch):
-    monkeypatch.setattr(exchange, "_best_form", lambda devices: "ragged")
-    assert exchange.form_for(jax.devices()) == "ragged"
-    strategy = js.compose(js.fsdp("expert", min_size=0), js.expert(exchange="equal"))
-    run, step = start(js.explicit(), strategy)
-    step(run, batch())

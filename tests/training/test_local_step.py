@@ -101,11 +101,6 @@ def test_a_warm_up_is_that_of_one_device_reduces_gradients_in_a_conditional_and_
 
 
 @pytest.mark.slow
-def test_a_warm_up_is_that_of_one_device_and_then_the_plain_loop_to_1e_6() -> None:
-    compare(FSDP, MESH, EXPLICIT, 4, CLIPPED, warmup=3)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "engine", [js.explicit(), js.auto(), js.explicit(microbatches=2)], ids=["explicit", "auto", "turns"]
 )
@@ -137,24 +132,6 @@ def test_every_strategy_inside_equals_the_plain_loop_to_1e_6(inside: Any, axes: 
 )
 def test_a_warm_up_inside_every_strategy_is_that_of_one_device_to_1e_6(inside: Any, engine: Any) -> None:
     compare(inside, MESH, engine, 2, CLIPPED, warmup=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "inside, axes",
-    [
-        (js.zero1("data", min_size=0), {"replica": 3, "data": 2}),
-        (js.compose(FSDP, js.tensor([("w", (None, "mlp")), ("embed", (None, None)), *js.RULES])),
-         {"replica": 2, "data": 2, "tensor": 2}),
-        (js.without_rows(), {"replica": 4}),
-    ],
-    ids=["zero1", "tensor", "alone"],
-)  # fmt: skip
-@pytest.mark.parametrize("engine", [js.explicit(), js.auto()], ids=["explicit", "auto"])
-def test_a_warm_up_on_other_meshes_is_that_of_one_device_to_1e_6(
-    inside: Any, axes: dict[str, int], engine: Any
-) -> None:
-    compare(inside, axes, engine, 2, CLIPPED, warmup=3, rows=12)
 
 
 @pytest.mark.slow
@@ -197,27 +174,6 @@ def test_a_warm_up_of_a_scalar_loss_is_refused_whatever_it_is_of(axes: dict[str,
     layout = js.layout(js.compose(inside, js.local("replica", every=4, warmup=3)), mesh_of(**axes), MODEL.init, CLIPPED)
     with pytest.raises(TypeError, match=r"local: warmup needs .* js\.Mean\(total, weight\) instead of a scalar"):
         js.make_step(loss_fn, CLIPPED, layout).lower(batches(1)[0])
-
-
-@pytest.mark.slow
-def test_a_line_search_tries_as_many_losses_on_all_replicas_in_the_warm_up_and_its_own_number_after_it() -> None:
-    """After the warm-up a collective inside the search would wait for replicas that are done with theirs."""
-    tx = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=15))
-
-    def run(strategy: Any, mesh: Any, steps: int) -> tuple[Any, list[Any]]:
-        layout = js.layout(strategy, mesh, MODEL.init, tx)
-        step, state, seen = js.make_step(MODEL.loss, tx, layout), js.init(MODEL.init, tx, layout, jax.random.key(0)), []
-        for batch in batches(steps):
-            # Rows of the second replica are larger, so that its search is longer.
-            state, _ = step(state, batch | {"x": batch["x"] * np.repeat([1, 4], 8)[:, None].astype(np.float32)})
-            seen.append(np.asarray(jax.tree.leaves(state.opt_state.inner[1].learning_rate)[0]) if layout.local else 0)
-        return js.logical(state, layout).params, seen
-
-    strategy = js.compose(js.ddp("data"), js.local("replica", every=2, warmup=2))
-    found, expected = run(strategy, mesh_of(replica=2, data=2), 2)[0], run(js.ddp("data"), mesh_of(data=1), 2)[0]
-    assert worst(found, expected) < 1e-5
-    _, rates = run(strategy, mesh_of(replica=2, data=2), 5)
-    assert rates[1][0] == rates[1][1] and rates[2][0] != rates[2][1]
 
 
 @pytest.mark.slow

@@ -71,10 +71,6 @@ def _scan(x, w, b, key):
     return y + ys.sum(0)[..., None]
 
 
-def _convolve(x, kernel, padding):
-    return lax.conv_general_dilated(x, kernel, (1,), padding, dimension_numbers=("NWC", "WIO", "NWC"))
-
-
 def _keys(x, w, b, key):
     def keep(key, number):
         return jax.random.bernoulli(jax.random.fold_in(key, number), 0.9, (x.shape[-1],))

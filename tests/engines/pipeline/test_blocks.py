@@ -23,7 +23,7 @@ from tests.engines.pipeline.pipes import (
     squared_error,
     stack_toy,
 )
-from tests.toys import Toy, assert_equal_runs, loss_error, one_device, sharded, start_of, tree_error
+from tests.toys import Toy, assert_equal_runs, loss_error, one_device, start_of, tree_error
 
 TABLE = np.linspace(-1, 1, WIDTH, dtype=np.float32)
 
@@ -207,62 +207,3 @@ def test_frozen_parameters_stay_and_the_others_equal_one_device(schedule, frozen
 
 
 # Parameters of other kinds.
-
-
-def with_others(params, x, key):
-    """Beside w and b a number, and integers that tell how far to roll."""
-    return x + params["gain"] * jnp.roll(jnp.tanh(x @ params["w"] + params["b"]), params["shift"][1], axis=-1)
-
-
-@cache
-def others_toy() -> Toy:
-    """Blocks with a scalar and frozen integers, and outside of them integers and what nobody uses."""
-    base = stack_toy(residual_block, 5)
-    model = base.loss_fn.model
-
-    def init(key):
-        parts = model.init_parts(key)
-        block = parts["block"] | {"gain": jax.random.normal(key), "shift": jnp.array([0, 2, 1])}
-        return parts | {"block": block, "extra": {"unused": jnp.ones(3), "count": jnp.arange(4)}}
-
-    def embed(params, batch, key):
-        return model.embed(params, batch, key) + params["extra"]["count"][1]
-
-    stacked = js.Stacked(embed, with_others, model.head, num_blocks=5, init=init)
-    return base._replace(init_fn=stacked.init, loss_fn=stacked.loss)
-
-
-def floats_alone(toy: Toy) -> Toy:
-    """The same for one device: its integers are part of the loss function."""
-    start = start_of(toy.init_fn)
-    own = jax.tree.map(lambda x: x if x.dtype == np.float32 else None, start)
-
-    def loss_fn(params, batch, key):
-        both = jax.tree.map(lambda x, all_: all_ if x is None else x, params, start, is_leaf=lambda x: x is None)
-        return toy.loss_fn(both, batch, key)
-
-    return toy._replace(init_fn=lambda key: own, loss_fn=loss_fn)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scatter", ["end", "each"])
-@pytest.mark.parametrize(
-    ("axes", "chunks", "schedule"),
-    [
-        ({"pipe": 2, "data": 2}, 2, "interleaved"),
-        ({"pipe": 2, "data": 2}, 1, "zero_bubble"),
-        ({"pipe": 1, "data": 8}, 1, "gpipe"),
-        ({"pipe": 1, "data": 1}, 3, "zero_bubble"),
-    ],
-    ids=str,
-)
-def test_scalars_and_integers_among_parameters_and_rings_of_one(axes, chunks, schedule, scatter):
-    toy = others_toy()
-    strategy = js.compose(js.pipeline(chunks=chunks), js.fsdp(min_size=0))
-    mesh = js.make_mesh(jax.devices()[: axes["pipe"] * axes["data"]], **axes)
-    engine = js.pipelined(microbatches=4, schedule=schedule, scatter=scatter)
-    trainable = jax.tree.map(lambda x: x.dtype == np.float32, start_of(toy.init_fn))
-    trace, _ = sharded(toy, strategy, mesh, engine, steps=2, trainable=trainable)
-    alone = one_device(floats_alone(toy), steps=2)
-    assert loss_error(trace, alone) <= 1e-6
-    assert tree_error(trace.grads[-1], alone.grads[-1]) <= 1e-5

@@ -12,7 +12,6 @@ from jaxshard.checks.collectives.compare import compare
 from jaxshard.checks.collectives.found import arrays_only, collectives
 from jaxshard.checks.collectives.promise import promise
 from jaxshard.models import SIZES
-from jaxshard.models.gpt import gpt
 from jaxshard.plan.topology import topology_mesh
 from jaxshard.schedules.buffers import plan_buffers
 from tests.engines.programs import tpu
@@ -54,18 +53,3 @@ def copied_in_loops(text: str) -> list[tuple[int, ...]]:
     """The shapes that a compiled program copies outside of its entry."""
     found = re.findall(r"= \(?\w+\[([\d,]*)\]\S* (?:copy|copy-start)\(", text.split("\nENTRY ")[0])
     return [tuple(int(size) for size in shape.split(",") if size) for shape in found]
-
-
-@tpu
-@pytest.mark.slow
-def test_a_tick_copies_no_buffer():
-    """Compiled with buffers in conditionals, the values that W operations wait for were copied in every tick."""
-    mesh, tx = topology_mesh("v5e:2x2", pipe=4), optax.sgd(0.1)
-    model = gpt(vocab=512, width=256, depth=16, heads=2, seq=1024)
-    layout = js.layout(js.pipeline(chunks=1), mesh, model.init, tx)
-    engine = js.pipelined(microbatches=8, schedule="zero_bubble")
-    batch = {"tokens": jax.ShapeDtypeStruct((24, 1025), jnp.int32)}  # micro-batches of 3 rows: no buffer has 3 slots
-    copied = copied_in_loops(js.make_step(model.loss, tx, layout, engine=engine).compile(batch).as_text())
-    slots = set(plan_buffers(engine.table(layout)).sizes.values())
-    assert copied
-    assert not [shape for shape in copied if len(shape) > 2 and shape[0] in slots]

@@ -19,15 +19,6 @@ def _params(*shapes: tuple[int, ...]) -> Any:
     return {f"w{i}": jax.ShapeDtypeStruct(shape, jnp.float32) for i, shape in enumerate(shapes)}
 
 
-def test_of_muon_one_array_goes_and_one_returns_and_momentum_stays_split() -> None:
-    tx = optax.chain(optax.clip_by_global_norm(1.0), contrib.muon(0.1, weight_decay=0.1))
-    made = find_cores(tx, _params((8, 4), (6, 6), (5,)), {0, 1, 2})
-    assert made is not None and sorted(made.cores) == [0, 1]
-    core = made.cores[0]
-    assert [x.aval.shape for x in core.ins] == [(8, 4)] and [x.aval.shape for x in core.outs] == [(8, 4)]
-    assert core.states == ()
-
-
 def test_of_shampoo_the_factors_live_with_the_owner() -> None:
     params = _params((8, 4), (5,))
     made = find_cores(shampoo(0.1), params, {0, 1})
