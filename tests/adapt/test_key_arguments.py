@@ -134,7 +134,7 @@ def test_evaluation_has_no_key():
 
     model = js.linen(Coder(), loss, X)
     with pytest.raises(TypeError) as caught:
-        model.evaluate(model.init(jax.random.key(0)), X)
+        jax.eval_shape(model.evaluate, jax.eval_shape(model.init, jax.random.key(0)), X)
     assert any(
         "the loss received key=None; there draw from a key of your own" in note for note in caught.value.__notes__
     )

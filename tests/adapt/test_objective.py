@@ -147,17 +147,6 @@ def test_names_of_dimensions_survive_a_function_around_init():
         assert layout_of(lambda key: jitted(key)).params == direct.params
 
 
-@pytest.mark.slow
-def test_a_larger_tree_keeps_the_names_of_its_parts():
-    def init_fn(key):
-        return {"net": MODEL.init(key), "scale": jnp.ones(3)}
-
-    layout = layout_of(init_fn)
-    assert layout.params["net"] == layout_of().params
-    with pytest.warns(UserWarning, match='the parameters have no "blocks" at their top'):
-        parity(lambda p, batch, key: MODEL.loss(p["net"], batch, key), js.explicit(), init_fn).check()
-
-
 # Optimizers that stacking changes.
 
 

@@ -111,25 +111,6 @@ def test_every_call_has_a_key_of_its_own():
     assert len(seen) == len(set(seen)) == 10
 
 
-@pytest.mark.slow
-def test_activations_may_be_any_tree():
-    """Losses within 1e-6 and gradients within 1e-5 of one device; a tree of two arrays between the blocks."""
-
-    def pair_embed(params, batch, key):
-        return {"x": embed(params, batch, key), "steps": jnp.zeros(len(batch["x"]))}
-
-    def pair_block(params, both, key):
-        return {"x": block(params, both["x"], key), "steps": both["steps"] + 1}
-
-    def pair_head(params, both, batch, key):
-        return head(params, both["x"] * both["steps"][:, None], batch, key)
-
-    model = model_of(embed=pair_embed, block=pair_block, head=pair_head)
-    toy = Toy(model.init, model.loss, batch(), rate=1e-3)
-    trace, _ = sharded(toy, js.fsdp(min_size=0), js.make_mesh(data=8), js.explicit(remat="nothing"))
-    assert_equal_runs(trace, one_device(toy))
-
-
 def test_one_block_and_shared_embedding():
     """Losses within 1e-6 and gradients within 1e-5 of one device; the head reads the embedding, so both add up."""
 

@@ -148,8 +148,9 @@ def test_evaluation_gathers_everything_once():
     model, tx = gpt(**SIZES), optax.sgd(0.1)
     layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), model.init, tx)
     evaluate = jax.jit(js.make_eval_step(model.evaluate, layout))
-    run, batch = js.init(model.init, tx, layout, 0), {"tokens": np.zeros((16, 17), np.int32)}
-    found = Program(layout, evaluate.lower(run, batch).compile())
+    start = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), layout.shapes.params)
+    run = js.init(model.init, tx, layout, 0, init_from=start)
+    found = Program(layout, evaluate.lower(run, {"tokens": np.zeros((16, 17), np.int32)}).compile())
     assert traffic(found) == {("all-gather", "data"): P}
     assert sum(scalar_traffic(found).values()) <= 16
 

@@ -84,26 +84,6 @@ def found_over_context(model, axes, batch, engine, strategy):
     return counts
 
 
-KEYS = 4 * 32 * 4 * 4
-"""Keys of 4 rows, all positions and 4 heads of width 4; QUERIES are a device's own positions, with 8 heads."""
-QUERIES = 4 * 8 * 8 * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [
-        # Keys and values of two blocks, which keep everything for the backward pass, and their gradients.
-        ("gather", {("all-gather", KEYS): 4, ("reduce-scatter", KEYS): 4}),
-        # Queries and output of two blocks, forward and backward. Keys and values have as many heads as devices.
-        ("ulysses", {("all-to-all", QUERIES): 8, ("all-to-all", KEYS // 4): 8}),
-    ],
-)
-def test_a_context_adds_its_collectives_alone(how, expected):
-    strategy = js.compose(js.ddp("data"), js.context("context", how=how))
-    assert found_over_context(llama(), {"data": 2, "context": 4}, plain_rows(), js.explicit(), strategy) == expected
-
-
 WITH_TENSOR = {"data": 2, "context": 2, "tensor": 2}
 # Without a context too, and the audit says so: the scatter that makes this gradient is split along the width.
 MOVED = pytest.mark.xfail(reason="the compiler moves the gradient of an embedding beside a tensor axis", strict=True)

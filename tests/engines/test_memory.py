@@ -83,15 +83,6 @@ def test_compiled_arguments_are_the_predicted_ones(strategy, engine):
         assert argument_bytes(layout, engine) == ARGUMENTS[strategy]
 
 
-def test_split_state_is_counted_padded():
-    """27 floats of state padded to 32 over 8 devices: 16 bytes of them each instead of 108."""
-    strategy = js.compose(js.fsdp(min_size=0), js.shard("data", ["state"], min_size=0))
-    layout = layout_of(strategy, js.make_mesh(data=8))
-    assert layout.bytes_per_device()["state"] == 20
-    with quick_compile():
-        assert argument_bytes(layout, js.explicit()) == layout.argument_bytes(BATCH) == 52_424 - 92
-
-
 def test_a_run_holds_what_the_layout_says():
     layout = layout_of(js.fsdp(min_size=0), js.make_mesh(data=8))
     run = js.init(init_fn, TX, layout, 0)

@@ -35,6 +35,7 @@ def test_the_example_is_short(path: Path):
     assert len(path.read_text().splitlines()) <= MAX_LINES.get(path.stem, 60)
 
 
+@pytest.mark.slow
 def test_images_of_a_folder_train_over_a_mesh_of_data_and_tensor_axes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
@@ -73,7 +74,6 @@ def test_nnx_goes_on_where_it_was_saved(capsys: pytest.CaptureFixture[str], tmp_
     assert after[-1] < before[0] - 1
 
 
-@pytest.mark.slow
 def test_plain_trains(capsys: pytest.CaptureFixture[str]):
     load("plain").main(steps=50)
     printed = capsys.readouterr().out

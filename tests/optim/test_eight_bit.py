@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -226,18 +225,3 @@ def test_blocks_of_a_model_are_quantised_as_single_ones() -> None:
         np.testing.assert_array_equal(state.blocks.mu["blocks"]["w"][block], inner.mu["w"])
     assert state.blocks.mu["blocks"]["bias"].dtype == jnp.float32
     assert jax.tree.map(jnp.shape, expected) == single
-
-
-@pytest.mark.slow
-def test_a_checkpoint_restores_on_another_mesh_bit_for_bit(tmp_path: Path) -> None:
-    tx = js.optim.adam8bit(1e-2)
-    after, run, layout = sharded(tx, "fsdp", SHAPES)
-    js.save(tmp_path / "run", run, layout)
-    strategy, sizes = MESHES["tensor"]
-    other = js.layout(strategy, js.make_mesh(**sizes), make_init(SHAPES), tx)
-    restored = js.restore(tmp_path / "run", other)
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        (host(restored.params, other.params), host(restored.opt_state, other.opt_state)),
-        after,
-    )

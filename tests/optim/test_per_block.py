@@ -15,7 +15,7 @@ from jaxshard import optim
 
 from . import fast_jit
 
-pytestmark = pytest.mark.fast_cases(2)
+pytestmark = pytest.mark.fast_cases(1)
 
 BLOCKS = 3
 

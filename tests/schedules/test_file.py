@@ -171,7 +171,6 @@ EDITS = st.lists(
     ),
     max_size=3,
 )
-FLIPS = st.lists(st.tuples(st.integers(0), st.integers(0, 255)), max_size=3)
 
 
 def attempt_edited(file, schedule, edits):
@@ -196,27 +195,10 @@ def attempt_edited(file, schedule, edits):
     assert accepted or edits
 
 
-def attempt_flipped(file, schedule, places):
-    schedule.to_csv(file)
-    content = bytearray(file.read_bytes())
-    for place, byte in places:
-        content[place % len(content)] = byte
-    attempt(file, bytes(content))
-
-
 @given(schedule=schedules(p=2, v=2, m=3), edits=EDITS)
 @settings(max_examples=80, deadline=None)
 def test_edited_files(file, schedule, edits):
     attempt_edited(file, schedule, edits)
-
-
-@pytest.mark.slow
-@given(schedule=schedules(p=3, v=2, m=4), edits=EDITS, places=FLIPS, content=st.binary(max_size=300))
-@settings(max_examples=2000, deadline=None)
-def test_many_files(file, schedule, edits, places, content):
-    attempt_edited(file, schedule, edits)
-    attempt_flipped(file, schedule, places)
-    attempt(file, HEADER.encode() + content)
 
 
 def test_the_file_of_a_schedule_is_plain(tmp_path):

@@ -134,37 +134,6 @@ def test_a_warm_up_inside_every_strategy_is_that_of_one_device_to_1e_6(inside: A
     compare(inside, MESH, engine, 2, CLIPPED, warmup=3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mean", "sum of means"])
-def test_a_warm_up_weighs_each_term_of_a_loss_as_one_device_does_to_1e_6(kind: str) -> None:
-    """Two terms whose weights are in other proportions on the replicas."""
-
-    def loss_fn(params: Any, batch: Any, key: Any) -> Any:
-        error = (batch["x"] @ params["w"] - batch["y"]) ** 2
-        one = js.Mean((batch["weights"] * error).sum(), batch["weights"].sum())
-        return one if kind == "mean" else one + 0.1 * js.Mean((batch["other"] * error).sum(), batch["other"].sum())
-
-    def init(key: Any) -> Any:
-        return {"w": jax.random.normal(key, (8,))}
-
-    given = [batch | {"other": np.arange(16, dtype=np.float32)} for batch in batches(3)]
-    mesh = mesh_of(replica=2, data=2)
-    strategy = js.compose(js.ddp("data"), js.local("replica", every=4, warmup=3))
-
-    def run(strategy: Any, mesh: Any) -> tuple[Any, Any]:
-        layout = js.layout(strategy, mesh, init, CLIPPED)
-        step, state = js.make_step(loss_fn, CLIPPED, layout, engine=EXPLICIT), js.init(init, CLIPPED, layout, 0)
-        seen = []
-        for batch in given:
-            state, metrics = step(state, batch)
-            seen.append([float(metrics[name]) for name in ("loss", "grad_norm", "update_norm")])
-        return seen, state.params["w"]
-
-    found, expected = run(strategy, mesh), run(js.ddp("data"), mesh_of(data=1))
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
-    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("axes", [{"replica": 2, "data": 2}, {"replica": 1}])
 def test_a_warm_up_of_a_scalar_loss_is_refused_whatever_it_is_of(axes: dict[str, int]) -> None:
     def loss_fn(params: Any, batch: Any, key: Any) -> Any:

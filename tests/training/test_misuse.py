@@ -88,34 +88,6 @@ def test_what_is_no_run():
             take(BATCH)
 
 
-@pytest.mark.parametrize(
-    ("engine", "call"),
-    [(js.auto, r"js.auto\(\)"), (js.explicit, r"js.explicit\(\)"), (js.pipelined, r"js.pipelined\(microbatches=8\)")],
-)
-def test_an_engine_that_was_not_called(engine, call):
-    layout, _ = made(js.ddp())
-    with pytest.raises(TypeError, match=rf"got the function that makes one: write {call}"):
-        js.make_step(loss_fn, TX, layout, engine=engine)
-
-
-def test_a_mesh_and_a_strategy_that_are_swapped():
-    with pytest.raises(TypeError, match=r"strategy is a mesh; write js.layout\(strategy, mesh, init_fn, tx\)"):
-        js.layout(js.make_mesh(data=8), js.fsdp(), init_fn, TX)
-
-
-def test_a_model_in_the_place_of_one_of_its_functions():
-    model = js.linen(nn.Dense(1), lambda model, batch: js.Mean(model(batch["x"]).sum(), 1), {"x": BATCH["x"]})
-    layout, _ = made(js.ddp())
-    with pytest.raises(TypeError, match=r"init_fn must be .*got the model itself; pass model.init"):
-        js.layout(js.fsdp(), js.make_mesh(data=8), model, TX)
-    with pytest.raises(TypeError, match=r"got the model itself; pass model.init"):
-        js.init(model, TX, layout, 0)
-    with pytest.raises(TypeError, match=r"got the model itself; pass model.loss"):
-        js.make_step(model, TX, layout)
-    with pytest.raises(TypeError, match=r"got the model itself; pass model.evaluate"):
-        js.make_eval_step(model, layout)
-
-
 def test_a_model_prints_in_one_line():
     model = js.linen(nn.Dense(1), lambda model, batch: 0.0, {"x": BATCH["x"]})
     assert [repr(fn) for fn in (model, model.init, model.loss, model.evaluate)] == [

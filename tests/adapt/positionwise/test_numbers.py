@@ -89,7 +89,7 @@ def test_all_layers_together_are_right_on_parts():
     check(compose(LAYERS.values()), np.random.default_rng(0).permutation(LENGTH), 1e-4)
 
 
-@settings(max_examples=10, **QUICK)
+@settings(max_examples=5, **QUICK)
 @given(
     names=st.lists(st.sampled_from(list(LAYERS)), max_size=3),
     harmful=st.sampled_from(list(HARMFUL)),

@@ -63,7 +63,7 @@ def product():
 CHUNKS = {"gpipe": (1,), "one_f_one_b": (1,), "interleaved": (1, 2, 4), "zero_bubble": (1, 2, 4)}
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow  # `test_stages_split_over_data_equal_one_device` has a fast one
 @pytest.mark.parametrize("cell", list(product()), ids=lambda cell: "-".join(map(str, cell)))
 def test_every_schedule_equals_one_device(cell):
     cell.check()

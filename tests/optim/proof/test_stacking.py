@@ -28,7 +28,7 @@ from tests.toys import (
     worst,
 )
 
-pytestmark = pytest.mark.fast_cases(2)
+pytestmark = pytest.mark.fast_cases(1)
 
 
 @pytest.fixture(autouse=True)
