@@ -174,18 +174,9 @@ def test_blocks_are_drawn_as_single_ones():
         jax.tree.map(np.testing.assert_array_equal, layer(params, i), drawn)
 
 
-EXPLICIT = js.explicit(remat="nothing", microbatches=2)
-
-
-@pytest.mark.parametrize(
-    ("name", "engine"),
-    [
-        pytest.param("linen", js.auto(), id="linen, auto", marks=SLOW),
-        pytest.param("linen", EXPLICIT, id="linen, explicit", marks=SLOW),
-        pytest.param("nnx, tied", js.auto(), id="nnx, tied, auto", marks=SLOW),
-        pytest.param("nnx, tied", EXPLICIT, id="nnx, tied, explicit", marks=SLOW),
-    ],
-)
+@SLOW
+@pytest.mark.parametrize("engine", [js.auto(), js.explicit(remat="nothing", microbatches=2)], ids=["auto", "explicit"])
+@pytest.mark.parametrize("name", ["linen", "nnx, tied"])
 def test_sharded(name, engine):
     """Losses within 1e-6 and gradients within 1e-5 of one device."""
     model = models()[name]
@@ -194,8 +185,8 @@ def test_sharded(name, engine):
     assert_equal_runs(trace, one_device(toy, steps=2))
 
 
-@pytest.mark.parametrize("name", [pytest.param("linen", marks=SLOW), "linen, tied", pytest.param("nnx", marks=SLOW)])
-@pytest.mark.slow
+@SLOW
+@pytest.mark.parametrize("name", ["linen", "linen, tied", "nnx"])
 def test_pipelined(name):
     """Losses within 1e-6 and gradients within 1e-5 of one device; 3 blocks on 2 stages, the mask travels along."""
     model = models()[name]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 
 import jaxshard as js
-from jaxshard.core.mesh import axis_names, axis_size, check_axis, solve_sizes
+from jaxshard.core.mesh import check_axis, solve_sizes
 
 
 def test_all_devices_in_row_major_order_with_auto_axes():
@@ -60,18 +60,6 @@ def test_sizes_that_do_not_fit_the_devices(axes, message):
 def test_a_size_that_is_no_whole_number(size):
     with pytest.raises(TypeError, match=f"must be a whole number, got data={size!r}"):
         js.make_mesh(data=size)
-
-
-def test_more_devices_than_were_given():
-    with pytest.raises(ValueError, match="data=4 needs 4 devices, but there are 2"):
-        js.make_mesh(jax.devices()[:2], data=4)
-
-
-def test_axis_helpers():
-    mesh = js.make_mesh(data=4, tensor=2)
-    assert axis_names(None) == () and axis_names("a") == ("a",) and axis_names(("a", "b")) == ("a", "b")
-    assert axis_size(mesh, None) == 1 and axis_size(mesh, "data") == 4 and axis_size(mesh, ("data", "tensor")) == 8
-    assert check_axis(mesh, ("tensor", "data"), "test") == ("tensor", "data")
 
 
 @pytest.mark.parametrize(

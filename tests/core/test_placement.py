@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
-from jaxshard.core.placement import axes_of, spec_entry, split_dims, splits_per_dim, whole
+from jaxshard.core.placement import axes_of, whole
 from jaxshard.core.tree import Leaf
 from tests.toys import quick_compile
 
@@ -95,14 +95,6 @@ def test_one_slice_of_stacked_blocks():
     assert placement.view.stored == (48, 10, 8) and placement.store == P(None, None, "data")
     tail = placement.drop_first()
     assert tail.view == js.View((10, 7), (10, 8), (10, 8)) and tail.store == P(None, "data")
-
-
-def test_specs_in_parts():
-    mesh = js.make_mesh(x=4, y=2)
-    spec = P(("x", "y"), None)
-    assert axes_of(spec) == ("x", "y") and split_dims(spec) == [(0, "x"), (0, "y")]
-    assert splits_per_dim(mesh, spec) == (8, 1)
-    assert spec_entry(()) is None and spec_entry(("x",)) == "x" and spec_entry(("x", "y")) == ("x", "y")
 
 
 def test_numbers_of_blocks_lie_with_the_blocks() -> None:

@@ -191,10 +191,6 @@ def test_arrays_beside_a_router_are_those_of_its_experts():
     assert made.params["ffn"]["w1"].use == jax.P(None, None, "tensor")  # four are not eight
 
 
-def test_only_the_first_dimension_that_splits_is_split():
-    assert layout({"moe": {"wi": (8, 32, 64)}}).params["moe"]["wi"].use == jax.P("tensor", None, None)
-
-
 def test_fewer_key_heads_than_devices_are_copied_and_said_so():
     made = layout({"key": {"kernel": (32, 2, 4)}})
     assert made.params["key"]["kernel"].use == jax.P(None, None, None)

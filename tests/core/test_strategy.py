@@ -45,10 +45,6 @@ def test_rows_are_split_over_the_batch_axes_in_order():
     assert store(js.compose(js.batch("data"), js.batch("replica")), "batch", leaf) == P(("data", "replica"), None)
 
 
-def test_scalars_of_a_batch_stay_whole():
-    assert store(js.ddp(), "batch", Leaf("temperature", (), jnp.float32, ())) == P()
-
-
 def by_name(role, leaf, placement, mesh) -> Placement:
     """What a tensor strategy does: the last dimension to a named axis, in computation and in storage."""
     split = placement.split(len(leaf.shape) - 1, ("replica",)) if role == "param" else placement
@@ -215,6 +211,11 @@ def test_roles_that_do_not_exist():
         js.shard("data", ["params"])
     with pytest.raises(ValueError, match=r"unknown roles \['batch'\]"):
         js.shard("data", ["batch"])
+
+
+def test_a_threshold_below_zero():
+    with pytest.raises(ValueError, match="shard: min_size must be at least 0 elements, got -1"):
+        js.fsdp(min_size=-1)
 
 
 def test_composing_what_is_no_strategy():

@@ -45,8 +45,8 @@ STRATEGIES = {
 }
 SPLIT = {"ddp": (), "zero1": ("opt",), "zero2": ("opt", "grad")}
 ENGINES = {"auto": js.auto, "explicit": js.explicit}
-# Transformers are in the fast tier by tests/engines/test_tensor.py, Linen models by tests/adapt/test_linen.py, and ZeRO-2
-# by `two_part_toy`.
+# In the fast tier transformers are in tests/engines/test_tensor.py, Linen models in tests/adapt/test_linen.py, and
+# ZeRO-2 trains `two_part_toy`.
 FAST = {(s, "explicit", "nnx") for s in STRATEGIES if s != "zero2"} | {("fsdp", "auto", "nnx")}
 
 

@@ -102,13 +102,6 @@ def test_another_key_and_abstract_masks() -> None:
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
 
 
-def test_only_blocks() -> None:
-    params = {"blocks": {"w": jnp.ones((3, 2, 2))}}
-    tx = optim.per_block(contrib.muon(0.1))
-    updates = jax.eval_shape(lambda params: tx.update(params, tx.init(params), params)[0], params)
-    assert updates["blocks"]["w"].shape == (3, 2, 2)
-
-
 def test_refused() -> None:
     with pytest.raises(
         ValueError, match=r"no parameter under the key 'blocks', only \['embed', 'head', 'layers'\].*per_block\(tx, "

@@ -82,6 +82,7 @@ MISTAKES = {
     "evaluate swapped": (lambda: js.evaluate(run(), evaluate, [BATCH]), "eval_step must be what js.make_eval_step"),
     "restore": (lambda: js.restore(layout(), "run"), rf"{ORDER}str; write js.restore\(dir, layout\)"),
     "save": (lambda: js.save("run", layout(), run()), "got Layout; the arguments are in another order"),
+    "save the run first": (lambda: js.save(run(), "run", layout()), r"dir is a run; write js.save\(dir, run, layout\)"),
     "save_safetensors": (lambda: js.save_safetensors("x.safetensors", layout(), run()), rf"{ORDER}TrainState"),
     "load_safetensors": (lambda: js.load_safetensors(layout(), "x.safetensors"), rf"{ORDER}str"),
     "make_apply": (lambda: js.make_apply(layout(), lambda params: 0), r"fn must be a function fn\(model, \*args\)"),

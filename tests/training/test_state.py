@@ -196,6 +196,14 @@ def test_another_init_fn_than_the_layouts():
         js.init(other, TX, small(), 0)
 
 
+def test_another_state_than_the_layouts():
+    def other(key):
+        return small_init(key)._replace(state={"mean": jnp.zeros(9)})
+
+    with pytest.raises(ValueError, match=r"(?s)the model's state changed.*count: missing, expected int32\[\]"):
+        js.init(other, TX, small(), 0)
+
+
 def test_another_optimizer_than_the_layouts():
     with pytest.raises(ValueError, match=r"(?s)tx is not the one that the layout was made for.*mu/w: missing"):
         js.init(small_init, optax.sgd(0.1), small(), 0)

@@ -29,19 +29,6 @@ def test_of_shampoo_the_factors_live_with_the_owner() -> None:
     assert [x.aval.shape for x in made.cores[0].ins] == [(8, 4)]
 
 
-def test_work_in_front_joins_the_core_where_fewer_arrays_travel_then() -> None:
-    """The core needs the gradient and its average: the average is made there, and lives there."""
-
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
-        state = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state, grads)
-        return jax.tree.map(lambda g, m: g @ m.T @ m, grads, state), state
-
-    tx = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
-    made = find_cores(tx, _params((8, 4)), {0})
-    assert made is not None
-    assert len(made.cores[0].ins) == 1 and made.cores[0].states == (0,)
-
-
 def test_work_behind_joins_the_core_where_fewer_arrays_travel_then() -> None:
     """Two results are computed, of which a count chooses element by element: neither travels."""
 
