@@ -12,16 +12,12 @@ from flax import nnx
 
 import jaxshard as js
 from jaxshard.core.keys import neighbour
-from tests.toys import Toy, assert_equal_runs, one_device, quick_compile, sharded
+from tests.toys import Toy, assert_equal_runs, one_device, sharded
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 X = np.random.default_rng(0).normal(size=(16, 13)).astype(np.float32)
 FSDP = js.fsdp(min_size=0)
-
-
-@pytest.fixture(autouse=True)
-def _compile():
-    with quick_compile():
-        yield
 
 
 class Coder(nn.Module):

@@ -19,19 +19,14 @@ from tests.toys import (
     classes,
     cross_entropy,
     one_device,
-    quick_compile,
     sharded,
     start_of,
 )
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 TX = optax.sgd(0.1)
 ENGINES = {"auto": js.auto, "explicit": js.explicit}
-
-
-@pytest.fixture(autouse=True)
-def _compile():
-    with quick_compile():
-        yield
 
 
 def mesh():

@@ -21,19 +21,14 @@ from tests.toys import (
     cross_entropy,
     one_device,
     one_device_key,
-    quick_compile,
     sharded,
     start_of,
     tree_error,
 )
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 TX = optax.sgd(0.1)
-
-
-@pytest.fixture(autouse=True)
-def _compile():
-    with quick_compile():
-        yield
 
 
 def mesh():
@@ -133,24 +128,6 @@ def test_dropout_under_auto_is_that_of_one_device_bit_for_bit():
         np.testing.assert_array_equal(trace.metrics[step]["kept"], np.concatenate(masks, 1))
     kept = np.concatenate([m["kept"].reshape(-1, 40) for m in trace.metrics])
     assert len(np.unique(kept, axis=0)) == 2 * 2 * 16
-
-
-@pytest.mark.slow
-def test_evaluation_changes_nothing():
-    toy = adapted(lambda rngs: MLP(rngs, 0.5))
-    pair, model = toy.loss_fn.model, start_of(toy.init_fn)
-    module = MLP(nnx.Rngs(jax.random.key(0)))
-    module.eval()
-    logits = module(toy.batch["x"])
-    expected = float(cross_entropy(logits, toy.batch).value)
-    assert float(pair.evaluate(model, toy.batch)["loss"].value) == pytest.approx(expected, rel=1e-6)
-
-    layout = js.layout(js.fsdp(min_size=0), mesh(), pair.init, TX)
-    run = js.init(pair.init, TX, layout, 0, init_from=model)
-    found = js.make_eval_step(pair.evaluate, layout)(run, toy.batch)
-    assert float(found["loss"].value) == pytest.approx(expected, rel=1e-6)
-    predicted = js.make_apply(pair.apply, layout)(run, toy.batch["x"])
-    assert tree_error(predicted, logits) <= 1e-6
 
 
 def test_a_loss_may_be_told_and_a_module_may_have_no_state():

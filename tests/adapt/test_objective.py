@@ -14,19 +14,12 @@ from flax import linen as nn
 import jaxshard as js
 from jaxshard.adapt.objective import OfBlocks, OfModule, Opaque, resolve
 from tests.adapt.test_stacked import batch, block, init_parts, model_of
-from tests.toys import quick_compile
 
-pytestmark = pytest.mark.fast_cases(1)
+pytestmark = [pytest.mark.fast_cases(1), pytest.mark.usefixtures("compiled_quickly")]
 
 TX = optax.sgd(0.1)
 MODEL = model_of(num_blocks=3)
 ENGINES = [js.explicit(), js.auto()]
-
-
-@pytest.fixture(autouse=True)
-def _compile():
-    with quick_compile():
-        yield
 
 
 def penalty(params, rows, weight=0.01):

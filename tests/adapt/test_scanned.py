@@ -19,20 +19,15 @@ from tests.toys import (
     classes,
     cross_entropy,
     one_device,
-    quick_compile,
     sharded,
 )
 from tests.toys import tree_error as error_of
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 WIDTH, BLOCKS = 16, 3
 SPLIT = {"params": True, "dropout": True}
 SLOW = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def _compile():
-    with quick_compile():
-        yield
 
 
 class Block(nn.Module):

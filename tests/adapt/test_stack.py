@@ -21,21 +21,16 @@ from tests.toys import (
     classes,
     cross_entropy,
     one_device,
-    quick_compile,
     start_of,
     tree_error,
 )
 from tests.toys import sharded as sharded_run
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 WIDTH, BLOCKS = 16, 3
 TX = optax.sgd(0.01)
 SLOW = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def _compile():
-    with quick_compile():
-        yield
 
 
 class Block(nn.Module):

@@ -10,15 +10,11 @@ import pytest
 
 import jaxshard as js
 from jaxshard.checks.collectives.found import collectives
-from tests.toys import Toy, assert_equal_runs, one_device, quick_compile, sharded
+from tests.toys import Toy, assert_equal_runs, one_device, sharded
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 TX = optax.sgd(0.1)
-
-
-@pytest.fixture(autouse=True)
-def _compile():
-    with quick_compile():
-        yield
 
 
 def init_parts(key):

@@ -11,16 +11,11 @@ import optax
 import pytest
 
 import jaxshard as js
-from tests.toys import quick_compile
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 TX = optax.sgd(0.1)
 WEIGHT = r"the weight of js.Mean is no sum over rows: that of the whole batch is {}, those of its {} parts add up to {}"
-
-
-@pytest.fixture(autouse=True)
-def _compile():
-    with quick_compile():
-        yield
 
 
 def init(key):

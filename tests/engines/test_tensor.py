@@ -80,14 +80,6 @@ def totals(found: list[Collective]) -> dict[str, int]:
     return sums
 
 
-@pytest.mark.slow
-def test_a_block_costs_two_all_reduces_forward_and_two_backward_under_auto_too():
-    """On CPU. Two more for the embedding's output and its gradient's, and three numbers per label for the loss."""
-    found = over("tensor", program(engine=js.auto(), data=js.ddp()))
-    assert totals(found) == {"all-reduce": (2 * 4 + 2) * ACTIVATION + 3 * PER_LABEL}
-    assert {one.axes for one in found} == {("tensor",)}
-
-
 # Bytes of all-reduces over tensor=4 on each of two devices of the data axis: an activation of 4 rows of 8 positions of
 # width 32 is 4,096 bytes (the GPT's of 8 rows of 16 positions 16,384), a number per label 128 or 512. Per block two
 # forward and two backward, two more for embedding and last layer, three numbers per label. Where layers share their

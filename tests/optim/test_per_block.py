@@ -49,14 +49,11 @@ def matrices(params: Any) -> Any:
 
 TRANSFORMS = {
     "lamb": lambda: optax.lamb(0.1),
-    "lamb with a mask": lambda: optax.lamb(0.1, weight_decay=0.1, mask=matrices),
     "lars": lambda: optax.lars(0.1),
     "muon": lambda: contrib.muon(0.1),
-    "adafactor": lambda: optax.adafactor(0.1),
     "adafactor, factored": lambda: optax.adafactor(0.1, min_dim_size_to_factor=4),
     "adaptive_grad_clip": lambda: optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
     "clip_by_block_rms": lambda: optax.chain(optax.clip_by_block_rms(0.1), optax.adam(0.1)),
-    "novograd": lambda: optax.novograd(0.1),
     "partition": lambda: optax.partition({"matrix": optax.lamb(0.1), "other": optax.sgd(0.1)}, by_shape),
     "adam": lambda: optax.adam(0.1),
     "averaged": lambda: optim.averaged(optax.lamb(0.1), 0.9),

@@ -199,30 +199,6 @@ def test_collectives() -> None:
     }
 
 
-def test_the_norm_counts_split_arrays_over_all_shards_and_whole_ones_once() -> None:
-    """To 1e-6."""
-    tree = {"split": jnp.arange(8.0), "whole": jnp.arange(3.0), "scalar": jnp.asarray(5.0)}
-    specs = {"split": P("tensor"), "whole": P(), "scalar": P()}
-    seen = []
-
-    def update(updates: Any, state: Any, params: Any = None, *, split_axes: Any = None, **_: Any) -> Any:
-        if split_axes is not None:
-            seen.append({path: split_axes(path, ("data",)) for path in tree})
-            seen.append(optim.global_norm(updates, "tensor", split_axes=split_axes))
-            return jax.tree.map(lambda u: u * 0 + seen[-1], updates), state
-        return updates, state
-
-    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
-    tx = optim.tensor(inner, "tensor", specs, partial=lambda path: False)
-
-    def body(tree: Any) -> Any:
-        return tx.update(tree, tx.init(tree))[0]["scalar"]
-
-    mapped = jax.shard_map(body, mesh=make_mesh(), in_specs=(specs,), out_specs=P(), check_vma=False)
-    np.testing.assert_allclose(fast_jit(mapped)(tree), optim.global_norm(tree), rtol=1e-6)
-    assert seen[0] == {"split": ("data", "tensor"), "whole": ("data",), "scalar": ("data",)}
-
-
 # What is refused.
 
 

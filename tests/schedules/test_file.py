@@ -173,34 +173,6 @@ EDITS = st.lists(
 )
 
 
-def attempt_edited(file, schedule, edits):
-    schedule.to_csv(file)
-    lines = file.read_text(encoding="utf-8").split("\n")
-    for place, edit, line, text in edits:
-        i = place % len(lines)
-        match edit:
-            case "drop" if len(lines) > 1:
-                del lines[i]
-            case "double":
-                lines.insert(i, lines[i])
-            case "new":
-                lines[i] = line
-            case "swap":
-                lines[i], lines[0] = lines[0], lines[i]
-            case "cut":
-                lines[i] = lines[i][: place // 10]
-            case "insert":
-                lines[i] = lines[i][: place // 20] + text + lines[i][place // 20 :]
-    accepted = attempt(file, "\n".join(lines).encode(errors="replace"))
-    assert accepted or edits
-
-
-@given(schedule=schedules(p=2, v=2, m=3), edits=EDITS)
-@settings(max_examples=80, deadline=None)
-def test_edited_files(file, schedule, edits):
-    attempt_edited(file, schedule, edits)
-
-
 def test_the_file_of_a_schedule_is_plain(tmp_path):
     zero_bubble(1, 1, chunks=1).to_csv(tmp_path / "a.csv")
     assert (tmp_path / "a.csv").read_text() == (

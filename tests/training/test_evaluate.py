@@ -9,17 +9,11 @@ import optax
 import pytest
 
 import jaxshard as js
-from tests.toys import mask, normal, quick_compile
+from tests.toys import mask, normal
 
-pytestmark = pytest.mark.fast_cases(1)
+pytestmark = [pytest.mark.fast_cases(1), pytest.mark.usefixtures("compiled_quickly")]
 
 TX = optax.sgd(0.1)
-
-
-@pytest.fixture(autouse=True)
-def _compile():
-    with quick_compile():
-        yield
 
 
 def init_fn(key):

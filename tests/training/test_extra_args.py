@@ -12,18 +12,14 @@ import pytest
 from optax import contrib
 
 import jaxshard as js
-from tests.toys import normal, quick_compile, tree_error
+from tests.toys import normal, tree_error
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 RNG = np.random.default_rng(0)
 BATCH = {"x": RNG.normal(size=(16, 13)).astype(np.float32), "y": RNG.normal(size=(16, 3)).astype(np.float32)}
 FSDP, ZERO2 = js.fsdp(min_size=0), js.zero2(min_size=0)
 STEPS = 4
-
-
-@pytest.fixture(autouse=True)
-def _compile():
-    with quick_compile():
-        yield
 
 
 def init_fn(key):

@@ -14,7 +14,8 @@ import pytest
 import jaxshard as js
 from jaxshard.layers.moe.exchange import use_form
 from tests.layers.moe.ragged import ragged_reference
-from tests.toys import quick_compile
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 TX = optax.adam(1e-3)
 E, C, H = 4, 8, 16
@@ -27,12 +28,6 @@ ENGINES = {
     "explicit, bf16": js.explicit(precision="bf16"),
 }
 CELLS = [pytest.param(engine, id=name) for name, engine in ENGINES.items()]
-
-
-@pytest.fixture(autouse=True)
-def _compile():
-    with quick_compile():
-        yield
 
 
 def init_fn(key):

@@ -159,17 +159,6 @@ def test_a_bad_step_of_one_replica_in_the_warm_up_is_one_of_all() -> None:
     jax.tree.map(np.testing.assert_array_equal, now.params, kept.params)
 
 
-@pytest.mark.slow
-def test_a_norm_of_whole_arrays_inside_and_outside_equals_the_plain_loop_to_1e_5() -> None:
-    tx, given = optax.lamb(1e-2), batches(5)
-    outer = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.7))
-    layout, step = made(js.fsdp(("data",), min_size=0), mesh_of(replica=2, data=3), tx, EXPLICIT, 2, outer)
-    given = [{name: x[:12] for name, x in batch.items()} for batch in given]
-    run, _ = train(layout, step, tx, given)
-    shared, _, _ = simulate(tx, outer, given, replicas=2, every=2)
-    assert worst(js.logical(run, layout).params, shared) < 1e-4  # LAMB divides by the norms of its own updates
-
-
 def arrays(found: Any) -> list[tuple[Any, ...]]:
     """Kind, axes, shapes and whether it is conditional, of what is no scalar and goes over replicas."""
     return [

@@ -12,17 +12,11 @@ import jaxshard as js
 from jaxshard.core.layout import human_bytes
 from jaxshard.models.gpt import gpt
 from tests.notebook_page import read
-from tests.toys import TOYS, model_order, one_device_key, quick_compile
+from tests.toys import TOYS, model_order, one_device_key
 
-pytestmark = pytest.mark.fast_cases(1)
+pytestmark = [pytest.mark.fast_cases(1), pytest.mark.usefixtures("compiled_quickly")]
 
 MESH = {"data": 8}
-
-
-@pytest.fixture(autouse=True)
-def _compile():
-    with quick_compile():
-        yield
 
 
 def assert_bits(tree, reference):

@@ -11,15 +11,11 @@ import optax
 import pytest
 
 import jaxshard as js
-from tests.toys import normal, quick_compile
+from tests.toys import normal
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 TX = optax.sgd(0.1, momentum=0.9)
-
-
-@pytest.fixture(autouse=True)
-def _compile():
-    with quick_compile():
-        yield
 
 
 def init_fn(key):

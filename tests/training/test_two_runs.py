@@ -9,18 +9,14 @@ import optax
 import pytest
 
 import jaxshard as js
-from tests.toys import normal, quick_compile, tree_error
+from tests.toys import normal, tree_error
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 TX = {"generator": optax.adam(1e-2), "critic": optax.sgd(1e-2, momentum=0.9)}
 RNG = np.random.default_rng(0)
 BATCH = {"x": RNG.normal(size=(16, 5)).astype(np.float32), "z": RNG.normal(size=(16, 3)).astype(np.float32)}
 FSDP = js.fsdp(min_size=0)
-
-
-@pytest.fixture(autouse=True)
-def _compile():
-    with quick_compile():
-        yield
 
 
 def init_fn(key):

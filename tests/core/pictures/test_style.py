@@ -10,8 +10,6 @@ from jaxshard.core.pictures.style import (
     ROLES,
     contrast,
     ink_on,
-    luminance,
-    tint,
 )
 
 
@@ -35,8 +33,3 @@ def test_text_is_read_on_paper_and_on_every_colour():
         assert all(contrast(colour, look.paper) > 1.25 for colour in PALETTE)
         assert all(contrast(colour, look.paper) > 2.2 for colour in look.lines) and min(distances(look.lines)) > 0.05
     assert all(contrast(ink_on(colour), colour) > 4.5 for colour in (*PALETTE, *ROLES.values()))
-
-
-def test_the_last_chunk_has_the_colour_itself():
-    shades = [tint("#0072B2", chunk, 4) for chunk in range(4)]
-    assert shades[-1] == "#0072b2" and sorted(shades, key=luminance, reverse=True) == shades

