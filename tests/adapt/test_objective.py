@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,6 @@ import pytest
 from flax import linen as nn
 
 import jaxshard as js
-from jaxshard.adapt.objective import OfBlocks, OfModule, Opaque, resolve
 from tests.adapt.test_stacked import batch, block, init_parts, model_of
 
 pytestmark = [pytest.mark.fast_cases(1), pytest.mark.usefixtures("compiled_quickly")]
@@ -55,22 +52,6 @@ def traffic(loss_fn, engine, init_fn=MODEL.init):
 
 def parity(loss_fn, engine, init_fn=MODEL.init, **options):
     return js.parity(init_fn, loss_fn, TX, js.fsdp(min_size=0), js.make_mesh(data=8), batch(), engine=engine, **options)
-
-
-def test_known_losses_are_recognised_by_what_they_are():
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(3)(x)
-
-    adapted = js.linen(Net(), lambda model, batch: js.Mean(model(batch["x"]).sum(), 1), batch())
-    for wrap in (lambda f: f, jax.jit, functools.partial):
-        assert isinstance(resolve(wrap(MODEL.loss)), OfBlocks)
-        assert isinstance(resolve(wrap(adapted.loss)), OfModule)
-    assert type(resolve(called)) is Opaque and resolve(resolve(called)) == resolve(called)
-    assert type(resolve(functools.wraps(MODEL.loss)(with_penalty_on_all))) is Opaque
-    assert type(resolve(functools.partial(MODEL.loss, key=None))) is Opaque
-    assert type(resolve(MODEL.evaluate)) is Opaque
 
 
 @pytest.mark.slow
