@@ -70,15 +70,12 @@ def test_explain_names_every_array_and_why_it_stayed_whole():
 # Optimizer state is placed by path and shape.
 
 TRANSFORMS = {
-    "adamw": optax.adamw(1e-3),
-    "muon": optax.contrib.muon(1e-3),
     "masked": optax.masked(optax.adam(1e-3), {"kernel": True, "bias": False, "square": True}),
     "partition": optax.partition(
         {"a": optax.adam(1e-3), "b": optax.sgd(1e-3, momentum=0.9)}, {"kernel": "a", "bias": "b", "square": "b"}
     ),
     "MultiSteps": optax.MultiSteps(optax.adam(1e-3), 2),
     "inject_hyperparams": optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
-    "ema": optax.chain(optax.ema(0.9), optax.sgd(1e-3)),
 }
 
 
@@ -171,15 +168,6 @@ def test_bytes_of_the_zero_paper(strategy, gigabytes):
 
 
 # Batches.
-
-
-def test_batches_are_split_over_their_rows():
-    made = js.layout(js.hsdp(), js.make_mesh(replica=2, data=4), init_fn, optax.sgd(0.1))
-    assert made.batch_axes == ("replica", "data")
-    rows = made.batch_sharding(jax.ShapeDtypeStruct((16, 3), jnp.int32))
-    assert rows.spec == P(("replica", "data"), None) and rows.shard_shape((16, 3)) == (2, 3)
-    shardings = made.batch_shardings({"x": np.zeros((8, 2)), "t": np.float32(1)})
-    assert shardings["x"].spec == P(("replica", "data"), None) and shardings["t"].spec == P()
 
 
 # Pipelines.

@@ -78,25 +78,6 @@ def test_fills_split_every_array_of_more_than_one_element_evenly(shape, axes):
         assert math.prod(placement.view.padded) == least
 
 
-def test_a_second_axis_takes_another_dimension():
-    mesh = js.make_mesh(x=4, y=2)
-    leaf = Leaf("w", (16, 6), jnp.float32, (None, None))
-    both = js.compose(js.shard("x", ["param"], min_size=0), js.shard("y", ["param"], min_size=0))
-    placement = both("param", leaf, whole(leaf), mesh)
-    assert placement.store == P("x", "y")
-    assert placement.shard_shape(mesh) == (4, 3)
-    assert placement.bytes_per_device(mesh, jnp.bfloat16) == 24
-
-
-def test_one_slice_of_stacked_blocks():
-    leaf = Leaf("blocks/w", (48, 10, 7), jnp.float32, ("blocks", None, None))
-    placement = js.shard("data", ["param"], min_size=0)("param", leaf, whole(leaf), js.make_mesh(data=8))
-    # Dim 0 would divide, but stacks the blocks; 7 of 8 wastes less than 10 of 16.
-    assert placement.view.stored == (48, 10, 8) and placement.store == P(None, None, "data")
-    tail = placement.drop_first()
-    assert tail.view == js.View((10, 7), (10, 8), (10, 8)) and tail.store == P(None, "data")
-
-
 def test_numbers_of_blocks_lie_with_the_blocks() -> None:
     mesh = js.make_mesh(data=4, tensor=2)
 

@@ -146,15 +146,6 @@ def test_dims_of_a_tensor_axis_and_a_fill_are_found_behind_the_cut(dim, fill):
     assert tail.use == P(*use[1:]) and tail.store == P(*store[3:]) and tail.view.stored == (6, 6)
 
 
-def test_who_holds_which_blocks():
-    """Seven blocks in four stages of two: the last stage has one, and of five blocks none."""
-    mesh = js.make_mesh(**RING)
-    pipe = js.pipeline(chunks=2)
-    assert pipe.holders(7, mesh) == [(0, 0, range(2)), (1, 0, range(2, 4)), (0, 1, range(4, 6)), (1, 1, range(6, 7))]
-    assert [len(run) for _, _, run in pipe.holders(5, mesh)] == [2, 2, 1, 0]
-    assert pipe.stages(mesh) == 4 and pipe.per_stage(7, mesh) == pipe.per_stage(8, mesh) == 2
-
-
 # Errors.
 
 
