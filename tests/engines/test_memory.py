@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
-from jaxshard.plan.memory.tiles import tiled_argument_bytes, tiled_bytes
+from jaxshard.plan.memory.tiles import tiled_bytes
 from jaxshard.plan.topology import topology_mesh
-from tests.engines.programs import gpt_program, setups, torus_setups, tpu
+from tests.engines.programs import gpt_program, setups, tpu
 from tests.toys import cross_entropy, quick_compile
 
 pytestmark = pytest.mark.fast_cases(1)
@@ -182,16 +182,3 @@ def test_tiles_are_those_of_the_compiler(topology, seed):
     if compiled_bytes(mesh, arrays) != expected:
         wrong = {one: (tiled_bytes(*one), compiled_bytes(mesh, [one])) for one in arrays}
         assert not {one: pair for one, pair in wrong.items() if pair[0] != pair[1]}
-
-
-TILED = {"ddp": 528_384, "zero1": 229_376, "zero2": 229_376, "fsdp": 77_824, "hsdp": 147_456}
-
-
-@tpu
-@pytest.mark.parametrize(("strategy", "engine"), ENGINES, ids=lambda x: x if isinstance(x, str) else type(x).__name__)
-def test_compiled_arguments_on_a_torus(strategy, engine):
-    """The same arrays, each padded to whole tiles."""
-    layout = layout_of(torus_setups(0)[strategy], topology_mesh("v5e:2x4", x=2, y=4))
-    assert layout.argument_bytes(BATCH) == ARGUMENTS[strategy]
-    assert tiled_argument_bytes(layout, BATCH) == TILED[strategy]
-    assert argument_bytes(layout, engine) == TILED[strategy]

@@ -42,15 +42,6 @@ class KeepsBest:
         pass
 
 
-class RemembersBest:
-    """A callback with a `best` of its own, which has nothing to do with evaluations."""
-
-    best = 1.0
-
-    def __call__(self, number, run):
-        pass
-
-
 def evaluations(losses):
     """An `evaluate` that returns these losses one after the other."""
     losses = iter(losses)
@@ -185,10 +176,6 @@ def test_batches_that_end_too_soon():
 def test_evaluation_options_that_do_not_fit(options, message):
     with pytest.raises(ValueError, match=message):
         js.fit(new_run(), step, ones(), steps=2, **options)
-
-
-def test_a_callback_may_have_a_best_of_its_own():
-    assert int(js.fit(new_run(), step, ones(), steps=2, on_run=[RemembersBest()]).step) == 2
 
 
 def test_a_profile_is_written_even_of_a_short_run(tmp_path):

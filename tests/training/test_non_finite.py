@@ -31,9 +31,7 @@ def mesh(**axes):
 
 GPT = {
     "explicit": (js.zero2(min_size=0), {"data": 8}, js.explicit(microbatches=2, compute_dtype=jnp.bfloat16)),
-    "one device": (js.ddp(), {"data": 1}, js.auto()),
     "auto": (js.fsdp(min_size=0), {"data": 8}, js.auto()),
-    "hsdp": (js.hsdp(min_size=0), {"replica": 2, "data": 4}, js.explicit(scatter="end")),
     "tensor": (js.compose(js.fsdp(min_size=0), js.tensor()), {"data": 2, "tensor": 2}, js.explicit()),
     "pipelined": (js.pipeline(), {"pipe": 2}, js.pipelined(microbatches=4)),
 }

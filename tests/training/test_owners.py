@@ -198,22 +198,3 @@ def test_blocks_of_a_pipeline_have_no_owners_and_are_named() -> None:
         "  embed and 1 more: 2 matrices [16, 16], 0 to 1 on each of 4 devices of data, 2 of 4 places empty\n"
         "  blocks/w has no owner: its blocks are in the order of a pipeline"
     )
-
-
-@pytest.mark.slow
-def test_a_pipeline_with_owners_of_its_other_matrices_equals_one_device() -> None:
-    """1e-5."""
-    model, layout, tx = _piped()
-    batch = {"x": np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)}
-    step = js.make_step(model.loss, tx, layout, engine=js.pipelined(microbatches=2))
-    assert step.owned
-    run = js.init(model.init, tx, layout, 0)
-    params = jax.device_get(js.logical(run, layout).params)
-    state = tx.init(params)
-    for _ in range(STEPS):
-        run, _ = step(run, batch)
-        grads = jax.grad(lambda params: model.loss(params, batch, jax.random.key(0)).value)(params)
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-    for x, y in zip(jax.tree.leaves(js.logical(run, layout).params), jax.tree.leaves(params), strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-5 * float(np.abs(y).max()))

@@ -103,12 +103,6 @@ def test_other_parameters_keep_or_reset_the_optimizer(opt_state):
     )
 
 
-def test_a_model_brings_its_state_along():
-    layout, run = descent()
-    model = js.Model(js.logical(run, layout).params, {"seen": np.float32(7)})
-    assert float(js.replace_params(run, model, DESCENT, layout, opt_state="keep").state["seen"]) == 7
-
-
 @pytest.mark.parametrize(
     ("tx", "names"),
     [

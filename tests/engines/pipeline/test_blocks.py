@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +13,13 @@ from jax import lax
 
 import jaxshard as js
 from tests.engines.pipeline.pipes import (
-    FEATURES,
     WIDTH,
     Ring,
     reference,
     residual_block,
-    rows_batch,
-    squared_error,
     stack_toy,
 )
-from tests.toys import Toy, assert_equal_runs, loss_error, one_device, start_of, tree_error
+from tests.toys import assert_equal_runs, loss_error, one_device, start_of, tree_error
 
 TABLE = np.linspace(-1, 1, WIDTH, dtype=np.float32)
 
@@ -111,64 +107,6 @@ def test_blocks_of_all_kinds(schedule, stash, block):
 
 
 # Activations of several arrays, losses of several terms.
-
-
-@cache
-def tree_toy(depth: int = 5) -> Toy:
-    """Activations with a position that every block counts up, and a penalty per row that every block adds to.
-
-    The head is undefined for activations of zeros, and so is the embedding's gradient for cotangents of none.
-    """
-
-    def init(key):
-        keys = jax.random.split(key, 3)
-        return {
-            "embed": {"w": jax.random.normal(keys[0], (FEATURES, WIDTH)) / 2, "table": jnp.ones((40, WIDTH))},
-            "block": {"w": jax.random.normal(keys[1], (WIDTH, WIDTH)) / 4},
-            "head": {"w": jax.random.normal(keys[2], (WIDTH, FEATURES)) / 4},
-        }
-
-    def embed(params, batch, key):
-        h = batch["x"] @ params["embed"]["w"] * params["embed"]["table"][batch["start"]]
-        return {"h": h, "position": batch["start"], "penalty": jnp.zeros(len(h)), "seen": batch["weights"] > 0}
-
-    def block(params, x, key):
-        h = x["h"] + jnp.tanh(x["h"] @ params["w"]) * jnp.cos(x["position"])[:, None]
-        penalty = x["penalty"] + jnp.square(h).mean(-1)
-        return {"h": h, "position": x["position"] + 1, "penalty": penalty, "seen": x["seen"]}
-
-    def head(params, x, batch, key):
-        h = x["h"] / jnp.linalg.norm(x["h"], axis=-1, keepdims=True)
-        metrics = {
-            "penalty": js.Mean(x["penalty"].sum(), len(h)),
-            "positions": js.Sum(x["position"].sum()),
-            "seen": js.Sum(x["seen"].sum()),
-            "largest": js.Max(jnp.abs(h).max()),
-            "last position": js.Max(x["position"].max()),
-        }
-        loss = squared_error(h @ params["head"]["w"] * (1 + x["position"][:, None]) / 8, batch)
-        return js.Loss(loss + 0.1 * metrics["penalty"], metrics=metrics)
-
-    model = js.Stacked(embed, block, head, num_blocks=depth, init=init)
-    start = np.random.default_rng(4).integers(0, 40, len(rows_batch()["x"]), dtype=np.int32)
-    return Toy(model.init, model.loss, rows_batch() | {"start": start}, rate=0.02)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
-@pytest.mark.parametrize("stash", ["layer", "stage", "everything"])
-def test_trees_of_activations_and_sums_of_means_and_metrics_equal_one_device(schedule, stash):
-    toy = tree_toy()
-    trace, _ = Ring(4, 1).run(toy, js.pipelined(microbatches=6, schedule=schedule, stash=stash))
-    assert_equal_runs(trace, reference(tree_toy))
-    metrics, expected = trace.metrics[0], toy.loss_fn(start_of(toy.init_fn), toy.batch, None).metrics
-    assert set(metrics) == {"loss", "grad_norm", "update_norm", "bad", *expected}
-    assert float(metrics["penalty"]) == pytest.approx(float(expected["penalty"].value), rel=1e-6)
-    assert float(metrics["largest"]) == pytest.approx(float(expected["largest"].value), rel=1e-6)
-    start = toy.batch["start"]
-    assert int(metrics["positions"]) == start.sum() + 5 * len(start)
-    assert int(metrics["last position"]) == start.max() + 5
-    assert int(metrics["seen"]) == (toy.batch["weights"] > 0).sum()
 
 
 # Frozen parameters.

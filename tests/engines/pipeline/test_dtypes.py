@@ -12,7 +12,7 @@ from tests.engines.pipeline.pipes import FEATURES, WIDTH, residual_block, rows_b
 BATCH = rows_batch(16)
 
 
-def model_of(head, *, embed=None, block=residual_block):
+def model_of(head):
     def init(key):
         first, second, third = jax.random.split(key, 3)
         return {
@@ -21,10 +21,10 @@ def model_of(head, *, embed=None, block=residual_block):
             "head": {"w": jax.random.normal(third, (WIDTH, FEATURES)) / 2},
         }
 
-    return js.Stacked(embed or embed_real, block, head, num_blocks=4, init=init)
+    return js.Stacked(embed, residual_block, head, num_blocks=4, init=init)
 
 
-def embed_real(params, batch, key):
+def embed(params, batch, key):
     return batch["x"] @ params["embed"]["w"]
 
 
