@@ -65,6 +65,15 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def compiled_quickly() -> Iterator[None]:
+    """Compile without optimizing the code in the slow tier, too: for files of many small programs."""
+    from tests.toys import quick_compile
+
+    with quick_compile():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def watchdog(request: pytest.FixtureRequest, terminal: int) -> Iterator[None]:
     """Ends the process, with the stack of every thread, if the test takes minutes: devices that wait for each other.

@@ -12,16 +12,12 @@ from flax import nnx
 
 import jaxshard as js
 from jaxshard.core.keys import neighbour
-from tests.toys import Toy, assert_equal_runs, one_device, quick_compile, sharded
+from tests.toys import Toy, assert_equal_runs, one_device, sharded
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 X = np.random.default_rng(0).normal(size=(16, 13)).astype(np.float32)
 FSDP = js.fsdp(min_size=0)
-
-
-@pytest.fixture(autouse=True)
-def _compile():
-    with quick_compile():
-        yield
 
 
 class Coder(nn.Module):
@@ -134,7 +130,7 @@ def test_evaluation_has_no_key():
 
     model = js.linen(Coder(), loss, X)
     with pytest.raises(TypeError) as caught:
-        model.evaluate(model.init(jax.random.key(0)), X)
+        jax.eval_shape(model.evaluate, jax.eval_shape(model.init, jax.random.key(0)), X)
     assert any(
         "the loss received key=None; there draw from a key of your own" in note for note in caught.value.__notes__
     )

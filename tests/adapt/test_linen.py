@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,20 +19,14 @@ from tests.toys import (
     classes,
     cross_entropy,
     one_device,
-    one_device_key,
-    quick_compile,
     sharded,
     start_of,
 )
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 TX = optax.sgd(0.1)
 ENGINES = {"auto": js.auto, "explicit": js.explicit}
-
-
-@pytest.fixture(autouse=True)
-def _compile():
-    with quick_compile():
-        yield
 
 
 def mesh():
@@ -80,25 +72,14 @@ def adapted(module, loss=loss_of) -> Toy:
     return Toy(*js.linen(module, loss, shapes(classes())), classes())
 
 
-@pytest.mark.parametrize("rate", [pytest.param(0.0, marks=pytest.mark.slow), 0.3])
-def test_batch_norm_and_dropout_under_auto_equal_one_device(rate):
+def test_batch_norm_and_dropout_under_auto_equal_one_device():
     """Losses within 1e-6, gradients and batch statistics within 1e-5."""
-    toy = adapted(MLP(rate))
-    jax.tree.map(np.testing.assert_array_equal, start_of(toy.init_fn), start_of(plain(MLP(rate)).init_fn))
-    trace, _ = sharded(toy, js.fsdp(min_size=0), mesh(), js.auto())
-    reference = one_device(plain(MLP(rate)))
+    toy, alone = adapted(MLP(0.3)), plain(MLP(0.3))
+    jax.tree.map(np.testing.assert_array_equal, start_of(toy.init_fn), start_of(alone.init_fn))
+    trace, _ = sharded(toy, js.fsdp(min_size=0), mesh(), js.auto(), steps=3)
+    reference = one_device(alone, steps=3)
     assert_equal_runs(trace, reference)
     assert np.abs(reference.state["batch_stats"]["BatchNorm_0"]["mean"]).max() > 1e-3
-
-
-@pytest.mark.slow
-def test_batch_statistics_go_on_from_one_micro_batch_to_the_next():
-    trace, _ = sharded(adapted(MLP()), js.zero2(min_size=0), mesh(), js.auto(microbatches=2), steps=1)
-    toy = plain(MLP())
-    model, key = start_of(toy.init_fn), jax.random.key(0)
-    for turn in range(2):
-        model = model._replace(state=toy.loss_fn(model, jax.tree.map(lambda a, t=turn: a[t::2], toy.batch), key).state)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), trace.state, model.state)
 
 
 class Noise(nn.Module):
@@ -108,58 +89,6 @@ class Noise(nn.Module):
     def __call__(self, x):
         kept = nn.Dropout(0.5, deterministic=False)(jnp.ones((len(x), 40)))
         return nn.Dense(3)(kept), kept > 0
-
-
-@cache
-def noise_toy() -> Toy:
-    def loss(model, batch):
-        y, kept = model(batch["row"])
-        kept = js.Sum(batch["row"].T @ kept.astype(jnp.float32))
-        return js.Loss(js.Mean(jnp.square(y - 1).sum(), y.size), metrics={"kept": kept})
-
-    batch = {"row": np.eye(16, dtype=np.float32)}
-    return Toy(*js.linen(Noise(), loss, batch), batch)
-
-
-@pytest.mark.slow
-def test_dropout_under_auto_is_that_of_flax_bit_for_bit():
-    toy = noise_toy()
-    trace, _ = sharded(toy, js.fsdp(min_size=0), mesh(), js.auto(), steps=2)
-    for step in range(2):
-        key = jax.random.fold_in(one_device_key(), step)
-        _, kept = Noise().apply({"params": start_of(toy.init_fn)}, toy.batch["row"], rngs={"dropout": key})
-        np.testing.assert_array_equal(trace.metrics[step]["kept"], kept)
-
-
-@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_dropout_under_explicit_does_not_repeat_across_shards_and_micro_batches(microbatches):
-    trace, _ = sharded(noise_toy(), js.fsdp(min_size=0), mesh(), js.explicit(microbatches=microbatches), steps=2)
-    kept = np.concatenate([metrics["kept"] for metrics in trace.metrics])
-    assert len(np.unique(kept, axis=0)) == 2 * 16
-    assert 0.45 < kept.mean() < 0.55
-
-
-class Memory(nn.Module):
-    """A recurrent cell whose carry, one row per row of the batch, lasts from step to step; and a count of calls."""
-
-    @nn.compact
-    def __call__(self, x):
-        cell = nn.SimpleCell(12)
-        carry = self.variable("carry", "h", jnp.zeros, (len(x), 12))
-        calls = self.variable("seen", "calls", jnp.zeros, (), jnp.int32)
-        carry.value, y = cell(jax.lax.stop_gradient(carry.value), x)
-        calls.value += 1
-        return nn.Dense(7)(y)
-
-
-@pytest.mark.slow
-def test_a_carry_lasts_from_step_to_step():
-    """Losses within 1e-6, gradients and the carry within 1e-5; the count is exact."""
-    toy = adapted(Memory(), lambda model, batch: cross_entropy(model(batch["x"]), batch))
-    reference = one_device(plain(Memory()))
-    trace, _ = sharded(toy, js.fsdp(min_size=0), mesh(), js.auto())
-    assert_equal_runs(trace, reference)
-    assert trace.state["seen"]["calls"] == 1 + 5  # as in Flax, init counts
 
 
 def test_state_goes_from_one_call_to_the_next_and_keys_differ():
@@ -217,29 +146,22 @@ def test_evaluation_is_told_and_leaves_the_state():
     toy = adapted(MLP(0.5))
     model = start_of(toy.init_fn)
     pair = toy.loss_fn.model
-    result = pair.evaluate(model, toy.batch)["loss"]
     logits = MLP(0.5).apply({"params": model.params, **model.state}, toy.batch["x"], train=False)
-    assert float(result.value) == pytest.approx(float(cross_entropy(logits, toy.batch).value), rel=1e-6)
-
+    expected = float(cross_entropy(logits, toy.batch).value)
     layout = js.layout(js.fsdp(min_size=0), mesh(), pair.init, TX)
     run = js.init(pair.init, TX, layout, 0, init_from=model)
     found = js.make_eval_step(pair.evaluate, layout)(run, toy.batch)
-    assert float(found["loss"].value) == pytest.approx(float(result.value), rel=1e-6)
+    assert float(found["loss"].value) == pytest.approx(expected, rel=1e-6)
     predicted = js.make_apply(lambda m, x: pair.apply(m, x, train=False), layout)(run, toy.batch["x"])
     assert predicted.shape == (ROWS, 7)
 
 
 def test_names_in_boxes_split_a_model_over_tensor():
-    """Losses within 1e-6 and gradients within 1e-5 of the same model without boxes."""
-
     class Named(nn.Module):
-        boxed: bool
-
         @nn.compact
         def __call__(self, x):
             def names(*names):
-                init = nn.initializers.lecun_normal()
-                return nn.with_logical_partitioning(init, names) if self.boxed else init
+                return nn.with_logical_partitioning(nn.initializers.lecun_normal(), names)
 
             x = jnp.tanh(nn.Dense(32, use_bias=False, kernel_init=names("embed", "mlp"), name="first")(x))
             return nn.Dense(7, kernel_init=names("mlp", None), name="second")(x)
@@ -247,16 +169,14 @@ def test_names_in_boxes_split_a_model_over_tensor():
     def loss(model, batch):
         return cross_entropy(model(batch["x"]), batch)
 
-    toy = adapted(Named(True), loss)
-    pair = toy.init_fn.model
-    assert pair.dim_names(start_of(toy.init_fn)) == {
+    pair = adapted(Named(), loss).init_fn.model
+    assert pair.dim_names(jax.eval_shape(pair.init, jax.random.key(0))) == {
         "first": {"kernel": ("embed", "mlp")},
         "second": {"kernel": ("mlp", None), "bias": (None,)},
     }
     strategy = js.compose(js.fsdp(min_size=0), js.tensor())
-    trace, layout = sharded(toy, strategy, js.make_mesh(data=4, tensor=2), js.explicit())
+    layout = js.layout(strategy, js.make_mesh(data=4, tensor=2), pair.init, TX)
     assert layout.params["first"]["kernel"].use == jax.sharding.PartitionSpec(None, "tensor")
-    assert_equal_runs(trace, one_device(adapted(Named(False), loss)))
 
 
 # Bad input.
@@ -292,18 +212,20 @@ def test_a_module_that_only_evaluation_calls():
 
 
 def test_evaluation_without_train_asks_for_a_key():
-    toy = noise_toy()
+    batch = {"row": np.eye(4, dtype=np.float32)}
+    model = js.linen(Noise(), lambda model, batch: js.Mean(model(batch["row"])[0].sum(), 1.0), batch)
     with pytest.raises(ValueError, match=r"evaluation has no random key:.*give the loss a parameter `train`"):
-        toy.loss_fn.model.evaluate(start_of(toy.init_fn), toy.batch)
+        jax.eval_shape(model.evaluate, jax.eval_shape(model.init, jax.random.key(0)), batch)
 
 
 def test_a_loss_with_a_state_of_its_own():
     def loss(model, batch):
         return js.Loss(cross_entropy(model(batch["x"]), batch), state={"mine": 1})
 
-    toy = adapted(MLP(), loss)
+    model = adapted(MLP(), loss).loss_fn.model
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
     with pytest.raises(ValueError, match="the adapter carries the module's state itself; leave state out"):
-        toy.loss_fn(start_of(toy.init_fn), toy.batch, jax.random.key(0))
+        jax.eval_shape(model.loss, shapes, classes(), jax.random.key(0))
 
 
 def test_names_that_are_no_names():

@@ -168,8 +168,8 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "plain" else pytest.mark.slow) for n in MODELS])
 @pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_models_of_every_kind_equal_one_device_and_the_merged_model(name):
     make, engine = MODELS[name]
     *pair, match = make()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,21 +10,13 @@ import pytest
 from flax import linen as nn
 
 import jaxshard as js
-from jaxshard.adapt.objective import OfBlocks, OfModule, Opaque, resolve
 from tests.adapt.test_stacked import batch, block, init_parts, model_of
-from tests.toys import quick_compile
 
-pytestmark = pytest.mark.fast_cases(1)
+pytestmark = [pytest.mark.fast_cases(1), pytest.mark.usefixtures("compiled_quickly")]
 
 TX = optax.sgd(0.1)
 MODEL = model_of(num_blocks=3)
 ENGINES = [js.explicit(), js.auto()]
-
-
-@pytest.fixture(autouse=True)
-def _compile():
-    with quick_compile():
-        yield
 
 
 def penalty(params, rows, weight=0.01):
@@ -62,22 +52,6 @@ def traffic(loss_fn, engine, init_fn=MODEL.init):
 
 def parity(loss_fn, engine, init_fn=MODEL.init, **options):
     return js.parity(init_fn, loss_fn, TX, js.fsdp(min_size=0), js.make_mesh(data=8), batch(), engine=engine, **options)
-
-
-def test_known_losses_are_recognised_by_what_they_are():
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(3)(x)
-
-    adapted = js.linen(Net(), lambda model, batch: js.Mean(model(batch["x"]).sum(), 1), batch())
-    for wrap in (lambda f: f, jax.jit, functools.partial):
-        assert isinstance(resolve(wrap(MODEL.loss)), OfBlocks)
-        assert isinstance(resolve(wrap(adapted.loss)), OfModule)
-    assert type(resolve(called)) is Opaque and resolve(resolve(called)) == resolve(called)
-    assert type(resolve(functools.wraps(MODEL.loss)(with_penalty_on_all))) is Opaque
-    assert type(resolve(functools.partial(MODEL.loss, key=None))) is Opaque
-    assert type(resolve(MODEL.evaluate)) is Opaque
 
 
 @pytest.mark.slow
@@ -136,24 +110,6 @@ def test_nothing_is_lost_where_weights_are_whole():
     js.make_step(with_a_scaled_block, TX, layout, engine=js.explicit()).lower(batch())
 
 
-@pytest.mark.slow
-def test_rows_keep_their_random_numbers_inside_a_function():
-    """Loss within 1e-6, gradients within 1e-5 of one device, with a mask drawn by js.row_keys in every block."""
-
-    def noisy(params, x, key):
-        keep = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, x.shape[1:]))(js.row_keys(key, len(x)))
-        return block(params, jnp.where(keep, x, 0), key)
-
-    model = model_of(block=noisy, num_blocks=2)
-    parity(lambda params, batch, key: model.loss(params, batch, key), js.explicit(), model.init).check()
-
-
-@pytest.mark.slow
-def test_micro_batches_and_deferred_reduction():
-    """Loss within 1e-6, gradients within 1e-5 of one device."""
-    parity(with_penalty_on_the_head, js.explicit(microbatches=2, scatter="end", remat="nothing")).check()
-
-
 # The layout.
 
 
@@ -163,17 +119,6 @@ def test_names_of_dimensions_survive_a_function_around_init():
     jitted = jax.jit(MODEL.init)
     for _ in range(2):  # the second time the traced program is remembered
         assert layout_of(lambda key: jitted(key)).params == direct.params
-
-
-@pytest.mark.slow
-def test_a_larger_tree_keeps_the_names_of_its_parts():
-    def init_fn(key):
-        return {"net": MODEL.init(key), "scale": jnp.ones(3)}
-
-    layout = layout_of(init_fn)
-    assert layout.params["net"] == layout_of().params
-    with pytest.warns(UserWarning, match='the parameters have no "blocks" at their top'):
-        parity(lambda p, batch, key: MODEL.loss(p["net"], batch, key), js.explicit(), init_fn).check()
 
 
 # Optimizers that stacking changes.

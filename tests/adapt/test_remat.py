@@ -35,12 +35,6 @@ def test_policies_that_there_are_not(engine, policy, message):
         engine(remat=policy)
 
 
-@pytest.mark.parametrize(("stash", "message"), [({"qkv": "keep"}, "remat takes names"), ("no", "stash must be one of")])
-def test_stashes_that_there_are_not(stash, message):
-    with pytest.raises(ValueError, match=message):
-        js.pipelined(microbatches=2, stash=stash)
-
-
 def test_a_pipeline_refuses_an_offload():
     with pytest.raises(ValueError, match=r"stash: 'qkv' can't be offloaded: a pipeline keeps activations in rings on"):
         js.pipelined(microbatches=2, stash={"qkv": "offload", "attention_out": "save"})

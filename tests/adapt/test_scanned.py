@@ -19,21 +19,15 @@ from tests.toys import (
     classes,
     cross_entropy,
     one_device,
-    quick_compile,
     sharded,
-    worst,
 )
 from tests.toys import tree_error as error_of
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 WIDTH, BLOCKS = 16, 3
 SPLIT = {"params": True, "dropout": True}
 SLOW = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def _compile():
-    with quick_compile():
-        yield
 
 
 class Block(nn.Module):
@@ -123,13 +117,8 @@ def test_equals_the_module_itself():
     assert set(jax.eval_shape(model.evaluate, params, classes())) == {"loss", "hits"}
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        pytest.param(js.auto(), id="auto", marks=SLOW),
-        pytest.param(js.explicit(remat="nothing", microbatches=2), id="explicit", marks=SLOW),
-    ],
-)
+@SLOW
+@pytest.mark.parametrize("engine", [js.auto(), js.explicit(remat="nothing", microbatches=2)], ids=["auto", "explicit"])
 def test_sharded(engine):
     """Losses within 1e-6 and gradients within 1e-5 of one device; a device has other shapes than the example batch."""
     model = js.scanned(Net(), partial(loss, train=False), jax.tree.map(lambda x: x[:2], classes()))
@@ -139,19 +128,14 @@ def test_sharded(engine):
 
 
 @SLOW
-@pytest.mark.parametrize("rate", [0.0, 0.5])
-def test_pipelined(rate):
-    """Losses within 1e-6 and gradients within 1e-5 of one device; with dropout only something like them."""
-    model = model_of(rate=rate)
+def test_pipelined():
+    """Losses within 1e-6 and gradients within 1e-5 of one device."""
+    model = model_of()
     toy = Toy(model.init, model.loss, classes(), rate=0.01)
     strategy = js.compose(js.fsdp(min_size=0), js.pipeline(chunks=1))
     engine = js.pipelined(microbatches=4, schedule="one_f_one_b")
     trace, _ = sharded(toy, strategy, js.make_mesh(data=4, pipe=2), engine, steps=2)
-    expected = one_device(toy, steps=2)
-    if rate == 0:
-        assert_equal_runs(trace, expected)
-    else:
-        assert 1e-4 < worst(abs(a - b) for a, b in zip(trace.losses, expected.losses, strict=True)) < 1
+    assert_equal_runs(trace, one_device(toy, steps=2))
 
 
 def test_dropout_is_drawn_for_every_block_and_only_once_before_them():

@@ -21,21 +21,16 @@ from tests.toys import (
     classes,
     cross_entropy,
     one_device,
-    quick_compile,
     start_of,
     tree_error,
 )
 from tests.toys import sharded as sharded_run
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 WIDTH, BLOCKS = 16, 3
 TX = optax.sgd(0.01)
 SLOW = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def _compile():
-    with quick_compile():
-        yield
 
 
 class Block(nn.Module):
@@ -77,24 +72,15 @@ def tied(model, batch, train):
     return js.Loss(cross_entropy(logits, batch), metrics={"hits": js.Sum((logits * labels).sum())})
 
 
-def tied_nnx(model, batch):
-    x = model.blocks(model.embed(batch["y"]), mask=batch["weights"][:, None] > 0)
-    return cross_entropy(model.embed.attend(x), batch)
-
-
 @cache
 def models():
-    linen = {"embed": nn.Dense(WIDTH), "head": nn.Dense(CLASSES)}
-    nnxs = {
+    ends = {
         "embed": lambda rngs: nnx.Linear(FEATURES, WIDTH, rngs=rngs),
         "head": lambda rngs: nnx.Linear(WIDTH, CLASSES, rngs=rngs),
     }
-    table = {"embed": lambda rngs: nnx.Embed(CLASSES, WIDTH, rngs=rngs)}
     return {
-        "linen": js.stack(Block(), BLOCKS, loss, classes(), **linen),
-        "nnx": js.stack(lambda rngs: NnxBlock(rngs), BLOCKS, loss, **nnxs),
         "linen, tied": js.stack(Block(), BLOCKS, tied, classes(), embed=nn.Embed(CLASSES, WIDTH)),
-        "nnx, tied": js.stack(lambda rngs: NnxBlock(rngs), BLOCKS, tied_nnx, **table),
+        "nnx": js.stack(lambda rngs: NnxBlock(rngs), BLOCKS, loss, **ends),
     }
 
 
@@ -102,51 +88,39 @@ def layer(params, i):
     return jax.tree.map(lambda x: x[i], params["blocks"])
 
 
-def in_a_loop(name, params, batch):
+def linen_in_a_loop(params, batch):
     """What a user writes without this package: the same modules called one after the other."""
-    if name.startswith("linen"):
-
-        def part(module, params):
-            return partial(module.apply, {"params": params})
-
-        blocks = [part(Block(), layer(params, i)) for i in range(BLOCKS)]
-        embed = part(nn.Embed(CLASSES, WIDTH) if "tied" in name else nn.Dense(WIDTH), params["embed"])
-        attend = partial(embed, method="attend")
-        head = part(nn.Dense(CLASSES), params.get("head"))
-    else:
-
-        def part(make, params):
-            with nnx.use_eager_sharding(False):
-                module = make(rngs=nnx.Rngs(0))
-            graph, state, others = nnx.split(module, nnx.Param, ...)
-            nnx.replace_by_pure_dict(state, params)
-            return nnx.merge(graph, state, others)
-
-        blocks = [part(NnxBlock, layer(params, i)) for i in range(BLOCKS)]
-        table, line = partial(nnx.Embed, CLASSES, WIDTH), partial(nnx.Linear, FEATURES, WIDTH)
-        embed = part(table if "tied" in name else line, params["embed"])
-        attend = getattr(embed, "attend", None)
-        head = None if "tied" in name else part(partial(nnx.Linear, WIDTH, CLASSES), params["head"])
-    if "tied" in name:
-        x = embed(batch["y"])
-        for block in blocks:
-            x = block(x, batch["weights"][:, None] > 0)
-        return cross_entropy(attend(x), batch).value
-    x = jnp.tanh(embed(batch["x"]))
-    for block in blocks:
-        x = block(x)
-    return cross_entropy(head(x), batch).value
+    embed = partial(nn.Embed(CLASSES, WIDTH).apply, {"params": params["embed"]})
+    x = embed(batch["y"])
+    for i in range(BLOCKS):
+        x = Block().apply({"params": layer(params, i)}, x, batch["weights"][:, None] > 0)
+    return cross_entropy(embed(x, method="attend"), batch).value
 
 
-@pytest.mark.parametrize(
-    "name", ["linen", pytest.param("nnx", marks=SLOW), pytest.param("linen, tied", marks=SLOW), "nnx, tied"]
-)
+def nnx_in_a_loop(params, batch):
+    def part(make, params):
+        with nnx.use_eager_sharding(False):
+            module = make(rngs=nnx.Rngs(0))
+        graph, state, others = nnx.split(module, nnx.Param, ...)
+        nnx.replace_by_pure_dict(state, params)
+        return nnx.merge(graph, state, others)
+
+    x = jnp.tanh(part(partial(nnx.Linear, FEATURES, WIDTH), params["embed"])(batch["x"]))
+    for i in range(BLOCKS):
+        x = part(NnxBlock, layer(params, i))(x)
+    return cross_entropy(part(partial(nnx.Linear, WIDTH, CLASSES), params["head"])(x), batch).value
+
+
+LOOPS = {"linen, tied": linen_in_a_loop, "nnx": nnx_in_a_loop}
+
+
+@pytest.mark.parametrize("name", ["linen, tied", pytest.param("nnx", marks=SLOW)])
 def test_equals_the_modules_in_a_loop(name):
     """Loss within 1e-6 and gradients within 1e-5; the tied embedding gets both gradients."""
     model = models()[name]
     params = start_of(model.init)
     found = jax.jit(jax.value_and_grad(lambda p: value(model.loss(p, classes(), None))))(params)
-    expected = jax.jit(jax.value_and_grad(lambda p: in_a_loop(name, p, classes())))(params)
+    expected = jax.jit(jax.value_and_grad(lambda p: LOOPS[name](p, classes())))(params)
     assert float(found[0]) == pytest.approx(float(expected[0]), rel=1e-6)
     assert tree_error(found[1], expected[1]) < 1e-5
 
@@ -163,9 +137,9 @@ def block_keys(key, parts):
 
 def test_blocks_are_drawn_as_single_ones():
     """Bit for bit; "block" is the first of the parts by name."""
-    params = jax.jit(models()["linen"].init)(jax.random.key(5))
+    params = jax.jit(models()["linen, tied"].init)(jax.random.key(5))
     single = jax.vmap(lambda key: nn.unbox(Block().init(key, jnp.zeros((1, WIDTH)))["params"]))
-    expected = jax.jit(single)(jnp.stack(block_keys(jax.random.key(5), 3)))
+    expected = jax.jit(single)(jnp.stack(block_keys(jax.random.key(5), 2)))
     jax.tree.map(np.testing.assert_array_equal, params["blocks"], expected)
     params = jax.jit(models()["nnx"].init)(jax.random.key(5))
     for i, key in enumerate(block_keys(jax.random.key(5), 3)):
@@ -174,18 +148,9 @@ def test_blocks_are_drawn_as_single_ones():
         jax.tree.map(np.testing.assert_array_equal, layer(params, i), drawn)
 
 
-EXPLICIT = js.explicit(remat="nothing", microbatches=2)
-
-
-@pytest.mark.parametrize(
-    ("name", "engine"),
-    [
-        pytest.param("linen", js.auto(), id="linen, auto", marks=SLOW),
-        pytest.param("linen", EXPLICIT, id="linen, explicit", marks=SLOW),
-        pytest.param("nnx, tied", js.auto(), id="nnx, tied, auto", marks=SLOW),
-        pytest.param("nnx, tied", EXPLICIT, id="nnx, tied, explicit", marks=SLOW),
-    ],
-)
+@SLOW
+@pytest.mark.parametrize("engine", [js.auto(), js.explicit(remat="nothing", microbatches=2)], ids=["auto", "explicit"])
+@pytest.mark.parametrize("name", LOOPS)
 def test_sharded(name, engine):
     """Losses within 1e-6 and gradients within 1e-5 of one device."""
     model = models()[name]
@@ -194,8 +159,8 @@ def test_sharded(name, engine):
     assert_equal_runs(trace, one_device(toy, steps=2))
 
 
-@pytest.mark.parametrize("name", [pytest.param("linen", marks=SLOW), "linen, tied", pytest.param("nnx", marks=SLOW)])
-@pytest.mark.slow
+@SLOW
+@pytest.mark.parametrize("name", LOOPS)
 def test_pipelined(name):
     """Losses within 1e-6 and gradients within 1e-5 of one device; 3 blocks on 2 stages, the mask travels along."""
     model = models()[name]
@@ -207,12 +172,11 @@ def test_pipelined(name):
 
 
 def test_names_of_dimensions():
-    for name, path in (("linen", ("Dense_1", "kernel")), ("nnx", ("down", "kernel"))):
+    for name, layer, rest in (("linen, tied", "Dense_1", ("embed", "embedding")), ("nnx", "down", ("head", "kernel"))):
         model = models()[name]
         names = model.dim_names(jax.eval_shape(model.init, jax.random.key(0)))
-        assert names["blocks"][path[0]][path[1]] == ("blocks", "mlp", "embed")
-        assert names["blocks"][path[0]]["bias"] == ("blocks", None)
-        assert names["head"]["kernel"] == (None, None)
+        assert names["blocks"][layer] == {"kernel": ("blocks", "mlp", "embed"), "bias": ("blocks", None)}
+        assert names[rest[0]][rest[1]] == (None, None)
     mesh = js.make_mesh(data=4, tensor=2)
     layout = js.layout(js.compose(js.ddp(), js.tensor()), mesh, model.init, TX)
     assert tuple(layout.params["blocks"]["down"]["kernel"].store) == (None, "tensor", None)
@@ -254,7 +218,7 @@ def test_dropout(kind):
 
 def test_evaluation_is_told_and_has_metrics():
     model = models()["linen, tied"]
-    params = start_of(model.init)
+    params = jax.eval_shape(model.init, jax.random.key(0))
     assert set(jax.eval_shape(model.evaluate, params, classes())) == {"loss", "hits"}
 
 

@@ -10,15 +10,11 @@ import pytest
 
 import jaxshard as js
 from jaxshard.checks.collectives.found import collectives
-from tests.toys import Toy, assert_equal_runs, one_device, quick_compile, sharded
+from tests.toys import Toy, assert_equal_runs, one_device, sharded
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 TX = optax.sgd(0.1)
-
-
-@pytest.fixture(autouse=True)
-def _compile():
-    with quick_compile():
-        yield
 
 
 def init_parts(key):
@@ -109,25 +105,6 @@ def test_every_call_has_a_key_of_its_own():
         model.loss(params, batch(), jax.random.fold_in(jax.random.key(0), step)).value.block_until_ready()
     jax.effects_barrier()
     assert len(seen) == len(set(seen)) == 10
-
-
-@pytest.mark.slow
-def test_activations_may_be_any_tree():
-    """Losses within 1e-6 and gradients within 1e-5 of one device; a tree of two arrays between the blocks."""
-
-    def pair_embed(params, batch, key):
-        return {"x": embed(params, batch, key), "steps": jnp.zeros(len(batch["x"]))}
-
-    def pair_block(params, both, key):
-        return {"x": block(params, both["x"], key), "steps": both["steps"] + 1}
-
-    def pair_head(params, both, batch, key):
-        return head(params, both["x"] * both["steps"][:, None], batch, key)
-
-    model = model_of(embed=pair_embed, block=pair_block, head=pair_head)
-    toy = Toy(model.init, model.loss, batch(), rate=1e-3)
-    trace, _ = sharded(toy, js.fsdp(min_size=0), js.make_mesh(data=8), js.explicit(remat="nothing"))
-    assert_equal_runs(trace, one_device(toy))
 
 
 def test_one_block_and_shared_embedding():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import cache, partial
 
 import jax
@@ -122,17 +121,11 @@ ENGINES = {
     "explicit in micro-batches": partial(js.explicit, microbatches=2, scatter="end"),
     "auto": partial(js.auto, remat="dots"),
 }
-FAST = {("linen", "explicit")}
 
 
-@pytest.mark.parametrize(
-    ("library", "engine"),
-    [
-        pytest.param(*pair, marks=() if pair in FAST else pytest.mark.slow)
-        for pair in itertools.product(LIBRARIES, ENGINES)
-    ],
-)
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_units_equal_one_device(library, engine):
     """Losses within 1e-6, gradients within 1e-5."""
     trace, _ = sharded(toy_of(library), js.fsdp(min_size=0), mesh(), ENGINES[engine](units=UNITS[library]))
@@ -150,7 +143,7 @@ def test_batch_norm_and_dropout_inside_units_equal_one_device(library):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("library", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_units_split_over_tensor_equal_one_device(library):
     """Losses within 1e-6, gradients within 1e-5: each device of the tensor axis gathers its own part of a unit."""
     strategy = js.compose(js.fsdp(min_size=0), js.tensor())
@@ -351,15 +344,6 @@ def test_linen_units_that_make_parameters_in_setup(vocab, wrap, engine):
     engine = engine(units=[OwnParameters, nn.Embed])
     trace, _ = sharded(toy, js.fsdp(min_size=0), mesh(), engine, steps=2)
     assert_equal_runs(trace, one_device(toy, steps=2))
-
-
-# Memory on a TPU.
-
-
-def attention(q, k, v):
-    scores = jnp.einsum("btd,bsd->bts", q, k) / q.shape[-1] ** 0.5
-    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    return jnp.einsum("bts,bsd->btd", jax.nn.softmax(jnp.where(causal, scores, -1e9)), v)
 
 
 # Bad input.

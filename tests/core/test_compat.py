@@ -254,10 +254,6 @@ def test_a_sharding_that_jax_refuses_is_found_in_the_error(place):
     assert not compat.is_refused_spec(ValueError("PartitionSpec('data',) has more entries than the array dimensions"))
 
 
-def test_other_name_errors_name_no_axis():
-    assert compat.unbound_axis_name(NameError("name 'axis' is not defined")) is None
-
-
 # Newer versions.
 
 

@@ -52,13 +52,6 @@ def test_the_order_in_which_strategies_are_written_makes_no_difference():
     assert one.params == other.params and one.batch_axes == other.batch_axes == ("data",)
 
 
-def test_experts_share_devices_with_data():
-    layout = layout_of(js.compose(js.fsdp("data"), js.expert("data")), data=8)
-    assert layout.batch_axes == ("data",)
-    assert places(layout, "moe/wi") == (P("data", None, None), P("data", None, None))
-    assert places(layout, "dense/kernel") == (P(None, None), P("data", None))
-
-
 def test_a_fill_over_both_axes_takes_what_is_left_of_them():
     layout = layout_of(js.compose(js.fsdp(("data", "expert")), js.expert("expert")), data=2, expert=4)
     assert layout.batch_axes == ("data", "expert")
@@ -105,12 +98,3 @@ def test_what_does_not_fit_is_refused_with_both_numbers():
         js.compose(js.ddp(), js.expert)
     with pytest.raises(ValueError, match="exchange must be \"equal\" or None, got 'ragged'"):
         js.expert(exchange="ragged")
-
-
-def test_bytes_and_text_count_experts_once_per_axis():
-    layout = layout_of(js.compose(js.ddp("data"), js.expert()), tx=optax.sgd(1e-3), data=2, expert=4)
-    whole = 4 * (C * 512 + C * E)
-    assert layout.bytes_per_device()["param"] == whole + 4 * 2 * E * C * F // 4
-    assert "batch rows over data x expert" in str(layout)
-    batch = {"x": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
-    assert layout.argument_bytes(batch) == layout.bytes_per_device()["param"] + 2 * 8 * 4 + 4 + 8

@@ -1,6 +1,5 @@
 """Arrays of torch and rows of Hugging Face: taken wherever a batch is, or one sentence that says what to write."""
 
-from collections import UserDict
 from functools import cache
 
 import jax
@@ -111,10 +110,8 @@ def last_loss(batches):
 WAYS = {
     "fit": lambda: DataLoader(),
     "batches": lambda: js.batches(DataLoader(), layout()),
-    "batches_by_number": lambda: js.batches(list(DataLoader()), layout()),
     "local_batches": lambda: js.local_batches(DataLoader(), layout()),
     "examples": lambda: js.batches(js.data.examples(Dataset(), batch=8, seed=None), layout()),
-    "collator": lambda: map(UserDict, DataLoader()),
 }
 
 

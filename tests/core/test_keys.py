@@ -49,11 +49,6 @@ def test_any_kind_of_key(impl):
     assert keys.shape == (3,) and keys.dtype == key.dtype
 
 
-def test_old_style_keys():
-    keys = js.row_keys(jax.random.PRNGKey(5), 3)
-    np.testing.assert_array_equal(keys, data(js.row_keys(jax.random.key(5), 3)))
-
-
 def test_no_rows_and_fewer():
     assert js.row_keys(jax.random.key(0), 0).shape == (0,)
     with pytest.raises(ValueError, match="must not be negative, got -1"):

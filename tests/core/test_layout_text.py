@@ -84,12 +84,6 @@ def test_what_stays_whole_is_said_with_the_reason_and_the_bytes():
     assert "whole: 2 arrays, 8 B: one element\n" in small
 
 
-def test_moments_are_listed_with_their_parameters():
-    text = str(make(js.fsdp(), {"data": 8}, {"a": (256, 256), "b": (256, 256)}, optax.adam(1e-3)))
-    (line,) = [line for line in text.splitlines() if line.startswith("a ")]
-    assert line.split() == ["a", "param", "grad", "opt", "131.07", "kB", "[256", "/", "data,", "256]"]
-
-
 def test_a_notebook_shows_the_summary_and_folds_the_table():
     made = make(js.fsdp(), {"data": 8}, {"<b>": (256, 256)} | {f"w{i}": (8,) for i in range(600)}, optax.sgd(0.1))
     page = check_shows_text(made)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxshard as js
-from jaxshard.core.low_rank import WEIGHT, adapt_matrix, bind_weight, cast_base, choose_trained
+from jaxshard.core.low_rank import WEIGHT, adapt_matrix, bind_weight, cast_base
 
 KEY = jax.random.key(0)
 
@@ -61,14 +61,3 @@ def test_its_equation_is_compiled_differentiated_and_mapped_as_the_weight_is():
     two = jax.tree.map(lambda x: jnp.stack([x, x]), x)
     np.testing.assert_allclose(jax.vmap(bind_weight)(two)[1], x.weight(), rtol=1e-6)
     assert [eqn.primitive for eqn in jax.make_jaxpr(bind_weight)(x).eqns] == [WEIGHT]
-
-
-def test_factors_alone_are_trained_or_what_the_user_names_but_never_a_base():
-    params = {"w": adapted(base="int8")[1], "norm": jnp.ones(3)}
-
-    def paths(mask):
-        found = jax.tree_util.tree_leaves_with_path(mask)
-        return [jax.tree_util.keystr(path, simple=True, separator="/") for path, on in found if on]
-
-    assert paths(choose_trained(params, None)) == ["w/a", "w/b"]
-    assert paths(choose_trained(params, lambda path: path != "w/b")) == ["norm", "w/a"]

@@ -7,12 +7,9 @@ import sys
 
 import jax
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jax.sharding import AxisType
 
 import jaxshard as js
-from jaxshard.core.mesh import axis_names, axis_size, check_axis, solve_sizes
 
 
 def test_all_devices_in_row_major_order_with_auto_axes():
@@ -25,16 +22,6 @@ def test_all_devices_in_row_major_order_with_auto_axes():
 def test_some_devices():
     mesh = js.make_mesh(jax.devices()[2:5], data=-1)
     assert [d.id for d in mesh.devices.flat] == [2, 3, 4]
-
-
-@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4), data=st.data())
-def test_one_size_is_solved_from_the_others(sizes, data):
-    axes = {f"axis{i}": size for i, size in enumerate(sizes)}
-    devices = 1
-    for size in sizes:
-        devices *= size
-    open_axis = data.draw(st.sampled_from([None, *axes]))
-    assert solve_sizes(axes | ({open_axis: -1} if open_axis else {}), devices) == axes
 
 
 @pytest.mark.parametrize(
@@ -60,32 +47,6 @@ def test_sizes_that_do_not_fit_the_devices(axes, message):
 def test_a_size_that_is_no_whole_number(size):
     with pytest.raises(TypeError, match=f"must be a whole number, got data={size!r}"):
         js.make_mesh(data=size)
-
-
-def test_more_devices_than_were_given():
-    with pytest.raises(ValueError, match="data=4 needs 4 devices, but there are 2"):
-        js.make_mesh(jax.devices()[:2], data=4)
-
-
-def test_axis_helpers():
-    mesh = js.make_mesh(data=4, tensor=2)
-    assert axis_names(None) == () and axis_names("a") == ("a",) and axis_names(("a", "b")) == ("a", "b")
-    assert axis_size(mesh, None) == 1 and axis_size(mesh, "data") == 4 and axis_size(mesh, ("data", "tensor")) == 8
-    assert check_axis(mesh, ("tensor", "data"), "test") == ("tensor", "data")
-
-
-@pytest.mark.parametrize(
-    ("axis", "message"),
-    [
-        ("model", r"test: the mesh \(data=4, tensor=2\) has no axis 'model'"),
-        (("data", "modle"), "has no axis 'modle'"),
-        (("data", "data"), "must name each mesh axis once, got .'data', 'data'."),
-        ((), "must name each mesh axis once, got "),
-    ],
-)
-def test_unknown_and_repeated_axes(axis, message):
-    with pytest.raises(ValueError, match=message):
-        check_axis(js.make_mesh(data=4, tensor=2), axis, "test")
 
 
 def test_simulating_devices_after_the_start():

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
-from jaxshard.core.placement import axes_of, spec_entry, split_dims, splits_per_dim, whole
+from jaxshard.core.placement import axes_of, whole
 from jaxshard.core.tree import Leaf
 from tests.toys import quick_compile
 
@@ -78,43 +76,6 @@ def test_fills_split_every_array_of_more_than_one_element_evenly(shape, axes):
     else:  # padded by less than one row per device, where that costs least
         least = min(math.prod(shape) // size * (size + -size % parts) for size in shape)
         assert math.prod(placement.view.padded) == least
-
-
-def test_a_second_axis_takes_another_dimension():
-    mesh = js.make_mesh(x=4, y=2)
-    leaf = Leaf("w", (16, 6), jnp.float32, (None, None))
-    both = js.compose(js.shard("x", ["param"], min_size=0), js.shard("y", ["param"], min_size=0))
-    placement = both("param", leaf, whole(leaf), mesh)
-    assert placement.store == P("x", "y")
-    assert placement.shard_shape(mesh) == (4, 3)
-    assert placement.bytes_per_device(mesh, jnp.bfloat16) == 24
-
-
-def test_one_slice_of_stacked_blocks():
-    leaf = Leaf("blocks/w", (48, 10, 7), jnp.float32, ("blocks", None, None))
-    placement = js.shard("data", ["param"], min_size=0)("param", leaf, whole(leaf), js.make_mesh(data=8))
-    # Dim 0 would divide, but stacks the blocks; 7 of 8 wastes less than 10 of 16.
-    assert placement.view.stored == (48, 10, 8) and placement.store == P(None, None, "data")
-    tail = placement.drop_first()
-    assert tail.view == js.View((10, 7), (10, 8), (10, 8)) and tail.store == P(None, "data")
-
-
-def test_specs_in_parts():
-    mesh = js.make_mesh(x=4, y=2)
-    spec = P(("x", "y"), None)
-    assert axes_of(spec) == ("x", "y") and split_dims(spec) == [(0, "x"), (0, "y")]
-    assert splits_per_dim(mesh, spec) == (8, 1)
-    assert spec_entry(()) is None and spec_entry(("x",)) == "x" and spec_entry(("x", "y")) == ("x", "y")
-
-
-@pytest.mark.parametrize("size", [1001, 7, 8])
-def test_padding_is_stored_where_the_placement_says(size):
-    mesh = js.make_mesh(data=8)
-    leaf = Leaf("w", (size,), jnp.float32, (None,))
-    placement = js.shard("data", ["param"], min_size=0)("param", leaf, whole(leaf), mesh)
-    x = jax.jit(placement.view.apply, out_shardings=placement.sharding(mesh))(numbers((size,)))
-    assert {shard.data.shape for shard in x.addressable_shards} == {(-(-size // 8),)}
-    np.testing.assert_array_equal(placement.view.invert(np.asarray(x)), numbers((size,)))
 
 
 def test_numbers_of_blocks_lie_with_the_blocks() -> None:

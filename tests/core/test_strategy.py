@@ -45,10 +45,6 @@ def test_rows_are_split_over_the_batch_axes_in_order():
     assert store(js.compose(js.batch("data"), js.batch("replica")), "batch", leaf) == P(("data", "replica"), None)
 
 
-def test_scalars_of_a_batch_stay_whole():
-    assert store(js.ddp(), "batch", Leaf("temperature", (), jnp.float32, ())) == P()
-
-
 def by_name(role, leaf, placement, mesh) -> Placement:
     """What a tensor strategy does: the last dimension to a named axis, in computation and in storage."""
     split = placement.split(len(leaf.shape) - 1, ("replica",)) if role == "param" else placement
@@ -59,11 +55,6 @@ def test_placements_by_name_come_before_fills_whatever_the_order():
     fill = js.shard("data", ["param"], min_size=0)
     stores = {store(js.compose(*order), "param") for order in itertools.permutations([fill, by_name, js.batch("data")])}
     assert stores == {P("data", "replica")}
-
-
-def test_composing_composed_strategies_is_flat():
-    once = js.compose(js.ddp(), by_name)
-    assert js.compose(js.compose(js.ddp()), once).parts == (*js.ddp().parts, *once.parts)
 
 
 @pytest.mark.parametrize(
@@ -153,15 +144,6 @@ def test_dims_of_a_tensor_axis_and_a_fill_are_found_behind_the_cut(dim, fill):
     assert placements[0].store == P(*store) and placements[0].use == P(*use)
     tail = placements[0].drop_first()
     assert tail.use == P(*use[1:]) and tail.store == P(*store[3:]) and tail.view.stored == (6, 6)
-
-
-def test_who_holds_which_blocks():
-    """Seven blocks in four stages of two: the last stage has one, and of five blocks none."""
-    mesh = js.make_mesh(**RING)
-    pipe = js.pipeline(chunks=2)
-    assert pipe.holders(7, mesh) == [(0, 0, range(2)), (1, 0, range(2, 4)), (0, 1, range(4, 6)), (1, 1, range(6, 7))]
-    assert [len(run) for _, _, run in pipe.holders(5, mesh)] == [2, 2, 1, 0]
-    assert pipe.stages(mesh) == 4 and pipe.per_stage(7, mesh) == pipe.per_stage(8, mesh) == 2
 
 
 # Errors.

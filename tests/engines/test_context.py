@@ -68,11 +68,6 @@ def check(model, axes, batch, engine, how="gather"):
     return report
 
 
-@pytest.mark.slow
-def test_dropout_is_that_of_one_device():
-    check(gpt(dropout=0.3, depth=1), {"context": 2}, plain_rows(), js.explicit())
-
-
 def found_over_context(model, axes, batch, engine, strategy):
     """Executions of the collectives of arrays over the context alone, by kind and elements; none is a surprise."""
     mesh = js.make_mesh(jax.devices()[: int(np.prod(list(axes.values())))], **axes)
@@ -87,26 +82,6 @@ def found_over_context(model, axes, batch, engine, strategy):
             for shape in one.shapes:
                 counts[one.kind, math.prod(shape)] += one.count
     return counts
-
-
-KEYS = 4 * 32 * 4 * 4
-"""Keys of 4 rows, all positions and 4 heads of width 4; QUERIES are a device's own positions, with 8 heads."""
-QUERIES = 4 * 8 * 8 * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [
-        # Keys and values of two blocks, which keep everything for the backward pass, and their gradients.
-        ("gather", {("all-gather", KEYS): 4, ("reduce-scatter", KEYS): 4}),
-        # Queries and output of two blocks, forward and backward. Keys and values have as many heads as devices.
-        ("ulysses", {("all-to-all", QUERIES): 8, ("all-to-all", KEYS // 4): 8}),
-    ],
-)
-def test_a_context_adds_its_collectives_alone(how, expected):
-    strategy = js.compose(js.ddp("data"), js.context("context", how=how))
-    assert found_over_context(llama(), {"data": 2, "context": 4}, plain_rows(), js.explicit(), strategy) == expected
 
 
 WITH_TENSOR = {"data": 2, "context": 2, "tensor": 2}
@@ -130,33 +105,6 @@ MOVED = pytest.mark.xfail(reason="the compiler moves the gradient of an embeddin
 )
 def test_no_collective_surprises(make, axes, engine, how):
     found_over_context(make(), axes, packed_rows(), engine, make_strategy(axes, how))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("merged", [False, True])
-def test_logits_that_the_compiler_splits_are_not_gathered_over_the_context(merged):
-    """By `js.cross_entropy` of logits [B, T, V], and by `js.head_loss`, which merges rows and positions."""
-
-    def init_fn(key):
-        return {"head": {"kernel": jax.random.normal(key, (16, 64))}}
-
-    def loss_fn(params, batch, key):
-        kernel = js.constrain(params["head"]["kernel"], (None, "vocab"))
-        if merged:
-            return js.head_loss(batch["x"], kernel, batch["targets"])
-        nats = js.cross_entropy(batch["x"] @ kernel, batch["targets"])
-        return js.Mean(nats.sum(), nats.size)
-
-    rng = np.random.default_rng(0)
-    batch = {"x": rng.normal(size=(ROWS, SEQ, 16)).astype(np.float32)}
-    batch["targets"] = rng.integers(0, 64, (ROWS, SEQ), dtype=np.int32)
-    context = js.context("context", dims={"x": 1, "targets": 1})
-    layout = js.layout(
-        js.compose(js.ddp("data"), context, js.tensor([("head/kernel", (None, "vocab")), *js.RULES])),
-        js.make_mesh(**WITH_TENSOR), init_fn, optax.sgd(0.1),
-    )  # fmt: skip
-    step = js.make_step(loss_fn, optax.sgd(0.1), layout, engine=js.auto())
-    assert {one.kind for one in arrays_only(js.collectives(step.compile(batch), layout.mesh))} == {"all-reduce"}
 
 
 @pytest.mark.slow
@@ -215,19 +163,6 @@ def test_every_mesh_equals_one_device_to_1e_6(make, axes, engine):
 def test_every_form_equals_one_device_to_1e_6(how, engine, tensor):
     axes = {"context0": 2, "context1": 2} if how == "usp" else {"context": 4}
     check(llama(), {**axes, "tensor": tensor}, packed_rows(), engine, how)
-
-
-@pytest.mark.slow
-def test_keys_and_values_are_promised_in_the_dtype_of_the_step():
-    axes, engine = {"data": 2, "context": 4}, js.explicit(precision="bf16")
-    model = llama()
-    layout = js.layout(make_strategy(axes), js.make_mesh(**axes), model.init, optax.sgd(0.1))
-    promised = js.plan.promise(layout, engine, model.loss, plain_rows()).expected
-    found = [one for one in promised if one.what.startswith("queries, keys")]
-    assert {(one.kind, math.prod(one.shape), one.wire_dtype, one.most) for one in found} == {
-        ("all-gather", KEYS, "bf16", 4),
-        ("reduce-scatter", KEYS, "bf16", 4),
-    }
 
 
 LONG = 32_768

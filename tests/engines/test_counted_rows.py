@@ -11,16 +11,11 @@ import optax
 import pytest
 
 import jaxshard as js
-from tests.toys import quick_compile
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 TX = optax.sgd(0.1)
 WEIGHT = r"the weight of js.Mean is no sum over rows: that of the whole batch is {}, those of its {} parts add up to {}"
-
-
-@pytest.fixture(autouse=True)
-def _compile():
-    with quick_compile():
-        yield
 
 
 def init(key):
@@ -73,20 +68,14 @@ def test_a_fixed_weight_is_refused_with_both_numbers(name):
         compiled(model_of(lambda nats: 16.0), name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ENGINES)
-def test_a_weight_of_the_rows_is_not(name):
-    compiled(model_of(lambda nats: nats.size), name)
-
-
 def test_where_the_whole_batch_is_seen_any_weight_is_right():
     model = model_of(lambda nats: 16.0)
-    expected = float(model.loss(model.init(jax.random.key(0)), BATCH, None).value)
-    for axes in ({"data": 8}, {"data": 1}):
-        layout = js.layout(js.ddp(), mesh_of(axes), model.init, TX)
-        engine = js.auto() if axes["data"] == 8 else js.explicit()
-        _, metrics = js.make_step(model.loss, TX, layout, engine=engine)(js.init(model.init, TX, layout, 0), BATCH)
-        assert float(metrics["loss"]) == pytest.approx(expected, rel=1e-6)
+    expected = float(jax.jit(lambda key: model.loss(model.init(key), BATCH, None).value)(jax.random.key(0)))
+    layout = js.layout(js.ddp(), mesh_of({"data": 8}), model.init, TX)
+    _, metrics = js.make_step(model.loss, TX, layout, engine=js.auto())(js.init(model.init, TX, layout, 0), BATCH)
+    assert float(metrics["loss"]) == pytest.approx(expected, rel=1e-6)
+    layout = js.layout(js.ddp(), mesh_of({"data": 1}), model.init, TX)
+    js.make_step(model.loss, TX, layout, engine=js.explicit()).lower(BATCH)
 
 
 def test_a_penalty_and_a_mean_of_means_stay_right_beside_each_other():
@@ -101,7 +90,7 @@ def test_a_penalty_and_a_mean_of_means_stay_right_beside_each_other():
     layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), model.init, TX)
     step = js.make_step(loss, TX, layout, engine=js.explicit(microbatches=2))
     _, metrics = step(js.init(model.init, TX, layout, 0), BATCH)
-    expected = loss(model.init(jax.random.key(0)), BATCH, None).value
+    expected = jax.jit(lambda key: loss(model.init(key), BATCH, None).value)(jax.random.key(0))
     assert float(metrics["loss"]) == pytest.approx(float(expected), rel=1e-6)
 
 

@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
-from jaxshard.plan.memory.tiles import tiled_argument_bytes, tiled_bytes
+from jaxshard.plan.memory.tiles import tiled_bytes
 from jaxshard.plan.topology import topology_mesh
-from tests.engines.programs import gpt_program, setups, torus_setups, tpu
+from tests.engines.programs import gpt_program, setups, tpu
 from tests.toys import cross_entropy, quick_compile
 
 pytestmark = pytest.mark.fast_cases(1)
@@ -83,15 +83,6 @@ def test_compiled_arguments_are_the_predicted_ones(strategy, engine):
         assert argument_bytes(layout, engine) == ARGUMENTS[strategy]
 
 
-def test_split_state_is_counted_padded():
-    """27 floats of state padded to 32 over 8 devices: 16 bytes of them each instead of 108."""
-    strategy = js.compose(js.fsdp(min_size=0), js.shard("data", ["state"], min_size=0))
-    layout = layout_of(strategy, js.make_mesh(data=8))
-    assert layout.bytes_per_device()["state"] == 20
-    with quick_compile():
-        assert argument_bytes(layout, js.explicit()) == layout.argument_bytes(BATCH) == 52_424 - 92
-
-
 def test_a_run_holds_what_the_layout_says():
     layout = layout_of(js.fsdp(min_size=0), js.make_mesh(data=8))
     run = js.init(init_fn, TX, layout, 0)
@@ -150,34 +141,6 @@ def test_scattering_each_micro_batch_holds_no_whole_gradients():
     assert end >= 150e6
 
 
-@pytest.mark.fast_cases(18)
-@pytest.mark.parametrize(
-    ("shape", "dtype", "expected"),
-    [
-        ((), jnp.float32, 512),
-        ((7,), jnp.float32, 512),
-        ((513,), jnp.float32, 4096),
-        ((1025,), jnp.float32, 8192),
-        ((129,), jnp.bfloat16, 512),
-        ((64, 3), jnp.float32, 2048),  # turned: 4 sublanes of 128 lanes
-        ((3, 64, 8), jnp.float32, 12_288),
-        ((3, 64, 8), jnp.bfloat16, 6144),
-        ((9, 129), jnp.float32, 16_384),
-        ((9, 129), jnp.int8, 4096),
-        ((1, 300), jnp.bfloat16, 1536),
-        ((3000,), jnp.int4, 1536),
-        ((70, 300), jnp.int4, 13_824),
-        ((70, 300), jnp.complex64, 221_184),
-        ((0, 5), jnp.float32, 0),
-        ((), jax.random.key(0).dtype, 512),
-        ((7,), jax.random.key(0).dtype, 1024),
-        ((3000,), jax.random.key(0, impl="rbg").dtype, 49_152),
-    ],
-)
-def test_tiles(shape, dtype, expected):
-    assert tiled_bytes(shape, dtype) == expected
-
-
 def compiled_bytes(mesh: jax.sharding.Mesh, arrays: list[tuple[tuple[int, ...], Any]]) -> int:
     """The argument bytes of a program that receives the arrays whole and does nothing."""
     whole = NamedSharding(mesh, P())
@@ -219,16 +182,3 @@ def test_tiles_are_those_of_the_compiler(topology, seed):
     if compiled_bytes(mesh, arrays) != expected:
         wrong = {one: (tiled_bytes(*one), compiled_bytes(mesh, [one])) for one in arrays}
         assert not {one: pair for one, pair in wrong.items() if pair[0] != pair[1]}
-
-
-TILED = {"ddp": 528_384, "zero1": 229_376, "zero2": 229_376, "fsdp": 77_824, "hsdp": 147_456}
-
-
-@tpu
-@pytest.mark.parametrize(("strategy", "engine"), ENGINES, ids=lambda x: x if isinstance(x, str) else type(x).__name__)
-def test_compiled_arguments_on_a_torus(strategy, engine):
-    """The same arrays, each padded to whole tiles."""
-    layout = layout_of(torus_setups(0)[strategy], topology_mesh("v5e:2x4", x=2, y=4))
-    assert layout.argument_bytes(BATCH) == ARGUMENTS[strategy]
-    assert tiled_argument_bytes(layout, BATCH) == TILED[strategy]
-    assert argument_bytes(layout, engine) == TILED[strategy]

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,15 +10,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
-from jaxshard.checks.collectives.compare import audit
 from jaxshard.core.ordered_sums import all_sum, pairwise_sum
-from jaxshard.optim.proof.elementwise import is_elementwise_except_totals
+from tests.distributed.launched import printed_together
 from tests.engines.programs import setups
 from tests.toys import (
     TOYS,
     assert_equal_runs,
     gpt_toy,
-    linen_toy,
     nnx_toy,
     one_device,
     quick_compile,
@@ -34,7 +27,6 @@ from tests.toys import (
 pytestmark = pytest.mark.fast_cases(3)
 
 ORDERED = js.explicit(reduction="ordered")
-CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-3))
 
 
 # The sums themselves.
@@ -96,7 +88,7 @@ def test_ordered_steps_equal_one_device(toy, strategy, options):
     with quick_compile():
         step = recording_step(toy, strategy, js.make_mesh(**axes), js.explicit(reduction="ordered", **options), tx)
         trace = trained(step, toy)
-        check_audit(audit(step, toy.batch))
+        check_audit(js.audit(step, toy.batch))
     assert_equal_runs(trace, one_device(toy, tx))
     assert min(float(metrics["grad_norm"]) for metrics in trace.metrics) > 0.05
     assert step.update_view.endswith("which are ordered")
@@ -105,18 +97,6 @@ def test_ordered_steps_equal_one_device(toy, strategy, options):
 def check_audit(found):
     assert not found.surprises and not found.missing, str(found)
     assert not any(one.kind in ("all-reduce", "reduce-scatter") for one in found.found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", setups(0))
-@pytest.mark.parametrize("options", [{"microbatches": 2}, {}], ids=["two turns", "one turn"])
-def test_the_audit_knows_what_is_promised(name, options):
-    toy = linen_toy() if options else gpt_toy()
-    axes, strategy = setups(0)[name]
-    layout = js.layout(strategy, js.make_mesh(**axes), toy.init_fn, CLIPPED)
-    step = js.make_step(toy.loss_fn, CLIPPED, layout, engine=js.explicit(reduction="ordered", **options))
-    with quick_compile():
-        check_audit(audit(step, toy.batch))
 
 
 def test_evaluation_in_one_order_equals_the_usual_one():
@@ -147,6 +127,18 @@ def scaled(total):
     return optax.GradientTransformation(lambda params: (), update)
 
 
+def is_ordered(total, params):
+    """Whether a step takes the sums of a transform in one order, and does not refuse it."""
+    tx = scaled(total)
+    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), lambda key: params, tx)
+    try:
+        js.make_step(lambda params, batch, key: js.Mean(0.0, 1.0), tx, layout, engine=ORDERED)
+    except ValueError as error:
+        assert "is not elementwise" in str(error)
+        return False
+    return True
+
+
 @pytest.mark.parametrize(
     ("total", "allowed"),
     [
@@ -160,21 +152,18 @@ def scaled(total):
 )
 def test_scalars_are_a_part_of_the_sum_over_all_parameters(total, allowed):
     """Of all, in any order, and of nothing less; their products are no sums."""
-    params = {"w": jnp.ones((4, 3)), "s": jnp.ones(()), "t": jnp.ones(())}
-    views = params | {"w": jnp.ones((8, 3))}
-    assert is_elementwise_except_totals(scaled(total), params, views) == allowed
+    assert is_ordered(total, {"w": jnp.ones((4, 3)), "s": jnp.ones(()), "t": jnp.ones(())}) == allowed
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_sum_that_is_rounded_is_a_sum(dtype):
     """As a global norm over parameters in bf16 rounds it; rounded to an integer it is none."""
-    params = {"w": jnp.ones((4, 3)), "v": jnp.ones((2,), dtype)}
     for rounded, allowed in ((dtype, True), ("int32", False)):
 
         def total(g, to=rounded):
             return jnp.sum(g["w"] ** 2).astype(to).astype("float32") + jnp.sum(g["v"] ** 2).astype("float32") + 1
 
-        assert is_elementwise_except_totals(scaled(total), params, params | {"w": jnp.ones((8, 3))}) == allowed
+        assert is_ordered(total, {"w": jnp.ones((4, 3)), "v": jnp.ones((2,), dtype)}) == allowed
 
 
 def test_what_the_compiler_would_order_is_refused_by_name():
@@ -208,30 +197,12 @@ def test_optimizers_that_mix_elements_in_other_ways_are_refused(tx, why):
 
 # Processes.
 
-SECONDS = 500
-"""No process takes a fifth of that where it has a core of its own."""
+PROGRAM = "import runpy; runpy.run_module('tests.engines.ordered_program', run_name='__main__')"
 
 
 def lines_of(processes: int, toy: str, reduction: str, *names: str) -> list[str]:
     """A line per strategy and device with all numbers in hexadecimal, put together from those of the processes."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    program = [sys.executable, "-m", "tests.engines.ordered_program", address]
-    started = [
-        subprocess.Popen(
-            [*program, str(index), str(processes), toy, reduction, *names],
-            stdout=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        )
-        for index in range(processes)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=SECONDS)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()
-    assert [process.returncode for process in started] == [0] * processes, outputs
+    outputs = printed_together(PROGRAM, toy, reduction, *names, count=processes)
     lines = sorted(line for output in outputs for line in output.splitlines() if line.startswith(names))
     assert len(lines) == 8 * len(names)
     return lines

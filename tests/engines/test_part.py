@@ -52,15 +52,14 @@ def traces_of(engine, mean, with_state, **axes):
     return len(seen)
 
 
-@pytest.mark.parametrize("with_state", [False, True], ids=["parameters", "state"])
 @pytest.mark.parametrize(
     ("engine", "traces"),
     [(js.auto(), 1), (js.auto(microbatches=2), 2), (js.explicit(), 1), (js.explicit(microbatches=2), 2)],
     ids=["auto", "auto 2", "explicit", "explicit 2"],
 )
-def test_a_loss_is_traced_once_and_for_micro_batches_once_more(engine, traces, with_state):
+def test_a_loss_is_traced_once_and_for_micro_batches_once_more(engine, traces):
     """For the gradient, and for the weights of all micro-batches if there are several."""
-    assert traces_of(engine, "terms", with_state, data=4) == traces
+    assert traces_of(engine, "terms", True, data=4) == traces
 
 
 @pytest.mark.parametrize("mean", ["size", "ones", "mask"])

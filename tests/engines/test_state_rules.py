@@ -19,7 +19,7 @@ ENGINES = [js.explicit(), js.explicit(microbatches=2), js.auto(microbatches=2), 
 SHARED = [ENGINES[0], *(pytest.param(engine, marks=pytest.mark.slow) for engine in ENGINES[1:3])]
 """Engines under which the loss sees some of the rows at a time; what they refuse is found by one function."""
 
-FEW = [pytest.param(engine, marks=[] if engine.microbatches == 2 else pytest.mark.slow) for engine in ENGINES]
+FEW = [ENGINES[1], *(pytest.param(engine, marks=pytest.mark.slow) for engine in (ENGINES[0], *ENGINES[2:]))]
 
 TX = optax.sgd(0.1)
 RNG = np.random.default_rng(0)
@@ -33,13 +33,25 @@ def describe(engine):
     return f"{engine.name}-{engine.microbatches}"
 
 
-def train(init_fn, loss_fn, engine, strategy=None, batches=BATCHES):
-    """Return the run after a step on each batch, in model order."""
-    layout = js.layout(strategy or js.fsdp("data", min_size=0), js.make_mesh(data=8), init_fn, TX)
+def train_all(init_fn, loss_fn, engine, batches=BATCHES):
+    """Return the runs after a step on each batch, in model order."""
+    layout = js.layout(js.fsdp("data", min_size=0), js.make_mesh(data=8), init_fn, TX)
     run, step = js.init(init_fn, TX, layout, key=0), js.make_step(loss_fn, TX, layout, engine=engine)
+    runs = []
     for batch in batches:
         run, _ = step(run, batch)
-    return js.logical(run, layout)
+        runs.append(js.clone(run))
+    return [js.logical(run, layout) for run in runs]
+
+
+def train(*args, **options):
+    """Return the last of these runs."""
+    return train_all(*args, **options)[-1]
+
+
+def trace(init_fn, loss_fn, engine):
+    layout = js.layout(js.fsdp("data", min_size=0), js.make_mesh(data=8), init_fn, TX)
+    js.make_step(loss_fn, TX, layout, engine=engine).lower(BATCHES[0])
 
 
 def train_alone(init_fn, loss, batches=BATCHES):
@@ -113,7 +125,8 @@ def loss_fn(model, batch, key):
     return js.Loss(js.Mean(errors.sum(), errors.size), state=new)
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=describe)
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("engine", ENGINES[1:] + ENGINES[:1], ids=describe)
 def test_every_kind_of_state_equals_one_device(engine):
     params, state = train_alone(init_fn, loss_alone)
     run = train(init_fn, loss_fn, engine)
@@ -122,32 +135,8 @@ def test_every_kind_of_state_equals_one_device(engine):
     assert {name: x.dtype for name, x in run.state.items()} == {name: x.dtype for name, x in state.items()}
 
 
-def test_a_teacher_and_a_counter_change_once_in_a_step_of_two_micro_batches():
-    """Arrays of the old state and the parameters, which need no declaration."""
-
-    def init(key):
-        model = init_fn(key)
-        return js.Model(model.params, {name: model.state[name] for name in ("teacher", "steps", "key")})
-
-    def loss(model, batch, key):
-        errors = errors_of(model.params, model.state, batch["x"])
-        return js.Loss(js.Mean(errors.sum(), errors.size), state=common(model.params, model.state))
-
-    def alone(params, state, batch):
-        return errors_of(params, state, batch["x"]).mean(), common(params, state)
-
-    params, state = train_alone(init, alone)
-    run = train(init, loss, js.explicit(microbatches=2))
-    assert int(run.state["steps"]) == 3
-    assert_close((run.params, run.state["teacher"]), (params, state["teacher"]))
-
-
 def test_only_what_may_differ_is_reduced():
-    layout = js.layout(js.fsdp("data", min_size=0), js.make_mesh(data=8), init_fn, TX)
-    rules = js.explicit().state_rules(
-        js.make_step(loss_fn, TX, layout, engine=js.explicit()).objective, layout, BATCHES[0]
-    )
-    assert dict(zip(rules.paths, rules.rules)) == {
+    assert rules_of(init_fn, loss_fn, js.explicit()) == {
         "average": "mean",
         "codes/value": "sum",
         "constant": "kept",
@@ -210,7 +199,7 @@ def test_an_update_that_reads_values_of_the_loss_is_refused():
 
     for engine in (js.auto(), js.explicit(microbatches=2)):
         with pytest.raises(ValueError, match=r"the update of js.Loss reads values of the loss .*\(counts\)"):
-            train(codes_init, leaking, engine)
+            trace(codes_init, leaking, engine)
 
 
 def test_an_update_that_returns_another_tree_is_refused():
@@ -221,7 +210,7 @@ def test_an_update_that_returns_another_tree_is_refused():
         with pytest.raises(
             ValueError, match=r"(?s)update of js.Loss returned another state.*counts: missing.*book: exp"
         ):
-            train(codes_init, odd, engine)
+            trace(codes_init, odd, engine)
 
 
 # A teacher that the loss reads, placed as the parameters are (BYOL, DINO).
@@ -299,7 +288,7 @@ def test_an_average_that_the_loss_changes_is_refused(change):
 
     for engine in (js.auto(), js.explicit()):
         with pytest.raises(ValueError, match=r"the step itself updates a js.Average"):
-            train(teacher_init, loss, engine)
+            trace(teacher_init, loss, engine)
 
 
 def test_a_decay_may_be_a_schedule():
@@ -313,7 +302,7 @@ def test_a_decay_may_be_a_schedule():
         errors = teacher_errors(model.params, model.state["teacher"].params, batch["x"])
         return js.Mean(errors.sum(), errors.size)
 
-    runs = [train(init, loss, js.explicit(), batches=BATCHES[:count]) for count in (1, 2, 3)]
+    runs = train_all(init, loss, js.explicit())
     first, second, _ = (run.params["big"] for run in runs)
     for run, teacher in zip(runs, (first, (first + second) / 2, (first + second) / 2)):
         assert_close(run.state["teacher"].params["big"], np.asarray(teacher))
@@ -383,7 +372,7 @@ def test_undeclared_counts_of_modules_are_refused_by_path():
         with pytest.raises(
             TypeError, match=r"(?s)js.linen\(..., state=.*stats/count int32\[\]: depends on the number of rows"
         ):
-            train(model.init, model.loss, js.explicit())
+            trace(model.init, model.loss, js.explicit())
 
 
 def test_a_declaration_that_names_nothing_is_refused():
@@ -391,7 +380,7 @@ def test_a_declaration_that_names_nothing_is_refused():
         js.nnx(Counting, module_loss, state={"stats/count": "mean"})
     model = js.linen(Normed(), module_loss, BATCHES[0], state={"stats/cuont": "sum"})
     with pytest.raises(ValueError, match=r"(?s)names no array of the module's state.*stats/count.*\n  - stats/cuont"):
-        train(model.init, model.loss, js.auto())
+        trace(model.init, model.loss, js.auto())
 
 
 # What has no rule.
@@ -456,9 +445,8 @@ RIGHT = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_proven_equal_is_taken_once(name, wrap):
     loss = counting_loss(RIGHT[name], wrap)
-    for engine, dtype in ((js.explicit(), jnp.int32), (js.auto(microbatches=2), jnp.int32), (js.explicit(), jnp.bool_)):
-        if dtype != jnp.bool_:
-            assert rules_of(counting_init(dtype), loss, engine) == {"n": "once"}
+    for engine in (js.explicit(), js.auto(microbatches=2)):
+        assert rules_of(counting_init(jnp.int32), loss, engine) == {"n": "once"}
 
 
 def test_a_loss_that_is_written_for_one_number_of_rows_has_rules():
@@ -494,17 +482,10 @@ def rules_of(init_fn, loss_fn, engine):
     return dict(zip(rules.paths, rules.rules, strict=True))
 
 
-def trace(init_fn, loss_fn, engine):
-    layout = js.layout(js.fsdp("data", min_size=0), js.make_mesh(data=8), init_fn, TX)
-    js.make_step(loss_fn, TX, layout, engine=engine).lower(BATCHES[0])
-
-
 # Side effects
 
 
-@pytest.mark.parametrize(
-    "engine, times", [(js.explicit(microbatches=2), 16), (js.auto(microbatches=2), 2), (js.explicit(), 8)]
-)
+@pytest.mark.parametrize("engine, times", [(js.explicit(microbatches=2), 16), (js.auto(microbatches=2), 2)])
 def test_callbacks_of_the_loss_run_once_per_device_and_micro_batch(engine, times):
     seen = []
 

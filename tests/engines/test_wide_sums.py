@@ -14,7 +14,7 @@ from jaxshard.engines.wide_sums import sum_in, widen_sums
 from jaxshard.plan.topology import topology_mesh
 from tests.engines.programs import elements, gpt_program, setups, tpu
 
-pytestmark = pytest.mark.fast_cases(2)
+pytestmark = pytest.mark.fast_cases(1)
 
 ROWS = 264  # 33 on each of 8 devices; one of them weighs nothing
 EXACT, ROUNDED = 263, 264
@@ -40,18 +40,6 @@ def convolution(params, batch):
     return total(lax.conv_general_dilated(batch["x"][:, None], params["w"][:, None, :4], (1,), "VALID"))
 
 
-def reshaped(params, batch):
-    @jax.jit
-    def join(w):
-        return w.reshape(2, 2, 8).transpose(1, 0, 2).reshape(4, 8).T
-
-    return total(batch["x"] @ join(params["w"])[:4])
-
-
-def recomputed(params, batch):
-    return jax.checkpoint(product)(params, batch)
-
-
 def stacked(params, batch):
     """A scan over layers of the user's own: each one's gradient comes out of the loop stacked."""
     sums = lax.scan(lambda sum, w: (sum + total(batch["x"][:, :1] * w), None), 0.0, params["w"])
@@ -64,20 +52,7 @@ def over_time(params, batch):
     return lax.scan(lambda sum, x: (sum + total(x @ params["w"]), None), 0.0, turns)[0]
 
 
-def branch(params, batch):
-    return lax.cond(batch["x"].sum() > 0, product, lambda params, batch: 0.0, params, batch)
-
-
-def tied(params, batch):
-    """Two uses, of 132 and 131 rows."""
-    even = jnp.arange(ROWS)[:, None] % 2 == 0
-    zero = jnp.zeros_like(batch["x"])
-    return total(jnp.where(even, batch["x"], zero) @ params["w"]) + total(
-        jnp.where(even, zero, batch["x"]) @ params["w"]
-    )
-
-
-LOSSES = [product, bias, embedding, convolution, reshaped, recomputed, stacked, over_time, branch, tied]
+LOSSES = [product, bias, embedding, convolution, stacked, over_time]
 
 
 def gradient(loss, engine, dtype=None, axes=None, strategy=None, rows=ROWS):

@@ -70,12 +70,6 @@ LITERALS = {
             ("all-gather", "data", "f32"): 1_120,
         },
     ),
-    "weights in bf16": (
-        js.fsdp(min_size=0),
-        {"data": 8},
-        js.explicit(gather_dtype=jnp.bfloat16),
-        {("all-gather", "data", "u16"): 2 * 52_768, ("reduce-scatter", "data", "f32"): WHOLE},
-    ),
 }
 
 

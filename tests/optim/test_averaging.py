@@ -57,13 +57,6 @@ def test_low_precision_and_integers() -> None:
     assert average["n"] == 2
 
 
-def test_of_originals() -> None:
-    """Exact: inside `master` the f32 originals are averaged."""
-    params = {"w": jnp.ones((3,), jnp.bfloat16)}
-    _, state = run(optim.master(optim.averaged(optax.sgd(1e-3), 0.0)), params)
-    np.testing.assert_array_equal(optim.averaged_params(state)["w"], state.master["w"])
-
-
 def test_refused() -> None:
     params = {"w": jnp.ones(3)}
     with pytest.raises(ValueError, match=r"between 0 and 1, got 1\.5"):
@@ -78,9 +71,3 @@ def test_refused() -> None:
     nested = optim.averaged(optim.averaged(optax.sgd(0.1), 0.5), 0.9).init(params)
     with pytest.raises(ValueError, match="found 2"):
         optim.averaged_params(nested)
-
-
-def test_paths_end_with_the_parameters_path() -> None:
-    state = jax.eval_shape(optim.averaged(optax.adam(0.1), 0.9).init, {"a": {"w": jnp.ones(3)}})
-    paths = [jax.tree_util.keystr(path) for path, x in jax.tree_util.tree_leaves_with_path(state) if x.shape]
-    assert len(paths) == 3 and all(path.endswith("['a']['w']") for path in paths)

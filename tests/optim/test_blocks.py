@@ -52,10 +52,3 @@ def test_scales_are_the_largest_magnitudes_of_boxes(shape: tuple[int, ...]) -> N
     wide = np.asarray(jax.jit(spread, static_argnums=1)(scales, shape))
     assert wide.shape == shape and (np.abs(x) <= wide).all()
     np.testing.assert_array_equal(largest_per_block(wide), scales)
-
-
-@pytest.mark.parametrize("size", [2048, 768, 11008, 5120, 1600, 14336])
-def test_dimensions_have_a_power_of_two_of_blocks(size: int) -> None:
-    """So that any power of two of devices has whole blocks, or equal parts of them."""
-    (count,) = scales_shape((size,))
-    assert size % count == 0 and count.bit_count() == 1

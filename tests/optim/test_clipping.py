@@ -32,10 +32,6 @@ def test_dtypes() -> None:
     np.testing.assert_allclose(optim.global_norm(clipped), 1.0, rtol=1e-2)
 
 
-def test_no_updates() -> None:
-    assert optim.clip_by_global_norm(1.0).update({}, optax.EmptyState())[0] == {}
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("axis", ["x", ("x", "y")])
 def test_the_norm_of_shards(axis: str | tuple[str, ...], check_vma: bool) -> None:

@@ -15,7 +15,7 @@ from jaxshard import optim
 
 from . import fast_jit
 
-pytestmark = pytest.mark.fast_cases(2)
+pytestmark = pytest.mark.fast_cases(1)
 
 BLOCKS = 3
 
@@ -49,14 +49,11 @@ def matrices(params: Any) -> Any:
 
 TRANSFORMS = {
     "lamb": lambda: optax.lamb(0.1),
-    "lamb with a mask": lambda: optax.lamb(0.1, weight_decay=0.1, mask=matrices),
     "lars": lambda: optax.lars(0.1),
     "muon": lambda: contrib.muon(0.1),
-    "adafactor": lambda: optax.adafactor(0.1),
     "adafactor, factored": lambda: optax.adafactor(0.1, min_dim_size_to_factor=4),
     "adaptive_grad_clip": lambda: optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
     "clip_by_block_rms": lambda: optax.chain(optax.clip_by_block_rms(0.1), optax.adam(0.1)),
-    "novograd": lambda: optax.novograd(0.1),
     "partition": lambda: optax.partition({"matrix": optax.lamb(0.1), "other": optax.sgd(0.1)}, by_shape),
     "adam": lambda: optax.adam(0.1),
     "averaged": lambda: optim.averaged(optax.lamb(0.1), 0.9),
@@ -84,15 +81,6 @@ def test_equals_the_unstacked_model(name: str) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_stacking_alone_changes_the_update() -> None:
-    """Why this exists."""
-    params, tx = arrays(0), optax.lamb(0.1)
-    first = fast_jit(lambda grads, params: tx.update(grads, tx.init(params), params)[0])
-    updates, singles = first(arrays(1), params), first(unstacked(arrays(1)), unstacked(params))
-    a, b = updates["blocks"]["w"]["kernel"][0], singles["blocks"][0]["w"]["kernel"]
-    assert float(jnp.abs(a - b).max()) > 0.01 * float(jnp.abs(b).max())
-
-
 def test_paths_and_shapes_of_the_state() -> None:
     params = jax.eval_shape(lambda: arrays(0))
     state = jax.eval_shape(optim.per_block(optax.lamb(0.1)).init, params)
@@ -109,13 +97,6 @@ def test_another_key_and_abstract_masks() -> None:
     tx = optim.per_block(optax.masked(optax.lamb(0.1), jax.tree.map(lambda x: True, params)), "layers")
     updates = jax.eval_shape(lambda params: tx.update(params, tx.init(params), params)[0], params)
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
-
-
-def test_only_blocks() -> None:
-    params = {"blocks": {"w": jnp.ones((3, 2, 2))}}
-    tx = optim.per_block(contrib.muon(0.1))
-    updates = jax.eval_shape(lambda params: tx.update(params, tx.init(params), params)[0], params)
-    assert updates["blocks"]["w"].shape == (3, 2, 2)
 
 
 def test_refused() -> None:

@@ -174,46 +174,6 @@ def test_a_data_and_a_tensor_axis_equal_one_device(case: str, expected: Any) -> 
     assert_same_on_all_devices(params)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("check_vma", [False, True])
-def test_fully_sharded_over_data_inside(check_vma: bool, expected: Any) -> None:
-    """Parameters to 1e-5: parts over data of what is split over the tensor axis, gathered in the loss."""
-    named = None if check_vma else used_on_split
-    tx = optim.tensor(optim.fsdp(transform("data"), "data"), "tensor", SPECS, partial=named)
-    params, mesh = make_params(), make_mesh()
-    states = optim.tensor_state_specs(tx, params, SPECS, mesh, zero_axis="data")
-    parts = states[1][0].trace  # momentum lives where its parameter does
-    mapped = partial(jax.shard_map, mesh=mesh, check_vma=check_vma)
-    like: list[Any] = []
-
-    def init(params: Any) -> Any:
-        like.append(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))
-        own = optim.shard_params(params, "data")
-        return own, tx.init(own)
-
-    def step(own: Any, state: Any, x: jax.Array) -> Any:
-        def varying(p: jax.Array) -> jax.Array:
-            axes = tuple({"data", "tensor"} - jax.typeof(p).mat.varying)
-            return lax.pcast(p, axes, to="varying") if check_vma and axes else p
-
-        def loss(own: Any) -> jax.Array:
-            return sequence_parallel(optim.gather_params(own, like[0], "data"), x)
-
-        updates, state = tx.update(jax.grad(loss)(jax.tree.map(varying, own)), state, own)
-        return optax.apply_updates(own, updates), state
-
-    own, state = fast_jit(mapped(init, in_specs=(SPECS,), out_specs=(parts, states)))(params)
-    step = fast_jit(mapped(step, in_specs=(parts, states, P("data", "tensor")), out_specs=(parts, states)))
-    for number in range(STEPS):
-        own, state = jax.block_until_ready(step(own, state, data(number)))
-    assert own["up"]["kernel"].addressable_shards[0].data.size == C * F // 8
-    last = jax.shard_map(
-        lambda own: optim.gather_params(own, like[0], "data"),
-        mesh=mesh, in_specs=(parts,), out_specs=SPECS, check_vma=False,
-    )  # fmt: skip
-    assert_close(fast_jit(last)(own), expected)
-
-
 def test_collectives() -> None:
     """Partial gradients are all-reduced over the tensor axis, the others over data alone; norms cost two numbers."""
     tx = optim.tensor(optim.zero2(transform("data"), "data"), "tensor", SPECS, partial=used_on_split)
@@ -237,30 +197,6 @@ def test_collectives() -> None:
         ("all-reduce", ("data",)): 4 * 2,
         ("all-reduce", ("data", "tensor")): 4,
     }
-
-
-def test_the_norm_counts_split_arrays_over_all_shards_and_whole_ones_once() -> None:
-    """To 1e-6."""
-    tree = {"split": jnp.arange(8.0), "whole": jnp.arange(3.0), "scalar": jnp.asarray(5.0)}
-    specs = {"split": P("tensor"), "whole": P(), "scalar": P()}
-    seen = []
-
-    def update(updates: Any, state: Any, params: Any = None, *, split_axes: Any = None, **_: Any) -> Any:
-        if split_axes is not None:
-            seen.append({path: split_axes(path, ("data",)) for path in tree})
-            seen.append(optim.global_norm(updates, "tensor", split_axes=split_axes))
-            return jax.tree.map(lambda u: u * 0 + seen[-1], updates), state
-        return updates, state
-
-    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
-    tx = optim.tensor(inner, "tensor", specs, partial=lambda path: False)
-
-    def body(tree: Any) -> Any:
-        return tx.update(tree, tx.init(tree))[0]["scalar"]
-
-    mapped = jax.shard_map(body, mesh=make_mesh(), in_specs=(specs,), out_specs=P(), check_vma=False)
-    np.testing.assert_allclose(fast_jit(mapped)(tree), optim.global_norm(tree), rtol=1e-6)
-    assert seen[0] == {"split": ("data", "tensor"), "whole": ("data",), "scalar": ("data",)}
 
 
 # What is refused.

@@ -63,7 +63,6 @@ INSIDE = {
     "a sum over another axis": (lambda p, rows, key: lax.psum(rows, "tensor"), "data"),
     "a sum over groups": (lambda p, rows, key: lax.psum(rows, "data", axis_index_groups=GROUPS), "data"),
     "a gather": (lambda p, rows, key: lax.all_gather(rows, "data", tiled=True), ""),
-    "a gather in groups": (lambda p, rows, key: lax.all_gather(rows, "data", axis_index_groups=GROUPS), "data"),
     "a part of a sum": (lambda p, rows, key: lax.psum_scatter(p, "data", tiled=True), "data"),
     "a permutation": (lambda p, rows, key: lax.ppermute(p, "data", [(0, 1), (1, 2)]), "data"),
     "an exchange": (lambda p, rows, key: lax.all_to_all(p, "data", 0, 0, tiled=True), "data"),
@@ -71,7 +70,6 @@ INSIDE = {
         lambda p, rows, key: (lax.axis_index("data"), lax.axis_index(("data", "tensor")), lax.axis_size("data")),
         ("data", "data tensor", ""),
     ),
-    "random numbers": (lambda p, rows, key: jax.random.normal(jax.random.fold_in(key, 3), (3,)), ""),
     "random numbers of a device": (
         lambda p, rows, key: jax.random.normal(jax.random.fold_in(key, lax.axis_index("tensor")), (3,)),
         "tensor",
@@ -80,12 +78,10 @@ INSIDE = {
     "a reference": (lambda p, rows, key: read_ref(p, rows), "data tensor"),
     "a branch on equal values": (lambda p, rows, key: lax.cond(p[0] > 0, lambda: p, lambda: 2 * p), ""),
     "a branch on rows": (lambda p, rows, key: lax.cond(rows.sum() > 0, lambda: p, lambda: 2 * p), "data"),
-    "a choice by rows": (lambda p, rows, key: jnp.where(rows.sum() > 0, p, 0), "data"),
     "a loop as long as rows say": (
         lambda p, rows, key: lax.while_loop(lambda c: c[0] < rows.sum(), lambda c: (c[0] + 1, 2 * c[1]), (0.0, p))[1],
         "data",
     ),
-    "a loop of equal values": (lambda p, rows, key: lax.fori_loop(0, 3, lambda i, p: p * i, p), ""),
     "a loop that rows reach late": (
         lambda p, rows, key: lax.scan(lambda c, _: ((c[1], c[0] + rows.sum()), c[1]), (p, p), None, 3)[0][0],
         "data",

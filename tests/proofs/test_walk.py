@@ -49,31 +49,23 @@ REACHED = {
     "plain": (lambda x, y: (x + 1, y, 3.0), ["x", "y", ""]),
     "a constant": (lambda x: (x + z, z * 2), ["x", ""]),
     "jit": (lambda x, y: jax.jit(lambda a, b: (b, a))(x, y), ["y", "x"]),
-    "jit in jit": (lambda x, y: jax.jit(lambda a, b: jax.jit(lambda c: (c, 2 * b))(a))(x, y), ["x", "y"]),
     "checkpoint": (lambda x, y: jax.checkpoint(lambda a, b: (jnp.sin(a), b))(x, y), ["x", "y"]),
     "custom_vjp": (lambda x, y: (doubled(x), y), ["x", "y"]),
     "custom_jvp": (lambda x, y: (tripled(x), y), ["x", "y"]),
     "a gradient of a checkpoint": (lambda x, y: jax.grad(jax.checkpoint(lambda a: jnp.sin(a * y)))(x), ["xy"]),
     "cond": (lambda x, y: lax.cond(x > 0, lambda: (y, 1.0), lambda: (2 * y, 0.0)), ["xy", "x"]),
     "cond on a constant": (lambda x, y: lax.cond(z[0] > 0, lambda: x, lambda: 2 * y), ["xy"]),
-    "switch": (lambda x, y: lax.switch(x.astype(int), [lambda: y, lambda: 0.0, lambda: 1.0]), ["xy"]),
     "scan": (lambda x, z: lax.scan(lambda c, z: (c, z + 1), x, z), ["x", "y"]),
     "scan, the second iteration": (
         lambda x, y, z: lax.scan(lambda c, _: ((c[1], c[0] + z[0]), c[0]), (x, y), None, length=3),
         ["xyz", "xyz", "xyz"],
-    ),
-    "scan in scan": (
-        lambda x, y: lax.scan(lambda c, _: (lax.scan(lambda d, _: (d, None), c, None, 2)[0], y), x, None, 2),
-        ["x", "y"],
     ),
     "while": (lambda x, y: lax.while_loop(lambda c: c[0] < x, lambda c: (c[0] + 1, 2 * c[1]), (0.0, y)), ["x", "xy"]),
     "while, the third iteration": (
         lambda x, y: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[2], x, y), (0.0, 1.0, 2.0, 3.0))[1:],
         ["x", "x", "y"],
     ),
-    "while that starts apart": (lambda x, y: lax.while_loop(lambda c: c < 3, lambda c: c + 1, x + 0 * y), ["xy"]),
     "barrier": (lambda x, y: lax.optimization_barrier((x, y)), ["xy", "xy"]),
-    "vmap": (lambda x, z: jax.vmap(lambda one: lax.cond(x > 0, lambda: one, lambda: 0.0))(z), ["xy"]),
     "shard_map": (
         lambda x, y: jax.shard_map(
             lambda a, b: (b, a),

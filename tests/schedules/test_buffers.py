@@ -194,23 +194,6 @@ def test_delayed_tables_find_what_they_need(schedule):
     check(schedule)
 
 
-@given(schedule=st.one_of(schedules(p=6, v=3), delayed()))
-@settings(max_examples=16, deadline=None)
-def test_what_is_kept_is_the_peak_stash(schedule):
-    """Where a B ends it; where a W does, what it needs is carried on."""
-    plan = plan_buffers(schedule)
-    held, peak = [0] * schedule.stages, 0
-    for op in schedule.ops:
-        held[op.device] += (op.kind == "F") - (op.kind == "B")
-        peak = max(peak, *held)
-    assert plan.sizes["kept"] == peak
-    if schedule.splits_backward:
-        assert max(schedule.stats().peak_stash) <= peak + plan.sizes["carried"]
-    else:
-        assert max(schedule.stats().peak_stash) == peak
-        assert plan.sizes["carried"] == 0
-
-
 # Devices p, micro-batches m, chunks v, and the slots of (inbox, kept, outbox, carried). Kept are D + p,
 # D the tick of the first backward: 6 or 10. The W of the last device waits for 3 ticks.
 SIZES = [

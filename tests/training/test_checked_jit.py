@@ -12,7 +12,6 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -84,22 +83,6 @@ class Norm(nn.Module):
         return nn.BatchNorm(use_running_average=False, axis_name=axis, name="norm")(nn.Dense(WIDTH)(x))
 
 
-class NnxBlock(nnx.Module):
-    def __init__(self, rngs):
-        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-
-    def __call__(self, x):
-        return x + jnp.tanh(self.dense(x))
-
-
-class NnxSkips(nnx.Module):
-    def __init__(self, rngs):
-        self.inner = NnxBlock(rngs)
-
-    def __call__(self, x, keep):
-        return nnx.cond(jnp.any(keep), lambda m, x: m(x), lambda m, x: x, self.inner, x)
-
-
 def loss_of_rows(model, batch):
     return mean(model(batch["x"], batch["keep"]))
 
@@ -109,24 +92,16 @@ def linen(engine, **choices):
     return make(model.loss, engine, model.init)
 
 
-def nnx_step(engine):
-    model = js.nnx(NnxSkips, loss_of_rows)
-    return make(model.loss, engine, model.init)
-
-
 # Plain functions
 
 
-def head(chunks):
-    def loss(params, batch, key):
-        def score(x):
-            labels, weights = jnp.zeros(len(x), int), batch["keep"].astype(jnp.float32)
-            scored = js.head_loss(x, params["out"], labels, weights, chunks=chunks)
-            return scored.totals[0], scored.weights[0]
+def head(params, batch, key):
+    def score(x):
+        labels, weights = jnp.zeros(len(x), int), batch["keep"].astype(jnp.float32)
+        scored = js.head_loss(x, params["out"], labels, weights, chunks=4)
+        return scored.totals[0], scored.weights[0]
 
-        return js.Mean(*of_any(score, lambda x: (0.0, 0.0))(batch))
-
-    return loss
+    return js.Mean(*of_any(score, lambda x: (0.0, 0.0))(batch))
 
 
 def pooled(agree=lambda needed: needed):
@@ -136,11 +111,6 @@ def pooled(agree=lambda needed: needed):
         return mean(of_any(lambda x: x @ params["w"] - lax.pmean(x, "data"), agree=agree)(batch))
 
     return loss
-
-
-def until_small(params, batch, key):
-    x = lax.while_loop(lambda x: jnp.abs(x).max() > 1, lambda x: x - lax.pmean(x, "data") / 2, batch["x"])
-    return mean(x @ params["w"])
 
 
 def expert_loss(branch):
@@ -166,50 +136,36 @@ def experts(engine, *, branch):
     return make(expert_loss(branch), engine, init_fn, strategy, data=4, expert=2)
 
 
-def attends(how, engine, *, branch=True):
+def attends(engine):
     def loss(params, batch, key):
         def attend(x):
             heads = (x @ params["w"]).reshape(*x.shape[:2], 2, -1)
             return js.attention(heads, heads, heads, causal=True).reshape(x.shape)
 
-        x = batch["tokens"]
-        return mean(lax.cond(batch["keep"].any(), attend, lambda x: x, x) if branch else attend(x))
+        return mean(lax.cond(batch["keep"].any(), attend, lambda x: x, batch["tokens"]))
 
-    strategy = js.compose(FSDP, js.context("context", how=how))
+    strategy = js.compose(FSDP, js.context("context", how="ring"))
     return make(loss, engine, strategy=strategy, data=4, context=2)
 
 
 POSITIONS = {"tokens": np.repeat(BATCH["x"][:8, None], 4, axis=1), "keep": np.arange(8) < 2}
 UNITS = js.explicit(units=[Block])
-BATCHES = {"ring attention": POSITIONS, "gathered attention": POSITIONS, "ring attention under auto": POSITIONS}
+BATCHES = {"ring attention": POSITIONS}
 
 REFUSED = {
-    "a chunked head": (lambda: make(head(4), js.explicit()), "all_gather of a chunk of js.head_loss"),
+    "a chunked head": (lambda: make(head, js.explicit()), "all_gather of a chunk of js.head_loss"),
     "a sum of the user's": (lambda: make(pooled(), js.explicit()), "psum of f32[2,8] over ['data']"),
-    "a loop until rows are small": (lambda: make(until_small, js.explicit()), "how often lax.while_loop iterates"),
     "BatchNorm over devices": (lambda: linen(js.explicit(), inner=Norm), "psum of BatchNorm(axis_name)"),
     "experts": (lambda: experts(js.explicit(), branch=True), "all_gather of js.moe"),
-    "ring attention": (lambda: attends("ring", js.explicit()), "ppermute of js.attention"),
+    "ring attention": (lambda: attends(js.explicit()), "ppermute of js.attention"),
 }
 PASSED = {
-    "a Linen unit under auto": lambda: linen(js.auto(units=[Block])),
     "a Linen unit": lambda: linen(UNITS),
-    "an NNX unit": lambda: nnx_step(js.explicit(units=[NnxBlock])),
-    "no unit": lambda: linen(js.explicit()),
     "a unit that all run or none": lambda: linen(UNITS, agree="data"),
-    "a head in one chunk": lambda: make(head(1), js.explicit()),
-    "a chunked head under auto": lambda: make(head(4), js.auto()),
     "a sum that all take or none": lambda: make(pooled(lambda needed: lax.pmax(needed, ("data",))), js.explicit()),
     "experts outside of a branch": lambda: experts(js.explicit(), branch=False),
-    "experts in a branch under auto": lambda: experts(js.auto(), branch=True),
-    "experts under auto": lambda: experts(js.auto(), branch=False),
-    "gathered attention": lambda: attends("gather", js.explicit()),
-    "ring attention under auto": lambda: attends("ring", js.auto()),
 }
-SLOW = (
-    "experts", "an NNX unit", "ring attention", "gathered attention", "no unit", "a head", "a chunked head under",
-    "a loop", "a Linen unit under",
-)  # fmt: skip
+SLOW = ("experts", "ring attention")
 
 
 def fast_and_slow(table):
@@ -272,31 +228,6 @@ def test_everything_that_runs_a_loss_refuses_it():
     }.items():
         with pytest.raises(ValueError, match=rf"^{what.strip()} could hang"):
             call()
-
-
-def test_a_loss_is_traced_once_for_its_reading_and_its_compilation():
-    count = 0
-
-    def counted(params, batch):
-        nonlocal count
-        count += 1
-        return {"loss": mean(batch["x"] @ params["w"])}
-
-    layout = js.layout(FSDP, mesh(), init, TX)
-    run = js.init(init, TX, layout, key=0)
-    evaluate = js.make_eval_step(counted, layout)
-    for _ in range(2):
-        evaluate(run, BATCH)
-    assert count == 1
-
-    def counted_loss(params, batch, key):
-        return counted(params, batch)["loss"]
-
-    count, step = 0, js.make_step(counted_loss, TX, layout, engine=js.explicit())
-    step.lower(BATCH)
-    before = count
-    step(run, BATCH)
-    assert count == before
 
 
 @pytest.mark.slow

@@ -12,19 +12,14 @@ import pytest
 from optax import contrib
 
 import jaxshard as js
-from jaxshard.training.extra_args import find_extra_args
-from tests.toys import normal, quick_compile, tree_error
+from tests.toys import normal, tree_error
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 RNG = np.random.default_rng(0)
 BATCH = {"x": RNG.normal(size=(16, 13)).astype(np.float32), "y": RNG.normal(size=(16, 3)).astype(np.float32)}
 FSDP, ZERO2 = js.fsdp(min_size=0), js.zero2(min_size=0)
 STEPS = 4
-
-
-@pytest.fixture(autouse=True)
-def _compile():
-    with quick_compile():
-        yield
 
 
 def init_fn(key):
@@ -78,9 +73,9 @@ def _backtracking() -> Any:
 CASES = {
     "backtracking": (_backtracking, FSDP, js.auto()),
     "polyak_sgd": (lambda: optax.polyak_sgd(1.0), FSDP, js.explicit(microbatches=2)),
-    "reduce_on_plateau": (_plateau, ZERO2, js.auto()),
 }
 SLOW = {
+    "reduce_on_plateau": (_plateau, ZERO2, js.auto()),
     "lbfgs": (optax.lbfgs, ZERO2, js.explicit()),
     "lbfgs-auto": (optax.lbfgs, FSDP, js.auto()),
     "lbfgs-micro": (optax.lbfgs, FSDP, js.explicit(microbatches=2)),
@@ -101,24 +96,6 @@ def test_what_asks_for_the_loss_equals_one_device_within_1e_5(name):
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     assert tree_error(jax.device_get(params), jax.device_get(reference)) < 1e-5
     assert losses[-1] < losses[0]
-
-
-def test_which_arguments_an_optimizer_uses():
-    params = jax.eval_shape(init_fn, jax.random.key(0))
-
-    def strict(updates, state, params=None, *, value):
-        return jax.tree.map(lambda g: g * value, updates), state
-
-    def ignoring(updates, state, params=None, *, value=None, **extra):
-        return updates, state
-
-    empty = optax.identity().init
-    names = ("value", "grad", "value_fn")
-    assert find_extra_args(optax.adam(1e-3), params) == ((), False)
-    assert find_extra_args(optax.lbfgs(), params) == (names, True)
-    assert find_extra_args(optax.polyak_sgd(), params) == (names, False)
-    assert find_extra_args(optax.GradientTransformationExtraArgs(empty, strict), params) == (("value",), False)
-    assert find_extra_args(optax.GradientTransformationExtraArgs(empty, ignoring), params) == ((), False)
 
 
 @pytest.mark.slow
@@ -182,11 +159,6 @@ def test_lookahead_takes_the_gradients_of_the_fast_parameters_within_1e_5(engine
     assert tree_error(jax.device_get(js.logical(run, layout).params), jax.device_get(params)) < 1e-5
 
 
-def complex_loss(params, batch):
-    error = jnp.abs(batch["x"] @ params["w"] - batch["y"]) ** 2
-    return js.Mean(error.sum(), error.size)
-
-
 def complex_init(key):
     return {"w": jax.lax.complex(*jax.random.normal(key, (2, 13, 3)))}
 
@@ -195,28 +167,3 @@ def test_complex_parameters_are_refused_with_the_split_that_works():
     message = r"w: complex64\[13, 3\]; train its two halves.*jax.lax.complex\(params\['re'\], params\['im'\]\)"
     with pytest.raises(TypeError, match=message):
         js.layout(FSDP, js.make_mesh(data=8), complex_init, optax.adam(0.1))
-
-
-@pytest.mark.slow
-def test_the_halves_of_complex_parameters_equal_one_device_within_1e_5():
-    """Against optax's `split_real_and_imaginary` on the complex parameters, whose gradients JAX gives conjugated."""
-    tx = optax.adam(0.1)
-
-    def split_init(key):
-        re, im = jax.random.normal(key, (2, 13, 3))
-        return {"w": {"re": re, "im": im}}
-
-    def split_loss(params, batch, key):
-        return complex_loss({"w": jax.lax.complex(params["w"]["re"], params["w"]["im"])}, batch)
-
-    layout = js.layout(FSDP, js.make_mesh(data=8), split_init, tx)
-    run, step = js.init(split_init, tx, layout, 0), js.make_step(split_loss, tx, layout, engine=js.explicit())
-    params, one = complex_init(jax.random.key(0)), contrib.split_real_and_imaginary(tx)
-    state = one.init(params)
-    for _ in range(2):
-        run, _ = step(run, BATCH)
-        grads = jax.tree.map(jnp.conj, jax.grad(lambda p: complex_loss(p, BATCH).value)(params))
-        updates, state = one.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-    found = js.logical(run, layout).params["w"]
-    np.testing.assert_allclose(found["re"] + 1j * np.asarray(found["im"]), params["w"], rtol=1e-5)

@@ -12,10 +12,10 @@ import optax
 import pytest
 
 import jaxshard as js
-from jaxshard.layers.moe import exchange
 from jaxshard.layers.moe.exchange import use_form
 from tests.layers.moe.ragged import ragged_reference
-from tests.toys import quick_compile
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 TX = optax.adam(1e-3)
 E, C, H = 4, 8, 16
@@ -28,12 +28,6 @@ ENGINES = {
     "explicit, bf16": js.explicit(precision="bf16"),
 }
 CELLS = [pytest.param(engine, id=name) for name, engine in ENGINES.items()]
-
-
-@pytest.fixture(autouse=True)
-def _compile():
-    with quick_compile():
-        yield
 
 
 def init_fn(key):
@@ -115,21 +109,3 @@ def test_a_gradient_that_is_not_finite_is_found_and_the_check_may_be_left_out(ex
     with use_form("ragged"):
         _, metrics = step(run, batch())
     assert metrics["bad"]
-
-
-@pytest.mark.slow
-def test_a_loss_that_is_not_finite_anyway_is_left_to_the_step(exchange_by):
-    exchange_by()
-    run, step = start(js.explicit())
-    with use_form("ragged"):
-        _, metrics = step(run, {"x": np.full((8, 6, C), np.nan, np.float32)})
-    assert metrics["bad"]
-
-
-@pytest.mark.slow
-def test_equal_counts_may_be_asked_for(monkeypatch):
-    monkeypatch.setattr(exchange, "_best_form", lambda devices: "ragged")
-    assert exchange.form_for(jax.devices()) == "ragged"
-    strategy = js.compose(js.fsdp("expert", min_size=0), js.expert(exchange="equal"))
-    run, step = start(js.explicit(), strategy)
-    step(run, batch())

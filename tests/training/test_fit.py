@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jaxshard as js
@@ -40,15 +39,6 @@ class KeepsBest:
         pass
 
     def evaluated(self, number, run, evaluation):
-        pass
-
-
-class RemembersBest:
-    """A callback with a `best` of its own, which has nothing to do with evaluations."""
-
-    best = 1.0
-
-    def __call__(self, number, run):
         pass
 
 
@@ -100,24 +90,14 @@ def test_evaluates_every_so_often_and_at_the_end():
     assert seen == [3, 6, 7, 7]
 
 
-@pytest.mark.parametrize(
-    "losses, patience, stop",
-    [
-        ([5, 4, 3, 2, 1], 1, 5),
-        ([5, 4, 4, 2, 1], 1, 3),
-        ([5, 4, 4.5, 3, 3.5, 3.2, 1], 2, 6),
-        ([5, math.nan, math.nan, 1], 2, 3),
-        ([math.nan, 4, 3, 2], 1, 4),
-        ([math.nan, math.nan, 3, 2], 1, 2),
-    ],
-)
-def test_stops_early_when_the_loss_is_stuck(losses, patience, stop):
+def test_stops_early_when_the_loss_is_stuck():
+    """`tests/training/test_early_stopping.py` has when."""
     history = []
     run = js.fit(
-        new_run(), step, ones(), steps=len(losses), callbacks=[history.append],
-        evaluate=evaluations(losses), eval_every=1, patience=patience,
+        new_run(), step, ones(), steps=5, callbacks=[history.append],
+        evaluate=evaluations([5, math.nan, 4, 4, 1]), eval_every=1, patience=1,
     )  # fmt: skip
-    assert int(run.step) == stop == len(history)
+    assert int(run.step) == 2 == len(history)
 
 
 def test_on_run_sees_every_run_before_the_next_step_takes_it():
@@ -198,13 +178,8 @@ def test_evaluation_options_that_do_not_fit(options, message):
         js.fit(new_run(), step, ones(), steps=2, **options)
 
 
-def test_a_callback_may_have_a_best_of_its_own():
-    assert int(js.fit(new_run(), step, ones(), steps=2, on_run=[RemembersBest()]).step) == 2
-
-
-@pytest.mark.parametrize("steps", [2, 7])
-def test_a_profile_is_written_even_of_a_short_run(tmp_path, steps):
-    js.fit(new_run(), step, ones(), steps=steps, profile=tmp_path)
+def test_a_profile_is_written_even_of_a_short_run(tmp_path):
+    js.fit(new_run(), step, ones(), steps=2, profile=tmp_path)
     assert list(tmp_path.rglob("*.xplane.pb"))
 
 
@@ -218,34 +193,3 @@ def test_accelerators_are_read_one_step_late_and_their_utilisation_is_known():
     last = reader.read(all=True)
     assert read == [[], [1], [2]] and [record.step for record in last] == [3]
     assert last[0].speed["mfu"] == pytest.approx(1e12 / last[0].seconds / (4 * 197e12))
-
-
-def test_trains_and_evaluates_sharded():
-    rng = np.random.default_rng(0)
-    x, target = rng.normal(size=(64, 16)).astype(np.float32), rng.normal(size=16).astype(np.float32)
-    rows = {"x": x, "y": x @ target}
-
-    def loss_fn(params, batch, key=None):
-        return js.Mean(((batch["x"] @ params["w"] - batch["y"]) ** 2).sum(), len(batch["y"]))
-
-    def init_fn(key):
-        return {"w": jax.random.normal(key, 16)}
-
-    tx = optax.adam(0.1)
-    layout = js.layout(js.fsdp("data", min_size=0), js.make_mesh(data=8), init_fn, tx)
-    eval_step = js.make_eval_step(lambda params, batch: {"loss": loss_fn(params, batch)}, layout)
-    history = []
-    run = js.fit(
-        js.init(init_fn, tx, layout, 0),
-        js.make_step(loss_fn, tx, layout, engine=js.explicit()),
-        itertools.repeat(rows),
-        steps=50,
-        evaluate=lambda run: js.evaluate(eval_step, run, [rows]),
-        eval_every=20,
-        callbacks=[history.append],
-    )
-    assert int(run.step) == 50 and [record.step for record in history if record.evaluation] == [20, 40, 50]
-    losses = [record.metrics["loss"] for record in history]
-    assert losses[-1] < 0.1 * losses[0] and all(record.metrics["grad_norm"] > 0 for record in history)
-    # An evaluation sees the run after the step, whose loss is that of the run before.
-    assert history[19].evaluation["loss"] == pytest.approx(losses[20], rel=1e-5)

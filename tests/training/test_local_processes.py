@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.distributed.launched import printed_together
 
 PROGRAM = """
     import json, sys
@@ -44,19 +41,7 @@ PROGRAM = """
 
 
 def start(folder: Path, processes: int) -> list[dict[str, Any]]:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), address]
-    started = [
-        subprocess.Popen(
-            [*command, str(index), str(processes), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}, cwd=Path(__file__).parents[2],
-        )
-        for index in range(processes)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=300)[0] for process in started]
-    assert [process.returncode for process in started] == [0] * processes, "\n".join(outputs)
+    outputs = printed_together(PROGRAM, str(folder), count=processes)
     return [json.loads(next(line for line in out.splitlines() if line.startswith("{"))) for out in outputs]
 
 

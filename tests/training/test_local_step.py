@@ -101,11 +101,6 @@ def test_a_warm_up_is_that_of_one_device_reduces_gradients_in_a_conditional_and_
 
 
 @pytest.mark.slow
-def test_a_warm_up_is_that_of_one_device_and_then_the_plain_loop_to_1e_6() -> None:
-    compare(FSDP, MESH, EXPLICIT, 4, CLIPPED, warmup=3)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "engine", [js.explicit(), js.auto(), js.explicit(microbatches=2)], ids=["explicit", "auto", "turns"]
 )
@@ -139,55 +134,6 @@ def test_a_warm_up_inside_every_strategy_is_that_of_one_device_to_1e_6(inside: A
     compare(inside, MESH, engine, 2, CLIPPED, warmup=3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "inside, axes",
-    [
-        (js.zero1("data", min_size=0), {"replica": 3, "data": 2}),
-        (js.compose(FSDP, js.tensor([("w", (None, "mlp")), ("embed", (None, None)), *js.RULES])),
-         {"replica": 2, "data": 2, "tensor": 2}),
-        (js.without_rows(), {"replica": 4}),
-    ],
-    ids=["zero1", "tensor", "alone"],
-)  # fmt: skip
-@pytest.mark.parametrize("engine", [js.explicit(), js.auto()], ids=["explicit", "auto"])
-def test_a_warm_up_on_other_meshes_is_that_of_one_device_to_1e_6(
-    inside: Any, axes: dict[str, int], engine: Any
-) -> None:
-    compare(inside, axes, engine, 2, CLIPPED, warmup=3, rows=12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mean", "sum of means"])
-def test_a_warm_up_weighs_each_term_of_a_loss_as_one_device_does_to_1e_6(kind: str) -> None:
-    """Two terms whose weights are in other proportions on the replicas."""
-
-    def loss_fn(params: Any, batch: Any, key: Any) -> Any:
-        error = (batch["x"] @ params["w"] - batch["y"]) ** 2
-        one = js.Mean((batch["weights"] * error).sum(), batch["weights"].sum())
-        return one if kind == "mean" else one + 0.1 * js.Mean((batch["other"] * error).sum(), batch["other"].sum())
-
-    def init(key: Any) -> Any:
-        return {"w": jax.random.normal(key, (8,))}
-
-    given = [batch | {"other": np.arange(16, dtype=np.float32)} for batch in batches(3)]
-    mesh = mesh_of(replica=2, data=2)
-    strategy = js.compose(js.ddp("data"), js.local("replica", every=4, warmup=3))
-
-    def run(strategy: Any, mesh: Any) -> tuple[Any, Any]:
-        layout = js.layout(strategy, mesh, init, CLIPPED)
-        step, state = js.make_step(loss_fn, CLIPPED, layout, engine=EXPLICIT), js.init(init, CLIPPED, layout, 0)
-        seen = []
-        for batch in given:
-            state, metrics = step(state, batch)
-            seen.append([float(metrics[name]) for name in ("loss", "grad_norm", "update_norm")])
-        return seen, state.params["w"]
-
-    found, expected = run(strategy, mesh), run(js.ddp("data"), mesh_of(data=1))
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
-    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("axes", [{"replica": 2, "data": 2}, {"replica": 1}])
 def test_a_warm_up_of_a_scalar_loss_is_refused_whatever_it_is_of(axes: dict[str, int]) -> None:
     def loss_fn(params: Any, batch: Any, key: Any) -> Any:
@@ -197,27 +143,6 @@ def test_a_warm_up_of_a_scalar_loss_is_refused_whatever_it_is_of(axes: dict[str,
     layout = js.layout(js.compose(inside, js.local("replica", every=4, warmup=3)), mesh_of(**axes), MODEL.init, CLIPPED)
     with pytest.raises(TypeError, match=r"local: warmup needs .* js\.Mean\(total, weight\) instead of a scalar"):
         js.make_step(loss_fn, CLIPPED, layout).lower(batches(1)[0])
-
-
-@pytest.mark.slow
-def test_a_line_search_tries_as_many_losses_on_all_replicas_in_the_warm_up_and_its_own_number_after_it() -> None:
-    """After the warm-up a collective inside the search would wait for replicas that are done with theirs."""
-    tx = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=15))
-
-    def run(strategy: Any, mesh: Any, steps: int) -> tuple[Any, list[Any]]:
-        layout = js.layout(strategy, mesh, MODEL.init, tx)
-        step, state, seen = js.make_step(MODEL.loss, tx, layout), js.init(MODEL.init, tx, layout, jax.random.key(0)), []
-        for batch in batches(steps):
-            # Rows of the second replica are larger, so that its search is longer.
-            state, _ = step(state, batch | {"x": batch["x"] * np.repeat([1, 4], 8)[:, None].astype(np.float32)})
-            seen.append(np.asarray(jax.tree.leaves(state.opt_state.inner[1].learning_rate)[0]) if layout.local else 0)
-        return js.logical(state, layout).params, seen
-
-    strategy = js.compose(js.ddp("data"), js.local("replica", every=2, warmup=2))
-    found, expected = run(strategy, mesh_of(replica=2, data=2), 2)[0], run(js.ddp("data"), mesh_of(data=1), 2)[0]
-    assert worst(found, expected) < 1e-5
-    _, rates = run(strategy, mesh_of(replica=2, data=2), 5)
-    assert rates[1][0] == rates[1][1] and rates[2][0] != rates[2][1]
 
 
 @pytest.mark.slow
@@ -232,17 +157,6 @@ def test_a_bad_step_of_one_replica_in_the_warm_up_is_one_of_all() -> None:
     now = js.logical(after, layout)
     jax.tree.map(np.testing.assert_array_equal, now.opt_state, kept.opt_state)
     jax.tree.map(np.testing.assert_array_equal, now.params, kept.params)
-
-
-@pytest.mark.slow
-def test_a_norm_of_whole_arrays_inside_and_outside_equals_the_plain_loop_to_1e_5() -> None:
-    tx, given = optax.lamb(1e-2), batches(5)
-    outer = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.7))
-    layout, step = made(js.fsdp(("data",), min_size=0), mesh_of(replica=2, data=3), tx, EXPLICIT, 2, outer)
-    given = [{name: x[:12] for name, x in batch.items()} for batch in given]
-    run, _ = train(layout, step, tx, given)
-    shared, _, _ = simulate(tx, outer, given, replicas=2, every=2)
-    assert worst(js.logical(run, layout).params, shared) < 1e-4  # LAMB divides by the norms of its own updates
 
 
 def arrays(found: Any) -> list[tuple[Any, ...]]:

@@ -35,50 +35,6 @@ def made(strategy):
     return layout, js.clone(run)
 
 
-def test_a_run_that_was_donated_is_refused_and_the_process_lives():
-    layout, run = made(js.fsdp(min_size=0))
-    step = js.make_step(loss_fn, TX, layout)
-    after, _ = step(run, BATCH)
-    for use in (lambda: step(run, BATCH), lambda: js.fit(run, step, [BATCH], steps=2)):
-        with pytest.raises(ValueError, match=r"donated to an earlier step.*go on with the run it returned"):
-            use()
-    after, metrics = step(after, BATCH)
-    assert jnp.isfinite(metrics["loss"])
-
-
-def test_a_run_is_read_with_its_own_layout_alone():
-    _, run = made(js.fsdp(min_size=0))
-    other, _ = made(js.ddp())
-    with pytest.raises(ValueError, match=r"(?s)the run does not fit the layout.*params/w.*\[7\].*\[8\]"):
-        js.logical(run, other)
-
-
-def test_evaluation_takes_python_scalars_and_keeps_integers():
-    layout, run = made(js.fsdp(min_size=0))
-
-    def eval_fn(params, batch):
-        largest = jnp.max(jnp.round(100 * batch["x"])).astype(jnp.int32)
-        return {"loss": loss_fn(params, batch, None), "largest": js.Max(largest)}
-
-    evaluate = js.make_eval_step(eval_fn, layout)
-    evaluate(run, BATCH)
-    batch = BATCH | {"x": BATCH["x"][:5]}
-    result = evaluate(run, batch)
-    expected = eval_fn(js.logical(run, layout).params, batch)
-    np.testing.assert_allclose(result["loss"].value, expected["loss"].value, rtol=1e-6)
-    assert result["largest"].value.dtype == jnp.int32
-    assert int(result["largest"].value) == int(expected["largest"].value)
-
-
-def test_a_strategy_that_was_not_called_is_named():
-    with pytest.raises(TypeError, match=r"write js.fsdp\(...\), not js.fsdp"):
-        js.layout(js.fsdp, js.make_mesh(data=8), init_fn, TX)
-
-
-def test_a_single_role_need_not_be_a_list():
-    assert js.shard("data", "opt") == js.shard("data", ["opt"])
-
-
 def test_init_from_casts_nothing():
     layout, _ = made(js.fsdp())
     with pytest.raises(ValueError, match=r"(?s)other dtypes.*w: float64, expected float32"):
@@ -130,45 +86,6 @@ def test_what_is_no_run():
             take(pair)
         with pytest.raises(TypeError, match=r"run must be a js.TrainState.*, got dict"):
             take(BATCH)
-
-
-def test_saving_with_swapped_arguments(tmp_path):
-    layout, run = made(js.ddp())
-    with pytest.raises(TypeError, match=r"dir is a run; write js.save\(dir, run, layout\)"):
-        js.save(run, tmp_path, layout)
-    with pytest.raises(TypeError, match=r"run must be a js.TrainState.*, got Layout"):
-        js.save(tmp_path, layout, run)
-    with pytest.raises(TypeError, match="pair that a step returned"):
-        js.save(tmp_path, (run, {}), layout)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("engine", "call"),
-    [(js.auto, r"js.auto\(\)"), (js.explicit, r"js.explicit\(\)"), (js.pipelined, r"js.pipelined\(microbatches=8\)")],
-)
-def test_an_engine_that_was_not_called(engine, call):
-    layout, _ = made(js.ddp())
-    with pytest.raises(TypeError, match=rf"got the function that makes one: write {call}"):
-        js.make_step(loss_fn, TX, layout, engine=engine)
-
-
-def test_a_mesh_and_a_strategy_that_are_swapped():
-    with pytest.raises(TypeError, match=r"strategy is a mesh; write js.layout\(strategy, mesh, init_fn, tx\)"):
-        js.layout(js.make_mesh(data=8), js.fsdp(), init_fn, TX)
-
-
-def test_a_model_in_the_place_of_one_of_its_functions():
-    model = js.linen(nn.Dense(1), lambda model, batch: js.Mean(model(batch["x"]).sum(), 1), {"x": BATCH["x"]})
-    layout, _ = made(js.ddp())
-    with pytest.raises(TypeError, match=r"init_fn must be .*got the model itself; pass model.init"):
-        js.layout(js.fsdp(), js.make_mesh(data=8), model, TX)
-    with pytest.raises(TypeError, match=r"got the model itself; pass model.init"):
-        js.init(model, TX, layout, 0)
-    with pytest.raises(TypeError, match=r"got the model itself; pass model.loss"):
-        js.make_step(model, TX, layout)
-    with pytest.raises(TypeError, match=r"got the model itself; pass model.evaluate"):
-        js.make_eval_step(model, layout)
 
 
 def test_a_model_prints_in_one_line():

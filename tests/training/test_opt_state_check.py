@@ -59,21 +59,6 @@ def test_dtypes_that_change_are_refused_with_what_keeps_them(name):
         step_of(make(advice), strategy).lower(BATCH)
 
 
-@pytest.mark.slow
-def test_what_the_message_says_trains_as_optax_alone_does():
-    tx = injected(optax.adamw)(("b1", "b2", "eps", "eps_root", "weight_decay"))
-    step = step_of(tx, FSDP)
-    run = js.init(init_fn, tx, step.layout, 0)
-    params = init_fn(jax.random.key(0))
-    state = tx.init(params)
-    for _ in range(3):
-        run, metrics = step(run, BATCH)
-        loss, grads = jax.value_and_grad(lambda params: loss_fn(params, BATCH).value)(params)
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
-
-
 def test_an_array_that_promotes_the_state_is_told_apart_from_hyperparameters():
     tx = optax.chain(optax.scale(jnp.float32(2)), optax.trace(0.9))
     with pytest.raises(ValueError, match=r"(?s)write Python numbers, or .*  - 1/trace/hm: bfloat16\[9, 5\] becomes"):

@@ -11,17 +11,13 @@ import optax
 import pytest
 
 import jaxshard as js
-from tests.toys import normal, quick_compile
+from tests.toys import normal
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
 STRATEGIES = {"ddp": js.ddp(), "zero2": js.zero2(min_size=0), "fsdp": js.fsdp(min_size=0)}
 STEPS = 3
-
-
-@pytest.fixture(autouse=True)
-def _compile():
-    with quick_compile():
-        yield
 
 
 def init_fn(key):

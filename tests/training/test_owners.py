@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,39 +175,6 @@ def test_a_layout_of_an_elementwise_optimizer_or_without_split_state_has_no_owne
         assert js.layout(strategy, mesh, _matrices, tx).owners is None
 
 
-def _whole_stacks(rate: float) -> optax.GradientTransformation:
-    """Shampoo of stacked matrices without its sums, all of them divided by one norm: a stack has one owner."""
-
-    def root(x: jax.Array) -> jax.Array:
-        values, vectors = jnp.linalg.eigh(x)
-        return (vectors * jnp.maximum(values, 1e-6)[..., None, :] ** -0.25) @ vectors.mT
-
-    def one(g: jax.Array) -> jax.Array:
-        if g.ndim != 3:
-            return -rate * g
-        update = root(g @ g.mT) @ g @ root(g.mT @ g)
-        return -rate * update / jnp.linalg.norm(update)
-
-    return optax.GradientTransformation(
-        lambda params: optax.EmptyState(), lambda grads, state, params=None: (jax.tree.map(one, grads), state)
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("owners", [True, False])
-def test_steps_that_factorize_whole_stacks_end(owners: bool) -> None:
-    """On simulated devices, which share threads: 50 steps of four batches of matrices, with owners and without."""
-    tx, batch = _whole_stacks(0.1), {"x": np.ones(8, np.float32)}
-    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), _stacked, tx)
-    assert layout.owners is not None and [stack.count for stack in layout.owners.stacks] == [1, 1]
-    layout = layout if owners else layout.without_owners
-    step, run = js.make_step(_loss, tx, layout), js.init(_stacked, tx, layout, 0)
-    assert not re.search(r"f32\[3,\d+,\d+\]\S* .*custom-call", step.compile(batch).as_text() or "")
-    for _ in range(50):
-        run, metrics = step(run, batch)
-    assert not metrics["bad"]
-
-
 def _piped() -> tuple[js.Stacked, js.Layout, Any]:
     def init(key: jax.Array) -> Any:
         embed, block, head = (jax.random.normal(k, (16, 16)) / 4 for k in jax.random.split(key, 3))
@@ -231,38 +197,4 @@ def test_blocks_of_a_pipeline_have_no_owners_and_are_named() -> None:
         "owners of whole matrices:\n"
         "  embed and 1 more: 2 matrices [16, 16], 0 to 1 on each of 4 devices of data, 2 of 4 places empty\n"
         "  blocks/w has no owner: its blocks are in the order of a pipeline"
-    )
-
-
-@pytest.mark.slow
-def test_a_pipeline_with_owners_of_its_other_matrices_equals_one_device() -> None:
-    """1e-5."""
-    model, layout, tx = _piped()
-    batch = {"x": np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)}
-    step = js.make_step(model.loss, tx, layout, engine=js.pipelined(microbatches=2))
-    assert step.owned
-    run = js.init(model.init, tx, layout, 0)
-    params = jax.device_get(js.logical(run, layout).params)
-    state = tx.init(params)
-    for _ in range(STEPS):
-        run, _ = step(run, batch)
-        grads = jax.grad(lambda params: model.loss(params, batch, jax.random.key(0)).value)(params)
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-    for x, y in zip(jax.tree.leaves(js.logical(run, layout).params), jax.tree.leaves(params), strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-5 * float(np.abs(y).max()))
-
-
-@pytest.mark.slow
-def test_another_update_with_the_same_state_runs_without_owners() -> None:
-    """The layout was made for one transform, the step for another: its state is taken out of the stacks for it."""
-    init_fn, make, axes, strategy = CASES["shampoo"]
-    tx, batch = make(), {"x": np.ones(8, np.float32)}
-    layout = js.layout(strategy(), js.make_mesh(jax.devices()[:2], **axes), init_fn, tx)
-    idle = optax.GradientTransformation(tx.init, lambda grads, state, params=None: (grads, state))
-    step = js.make_step(_loss, idle, layout)
-    assert not step.owned
-    run, _ = step(js.init(init_fn, tx, layout, 0), batch)
-    np.testing.assert_array_equal(
-        js.logical(run, layout).opt_state.left["w1"], tx.init(init_fn(jax.random.key(0))).left["w1"]
     )

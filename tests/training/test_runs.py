@@ -78,26 +78,6 @@ def test_nobody_reads_a_run_that_was_donated():
             use(run)
 
 
-@pytest.mark.slow
-def test_other_meshes_and_guards_make_no_difference():
-    tx = optax.sgd(0.1)
-    layout, run, _ = made(tx)
-    gradient, params = js.value_and_grad(loss_fn, layout), js.logical(run, layout).params
-    with jax.set_mesh(jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))):
-        with jax.transfer_guard("disallow"):
-            copied = js.clone(run)
-            loss, _ = gradient(run, BATCH)
-            raw = js.run_to_bytes(run, layout)
-            back, _ = js.run_from_bytes(raw, layout)
-        replaced = js.replace_params(run, params, tx, layout, opt_state="reset")
-    for one in (copied, back, replaced):
-        assert_same(one, run)
-    kept = run._replace(residuals={"b": jnp.ones(3)})
-    for opt_state, expected in (("keep", kept.residuals), ("reset", ())):
-        assert js.replace_params(kept, params, tx, layout, opt_state=opt_state).residuals is expected
-    assert float(loss) == float(gradient(run, BATCH)[0])
-
-
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("opt_state", ["reset", "keep"])
 def test_other_parameters_keep_or_reset_the_optimizer(opt_state):
@@ -121,12 +101,6 @@ def test_other_parameters_keep_or_reset_the_optimizer(opt_state):
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), js.logical(new, layout).params, expected
     )
-
-
-def test_a_model_brings_its_state_along():
-    layout, run = descent()
-    model = js.Model(js.logical(run, layout).params, {"seen": np.float32(7)})
-    assert float(js.replace_params(run, model, DESCENT, layout, opt_state="keep").state["seen"]) == 7
 
 
 @pytest.mark.parametrize(

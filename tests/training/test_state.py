@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,19 +11,12 @@ import pytest
 import jaxshard as js
 from jaxshard.core.layout import human_bytes
 from jaxshard.models.gpt import gpt
-from jaxshard.training.state import check_run, init_program, run_key
 from tests.notebook_page import read
-from tests.toys import TOYS, model_order, quick_compile
+from tests.toys import TOYS, model_order, one_device_key
 
-pytestmark = pytest.mark.fast_cases(1)
+pytestmark = [pytest.mark.fast_cases(1), pytest.mark.usefixtures("compiled_quickly")]
 
 MESH = {"data": 8}
-
-
-@pytest.fixture(autouse=True)
-def _compile():
-    with quick_compile():
-        yield
 
 
 def assert_bits(tree, reference):
@@ -67,7 +58,7 @@ def test_parameters_are_bit_for_bit_those_of_one_device(toy, strategy):
     shown = js.logical(run, layout)
     assert_bits((shown.params, shown.opt_state), (params, TX.init(params)))
     assert int(run.step) == 0
-    assert_bits(jax.random.key_data(run.key), jax.random.key_data(run_key(jax.random.key(7))))
+    assert_bits(jax.random.key_data(run.key), jax.random.key_data(jax.random.fold_in(jax.random.key(7), 1)))
 
 
 def test_every_device_holds_its_shard_alone():
@@ -111,17 +102,12 @@ def test_80_megabytes_are_born_with_temporaries_of_at_most_two_shards(model):
     whole = sum(x.size * 4 for x in jax.tree.leaves(layout.shapes.params))
     shard = layout.bytes_per_device()["param"]
     assert whole > 75e6 and shard < 1.02 * whole / 8
-    memory = init_program(init_fn, tx, layout).lower(jax.random.key(0)).compile().memory_analysis()
+    program = jax.jit(lambda key: js.init(init_fn, tx, layout, key))
+    memory = program.lower(jax.random.key(0)).compile().memory_analysis()
     held = sum(layout.bytes_per_device()[role] for role in ("param", "opt"))
     pointers = 8 * (2 + len(jax.tree.leaves((layout.params, layout.opt_state))))
     assert held <= memory.output_size_in_bytes <= held + 4 + 8 + pointers
     assert memory.temp_size_in_bytes <= 2.1 * shard
-
-
-def test_seeds_and_keys_are_the_same():
-    layout = small()
-    one, other = (js.init(small_init, TX, layout, key) for key in (3, jax.random.PRNGKey(3)))
-    assert_bits(one.params, other.params)
 
 
 # Given parameters.
@@ -150,8 +136,7 @@ def test_given_parameters_are_copied_as_they_are(source):
     assert_bits(model_order(layout.params, run.params), given().params)
     assert_bits(model_order(layout.state, run.state), given().state)
     assert_bits(model_order(layout.opt_state, run.opt_state), TX.init(given().params))
-    check_run(layout, run)
-    assert_bits(jax.random.key_data(run.key), jax.random.key_data(run_key(jax.random.key(0))))
+    assert_bits(jax.random.key_data(run.key), jax.random.key_data(one_device_key()))
 
 
 @pytest.mark.parametrize("source", ["all devices", "numpy", "jax", "one device"])
@@ -189,20 +174,6 @@ def test_given_parameters_that_do_not_fit_are_all_named():
 # Model order.
 
 
-def test_a_run_goes_from_layout_to_layout_and_comes_back():
-    layouts = [
-        small(),
-        small(js.fsdp(("x", "data"), min_size=0), js.make_mesh(jax.devices()[:6], x=3, data=2)),
-        small(),
-    ]
-    run = js.init(small_init, TX, layouts[0], 0)
-    first = jax.device_get((run.params, run.state))
-    for before, after in pairwise(layouts):
-        shown = js.logical(run, before)
-        run = js.init(small_init, TX, after, 0, init_from=js.Model(shown.params, shown.state))
-    assert_bits((run.params, run.state), first)
-
-
 # What changed since the layout was made.
 
 
@@ -232,12 +203,3 @@ def test_another_optimizer_than_the_layouts():
         js.init(small_init, optax.sgd(0.1), small(), 0)
     with pytest.raises(ValueError, match=r"(?s)tx is not the one that the layout was made for.*mu/w: missing"):
         js.init(small_init, optax.sgd(0.1), small(), 0, init_from=given())
-
-
-def test_another_dtype_than_the_layouts():
-    def low(key):
-        model = small_init(key)
-        return model._replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.params))
-
-    with pytest.raises(ValueError, match=r"w: expected float32\[13, 9\], got bfloat16\[13, 9\]"):
-        js.init(low, TX, small(), 0)

@@ -86,22 +86,6 @@ def test_gathered_parameters_do_not_wait_beside_the_old_ones():
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * WIDTH * WIDTH * 4  # of eight
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["TPU v5p", "TPU v5 lite"])
-def test_what_a_tpu_gathers_after_an_update_is_the_same_bit_for_bit(kind, monkeypatch):
-    """With SparseCores a result is chosen from what is gathered, without them nothing is held back."""
-
-    def trained():
-        run, step = chain_of_matrices(2)
-        for _ in range(2):
-            run, metrics = step(run, {"x": jnp.ones((8, WIDTH))})
-        return run.params, metrics
-
-    expected = trained()
-    monkeypatch.setattr("jaxshard.training.views.device_kind", lambda mesh: kind)
-    assert_same(trained(), expected)
-
-
 def odd_transform():
     """State that is a gradient, a number, one array at two places, an array that nobody changes, and a momentum."""
 

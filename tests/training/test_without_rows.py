@@ -11,17 +11,13 @@ import optax
 import pytest
 
 import jaxshard as js
-from tests.toys import Toy, assert_equal_runs, normal, one_device, quick_compile, recording_step, sharded, trained
+from tests.toys import Toy, assert_equal_runs, normal, one_device, recording_step, sharded, trained
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 FSDP = js.fsdp(min_size=0)
 SPLIT = js.compose(FSDP, js.without_rows("table"))
 RNG = np.random.default_rng(0)
-
-
-@pytest.fixture(autouse=True)
-def _compile():
-    with quick_compile():
-        yield
 
 
 def mesh():

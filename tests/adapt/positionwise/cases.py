@@ -71,10 +71,6 @@ def _scan(x, w, b, key):
     return y + ys.sum(0)[..., None]
 
 
-def _convolve(x, kernel, padding):
-    return lax.conv_general_dilated(x, kernel, (1,), padding, dimension_numbers=("NWC", "WIO", "NWC"))
-
-
 def _keys(x, w, b, key):
     def keep(key, number):
         return jax.random.bernoulli(jax.random.fold_in(key, number), 0.9, (x.shape[-1],))
@@ -111,7 +107,6 @@ GOOD = {
     "merged": _merged,
     "heads": _heads,
     "norm": lambda x, w, b, key: (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-3),
-    "softmax": lambda x, w, b, key: jax.nn.softmax(x @ w, axis=-1),
     "table": lambda x, w, b, key: x + jnp.asarray(TABLE)[b["tokens"]] + jnp.take(w, b["tokens"], axis=0),
     "positions": lambda x, w, b, key: x * jnp.cos(b["positions"][..., None] / 9.0),
     "label": lambda x, w, b, key: jnp.take_along_axis(x @ w, b["tokens"][..., None], -1),
@@ -120,27 +115,16 @@ GOOD = {
     "remat": lambda x, w, b, key: jax.checkpoint(lambda x: jnp.sin(x @ w))(x),
     "cond": lambda x, w, b, key: lax.cond(w.sum() > 0, lambda: x * 2, lambda: jnp.zeros_like(x)),
     "while": _while,
-    "map": lambda x, w, b, key: jax.vmap(jax.vmap(lambda row: row @ w + row[0]))(x),
     "split": lambda x, w, b, key: jnp.concatenate(jnp.split(x, 2, axis=-1)[::-1], -1),
-    "pad": lambda x, w, b, key: jnp.pad(x, ((0, 0), (0, 0), (1, 0)))[..., 1:],
-    "features": lambda x, w, b, key: jnp.cumsum(x, -1) + x[..., ::-1] + jnp.roll(x, 1, -1),
     "stack": lambda x, w, b, key: jnp.stack([x, x @ w], 1)[:, 1] + sum(jnp.unstack(jnp.tile(x, (1, 1, 2)))[:1])[:, :8],
-    "rows": lambda x, w, b, key: x * b["row"][:, None, None],
     "mask": lambda x, w, b, key: jnp.where((b["tokens"] > 2)[..., None], x, 0),
     "slot": lambda x, w, b, key: x.at[:, :, 0].set(1.0) + lax.dynamic_slice_in_dim(x, 1, 1, 2),
     "keys": _keys,
-    "pointwise_conv": lambda x, w, b, key: lax.conv_general_dilated(
-        x, w[None], (1,), "VALID", None, None, ("NWC", "WIO", "NWC")
-    ),
     "own_vjp": lambda x, w, b, key: _product(x, w),
     "own_vjp_again": lambda x, w, b, key: _own_rule_again(x, w),
     "noise": lambda x, w, b, key: x + jax.random.normal(key, (x.shape[0], 1, x.shape[2])),
 }
 """Layers that treat positions one by one."""
-
-
-def _shift(x, w, b, key):
-    return jnp.concatenate([jnp.zeros_like(x[:, :1]), x[:, :-1]], 1)
 
 
 def _recurrent(x, w, b, key):
@@ -150,10 +134,6 @@ def _recurrent(x, w, b, key):
 
 def _attention(x, w, b, key):
     return jax.nn.softmax(jnp.einsum("btc,bsc->bts", x @ w, x)) @ x
-
-
-def _batch_norm(x, w, b, key):
-    return (x - x.mean((0, 1))) / jnp.sqrt(x.var((0, 1)) + 1e-3)
 
 
 def _in_loop(x, w, b, key):
@@ -182,19 +162,15 @@ MIXING = {
     "recurrent": (_recurrent, "scan .* goes over the positions one after the other"),
     "pooled": (lambda x, w, b, key: jax.nn.relu(x.mean(1) @ w), "reduce_sum .* is a sum over the positions"),
     "largest": (lambda x, w, b, key: x - x.max(1, keepdims=True), "reduce_max .* is a maximum over the positions"),
-    "batch_norm": (_batch_norm, "reduce_sum .* is a sum over the positions"),
-    "softmax": (lambda x, w, b, key: jax.nn.softmax(x, 1), "reduce_max .* is a maximum over the positions"),
     "cumsum": (lambda x, w, b, key: jnp.cumsum(x, 1), "cumsum .* goes over the positions in their order"),
     "sort": (lambda x, w, b, key: jnp.sort(x, 1), "sort .* goes over the positions in their order: route by js.moe"),
     "roll": (lambda x, w, b, key: jnp.roll(x, 1, 1), "slice .* takes some of the positions: have the shifted array"),
-    "shift": (_shift, "takes some of the positions|joins positions"),
     "reverse": (lambda x, w, b, key: x[:, ::-1], "rev .* reverses the positions"),
     "first": (lambda x, w, b, key: x + x[:, :1], "slice .* takes some of the positions"),
     "pick": (
         lambda x, w, b, key: x[:, w[0, 0].astype(int)],
         "dynamic_slice .* takes some of the positions|gather .* takes positions by their index",
     ),
-    "permute": (lambda x, w, b, key: x[:, jnp.array([1, 0])], "gather .* takes positions by their index"),
     "arange": (
         lambda x, w, b, key: x + jnp.arange(x.shape[1])[:, None],
         "iota .* counts from 0 on each device: .*js.positions",
@@ -212,21 +188,12 @@ MIXING = {
         "random_bits .* draws random numbers for the positions",
     ),
     "scale": (lambda x, w, b, key: x / x.shape[1], "a number that depends on how many"),
-    "log_count": (lambda x, w, b, key: x * np.log(x.shape[1] + 1), "a number that depends on how many"),
     "in_loop": (_in_loop, "slice .* takes some of the positions"),
     "by_count": (_by_count, "what runs depends on how many there are"),
     "blocks": (lambda x, w, b, key: x.reshape(ROWS, -1, 2, WIDTH).sum(2), "reshape .* cuts the positions into several"),
-    "mixed_dims": (
-        lambda x, w, b, key: x.swapaxes(0, 1).reshape(ROWS, -1, WIDTH),
-        "reshape .* cuts the positions into",
-    ),
     "backward": (lambda x, w, b, key: _mixing_backward(x, w), "in the backward pass of a jax.custom_vjp"),
     "branch": (
         lambda x, w, b, key: lax.cond(x.sum() > 0, lambda: x, lambda: -x),
-        "reduce_sum .* is a sum over the positions",
-    ),
-    "trips": (
-        lambda x, w, b, key: lax.while_loop(lambda x: x.sum() > 1, lambda x: x / 2, x),
         "reduce_sum .* is a sum over the positions",
     ),
     "callback": (

@@ -39,11 +39,8 @@ def _by_count(choose):
 CHOSEN = {
     "weights": lambda x, u, v, many: x @ u - x @ v if many else x @ v - x @ u,
     "number": lambda x, u, v, many: x * (u[0, 0] if many else 2.0) + 0 * u[0, 0],
-    "number of a part": lambda x, u, v, many: x * (2.0 if many else u[0, 0]) + 0 * u[0, 0],
     "inside a call": lambda x, u, v, many: jax.checkpoint(lambda u, v: x @ (u if many else v))(u, v),
-    "a call's result": lambda x, u, v, many: x @ jax.jit(lambda u, v: u if many else v)(u, v),
     "dimensions": lambda x, u, v, many: jax.lax.dot_general(x, u, (((2,), (0 if many else 1,)), ((), ()))),
-    "axes": lambda x, u, v, many: x * u.sum(0 if many else 1),
     "order": lambda x, u, v, many: x * jax.lax.scan(lambda c, a: (c * jnp.tanh(c + a), None), u[0], v, reverse=many)[0],
     "experts": lambda x, u, v, many: js.moe(
         x, x[..., :2], lambda p, rows, dot: jax.nn.silu(dot(rows, p)) / (2 if many else 3), jnp.stack([u, v]), k=1

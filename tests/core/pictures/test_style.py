@@ -3,17 +3,13 @@
 import numpy as np
 
 from jaxshard.core.pictures.style import (
-    BLACK,
     DARK,
     LIGHT,
     OPERATIONS,
     PALETTE,
     ROLES,
-    WHITE,
     contrast,
     ink_on,
-    luminance,
-    tint,
 )
 
 
@@ -37,13 +33,3 @@ def test_text_is_read_on_paper_and_on_every_colour():
         assert all(contrast(colour, look.paper) > 1.25 for colour in PALETTE)
         assert all(contrast(colour, look.paper) > 2.2 for colour in look.lines) and min(distances(look.lines)) > 0.05
     assert all(contrast(ink_on(colour), colour) > 4.5 for colour in (*PALETTE, *ROLES.values()))
-
-
-def test_luminance_and_contrast_are_those_of_wcag():
-    assert luminance(WHITE) == 1 and luminance(BLACK) == 0 and contrast(BLACK, WHITE) == 21
-    assert round(contrast("#767676", WHITE), 2) == 4.54
-
-
-def test_the_last_chunk_has_the_colour_itself():
-    shades = [tint("#0072B2", chunk, 4) for chunk in range(4)]
-    assert shades[-1] == "#0072b2" and sorted(shades, key=luminance, reverse=True) == shades

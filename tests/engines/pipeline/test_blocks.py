@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +13,13 @@ from jax import lax
 
 import jaxshard as js
 from tests.engines.pipeline.pipes import (
-    FEATURES,
     WIDTH,
     Ring,
     reference,
     residual_block,
-    rows_batch,
-    squared_error,
     stack_toy,
 )
-from tests.toys import Toy, assert_equal_runs, loss_error, one_device, sharded, start_of, tree_error
+from tests.toys import assert_equal_runs, loss_error, one_device, start_of, tree_error
 
 TABLE = np.linspace(-1, 1, WIDTH, dtype=np.float32)
 
@@ -113,64 +109,6 @@ def test_blocks_of_all_kinds(schedule, stash, block):
 # Activations of several arrays, losses of several terms.
 
 
-@cache
-def tree_toy(depth: int = 5) -> Toy:
-    """Activations with a position that every block counts up, and a penalty per row that every block adds to.
-
-    The head is undefined for activations of zeros, and so is the embedding's gradient for cotangents of none.
-    """
-
-    def init(key):
-        keys = jax.random.split(key, 3)
-        return {
-            "embed": {"w": jax.random.normal(keys[0], (FEATURES, WIDTH)) / 2, "table": jnp.ones((40, WIDTH))},
-            "block": {"w": jax.random.normal(keys[1], (WIDTH, WIDTH)) / 4},
-            "head": {"w": jax.random.normal(keys[2], (WIDTH, FEATURES)) / 4},
-        }
-
-    def embed(params, batch, key):
-        h = batch["x"] @ params["embed"]["w"] * params["embed"]["table"][batch["start"]]
-        return {"h": h, "position": batch["start"], "penalty": jnp.zeros(len(h)), "seen": batch["weights"] > 0}
-
-    def block(params, x, key):
-        h = x["h"] + jnp.tanh(x["h"] @ params["w"]) * jnp.cos(x["position"])[:, None]
-        penalty = x["penalty"] + jnp.square(h).mean(-1)
-        return {"h": h, "position": x["position"] + 1, "penalty": penalty, "seen": x["seen"]}
-
-    def head(params, x, batch, key):
-        h = x["h"] / jnp.linalg.norm(x["h"], axis=-1, keepdims=True)
-        metrics = {
-            "penalty": js.Mean(x["penalty"].sum(), len(h)),
-            "positions": js.Sum(x["position"].sum()),
-            "seen": js.Sum(x["seen"].sum()),
-            "largest": js.Max(jnp.abs(h).max()),
-            "last position": js.Max(x["position"].max()),
-        }
-        loss = squared_error(h @ params["head"]["w"] * (1 + x["position"][:, None]) / 8, batch)
-        return js.Loss(loss + 0.1 * metrics["penalty"], metrics=metrics)
-
-    model = js.Stacked(embed, block, head, num_blocks=depth, init=init)
-    start = np.random.default_rng(4).integers(0, 40, len(rows_batch()["x"]), dtype=np.int32)
-    return Toy(model.init, model.loss, rows_batch() | {"start": start}, rate=0.02)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
-@pytest.mark.parametrize("stash", ["layer", "stage", "everything"])
-def test_trees_of_activations_and_sums_of_means_and_metrics_equal_one_device(schedule, stash):
-    toy = tree_toy()
-    trace, _ = Ring(4, 1).run(toy, js.pipelined(microbatches=6, schedule=schedule, stash=stash))
-    assert_equal_runs(trace, reference(tree_toy))
-    metrics, expected = trace.metrics[0], toy.loss_fn(start_of(toy.init_fn), toy.batch, None).metrics
-    assert set(metrics) == {"loss", "grad_norm", "update_norm", "bad", *expected}
-    assert float(metrics["penalty"]) == pytest.approx(float(expected["penalty"].value), rel=1e-6)
-    assert float(metrics["largest"]) == pytest.approx(float(expected["largest"].value), rel=1e-6)
-    start = toy.batch["start"]
-    assert int(metrics["positions"]) == start.sum() + 5 * len(start)
-    assert int(metrics["last position"]) == start.max() + 5
-    assert int(metrics["seen"]) == (toy.batch["weights"] > 0).sum()
-
-
 # Frozen parameters.
 
 FROZEN = {"ends": ("embed", "head"), "embedding and biases": ("embed", "blocks/b"), "blocks": ("blocks",)}
@@ -207,62 +145,3 @@ def test_frozen_parameters_stay_and_the_others_equal_one_device(schedule, frozen
 
 
 # Parameters of other kinds.
-
-
-def with_others(params, x, key):
-    """Beside w and b a number, and integers that tell how far to roll."""
-    return x + params["gain"] * jnp.roll(jnp.tanh(x @ params["w"] + params["b"]), params["shift"][1], axis=-1)
-
-
-@cache
-def others_toy() -> Toy:
-    """Blocks with a scalar and frozen integers, and outside of them integers and what nobody uses."""
-    base = stack_toy(residual_block, 5)
-    model = base.loss_fn.model
-
-    def init(key):
-        parts = model.init_parts(key)
-        block = parts["block"] | {"gain": jax.random.normal(key), "shift": jnp.array([0, 2, 1])}
-        return parts | {"block": block, "extra": {"unused": jnp.ones(3), "count": jnp.arange(4)}}
-
-    def embed(params, batch, key):
-        return model.embed(params, batch, key) + params["extra"]["count"][1]
-
-    stacked = js.Stacked(embed, with_others, model.head, num_blocks=5, init=init)
-    return base._replace(init_fn=stacked.init, loss_fn=stacked.loss)
-
-
-def floats_alone(toy: Toy) -> Toy:
-    """The same for one device: its integers are part of the loss function."""
-    start = start_of(toy.init_fn)
-    own = jax.tree.map(lambda x: x if x.dtype == np.float32 else None, start)
-
-    def loss_fn(params, batch, key):
-        both = jax.tree.map(lambda x, all_: all_ if x is None else x, params, start, is_leaf=lambda x: x is None)
-        return toy.loss_fn(both, batch, key)
-
-    return toy._replace(init_fn=lambda key: own, loss_fn=loss_fn)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scatter", ["end", "each"])
-@pytest.mark.parametrize(
-    ("axes", "chunks", "schedule"),
-    [
-        ({"pipe": 2, "data": 2}, 2, "interleaved"),
-        ({"pipe": 2, "data": 2}, 1, "zero_bubble"),
-        ({"pipe": 1, "data": 8}, 1, "gpipe"),
-        ({"pipe": 1, "data": 1}, 3, "zero_bubble"),
-    ],
-    ids=str,
-)
-def test_scalars_and_integers_among_parameters_and_rings_of_one(axes, chunks, schedule, scatter):
-    toy = others_toy()
-    strategy = js.compose(js.pipeline(chunks=chunks), js.fsdp(min_size=0))
-    mesh = js.make_mesh(jax.devices()[: axes["pipe"] * axes["data"]], **axes)
-    engine = js.pipelined(microbatches=4, schedule=schedule, scatter=scatter)
-    trainable = jax.tree.map(lambda x: x.dtype == np.float32, start_of(toy.init_fn))
-    trace, _ = sharded(toy, strategy, mesh, engine, steps=2, trainable=trainable)
-    alone = one_device(floats_alone(toy), steps=2)
-    assert loss_error(trace, alone) <= 1e-6
-    assert tree_error(trace.grads[-1], alone.grads[-1]) <= 1e-5

@@ -8,14 +8,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from hypothesis import given, settings
 
 import jaxshard as js
 from tests.engines.pipeline.pipes import Ring, dropping_block, reference, residual_block, small_gpt, stack_toy
 from tests.schedules.test_buffers import delayed
-from tests.toys import assert_equal_runs, loss_error, one_device, quick_compile, sharded, start_of, tree_error
+from tests.toys import assert_equal_runs, loss_error, one_device, quick_compile, sharded, tree_error
 
 STASHES = {
     "layer": "layer",
@@ -64,7 +63,7 @@ def product():
 CHUNKS = {"gpipe": (1,), "one_f_one_b": (1,), "interleaved": (1, 2, 4), "zero_bubble": (1, 2, 4)}
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow  # `test_stages_split_over_data_equal_one_device` has a fast one
 @pytest.mark.parametrize("cell", list(product()), ids=lambda cell: "-".join(map(str, cell)))
 def test_every_schedule_equals_one_device(cell):
     cell.check()
@@ -96,30 +95,6 @@ def test_any_table_that_can_run_equals_one_device(schedule):
     with quick_compile():
         trace, _ = Ring(schedule.stages, schedule.chunks).run(stack_toy(**options), engine)
         assert_equal_runs(trace, reference(stack_toy, **options))
-
-
-def in_doubles(tree):
-    return jax.tree.map(lambda x: np.asarray(x, np.float64) if x.dtype == np.float32 else x, tree)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", CHUNKS)
-def test_in_double_precision_nothing_is_left_but_rounding(schedule):
-    """Within 1e-12: the same sums, in another order."""
-    single = stack_toy(dropping_block, 9)
-    start = in_doubles(start_of(single.init_fn))
-    with jax.enable_x64(True):
-        model = stack_toy(dropping_block, 9).loss_fn.model
-
-        def init_in_doubles(key):
-            return jax.tree.map(lambda _, value: jnp.asarray(value), model.init(key), start)
-
-        toy = single._replace(batch=in_doubles(single.batch), init_fn=init_in_doubles)
-        trace, _ = Ring(2, CHUNKS[schedule][-1]).run(toy, js.pipelined(microbatches=4, schedule=schedule))
-        alone = one_device(toy, steps=2)
-    assert alone.grads[0]["embed"]["w"].dtype == np.float64
-    assert loss_error(trace, alone) < 1e-12
-    assert tree_error(trace.grads[-1], alone.grads[-1]) < 1e-12
 
 
 # Beside other axes.
@@ -179,21 +154,13 @@ def cast_weights(toy):
 
 
 @pytest.mark.slow  # tests/engines/test_parity.py has the fast ones
-@pytest.mark.parametrize(
-    ("schedule", "make", "options"),
-    [
-        ("interleaved", stack_toy, {"block": residual_block, "depth": 9}),
-        ("interleaved", small_gpt, {"depth": 5}),
-        ("zero_bubble", small_gpt, {"depth": 5}),
-    ],
-    ids=["rows", "interleaved transformer", "zero_bubble transformer"],
-)
-def test_bf16_compute_is_as_near_to_f32_as_bf16_on_one_device(schedule, make, options):
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
+def test_bf16_compute_is_as_near_to_f32_as_bf16_on_one_device(schedule):
     """Losses within 1e-3 of bf16 on one device; the gradient's error against f32 at most 1.5 times that of one device.
 
     Losses of micro-batches round otherwise than those of all rows, so the two gradients are not equal to each other.
     """
-    toy, full = make(**options), reference(make, **options)
+    toy, full = small_gpt(5), reference(small_gpt, 5)
     engine = js.pipelined(microbatches=4, schedule=schedule, compute_dtype=jnp.bfloat16)
     trace, _ = Ring(2, 2).run(toy, engine)
     control = one_device(cast_weights(toy), steps=2)
@@ -202,36 +169,4 @@ def test_bf16_compute_is_as_near_to_f32_as_bf16_on_one_device(schedule, make, op
     assert all(x.dtype == np.float32 for x in jax.tree.leaves((trace.params, trace.grads)))
 
 
-@pytest.mark.slow
-def test_gradients_reduced_in_bf16():
-    """Within 2**-7 of f32, and not equal to it."""
-    toy = stack_toy(residual_block, 9)
-    engine = js.pipelined(microbatches=4, reduce_dtype=jnp.bfloat16)
-    axes = {"pipe": 2, "data": 2}
-    mesh = js.make_mesh(jax.devices()[:4], **axes)
-    trace, _ = sharded(toy, composed(axes, "zero2", 2), mesh, engine, steps=1)
-    full = reference(stack_toy, block=residual_block, depth=9)
-    assert trace.losses[0] == pytest.approx(full.losses[0], rel=1e-6)
-    assert 1e-5 < tree_error(trace.grads[0], full.grads[0]) < 2**-7
-
-
 # Optimizers.
-
-
-OPTIMIZERS = {
-    "adamw": lambda: optax.adamw(1e-2),
-    "clipped adam": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2)),
-    "lamb per block": lambda: js.optim.per_block(optax.lamb(1e-2)),
-    "adafactor per block": lambda: js.optim.per_block(optax.adafactor(1e-2, min_dim_size_to_factor=4)),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_five_steps_of_optimizers_equal_one_device(name):
-    """Losses within 1e-5, parameters within 1e-4: Adam's divisions by small numbers make roundings larger."""
-    toy = stack_toy(residual_block, 9)
-    trace, _ = Ring(4, 2).run(toy, js.pipelined(microbatches=4), OPTIMIZERS[name](), steps=5)
-    alone = one_device(toy, OPTIMIZERS[name](), steps=5)
-    assert loss_error(trace, alone) < 1e-5
-    assert tree_error(trace.params, alone.params) < 1e-4

@@ -19,15 +19,6 @@ def _params(*shapes: tuple[int, ...]) -> Any:
     return {f"w{i}": jax.ShapeDtypeStruct(shape, jnp.float32) for i, shape in enumerate(shapes)}
 
 
-def test_of_muon_one_array_goes_and_one_returns_and_momentum_stays_split() -> None:
-    tx = optax.chain(optax.clip_by_global_norm(1.0), contrib.muon(0.1, weight_decay=0.1))
-    made = find_cores(tx, _params((8, 4), (6, 6), (5,)), {0, 1, 2})
-    assert made is not None and sorted(made.cores) == [0, 1]
-    core = made.cores[0]
-    assert [x.aval.shape for x in core.ins] == [(8, 4)] and [x.aval.shape for x in core.outs] == [(8, 4)]
-    assert core.states == ()
-
-
 def test_of_shampoo_the_factors_live_with_the_owner() -> None:
     params = _params((8, 4), (5,))
     made = find_cores(shampoo(0.1), params, {0, 1})
@@ -36,19 +27,6 @@ def test_of_shampoo_the_factors_live_with_the_owner() -> None:
     owned = [jax.tree_util.keystr(held[number][0]) for number in made.cores[0].states]
     assert owned == [".left['w0']", ".right['w0']"]
     assert [x.aval.shape for x in made.cores[0].ins] == [(8, 4)]
-
-
-def test_work_in_front_joins_the_core_where_fewer_arrays_travel_then() -> None:
-    """The core needs the gradient and its average: the average is made there, and lives there."""
-
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
-        state = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state, grads)
-        return jax.tree.map(lambda g, m: g @ m.T @ m, grads, state), state
-
-    tx = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
-    made = find_cores(tx, _params((8, 4)), {0})
-    assert made is not None
-    assert len(made.cores[0].ins) == 1 and made.cores[0].states == (0,)
 
 
 def test_work_behind_joins_the_core_where_fewer_arrays_travel_then() -> None:

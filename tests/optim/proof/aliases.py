@@ -77,16 +77,6 @@ ALIASES: dict[str, Make] = {
 }
 """Aliases by name."""
 
-NOT_PLAIN = {
-    "lbfgs": "its line search needs the loss function",
-    "polyak_sgd": "needs the value of the loss",
-    "contrib.dpsgd": "needs one gradient per example",
-    "contrib.momo": "needs the value of the loss",
-    "contrib.momo_adam": "needs the value of the loss",
-    "contrib.sophia": "needs the loss function",
-}
-"""Aliases that do not work on gradients alone, and why."""
-
 
 class _Halving(optax.schedules.StatefulSchedule):
     """A learning rate that halves at every step, as state."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import jax
@@ -12,19 +11,15 @@ import optax
 import pytest
 from optax import contrib
 
-import jaxshard as js
 from jaxshard import optim
-from jaxshard.optim.proof.elementwise import check_stored
 from tests.optim import fast_jit
-from tests.optim.proof.aliases import ALIASES, NOT_PLAIN, TYPICAL, WRAPPERS
+from tests.optim.proof.aliases import ALIASES, TYPICAL, WRAPPERS
 
 pytestmark = pytest.mark.fast_cases(2)
 
 ALL = ALIASES | WRAPPERS
 SHAPES = {"w": (4, 6), "deep": {"b": (6,)}, "v": (3, 4)}
 SPLIT = {"w": 0, "deep": {"b": 0}, "v": 1}
-FALSE_ALARMS: set[str] = set()
-"""Transforms of the list that are elementwise by experiment and not recognised."""
 
 
 def arrays(seed: int, shapes: Any = SHAPES) -> Any:
@@ -75,12 +70,8 @@ def test_the_check_agrees_with_the_experiment(name: str) -> None:
         assert truth, "a false elementwise"
         assert str(report) == "elementwise"
     else:
-        assert truth == (name in FALSE_ALARMS), f"a false alarm: {report}"
+        assert not truth, f"a false alarm: {report}"
         assert report.reasons and all(reason.output and str(reason.source) for reason in report.reasons)
-
-
-def test_false_alarms_are_few() -> None:
-    assert len(FALSE_ALARMS) <= 3
 
 
 @pytest.mark.parametrize(
@@ -93,41 +84,9 @@ def test_recognised(name: str, axis_name: Any) -> None:
         assert optim.check_elementwise(tx, params, axis_name=axis_name)
 
 
-def test_the_list_is_complete() -> None:
-    from optax._src import alias
-
-    defined = {name for name, f in vars(alias).items() if inspect.isfunction(f) and f.__module__ == alias.__name__}
-    assert {name for name in defined if not name.startswith("_")} <= ALIASES.keys() | NOT_PLAIN.keys()
-    made_of_parts = {
-        "split_real_and_imaginary",
-        "differentially_private_aggregate",
-        "hutchinson_estimator_diag_hessian",
-    }
-    made_of_parts |= {
-        "mechanize",
-        "normalize",
-        "reduce_on_plateau",
-        "sam",
-        "schedule_free",
-        "schedule_free_eval_params",
-    }
-    optimizers = {
-        f"contrib.{name}"
-        for name, f in vars(contrib).items()
-        if inspect.isfunction(f) and not name.startswith("scale_by") and name not in made_of_parts
-    }
-    assert optimizers <= ALIASES.keys() | NOT_PLAIN.keys()
-    assert len(ALL) >= 40
-
-
-@pytest.mark.parametrize("name", NOT_PLAIN)
-def test_what_cannot_be_traced_is_not_elementwise(name: str) -> None:
-    make = {
-        "contrib.dpsgd": lambda: contrib.differentially_private_aggregate(1.0, 1.0, key=0),
-        "lbfgs": lambda: optax.lbfgs(),
-        "contrib.sophia": lambda: contrib.sophia(0.1),
-    }.get(name, lambda: getattr(contrib if "." in name else optax, name.split(".")[-1])(0.1))
-    assert "could not be traced" in str(optim.check_elementwise(make(), arrays(0)))
+def test_what_cannot_be_traced_is_not_elementwise() -> None:
+    for tx in (optax.lbfgs(), contrib.momo(0.1)):
+        assert "could not be traced" in str(optim.check_elementwise(tx, arrays(0)))
 
 
 def test_extra_arguments() -> None:
@@ -168,7 +127,6 @@ ELEMENTWISE = {
 }
 MIXING = {
     "sum": lambda u: u / jnp.sum(u),
-    "max": lambda u: u / jnp.max(u),
     "row": lambda u: u / jnp.sum(u, axis=0, keepdims=True),
     "dot": lambda u: u @ u,
     "cumsum": lambda u: jnp.cumsum(u, axis=0),
@@ -176,9 +134,7 @@ MIXING = {
     "flip": lambda u: u[::-1],
     "transpose": lambda u: u.T,
     "transposing reshape": lambda u: jax.lax.reshape(u, u.shape, (1, 0)),
-    "roll": lambda u: jnp.roll(u, 1),
     "gather": lambda u: u[jnp.array([1, 0, 2, 3])],
-    "scatter": lambda u: u.at[0].set(0.0),
     "concatenate": lambda u: jnp.concatenate([u[:2], u[2:]]),
     "iota": lambda u: u * jnp.arange(4.0),
     "constant array": lambda u: u * np.arange(16.0, dtype=np.float32).reshape(4, 4),
@@ -192,9 +148,6 @@ MIXING = {
     "late in a loop": lambda u: jax.lax.fori_loop(0, 3, lambda i, c: (c[1], u * jnp.sum(c[0])), (u, u))[0],
     "svd": lambda u: jnp.linalg.svd(u)[0],
     "callback": lambda u: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct((), u.dtype), u[0, 0]) * u,
-    "vmap": lambda u: jax.vmap(lambda row: row / jnp.sum(row))(u),
-    "convolution": lambda u: jnp.convolve(u[0], jnp.ones(3), mode="same") + u,
-    "fft": lambda u: jnp.real(jnp.fft.fft(u)),
 }
 
 
@@ -205,8 +158,7 @@ def test_elementwise_patterns(name: str) -> None:
 
 @pytest.mark.parametrize("name", MIXING)
 def test_mixing_patterns(name: str) -> None:
-    big = {"w": jax.ShapeDtypeStruct((4, 4), jnp.float32)}
-    assert not optim.check_elementwise(stateless(MIXING[name]), big)
+    assert not optim.check_elementwise(stateless(MIXING[name]), W)
 
 
 def test_mixing_two_parameters() -> None:
@@ -345,34 +297,6 @@ def test_views() -> None:
     assert not optim.check_elementwise(masked, params, views=flat), "weight decay by the number of dimensions"
     with pytest.raises(ValueError, match="same tree"):
         optim.check_elementwise(optax.sgd(0.1), params, views={"v": params["w"]})
-
-
-def history() -> Any:
-    """Its state is an array that belongs to no parameter: what it was told last, three steps back."""
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        rolled = jnp.roll(state, 1).at[0].add(1.0)
-        return jax.tree.map(lambda x: x * rolled.sum(), updates), rolled
-
-    return optax.GradientTransformation(lambda params: jnp.zeros(3), update)
-
-
-@pytest.mark.parametrize("width", [16, 13])
-def test_stored_views(width: int) -> None:
-    def init_fn(key: Any) -> Any:
-        return {"w": jnp.ones((width, 3))}
-
-    def check(tx: Any) -> Any:
-        layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), init_fn, tx)
-        return check_stored(tx, layout.shapes.params, layout.opt_params, layout.opt_state)
-
-    assert (check(optax.lamb(0.1)) is None) == (width == 16), "one view where nothing is padded"
-    if width == 13:
-        assert check(optax.adam(0.1))
-        assert "reduce_sum" in str(check(optax.lamb(0.1)))
-    # [3] is padded to [8], where jnp.roll would bring in padding.
-    assert optim.check_elementwise(history(), init_fn(None))
-    assert "state (root) [3] is stored as [8]" in str(check(history()))
 
 
 def test_a_bitcast_that_adds_a_dimension_gives_other_bytes_along_it() -> None:

@@ -143,12 +143,6 @@ def test_blocks_of_a_stack_are_one_array() -> None:
     assert (found.kind, found.products) == ("own array", ("blocks/w", "embed"))
 
 
-def test_products_of_an_array_with_a_vector_are_no_matrix_products() -> None:
-    tx = _mixing(lambda g: {"w": g["w"] * (g["w"] @ jnp.ones(4))[:, None]})
-    found = js.optim.check_own_array(tx, _abstract({"w": (6, 4)}))
-    assert (found.kind, found.products) == ("own array", ())
-
-
 def test_a_transform_that_can_not_be_traced_is_global() -> None:
     found = js.optim.check_own_array(optax.polyak_sgd(), _abstract({"w": (6, 4)}))
     assert found.kind == "global" and "could not be traced" in str(found)

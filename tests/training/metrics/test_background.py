@@ -90,15 +90,6 @@ def test_a_service_that_fails_and_answers_again_gets_all_records_and_the_caller_
     assert service.sent == [1, 2] and service.ends == ["finished"]
 
 
-def test_what_could_not_be_sent_at_the_end_is_counted():
-    service = Service()
-    write = Background(service)
-    service.down = ConnectionError("no route")
-    write._pending.append(record(1))
-    with pytest.warns(RuntimeWarning, match="a service: 1 records were not sent: ConnectionError: no route"):
-        write.finish(None)
-
-
 def test_a_service_that_hangs_does_not_hold_up_the_end():
     service = Service()
     service.gate.clear()

@@ -116,21 +116,3 @@ def test_a_server_that_is_absent_is_a_warning_without_its_password(runs):
     with pytest.warns(RuntimeWarning, match="1 records were not sent"):
         write(record(1))
         write.finish(None)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default")
-def test_the_real_package_writes_into_a_database(tmp_path):
-    library = pytest.importorskip("mlflow")
-    uri, folder = f"sqlite:///{tmp_path}/runs.db", tmp_path / "run"
-    for step, one in enumerate(RECORDS, 1):
-        write = metrics.mlflow("gpt", uri=uri, config={"lr": 1 / step, "mesh": {"data": 8}}, folder=folder)
-        write(one)
-        write.finish(None)
-        (folder / str(step)).mkdir()
-    client = library.MlflowClient(uri)
-    (run,) = client.search_runs([client.get_experiment_by_name("gpt").experiment_id])
-    losses = [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, "loss")]
-    assert losses[0] == (1, 5.371376037597656) and losses[1][0] == 2 and math.isnan(losses[1][1])
-    assert run.data.params == {"lr": "1.0", "mesh.data": "8"} and run.data.tags["lr"] == "0.5"
-    assert run.info.status == "FINISHED"

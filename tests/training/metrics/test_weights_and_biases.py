@@ -1,9 +1,7 @@
 """The writer for Weights & Biases: its calls of the package, and the package itself, offline."""
 
 import math
-import struct
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -116,50 +114,3 @@ def test_of_several_processes_the_first_writes(package, monkeypatch):
     write(record(1))
     write.finish()
     assert not package.calls
-
-
-@pytest.mark.slow
-def test_the_real_package_writes_offline(monkeypatch, tmp_path):
-    library = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "run"
-    write = metrics.wandb("project", config={"mesh": {"data": 8}}, folder=folder)
-    for one in RECORDS:
-        write(one)
-    write.finish(None)
-    id = (folder / ".wandb-run").read_text().strip()
-    (file,) = tmp_path.glob(f"wandb/offline-run-*/run-{id}.wandb")
-    deadline = time.monotonic() + 60
-    while len(read_history(file)[0]) < len(RECORDS) and time.monotonic() < deadline:
-        time.sleep(0.1)  # the package's own process may close the file a little later
-    rows, facts = read_history(file)
-    assert [row["step"] for row in rows] == ["1", "2"] and rows[1]["loss"] == "NaN" and rows[1]["eval/loss"] == "2.5"
-    assert facts["mesh"] == '{"data":8}' and library.run is None
-
-
-def read_history(file):
-    """Return the rows of a file of W&B, and the facts of its configuration, each as JSON by name."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    rows, facts = [], {}
-    for message in map(Record.FromString, read_log(file.read_bytes())):
-        facts |= {one.key: one.value_json for one in [*message.run.config.update, *message.config.update]}
-        if message.HasField("history"):
-            rows.append({"/".join(one.nested_key) or one.key: one.value_json for one in message.history.item})
-    return rows, facts
-
-
-def read_log(content):
-    """Yield the messages of a file of W&B: seven bytes, then records of checksum, length, kind and bytes in blocks."""
-    place, message = 7, b""
-    while place + 7 <= len(content):
-        if 2**15 - place % 2**15 < 7:  # the end of a block is filled up
-            place += 2**15 - place % 2**15
-            continue
-        size, kind = struct.unpack("<HB", content[place + 4 : place + 7])
-        message += content[place + 7 : place + 7 + size]
-        place += 7 + size
-        if kind in (1, 4):  # whole, or the last part
-            yield message
-            message = b""
