@@ -16,7 +16,6 @@ from jaxshard.checks.collectives.found import collectives
 from jaxshard.checks.replicas import (
     BitSums,
     Watched,
-    copy_groups,
     find_differences,
     list_watched,
     sums_program,
@@ -82,13 +81,6 @@ def test_bytes_are_those_of_a_devices_own_copies():
     words = 16 * 24 + 24
     assert js.ReplicaWatch(layout).bytes == 4 * 3 * words // 4 + 4 * 24 + 4 + 4 + 8
     assert js.ReplicaWatch(layout).arrays == 10
-
-
-def test_groups_of_copies():
-    mesh = js.make_mesh(replica=2, data=2, tensor=2)
-    assert copy_groups(mesh, P()).tolist() == [list(range(8))]
-    assert copy_groups(mesh, P("tensor", None)).tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert copy_groups(mesh, P(None, ("tensor", "replica"))).tolist() == [[0, 2], [4, 6], [1, 3], [5, 7]]
 
 
 @pytest.mark.parametrize(
