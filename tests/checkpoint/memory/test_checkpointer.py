@@ -159,14 +159,6 @@ def test_a_header_that_is_damaged_makes_the_segment_new(tmp_path, capfd):
     assert memory.restore() is None
 
 
-def test_a_run_that_begins_anew_forgets_what_was_there(tmp_path):
-    memory = MemoryCheckpointer(small.layout(), dir=tmp_path)
-    memory.save(small.at(5))
-    memory.save(small.at(6))
-    MemoryCheckpointer(small.layout(), dir=tmp_path).save(small.at(1))
-    assert MemoryCheckpointer(small.layout(), dir=tmp_path).restore()[0].step == 1
-
-
 def test_there_has_to_be_a_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("JAXSHARD_MEMORY", raising=False)
     with pytest.raises(ValueError, match="start them with jaxshard launch --max-restarts N"):

@@ -111,13 +111,6 @@ TENSOR = st.fixed_dictionaries(SOME | {"data_offsets": st.lists(SIZES, min_size=
 FIELDS = st.dictionaries(st.sampled_from(["a", "b", "__metadata__", ""]), TENSOR, max_size=3)
 
 
-@given(fields=FIELDS, data=st.binary(max_size=24), length=st.none() | st.integers(0, 2**64 - 1))
-@example(fields={"a": a_tensor(shape=[0, 2**64], data_offsets=[0, 0])}, data=b"", length=None)
-@settings(max_examples=100, deadline=None)
-def test_any_header(fields, data, length):
-    attempt(file_of(fields, data, length=length))
-
-
 EDITS = st.lists(
     st.tuples(st.sampled_from(["byte", "insert", "delete", "cut", "double"]), st.integers(0), st.binary(max_size=4)),
     min_size=1,
@@ -161,12 +154,6 @@ def ours():
     return js.to_bytes(run, made), made
 
 
-@given(edits=EDITS)
-@settings(max_examples=100, deadline=None)
-def test_edited_files_of_others(edits):
-    attempt(edited(theirs(), edits))
-
-
 def check_edited(ours, edits):
     """No change of our own files gets through, but to what is nobody's: blanks behind the JSON."""
     raw, made = ours
@@ -184,12 +171,6 @@ def check_edited(ours, edits):
         assert np.asarray(x).tobytes() == np.asarray(want).tobytes()
 
 
-@given(edits=EDITS)
-@settings(max_examples=60, deadline=None)
-def test_edited_files_of_ours(ours, edits):
-    check_edited(ours, edits)
-
-
 def test_every_flipped_bit_is_found(ours):
     """In the length, the header and the data alike."""
     raw, made = ours
@@ -203,13 +184,29 @@ def test_every_flipped_bit_is_found(ours):
             js.from_bytes(raw[:size], made)
 
 
-@pytest.mark.slow
-@given(edits=EDITS, fields=FIELDS, data=st.binary(max_size=24))
-@settings(max_examples=10_000, deadline=None)
-def test_many_edits(ours, edits, fields, data):
+def check_all(ours, edits, fields, data, length):
+    attempt(file_of(fields, data, length=length))
     attempt(edited(theirs(), edits))
-    attempt(file_of(fields, data))
     check_edited(ours, edits)
+
+
+ANY = {
+    "edits": EDITS, "fields": FIELDS, "data": st.binary(max_size=24), "length": st.none() | st.integers(0, 2**64 - 1)
+}  # fmt: skip
+
+
+@given(**ANY)
+@example(edits=[], fields={"a": a_tensor(shape=[0, 2**64], data_offsets=[0, 0])}, data=b"", length=None)
+@settings(max_examples=60, deadline=None)
+def test_any_header_and_any_edit(ours, edits, fields, data, length):
+    check_all(ours, edits, fields, data, length)
+
+
+@pytest.mark.slow
+@given(**ANY)
+@settings(max_examples=10_000, deadline=None)
+def test_many_headers_and_edits(ours, edits, fields, data, length):
+    check_all(ours, edits, fields, data, length)
 
 
 def test_headers_are_as_long_whatever_the_checksums():

@@ -23,7 +23,6 @@ from tests.toys import model_order, start_of
 pytestmark = pytest.mark.fast_cases(3)
 
 NAMES = ["ddp", "fsdp", "tensor", "pipeline", "three"]
-FAST = [("three", 8), pytest.param("pipeline", 4, marks=pytest.mark.slow)]
 PRODUCT = [(name, devices) for name in NAMES for devices in (1, 2, 4, 8)]
 
 
@@ -65,10 +64,8 @@ def layout_of(there):
     return js.layout(there.layout.strategy, there.layout.mesh, there.toy.init_fn, optax.sgd(1.0))
 
 
-@pytest.mark.parametrize(("name", "devices"), FAST)
-def test_round_trips(name, devices, tmp_path):
-    target = {"three": ("fsdp", 8), "pipeline": ("tensor", 2)}[name]
-    assert len(round_trip(name, devices, target, tmp_path)) == 1
+def test_a_round_trip(tmp_path):
+    assert len(round_trip("three", 8, ("fsdp", 8), tmp_path)) == 1
 
 
 @pytest.mark.slow
@@ -177,12 +174,6 @@ def check_any_tree(spec, devices):
     back = js.from_bytes(raw, layout)
     assert jax.tree.structure(back) == jax.tree.structure(tree)
     assert_equal(by_name(back), want)
-
-
-@given(spec=TREES)
-@settings(max_examples=3, deadline=None, derandomize=True)
-def test_any_tree_of_any_dtypes(spec):
-    check_any_tree(spec, 2)
 
 
 @pytest.mark.slow
