@@ -33,16 +33,16 @@ def program(entry, *computations, tables=""):
 
 TABLES = """
 FileNames
-1 "/home/user/model.py"
+1 "/home/user/train.py"
 2 "/opt/lib/python3.12/site-packages/flax/linen/linear.py"
-3 "/home/user/train.py"
+3 "/home/user/main.py"
 
 FunctionNames
 1 "f"
 
 FileLocations
 1 {file_name_id=3 function_name_id=1 line=10 end_line=10 column=4 end_column=9}
-2 {file_name_id=1 function_name_id=1 line=22 end_line=22 column=4 end_column=9}
+2 {file_name_id=1 function_name_id=1 line=12 end_line=12 column=4 end_column=9}
 3 {file_name_id=2 function_name_id=1 line=271 end_line=271 column=4 end_column=9}
 
 StackFrames
@@ -52,7 +52,7 @@ StackFrames
 """
 """Parents are counted from one, the first frame being its own.
 
-Frame 3 is a line of Flax, called from line 22 of the user's model, called from line 10 of the user's program."""
+Frame 3 is a line of Flax, called from line 12 of the user's loss, called from line 10 of the user's program."""
 
 
 def _moving(name, last):

@@ -84,7 +84,7 @@ def text_of(form, kind, *between):
 def test_what_a_sparse_core_runs_is_read_whatever_its_start_is_called(form, kind):
     (found,) = collectives(text_of(form, kind), mesh_of(**XY))
     assert summary([found]) == (KINDS[kind][2],)
-    assert found.source == "/home/user/model.py:22" and found.synchronous and not found.conditional
+    assert found.source == "/home/user/train.py:12" and found.synchronous and not found.conditional
     (beside,) = collectives(text_of(form, kind, WORK), mesh_of(**XY))
     assert not beside.synchronous
 

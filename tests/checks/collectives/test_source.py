@@ -14,8 +14,8 @@ def test_source_lines_behind_tables_with_parents_counted_from_zero_or_one(first)
     name = r'metadata={op_name="jit(\"f\")/dot" stack_frame_id=3}'
     entry = f"ROOT %r = f32[64,16] all-reduce(%p), {GROUPS}, to_apply=%add, {name}"
     (found,) = collectives(program(entry, tables=tables), mesh_of(**XY))
-    assert found.source == "/home/user/model.py:22"
-    assert [frame.rpartition("/")[2] for frame in found.frames] == ["linear.py:271", "model.py:22", "train.py:10"]
+    assert found.source == "/home/user/train.py:12"
+    assert [frame.rpartition("/")[2] for frame in found.frames] == ["linear.py:271", "train.py:12", "main.py:10"]
     assert found.op_name == 'jit("f")/dot'
 
 

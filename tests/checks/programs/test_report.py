@@ -51,7 +51,7 @@ def test_a_step_of_fsdp_is_as_promised_and_each_array_is_known():
 def test_what_fsdp_does_not_promise_is_a_surprise(line, why):
     found, audit = whys(*FSDP, line)
     assert len(found) == 1 and why in found[0] and not audit.ok
-    assert audit.as_dict()["surprises"][0]["place"] == "/home/user/model.py:22"
+    assert audit.as_dict()["surprises"][0]["place"] == "/home/user/train.py:12"
     assert check_shows_text(audit).text[0].split("; ")[-1].startswith("fsdp: 1 surprise (")
 
 

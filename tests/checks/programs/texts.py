@@ -9,7 +9,7 @@ WHOLE = "sharding={replicated}"
 ROWS = "sharding={devices=[8,1]<=[8]}"
 
 AT = "metadata={stack_frame_id=3}"
-"""Of an operation in Flax's file, called from line 22 of the user's."""
+"""Of an operation in Flax's file, called from line 12 of the user's."""
 
 NAMES = ("state.params['up']", "state.opt_state[0].mu['up']", "batch['weights']")
 
