@@ -1,4 +1,4 @@
-"""Damage to what Orbax and TensorStore read first, under checksums that fit: refused, or nothing that matters."""
+"""Damage to what Orbax and TensorStore read first, under checksums that fit: refused, or a run of the layout."""
 
 import json
 import os
@@ -21,8 +21,10 @@ PROGRAM = """
     import jax
     jax.config.update("jax_num_cpu_devices", 2)
     import jaxshard as js
-    from tests.checkpoint.runs import assert_same
     from tests.checkpoint.small import at, layout
+
+    def forms(run):
+        return [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(run)]
 
     for root in sorted(Path(sys.argv[1]).iterdir()):
         print("opens", root.name, file=sys.stderr, flush=True)  # so that a crash or a hang has a name
@@ -31,15 +33,14 @@ PROGRAM = """
         except (ValueError, OSError):
             print("refused")
         else:
-            assert_same(run, at(20))
-            print("same")
+            assert forms(run) == forms(at(20))  # numbers may differ: small arrays are a part of the index
+            print("restored")
 """
 KINDS = [b"np.ndarray", b"scalar", b"string", b"os.system", b"\\u0000"]
 
 
 def spoil(draw, step):
     """Cut a file that has no arrays, flip a bit of it, or name another kind of array in Orbax's list."""
-    # The arrays' own bytes, in the large file, are left alone: other numbers make another checkpoint, and no wrong one.
     small = (path for path in sorted(step.rglob("*")) if path.is_file() and 0 < path.stat().st_size < 40_000)
     file = draw.choice([path for path in small if path.name != MANIFEST])
     raw = bytearray(file.read_bytes())
