@@ -191,15 +191,6 @@ def test_the_users_own_collective_under_the_explicit_engine_is_named():
     assert not comparison.missing
 
 
-def test_an_optimizer_that_gathers_whole_trees_is_named():
-    """Prodigy's `vdot` over flattened arrays: every kernel twice more."""
-    comparison = audited(linen_toy(), js.fsdp(min_size=0), js.make_mesh(data=8), tx=optax.contrib.prodigy())
-    assert {one.found.kind for one in comparison.surprises} == {"all-gather"}
-    assert {one.found.shapes for one in comparison.surprises} == {((13, 32),), ((27, 1008),), ((1008, 7),)}
-    assert sum(one.found.bytes for one in comparison.surprises) == 2 * F32 * (13 * 32 + 27 * 1008 + 1008 * 7)
-    assert all("optax" in one.place for one in comparison.surprises)
-
-
 def test_a_cpu_that_widens_bf16_is_named_and_not_counted():
     engine = js.explicit(compute_dtype=jnp.bfloat16)
     comparison = audited(linen_toy(), js.fsdp(min_size=0), js.make_mesh(data=8), engine)
