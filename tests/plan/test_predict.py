@@ -63,11 +63,6 @@ def test_what_is_offloaded_takes_no_memory_of_the_device():
     assert "on the host" in str(both[1]) and any("host's memory" in one for one in both[1].time.assumptions)
 
 
-def test_arguments_are_those_of_the_layout(small: Prediction):
-    layout = js.layout(js.fsdp(), js.make_mesh(data=8), js.models.make("gpt-1m", seq=32).init, TX)
-    assert small.argument_bytes == layout.argument_bytes(TOKENS)
-
-
 def test_state_on_the_host_takes_no_memory_of_the_device(small: Prediction):
     """The peak is in the backward pass, so that it falls by all of the state, but for the block in flight."""
     model = js.models.make("gpt-1m", seq=32)
