@@ -2,7 +2,6 @@
 
 import errno
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -141,34 +140,6 @@ def test_sizes_are_checked(tmp_path):
     for name in ("every", "keep"):
         with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
             js.Checkpointer(tmp_path, layout(), **({"every": 1} | {name: 0}))
-
-
-@pytest.mark.slow
-def test_a_kill_at_any_time_leaves_a_step_that_is_intact(tmp_path):
-    program = """
-        import jax, sys
-        jax.config.update("jax_num_cpu_devices", 2)
-        import jax.numpy as jnp, numpy as np, optax, jaxshard as js
-        init = lambda key: {"w": jax.random.normal(key, (2048, 1024))}
-        layout = js.layout(js.fsdp("data"), js.make_mesh(data=2), init, optax.adam(1e-3))
-        run = js.init(init, optax.adam(1e-3), layout, 0)
-        checkpointer = js.Checkpointer(sys.argv[1], layout, every=1)
-        for step in range(1, 1000):
-            checkpointer(step, run._replace(step=jax.device_put(np.int32(step), run.step.sharding)))
-            if step == 2:
-                print("going", flush=True)
-    """
-    numbers = np.random.default_rng(0)
-    for trial in range(6):
-        root = tmp_path / str(trial)
-        command = [sys.executable, "-c", textwrap.dedent(program), str(root)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"JAX_PLATFORMS": "cpu"}) as process:
-            assert process.stdout.readline() == b"going\n"
-            time.sleep(numbers.uniform(0, 1))
-            process.send_signal(signal.SIGKILL)
-        complete = [number for number, path in step_folders(root).items() if (path / MANIFEST).exists()]
-        assert complete and all(find_damage(root / str(number)) == [] for number in complete)
-        assert len(step_folders(root)) - len(complete) <= 1
 
 
 def slowly(monkeypatch, fail=None):

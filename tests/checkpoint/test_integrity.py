@@ -46,21 +46,7 @@ def flip(file, byte, bit):
     file.write_bytes(content)
 
 
-def test_every_byte_of_a_manifest_counts(root):
-    raw = (root / "20" / MANIFEST).read_bytes()
-    for position in range(len(raw)):
-        with pytest.raises(ValueError, match="checksum"):
-            manifest.decode_manifest(raw[:position] + bytes([raw[position] ^ 4]) + raw[position + 1 :])
-        with pytest.raises(ValueError, match="checksum"):
-            manifest.decode_manifest(raw[:position])
-    with pytest.raises(ValueError, match="checksum"):
-        manifest.decode_manifest(raw + b"\n")
-
-
-def test_files_of_another_step_are_found(root):
-    for name in ("arrays/_CHECKPOINT_METADATA", "arrays/commit_success.txt"):
-        shutil.copy(root / "10" / name, root / "20" / name)
-        assert any(name in problem for problem in find_damage(root / "20"))
+def test_a_step_of_another_number_is_found(root):
     shutil.rmtree(root / "20")
     (root / "10").rename(root / "20")
     assert find_damage(root / "20") == [

@@ -57,10 +57,6 @@ def check(source, name, before, target, devices):
     np.testing.assert_allclose(again, losses, rtol=1e-6)
 
 
-def test_the_same_layout_goes_on(source):
-    check(source, "fsdp", 2, "fsdp", 2)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "target", "devices"), CELLS)
 def test_every_layout_goes_on(source, name, target, devices):

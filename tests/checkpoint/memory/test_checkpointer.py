@@ -14,7 +14,8 @@ from tests.checkpoint.runs import assert_same, made
 from tests.optim.owners.shampoo import shampoo
 
 
-@pytest.mark.parametrize("name", ["hsdp", pytest.param("three", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hsdp", "three"])
 def test_a_run_comes_back_as_it_was(name, tmp_path):
     mine = made(name)
     assert MemoryCheckpointer(mine.layout, dir=tmp_path).restore() is None
@@ -86,17 +87,6 @@ def test_a_run_that_is_spoiled_is_not_copied(tmp_path):
     memory.save(spoiled(1))  # as it began: no number of it became infinite
     memory.save(spoiled(2))
     assert held(memory) == [(1, 1), (2, 2)]
-
-
-def test_state_of_the_hosts_memory_comes_back_to_it(tmp_path):
-    strategy = js.compose(js.fsdp(min_size=0), js.offload(min_size=0))
-    layout = js.layout(strategy, small.layout().mesh, small.init_fn, small.TX)
-    run = js.init(small.init_fn, small.TX, layout, 0)
-    MemoryCheckpointer(layout, dir=tmp_path).save(run)
-    found, _ = MemoryCheckpointer(layout, dir=tmp_path).restore()
-    assert_same(found, run)
-    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(found.opt_state) if x.ndim}
-    assert kinds == {"pinned_host"}
 
 
 def test_matrices_that_live_with_owners_come_back_to_them(tmp_path):

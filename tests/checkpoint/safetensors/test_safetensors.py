@@ -64,10 +64,6 @@ def layout_of(there):
     return js.layout(there.layout.strategy, there.layout.mesh, there.toy.init_fn, optax.sgd(1.0))
 
 
-def test_a_round_trip(tmp_path):
-    assert len(round_trip("three", 8, ("fsdp", 8), tmp_path)) == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PRODUCT, ids=str)
 def test_every_layout_on_every_number_of_devices(place, tmp_path):
