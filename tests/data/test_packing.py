@@ -149,13 +149,7 @@ def batch():
 
 CELLS = [
     ("data=2,context=2,tensor=2", "gather", js.explicit()),
-    ("data=2,context=4", "ulysses", js.explicit(microbatches=2)),
-    ("data=2,context=2,context_heads=2", "usp", js.explicit()),
-    ("data=2,context=4", "ring", js.explicit()),
-    ("data=2,tensor=4", "", js.auto()),
-    ("data=8", "", js.explicit()),
     ("data=2,context=2,pipe=2", "gather", js.pipelined(microbatches=2)),
-    ("data=2,tensor=2,pipe=2", "", js.pipelined(microbatches=2)),
 ]
 
 
