@@ -17,6 +17,7 @@ from jaxshard.layers.attention import attention as module
 from jaxshard.layers.attention.formula import Extras, Form, formula
 from jaxshard.plan.topology import topology_mesh
 from tests.layers.cases import arrays, documents, normal
+from tests.toys import Toy, assert_equal_runs, one_device, sharded
 
 pytestmark = pytest.mark.fast_cases(2)
 
@@ -214,8 +215,9 @@ FAST = ("explicit-tensor",)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in LAYOUTS])
 def test_a_layout_splits_it_and_one_device_is_equalled(name, blocks_from_16):
     axes, strategy, engine, sizes = LAYOUTS[name]
-    mesh, (init_fn, loss_fn) = js.make_mesh(**axes), attention_model(**sizes)
-    js.parity(init_fn, loss_fn, SGD, strategy, mesh, BATCH, engine=engine).check()
+    toy = Toy(*attention_model(**sizes), BATCH)
+    trace, _ = sharded(toy, strategy, js.make_mesh(**axes), engine, steps=1)
+    assert_equal_runs(trace, one_device(toy, steps=1))
 
 
 @pytest.mark.parametrize(

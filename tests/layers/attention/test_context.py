@@ -22,6 +22,7 @@ from jaxshard.layers.attention.splash_ring import splash_turns
 from jaxshard.layers.attention.visited import visited_blocks
 from jaxshard.layers.attention.zigzag import from_zigzag, to_zigzag
 from tests.layers.cases import arrays, assert_equal, documents, normal
+from tests.toys import Toy, assert_equal_runs, one_device, sharded
 
 pytestmark = pytest.mark.fast_cases(1)
 
@@ -215,8 +216,9 @@ def test_a_layout_splits_positions_and_one_device_is_equalled(how, tensor, engin
     split = js.context(("c", "d") if how == "usp" else "c", dims={"x": 1, "segment_ids": 1}, how=how)
     parts = [js.ddp("data")] if "data" in axes else []
     strategy = js.compose(*parts, split, *([js.tensor()] if tensor else []))
-    init_fn, loss_fn = model(how, causal=True, **({} if how == "ring" else {"window": 30}))
-    js.parity(init_fn, loss_fn, SGD, strategy, js.make_mesh(**axes), BATCH, engine=ENGINES[engine]).check()
+    toy = Toy(*model(how, causal=True, **({} if how == "ring" else {"window": 30})), BATCH)
+    trace, _ = sharded(toy, strategy, js.make_mesh(**axes), ENGINES[engine], steps=1)
+    assert_equal_runs(trace, one_device(toy, steps=1))
 
 
 def test_what_is_saved_by_name_is_not_computed_again():
