@@ -1,6 +1,5 @@
 """Predictions of a step: parts, tables and JSON, what is refused, and the peak beside that of the TPU compiler."""
 
-import importlib.util
 import json
 from typing import Any
 
@@ -12,10 +11,10 @@ import pytest
 import jaxshard as js
 from jaxshard.core.pictures.style import ROLES
 from jaxshard.plan.prediction import Prediction
+from tests.engines.programs import tpu
 from tests.notebook_page import check_shows_text
 from tests.optim.owners.shampoo import shampoo
 
-without_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 TX = optax.adamw(1e-3)
 TOKENS = {"tokens": jax.ShapeDtypeStruct((16, 33), jnp.int32)}
 
@@ -101,8 +100,7 @@ CASES: list[tuple[str, str, dict[str, int], Any, Any, dict[str, Any]]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.tpu
-@without_libtpu
+@tpu
 @pytest.mark.parametrize(("name", "topology", "axes", "strategy", "engine", "change"), CASES)
 def test_the_estimate_is_within_its_band_of_the_compilers_peak(name, topology, axes, strategy, engine, change):
     mesh = js.plan.topology_mesh(topology, **axes)

@@ -1,6 +1,5 @@
 """Meshes of TPU topologies, and the collectives of programs compiled for them."""
 
-import importlib.util
 import re
 
 import jax
@@ -13,12 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxshard.checks.collectives.found import Row, collectives, summary
 from jaxshard.plan import topology
 from jaxshard.plan.topology import topology_mesh
-
-without_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-
-
-def tpu(test):
-    return pytest.mark.tpu(without_libtpu(test))
+from tests.engines.programs import tpu
 
 
 def struct(mesh, shape, *spec, dtype=jnp.float32):

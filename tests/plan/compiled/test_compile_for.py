@@ -12,17 +12,13 @@ from jaxshard.plan.compiled import target
 from jaxshard.plan.memory.tiles import tiled_argument_bytes
 from jaxshard.plan.planned import planned_devices
 from jaxshard.plan.topology import topology_devices
+from tests.engines.programs import tpu
 from tests.notebook_page import check_shows_text
 
-without_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 without_plugin = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None, reason="JAX's CUDA plugin is not installed"
 )
 SEQ = 512
-
-
-def tpu(test):
-    return pytest.mark.slow(pytest.mark.tpu(without_libtpu(test)))
 
 
 def make(mesh, *, strategy=None, rows=None, depth=2, **engine):
@@ -69,6 +65,7 @@ def test_a_missing_compiler_names_the_command_that_installs_it(small_step, monke
 
 
 @tpu
+@pytest.mark.slow
 def test_a_step_for_simulated_devices_is_compiled_for_a_topology():
     step, batch = make(js.make_mesh(data=8))
     verdict = js.plan.compile_for(step, batch, "v5e:2x4", codegen=True)
@@ -96,6 +93,7 @@ def test_a_step_for_simulated_devices_is_compiled_for_a_topology():
 
 
 @tpu
+@pytest.mark.slow
 def test_a_refusal_names_the_arrays_of_the_model_and_what_would_save_them():
     mesh = js.plan.planned_mesh("v5e:2x4", data=8)
     step, batch = make(mesh, strategy=js.ddp(), rows=8192, depth=12, remat="everything")
@@ -119,6 +117,7 @@ def test_a_refusal_names_the_arrays_of_the_model_and_what_would_save_them():
 
 
 @tpu
+@pytest.mark.slow
 def test_several_slices_are_compiled_with_their_network():
     step, batch = make(js.plan.planned_mesh("v5e:2x2", num_slices=2, replica=2, data=4), strategy=js.hsdp())
     verdict = js.plan.compile_for(step, batch, "v5e:2x2", num_slices=2)

@@ -1,7 +1,6 @@
 """`js.plan.search`: what is listed, what arithmetic refuses, the ranking of a toy, and its command."""
 
 import dataclasses
-import importlib.util
 import json
 import math
 
@@ -18,9 +17,9 @@ from jaxshard.plan.search.estimate import Estimator
 from jaxshard.plan.search.facts import Facts
 from jaxshard.plan.search.policies import Policy
 from jaxshard.plan.time.network import Group
+from tests.engines.programs import tpu
 from tests.notebook_page import check_shows_text
 
-without_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 WIDTH = 64
 
 
@@ -170,8 +169,7 @@ def test_faulty_flags_are_refused_by_name(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@without_libtpu
-@pytest.mark.tpu
+@tpu
 @pytest.mark.slow
 def test_the_best_are_confirmed_by_the_compiler(few):
     ranking = js.plan.search(init, loss, optax.adam(1e-3), ROWS, "v5e:2x4", compile=1)
