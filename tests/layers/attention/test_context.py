@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
 from jaxshard.core.compat import KEEP_REPEATED_GATHERS
-from jaxshard.layers.attention import attention, context, ring
+from jaxshard.layers.attention import attention, ring
 from jaxshard.layers.attention.blockwise import blockwise
 from jaxshard.layers.attention.context import Kernels, attend_in_context, why_not_in_context
-from jaxshard.layers.attention.formula import Extras, Form, formula
+from jaxshard.layers.attention.formula import Extras, Form
 from jaxshard.layers.attention.splash import splash
 from jaxshard.layers.attention.splash_chunks import splash_chunks
 from jaxshard.layers.attention.splash_ring import splash_turns
@@ -138,17 +138,6 @@ def test_its_collectives_are_these(how):
         count, size = found.get((one.kind, one.dtype), (0, 0))
         found[one.kind, one.dtype] = count + one.count, size + one.bytes
     assert found == COLLECTIVES[how]
-
-
-@pytest.mark.slow
-def test_keys_and_values_are_gathered_in_groups_of_heads(monkeypatch):
-    monkeypatch.setattr(context, "_MOST_GATHERED", 2 * 144 * 16 * 4)  # one of two heads
-    _, extras, form = CASES["documents"]
-    attend, (q, k, v) = split_over({"c": 2}, "gather"), arrays(144, heads=4, kv_heads=2)
-    np.testing.assert_allclose(
-        jax.jit(lambda q, k, v: attend(q, k, v, extras, form))(q, k, v), formula(q, k, v, extras, form), atol=2e-6
-    )
-    assert "f32[288,8]" not in str(jax.make_jaxpr(lambda q: attend(q, k, v, extras, form))(q))
 
 
 @pytest.mark.parametrize("devices", [2, pytest.param(3, marks=pytest.mark.slow)])
