@@ -2,13 +2,12 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 
 import pytest
 
-from tests.distributed.launched import processes
+from tests.distributed.launched import free_address, processes
 
 pytestmark = pytest.mark.slow
 
@@ -20,9 +19,7 @@ CRASHES = ["-c", "import no_such_module; import jaxshard as js; js.distributed.i
 def start():
     """Starts one of several processes, as a cluster would; none outlives the test."""
     started = []
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    address = free_address()
 
     def one(program, index, count, limit):
         there = {"JAX_PLATFORMS": "cpu", "JAXSHARD_COORDINATOR_ADDRESS": address, "JAXSHARD_PROCESS_ID": str(index)}
