@@ -156,26 +156,6 @@ def test_no_position_sees_a_later_one():
         assert (before[:, position:] != after[:, position:]).any()
 
 
-@pytest.mark.slow
-def test_weighted_losses():
-    """To 1e-6: a weighted mean of the losses of single tokens; weights per row are weights of all its tokens."""
-    model, batch = small(), batch_of()
-    params, loss_of = noisy(model), compiled(model.loss)
-    tokens = batch["tokens"]
-    chances = jax.nn.log_softmax(compiled(logits, model)(params, tokens[:, :-1]))
-    nats = -jnp.take_along_axis(chances, tokens[:, 1:, None], -1)[..., 0]
-    weights = jnp.asarray(np.random.default_rng(1).random(nats.shape) * (np.arange(4)[:, None] > 0), jnp.float32)
-    for given in (weights, weights[:, 0]):
-        each = jnp.broadcast_to(given.reshape(4, -1), nats.shape)
-        loss = loss_of(params, batch | {"weights": given}, KEY)
-        assert float(loss.value) == pytest.approx(float((nats * each).sum() / each.sum()), rel=1e-6)
-        assert float(loss.weights[0]) == pytest.approx(float(each.sum()), rel=1e-6)
-    ones = loss_of(params, batch | {"weights": jnp.ones(nats.shape)}, KEY)
-    assert float(ones.value) == pytest.approx(float(loss_of(params, batch, KEY).value), rel=1e-6)
-    nothing = jax.jit(jax.grad(lambda p: model.loss(p, batch | {"weights": jnp.zeros(4)}, KEY).value))(params)
-    assert all(not leaf.any() for leaf in jax.tree.leaves(nothing))
-
-
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
