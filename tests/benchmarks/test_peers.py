@@ -1,26 +1,13 @@
 """The comparison with peers: what its command counts, and that its programs train the same model."""
 
-import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from tests.benchmarks.scripts import BENCHMARKS, script
 
-
-@pytest.fixture(scope="module")
-def peers():
-    before = list(sys.path)
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        spec = importlib.util.spec_from_file_location("peers_command", BENCHMARKS / "peers.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path[:] = before
-    return module
+peers = script("peers")
 
 
 def test_lines_of_code_are_counted_without_comments_docstrings_and_blanks(peers):

@@ -1,23 +1,10 @@
 """The benchmark of the estimate of memory: the draw of steps, its figures and its page."""
 
 import json
-import sys
-from pathlib import Path
 
-import pytest
+from tests.benchmarks.scripts import BENCHMARKS, script
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-MODULES = ("plan", "plan_cases", "plan_table", "compiler_dump", "user_models", "image_models")
-
-
-@pytest.fixture
-def plan(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import plan
-
-    yield plan
-    for name in MODULES:
-        sys.modules.pop(name, None)
+plan = script("plan")
 
 
 def test_a_seed_draws_its_cases_again_and_another_one_others(plan):

@@ -1,17 +1,12 @@
 """Step times that others published, against the predictions: tolerance 15 % of the median."""
 
 import statistics
-from pathlib import Path
 
 import pytest
 
+from tests.benchmarks.scripts import script
 
-@pytest.fixture
-def step_times(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import step_times
-
-    return step_times
+step_times = script("step_times")
 
 
 @pytest.mark.slow
