@@ -50,7 +50,10 @@ def test_a_linen_mlp_keeps_the_promise_of_every_strategy(strategy):
     assert_exact(audited(linen_toy(), made, js.make_mesh(**axes)))
 
 
-@pytest.fixture(scope="module", params=[js.explicit(), js.auto()], ids=["explicit", "auto"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(js.explicit(), id="explicit"), pytest.param(js.auto(), id="auto", marks=pytest.mark.slow)],
+)
 def fsdp(request):
     """The audit of an MLP under fsdp; under auto the CPU compiler reduces everywhere, unpadded, and slices."""
     comparison = audited(linen_toy(), js.fsdp(min_size=0), js.make_mesh(data=8), request.param)
