@@ -68,24 +68,19 @@ class Numbers:
 
 
 @pytest.mark.parametrize(
-    "entry",
-    [pytest.param(data.batches, id="global", marks=pytest.mark.slow), pytest.param(data.local_batches, id="local")],
-)
-@pytest.mark.parametrize(
     "make",
     [
         pytest.param(lambda: rows().batch(16).to_iter_dataset(), id="iter dataset", marks=pytest.mark.slow),
         pytest.param(loader, id="data loader"),
     ],
 )
-@pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_an_iterator_goes_on_where_it_stopped(entry, make, prefetch):
+def test_an_iterator_goes_on_where_it_stopped(make):
     layout = Rows("data", data=8)
-    whole = ys(entry(make(), layout, prefetch=prefetch), 8)
-    stream = entry(make(), layout, prefetch=prefetch)
+    whole = ys(data.local_batches(make(), layout), 8)
+    stream = data.local_batches(make(), layout)
     assert ys(stream, 3) == whole[:3]
     position = json.loads(json.dumps(stream.position))
-    again = entry(make(), layout, start=position, prefetch=prefetch)
+    again = data.local_batches(make(), layout, start=position)
     assert ys(again, 5) == whole[3:] and again.position["batches"] == 8
-    assert ys(entry(make(), layout, start=6, prefetch=prefetch), 2) == whole[6:]
+    assert ys(data.local_batches(make(), layout, start=6), 2) == whole[6:]
     jax.tree.map(lambda stream: stream.close(), (stream, again))
