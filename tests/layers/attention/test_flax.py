@@ -5,7 +5,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -82,39 +81,3 @@ def test_weights_can_t_be_sown():
     params = jax.eval_shape(layer.init, KEYS, X)
     with pytest.raises(ValueError, match="sow_weights"):
         jax.eval_shape(partial(layer.apply, sow_weights=True), params, X)
-
-
-class Transformer(nn.Module):
-    """One block as people write them."""
-
-    heads: int
-    attention_fn: object
-
-    @nn.compact
-    def __call__(self, x):
-        h = nn.MultiHeadDotProductAttention(self.heads, attention_fn=self.attention_fn)(nn.LayerNorm()(x))
-        x = x + h
-        return x + nn.Dense(x.shape[-1])(nn.gelu(nn.Dense(4 * x.shape[-1])(nn.LayerNorm()(x))))
-
-
-def loss(model, batch):
-    y = model(batch["x"])
-    return js.Mean((y**2).sum(), y.size)
-
-
-def attend(q, k, v):
-    """Linen hands over what a function takes: this one gets no mask."""
-    return js.attention(q, k, v, causal=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "engine",
-    [pytest.param(js.auto(), id="auto"), pytest.param(js.explicit(), id="explicit", marks=pytest.mark.slow)],
-)
-def test_a_model_under_tensor_parallelism(engine):
-    batch = {"x": normal(1, 8, 20, 16)}
-    model = js.linen(Transformer(4, attend), loss, batch)
-    strategy = js.compose(js.fsdp("data", min_size=0), js.tensor())
-    mesh = js.make_mesh(data=4, tensor=2)
-    js.parity(model.init, model.loss, optax.sgd(0.1), strategy, mesh, batch, engine=engine).check()
