@@ -23,16 +23,6 @@ def test_new_lines_are_those_that_the_program_for_one_device_lacks(peers):
     assert counts["torch DDP, gloo"]["new_lines"] < counts["torch FSDP2, gloo"]["new_lines"]
 
 
-def test_the_table_has_a_row_for_each_contender_and_says_what_was_left_out(peers):
-    row = {
-        "devices": 2, "ratio": 1.25, "new_lines": 17, "lines": 22, "cpu_seconds_per_step": 0.5, "memory_bytes": 2**30,
-        "compile_cpu_seconds": 3.0, "first_step_cpu_seconds": 9.0,
-    }  # fmt: skip
-    text = peers.table({"jaxshard fsdp": row}, {"EasyDeL, fsdp": "no --easydel PYTHON was given"})
-    assert "| jaxshard fsdp | 0.500 | 1.25 | 1,024 | 3.0 | 9.0 | 22 | 17 |" in text
-    assert text.endswith("Left out: EasyDeL, fsdp: no --easydel PYTHON was given.\n")
-
-
 @pytest.mark.slow
 def test_our_programs_train_what_plain_jax_trains():
     """The command itself fails unless losses agree to 1e-3."""
