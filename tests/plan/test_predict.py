@@ -102,13 +102,3 @@ def test_matrices_with_owners_are_predicted():
     assert found.by_role["optimizer state"] == 2 * one + 512  # two factors of one matrix, and the count in a tile
     products = [cost for cost in found.products if cost.where.startswith("shampoo.py")]
     assert sum(cost.flops for cost in products) == 6 * 2 * 128**3  # of one matrix
-
-
-@pytest.mark.slow
-def test_experts_on_an_axis_are_predicted():
-    """A device gathers the counts of the others there, which adds a dimension."""
-    model = js.models.make("moe-1m", depth=1)
-    mesh = js.plan.planned_mesh("v5e:2x4", data=4, expert=2)
-    layout = js.layout(js.compose(js.fsdp(("data", "expert")), js.expert()), mesh, model.init, TX)
-    predicted = js.plan.predict(layout, model.loss, TOKENS, js.explicit(precision="bf16"), tx=TX, estimate=True)
-    assert predicted.fits and any("expert" in one.axes for one in predicted.collectives)
