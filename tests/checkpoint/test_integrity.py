@@ -6,10 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jaxshard as js
@@ -18,7 +16,7 @@ from jaxshard.checkpoint.checksums import find_damage, list_files
 from jaxshard.checkpoint.manifest import MANIFEST, _checksum_line
 from jaxshard.commands.main import main
 from tests.checkpoint.runs import assert_same
-from tests.checkpoint.small import at, layout
+from tests.checkpoint.small import at, layout, placed
 
 
 @pytest.fixture(scope="module")
@@ -208,13 +206,8 @@ def test_a_manifest_that_lists_other_arrays_than_were_written_is_found(name, cha
 def test_arrays_that_were_written_otherwise_are_refused_without_checksums_too(root):
     """Orbax would cast, and cut or pad."""
 
-    def wide(key):
-        return {"w": jnp.ones(7, jnp.bfloat16)}
-
-    mesh, tx = js.make_mesh(jax.devices()[:1], data=1), optax.sgd(1.0)
-    other = js.layout(js.ddp("data"), mesh, lambda key: {"w": jnp.ones(6)}, tx)
-    made = js.layout(js.ddp("data"), mesh, wide, tx)
-    js.save(root.parent / "wide", js.init(wide, tx, made, 0), made)
+    _, other = placed(lambda key: {"w": jnp.ones(6)})
+    js.save(root.parent / "wide", *placed(lambda key: {"w": jnp.ones(7, jnp.bfloat16)}))
     lie(root.parent / "wide" / "0", lambda a: a._replace(shape=(6,), dtype="float32") if a.path == "params/w" else a)
     for verify in (True, False):
         with pytest.raises(js.Damaged, match=r"params/w: it lists float32\[6\], and written is bfloat16\[7\]"):

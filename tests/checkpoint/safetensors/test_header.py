@@ -6,7 +6,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import safetensors.numpy
 from hypothesis import example, given, settings
@@ -17,6 +16,7 @@ import jaxshard as js
 from jaxshard.checkpoint.safetensors import header
 from jaxshard.checkpoint.safetensors.header import DTYPES, decode_header, header_size
 from jaxshard.checkpoint.safetensors.reader import _open_buffer
+from tests.checkpoint.small import placed
 
 TREE = {"a": {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "half": jnp.ones(3, jnp.bfloat16)}, "b": np.bool_(1)}
 
@@ -139,18 +139,9 @@ def theirs():
     return safetensors.numpy.save({"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, bool)})
 
 
-def layout():
-    def init_fn(key):
-        return jax.tree.map(jnp.asarray, TREE)
-
-    mesh = js.make_mesh(jax.devices()[:2], data=2)
-    made = js.layout(js.ddp("data"), mesh, init_fn, optax.sgd(1.0), trainable=lambda path: path == "a/w")
-    return js.init(init_fn, optax.sgd(1.0), made, 0), made
-
-
 @pytest.fixture(scope="module")
 def ours():
-    run, made = layout()
+    run, made = placed(lambda key: jax.tree.map(jnp.asarray, TREE), trainable=lambda path: path == "a/w")
     return js.to_bytes(run, made), made
 
 

@@ -1,8 +1,6 @@
 """A whole run as bytes, out of one layout and onto another: bit for bit, or refused by name."""
 
-import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
 import jaxshard as js
@@ -67,20 +65,12 @@ def test_what_is_no_run_of_the_layout_is_named(raw):
     with pytest.raises(ValueError, match=r"params/w: float32\[48, 24\], not in the layout"):
         js.from_bytes(raw, small.layout())
 
-    def other(key):
-        return js.Model({"w": jnp.zeros((48, 25))}, ())
-
-    tx, mesh = optax.sgd(1.0), js.make_mesh(jax.devices()[:1], data=1)
-    layout = js.layout(js.ddp("data"), mesh, other, tx)
+    _, other = small.placed(lambda key: {"w": jnp.zeros((48, 25))})
     with pytest.raises(ValueError, match=r"state/key: key<fry>.*, not in the layout"):
-        js.run_from_bytes(raw, layout)
-    mine = js.run_to_bytes(js.init(lambda key: {"w": jnp.zeros((48, 24))}, tx, _plain(tx, mesh), 0), _plain(tx, mesh))
+        js.run_from_bytes(raw, other)
+    mine = js.run_to_bytes(*small.placed(lambda key: {"w": jnp.zeros((48, 24))}))
     with pytest.raises(ValueError, match=r"params/w: float32\[48, 24\], expected float32\[48, 25\]"):
-        js.run_from_bytes(mine, layout)
-
-
-def _plain(tx, mesh):
-    return js.layout(js.ddp("data"), mesh, lambda key: {"w": jnp.zeros((48, 24))}, tx)
+        js.run_from_bytes(mine, other)
 
 
 def test_what_can_not_be_saved_is_refused():

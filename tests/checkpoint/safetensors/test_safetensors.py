@@ -149,11 +149,8 @@ def test_many_trees_of_any_dtypes(spec, devices):
     check_any_tree(spec, devices)
 
 
-def simple(tree, tx=None, **options):
-    mesh = js.make_mesh(jax.devices()[:2], data=2)
-    tx = tx or optax.sgd(1.0)
-    layout = js.layout(js.ddp("data"), mesh, lambda key: tree, tx, **options)
-    return js.init(lambda key: tree, tx, layout, 0), layout
+def simple(tree, **options):
+    return small.placed(lambda key: tree, **options)
 
 
 def test_what_no_file_can_hold_is_refused_by_name(tmp_path):
