@@ -1,10 +1,6 @@
 """The pytest plugin `tests.sampling`, run on small test files of its own."""
 
-import os
-import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -83,12 +79,6 @@ def test_a_sample_depends_on_the_names_alone():
     assert sample(nodeids, 99) == set(nodeids)
 
 
-def test_every_function_comes_before_a_second_case_of_any():
-    nodeids = [f"test_a.py::test_many[{i}]" for i in range(50)] + ["test_a.py::test_b", "test_b.py::test_b[0]"]
-    functions = {nodeid.partition("[")[0] for nodeid in sample(nodeids, 3)}
-    assert functions == {"test_a.py::test_many", "test_a.py::test_b", "test_b.py::test_b"}
-
-
 def test_every_test_is_in_one_shard_and_stays_there_when_others_come():
     nodeids = {f"tests/test_a.py::test_one[{i}]" for i in range(200)}
     shards = [shard(nodeids, index, 5) for index in range(1, 6)]
@@ -131,32 +121,3 @@ def test_a_skipped_tpu_test_fails_only_where_tpu_is_required(run, monkeypatch):
 def test_a_tpu_module_that_skips_itself_is_an_error_where_tpu_is_required(run, monkeypatch, required, expected):
     monkeypatch.setenv("JAXSHARD_REQUIRE_TPU", required)
     assert expected in run(MODULE_SKIP)
-
-
-def test_shards_that_passed_are_not_run_again_until_the_sources_change(tmp_path):
-    """`run_slow.sh` in a repository of its own, with a pytest that fails shard 2 while there is a file `broken`."""
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "bin").mkdir()
-    shutil.copy(Path(__file__).parent / "run_slow.sh", tmp_path / "tests")
-    (tmp_path / "bin" / "pytest").write_text(
-        """#!/bin/sh\n[ ! -e broken ] || case "$*" in *"--shard 2/3"*) exit 1;; esac"""
-    )
-    (tmp_path / "bin" / "pytest").chmod(0o755)
-    (tmp_path / "broken").touch()
-    (tmp_path / ".gitignore").write_text(".pytest_cache\n")
-    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
-
-    def run() -> tuple[int, list[str]]:
-        environment = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-        command = ["bash", "tests/run_slow.sh", "3"]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        assert not done.stderr
-        return done.returncode, [line.split(" in ")[0].split(" after ")[0] for line in done.stdout.splitlines()]
-
-    passed = [f"shard {number}/3: passed" for number in (1, 2, 3)]
-    before = [f"shard {number}/3: passed before" for number in (1, 2, 3)]
-    assert run() == (1, [passed[0], "shard 2/3: FAILED", passed[2], "failed shards: 2 of 3"])
-    (tmp_path / "broken").unlink()
-    assert run() == (0, [before[0], passed[1], before[2], "all 3 shards passed"])
-    (tmp_path / "tests" / "test_new.py").touch()
-    assert run() == (0, [*passed, "all 3 shards passed"])

@@ -6,16 +6,12 @@ from pathlib import Path
 import pytest
 
 from jaxshard.models import SIZES
+from tests.benchmarks.scripts import script
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def curves(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import curves
-
-    return curves
+curves = script("curves")
 
 
 def test_the_recorded_curves_are_those_of_the_default_training_and_agree(curves):

@@ -1,26 +1,13 @@
 """The comparison with peers: what its command counts, and that its programs train the same model."""
 
-import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from tests.benchmarks.scripts import BENCHMARKS, script
 
-
-@pytest.fixture(scope="module")
-def peers():
-    before = list(sys.path)
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        spec = importlib.util.spec_from_file_location("peers_command", BENCHMARKS / "peers.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path[:] = before
-    return module
+peers = script("peers")
 
 
 def test_lines_of_code_are_counted_without_comments_docstrings_and_blanks(peers):
@@ -34,22 +21,6 @@ def test_new_lines_are_those_that_the_program_for_one_device_lacks(peers):
     assert counts[peers.JAX]["new_lines"] == counts[peers.TORCH]["new_lines"] == 0
     assert 0 < counts["jaxshard fsdp"]["new_lines"] < counts["jax.jit, shardings by hand (FSDP)"]["new_lines"]
     assert counts["torch DDP, gloo"]["new_lines"] < counts["torch FSDP2, gloo"]["new_lines"]
-
-
-def test_an_interpreter_without_the_library_is_named(peers, monkeypatch):
-    monkeypatch.setitem(peers.VERSIONS, "torch", ("no-such-package",))
-    with pytest.raises(peers.Absent, match=r"lacks torch: .*no-such-package"):
-        peers.versions_of(sys.executable, "torch")
-
-
-def test_the_table_has_a_row_for_each_contender_and_says_what_was_left_out(peers):
-    row = {
-        "devices": 2, "ratio": 1.25, "new_lines": 17, "lines": 22, "cpu_seconds_per_step": 0.5, "memory_bytes": 2**30,
-        "compile_cpu_seconds": 3.0, "first_step_cpu_seconds": 9.0,
-    }  # fmt: skip
-    text = peers.table({"jaxshard fsdp": row}, {"EasyDeL, fsdp": "no --easydel PYTHON was given"})
-    assert "| jaxshard fsdp | 0.500 | 1.25 | 1,024 | 3.0 | 9.0 | 22 | 17 |" in text
-    assert text.endswith("Left out: EasyDeL, fsdp: no --easydel PYTHON was given.\n")
 
 
 @pytest.mark.slow

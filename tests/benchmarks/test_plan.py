@@ -1,23 +1,10 @@
 """The benchmark of the estimate of memory: the draw of steps, its figures and its page."""
 
 import json
-import sys
-from pathlib import Path
 
-import pytest
+from tests.benchmarks.scripts import BENCHMARKS, script
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-MODULES = ("plan", "plan_cases", "plan_table", "compiler_dump", "user_models", "image_models")
-
-
-@pytest.fixture
-def plan(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import plan
-
-    yield plan
-    for name in MODULES:
-        sys.modules.pop(name, None)
+plan = script("plan")
 
 
 def test_a_seed_draws_its_cases_again_and_another_one_others(plan):
@@ -49,29 +36,3 @@ def test_the_pages_show_the_record(plan):
     assert histogram(errors) in (docs / "guides" / "planner.md").read_text()
     assert not summary["wrongly_fits"]
     assert summary["within_band"] >= 0.95
-
-
-def test_the_page_has_figures_and_every_step(plan):
-    from plan_table import page
-
-    def row(case, estimate, **more):
-        size = 10**9
-        return {"case": case._asdict(), "peak": size, "allocated": 3 * size, "estimate": int(estimate * size)} | more
-
-    first, second, third, fourth = plan.draw("any", 4)
-    rows = [
-        row(first, 1.04, refused=False, estimate_fits=True),
-        row(second, 1.3, refused=False, estimate_fits=None),
-        row(third, 0.9, refused=True, fits=False, estimate_fits=True),
-        {"case": fourth._asdict(), "refused": False, "error": "the compiler's own"},
-    ]
-    summary = plan.summarize(rows)
-    assert summary["compared"] == 3 and summary["median"] == 0.1 and summary["p90"] == 0.3
-    assert [round(one, 2) for one in summary["worst"]] == [-0.1, 0.3]
-    assert summary["wrongly_fits"] == [third.name]
-    assert summary["within_band"] == 0.0  # all are allocated three times as much as is live
-    assert summary["without_figures"] == {fourth.name: "the compiler's own"}
-    text = page({"seed": "0123456789abcdef", "versions": {"jax": "0"}, "rows": rows}, summary)
-    assert "4 of the 150 steps" in text and "`0123456789ab`" in text and "median error 10.0%" in text
-    assert " +30 %  #" in text
-    assert "| 1.30 | 1.00 | 3.00 | +30.0% | ? / yes |" in text and "not compiled" in text

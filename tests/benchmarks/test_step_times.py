@@ -1,17 +1,12 @@
 """Step times that others published, against the predictions: tolerance 15 % of the median."""
 
 import statistics
-from pathlib import Path
 
 import pytest
 
+from tests.benchmarks.scripts import script
 
-@pytest.fixture
-def step_times(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import step_times
-
-    return step_times
+step_times = script("step_times")
 
 
 @pytest.mark.slow
@@ -29,11 +24,3 @@ def test_published_step_times_are_predicted(step_times):
 def test_the_calibrated_number_is_that_of_two_figures(step_times):
     found = step_times.calibrate([step_times.predict(case) for case in step_times.CALIBRATION])
     assert found == pytest.approx(sum(step_times.TRAFFIC) / 2, abs=0.05)
-
-
-def test_a_part_that_is_off_is_named(step_times):
-    case = step_times.Case("a", "b", 1.7, "gpt2", "v5e:2x2", 1, 8)
-    time = step_times.StepTime((1.0, 1.0), (0.5, 0.7), (0.0, 1.4), host=(0.0, 0.0))
-    result = step_times.Result(case, time, (), ())
-    assert result.error == pytest.approx(2.3 / 1.7 - 1)
-    assert step_times.explain(result) == "exposed communication: 0.00 s for 0.70 leave -6%"

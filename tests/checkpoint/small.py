@@ -36,6 +36,19 @@ def layout(devices: int = 2) -> js.Layout:
     return js.layout(js.fsdp("data", min_size=0), js.make_mesh(jax.devices()[:devices], data=devices), init_fn, TX)
 
 
+def placed(
+    init_fn: Any, tx: Any = None, strategy: Any = None, *, devices: int = 2, given: Any = None, **options: Any
+) -> tuple[js.TrainState, js.Layout]:
+    """Return a run and its layout, under SGD and data parallelism unless told otherwise.
+
+    Args:
+      given: the arrays that the run begins with, in place of what `init_fn` draws.
+    """
+    tx, mesh = tx or optax.sgd(1.0), js.make_mesh(jax.devices()[:devices], data=devices)
+    made = js.layout(strategy or js.ddp("data"), mesh, init_fn, tx, **options)
+    return js.init(init_fn, tx, made, 0, init_from=given), made
+
+
 @cache
 def step() -> js.Step:
     return js.make_step(loss_fn, TX, layout())

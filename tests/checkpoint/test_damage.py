@@ -99,7 +99,7 @@ def check_edits(steps, tmp_path_factory, edits, loads, more):
 
 
 @given(edits=st.lists(EDITS, min_size=1, max_size=3), more=st.binary(min_size=1, max_size=20))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_any_edit_is_refused(steps, tmp_path_factory, edits, more):
     with pytest.MonkeyPatch.context() as patch:
         check_edits(steps, tmp_path_factory, edits, Loads(patch), more)

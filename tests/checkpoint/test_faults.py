@@ -71,15 +71,10 @@ def sweep(disk, step_of_pages):
     return outcomes
 
 
-def test_a_disk_that_fills_up_anywhere_in_a_save(disk):
-    outcomes = sweep(disk, 9)
-    assert outcomes == sorted(outcomes) and 3 <= outcomes.count(False) < len(outcomes)
-
-
-@pytest.mark.slow
-def test_a_disk_that_fills_up_at_any_page(disk):
-    outcomes = sweep(disk, 1)
-    assert outcomes == sorted(outcomes) and 20 <= outcomes.count(False) < len(outcomes)
+@pytest.mark.parametrize(("pages", "fewest"), [(9, 3), pytest.param(1, 20, marks=pytest.mark.slow)])
+def test_a_disk_that_fills_up_anywhere_in_a_save(pages, fewest, disk):
+    outcomes = sweep(disk, pages)
+    assert outcomes == sorted(outcomes) and fewest <= outcomes.count(False) < len(outcomes)
 
 
 def losses_of(step, count, on_run):

@@ -6,10 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jaxshard as js
@@ -18,7 +16,7 @@ from jaxshard.checkpoint.checksums import find_damage, list_files
 from jaxshard.checkpoint.manifest import MANIFEST, _checksum_line
 from jaxshard.commands.main import main
 from tests.checkpoint.runs import assert_same
-from tests.checkpoint.small import at, layout
+from tests.checkpoint.small import at, layout, placed
 
 
 @pytest.fixture(scope="module")
@@ -46,21 +44,7 @@ def flip(file, byte, bit):
     file.write_bytes(content)
 
 
-def test_every_byte_of_a_manifest_counts(root):
-    raw = (root / "20" / MANIFEST).read_bytes()
-    for position in range(len(raw)):
-        with pytest.raises(ValueError, match="checksum"):
-            manifest.decode_manifest(raw[:position] + bytes([raw[position] ^ 4]) + raw[position + 1 :])
-        with pytest.raises(ValueError, match="checksum"):
-            manifest.decode_manifest(raw[:position])
-    with pytest.raises(ValueError, match="checksum"):
-        manifest.decode_manifest(raw + b"\n")
-
-
-def test_files_of_another_step_are_found(root):
-    for name in ("arrays/_CHECKPOINT_METADATA", "arrays/commit_success.txt"):
-        shutil.copy(root / "10" / name, root / "20" / name)
-        assert any(name in problem for problem in find_damage(root / "20"))
+def test_a_step_of_another_number_is_found(root):
     shutil.rmtree(root / "20")
     (root / "10").rename(root / "20")
     assert find_damage(root / "20") == [
@@ -196,9 +180,7 @@ def lie(folder, change):
     ("name", "change", "told"),
     [
         ("params/w", {"shape": (48, 25)}, "it lists float32[48, 25], and written is float32[48, 24]"),
-        ("params/w", {"shape": (24, 48)}, "it lists float32[24, 48], and written is float32[48, 24]"),
         ("params/w", {"dtype": "int32"}, "it lists int32[48, 24], and written is float32[48, 24]"),
-        ("state/key", {"shape": (3,)}, "it lists key<fry>[3], and written is uint32[2, 2]"),
         ("state/key", {"dtype": "uint32"}, "it lists uint32[2], and written is uint32[2, 2]"),
         ("params/none", {"shape": (1, 4)}, "missing, it lists float32[1, 4]"),
         ("params/w", None, "not in it, and written as float32[48, 24]"),
@@ -224,13 +206,8 @@ def test_a_manifest_that_lists_other_arrays_than_were_written_is_found(name, cha
 def test_arrays_that_were_written_otherwise_are_refused_without_checksums_too(root):
     """Orbax would cast, and cut or pad."""
 
-    def wide(key):
-        return {"w": jnp.ones(7, jnp.bfloat16)}
-
-    mesh, tx = js.make_mesh(jax.devices()[:1], data=1), optax.sgd(1.0)
-    other = js.layout(js.ddp("data"), mesh, lambda key: {"w": jnp.ones(6)}, tx)
-    made = js.layout(js.ddp("data"), mesh, wide, tx)
-    js.save(root.parent / "wide", js.init(wide, tx, made, 0), made)
+    _, other = placed(lambda key: {"w": jnp.ones(6)})
+    js.save(root.parent / "wide", *placed(lambda key: {"w": jnp.ones(7, jnp.bfloat16)}))
     lie(root.parent / "wide" / "0", lambda a: a._replace(shape=(6,), dtype="float32") if a.path == "params/w" else a)
     for verify in (True, False):
         with pytest.raises(js.Damaged, match=r"params/w: it lists float32\[6\], and written is bfloat16\[7\]"):

@@ -1,12 +1,9 @@
 """What lies in a checkpoint is in model order, and gets there without being gathered."""
 
 import jax
-from jax.sharding import PartitionSpec as P
 
-import jaxshard as js
-from jaxshard.checkpoint.leaves import entries, jit_to_saved, jit_to_stored, logical_spec
+from jaxshard.checkpoint.leaves import entries, jit_to_saved, jit_to_stored
 from jaxshard.checks.collectives.found import collectives
-from jaxshard.core.placement import Placement, View
 from tests.checkpoint.runs import made
 
 
@@ -25,14 +22,3 @@ def test_arrays_are_never_gathered_on_the_way():
                 found = collectives(program(entry, layout.mesh).lower(x).compile(), layout.mesh)
                 assert [(one.kind, one.axes) for one in found] == [("all-to-all", ("pipe",))], entry
     assert len(seen) >= 5
-
-
-def test_padded_dimensions_leave_their_axes_to_others():
-    mesh = js.make_mesh(jax.devices(), x=4, z=2)
-    padded = View((50257, 1600), (50264, 1600), (50264, 1600))
-    placement = Placement(padded, P(None, None), P(("x", "z"), None))
-    assert logical_spec(placement, mesh)[0] == P(None, ("x", "z"))
-    odd = Placement(View((7, 11), (8, 11), (8, 11)), P(None, None), P(("x", "z"), None))
-    assert logical_spec(odd, mesh)[0] == P(None, None)
-    plain = Placement(View((16, 8), (16, 8), (16, 8)), P(None, None), P("z", "x"))
-    assert logical_spec(plain, mesh)[0] == P("z", "x")

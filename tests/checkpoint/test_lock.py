@@ -120,31 +120,3 @@ def test_where_there_are_no_locks_it_is_said(tmp_path, monkeypatch):
     with checkpointer:
         checkpointer(1, at(1))
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
-
-
-PROGRAM = """
-    import os, signal, sys
-    import jax
-    import jaxshard as js
-    jax.config.update("jax_num_cpu_devices", 1)
-    js.distributed.initialize()
-    from tests.checkpoint.small import at, layout
-    restarts = int(os.environ["JAXSHARD_RESTARTS"])
-    with js.Checkpointer(sys.argv[1], layout(), every=1) as checkpointer:
-        checkpointer(restarts + 1, at(restarts + 1))
-        checkpointer.wait_until_finished()
-        if restarts == 0 and jax.process_index() == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-    print("done", restarts)
-"""
-
-
-@pytest.mark.slow
-def test_what_the_launcher_starts_again_after_a_kill_gets_the_lock(tmp_path):
-    launch = [sys.executable, "-m", "jaxshard", "launch", "-n", "2", "--max-restarts", "1", "--"]
-    command = [*launch, sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path / "run")]
-    ended = subprocess.run(
-        command, timeout=300, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
-    )
-    assert ended.returncode == 0 and ended.stdout.count("done 1") == 2, (ended.stdout, ended.stderr)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["1", "2"]

@@ -41,22 +41,6 @@ PROGRAM = """
             js.save(root, later._replace(key=run_key(later.key)), mine.layout)
         except (ValueError, OSError) as error:
             print("refused", error)
-    elif action == "beside":
-        import time
-        from jaxshard.checkpoint import writer
-        store_save = writer.store.save_arrays
-
-        def one_before_the_other(folder, *rest):
-            time.sleep(2 if (folder.parent.name == "a") == (index == "0") else 0)
-            store_save(folder, *rest)
-
-        run = mine.run()
-        js.save(f"{root}/c", run, mine.layout)
-        writer.store.save_arrays = one_before_the_other
-        a, b = (js.Checkpointer(f"{root}/{name}", mine.layout, every=1) for name in "ab")
-        a(3, run), b(3, run)
-        js.restore(f"{root}/c", mine.layout)
-        a.wait_until_finished(), b.wait_until_finished()
     else:
         run, saved = js.restore(root, mine.layout), mine.run()
         assert int(run.step) == (3 if action == "restore" else 4)
@@ -101,10 +85,3 @@ def test_one_process_saves_and_several_restore(count, tmp_path):
 def test_two_processes_save_and_four_restore(tmp_path):
     in_processes(2, "save", tmp_path)
     assert all(output.endswith("restored\n") for output in in_processes(4, "restore later", tmp_path))
-
-
-@pytest.mark.slow
-def test_saves_of_two_folders_and_a_restore_at_a_time(tmp_path):
-    """Threads of the two processes come to them in different orders."""
-    in_processes(2, "beside", tmp_path)
-    assert [js.latest_step(tmp_path / name, intact=True) for name in "abc"] == [3, 3, 3]

@@ -1,6 +1,5 @@
 """Copies that must be equal: which arrays have some, who is named where one differs, and what a comparison costs."""
 
-import re
 from functools import cache
 
 import jax
@@ -16,7 +15,6 @@ from jaxshard.checks.collectives.found import collectives
 from jaxshard.checks.replicas import (
     BitSums,
     Watched,
-    copy_groups,
     find_differences,
     list_watched,
     sums_program,
@@ -84,13 +82,6 @@ def test_bytes_are_those_of_a_devices_own_copies():
     assert js.ReplicaWatch(layout).arrays == 10
 
 
-def test_groups_of_copies():
-    mesh = js.make_mesh(replica=2, data=2, tensor=2)
-    assert copy_groups(mesh, P()).tolist() == [list(range(8))]
-    assert copy_groups(mesh, P("tensor", None)).tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert copy_groups(mesh, P(None, ("tensor", "replica"))).tolist() == [[0, 2], [4, 6], [1, 3], [5, 7]]
-
-
 @pytest.mark.parametrize(
     ("sums", "odd"),
     [([7, 7, 7, 7], []), ([7, 7, 1, 7], [2]), ([7, 1, 2, 7], [0, 1, 2, 3]), ([7, 7, 1, 1], [0, 1, 2, 3]),
@@ -153,16 +144,6 @@ def test_the_message_names_arrays_devices_and_the_way_back():
         js.check_replicas(flipped(run, "params/dense/kernel", device=1, element=0, bit=0), layout)
     assert "2 copies without a majority: device 1, device 5 differ from each other" in str(caught.value)
     assert str(caught.value).endswith("start again from an earlier checkpoint.")
-
-
-def test_many_differences_are_counted():
-    mesh = js.make_mesh(data=8)
-    watched = [Watched(i, Leaf(f"w{i}", (3,), "float32", ()), P(None), 12) for i in range(20)]
-    rows = np.zeros((8, 20), np.uint32)
-    rows[6], rows[2, 0] = 1, 3
-    with pytest.raises(js.ReplicasDiffer, match=re.escape("(device 6: 20 arrays)")) as caught:
-        module.raise_differences(find_differences(mesh, watched, rows), mesh, 3, None)
-    assert "and 8 more" in str(caught.value) and len(caught.value.differences) == 20
 
 
 def test_fit_ends_where_copies_differ():

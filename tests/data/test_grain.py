@@ -40,11 +40,6 @@ def test_a_map_dataset_of_batches():
     assert stream.position == 6
 
 
-def test_a_map_dataset_of_one_epoch_ends():
-    epoch = grain.MapDataset.source(np.arange(50)).map(as_row).batch(16, drop_remainder=True)
-    assert len(list(data.batches(epoch, Rows("data", data=8)))) == 3
-
-
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_rows_of_a_map_dataset(count):
     """The global batches do not depend on the number of processes."""
@@ -53,18 +48,6 @@ def test_rows_of_a_map_dataset(count):
         parts = [source.rows(step, local_rows(Process(index, count), (16,)))["y"] for index in range(count)]
         assert np.concatenate(parts).tolist() == EXPECTED[step]
     assert ys(data.batches(source, Rows("data", data=8)), 4) == EXPECTED[:4]
-
-
-def test_rows_of_a_map_dataset_in_a_mixture():
-    a, b = (data.examples(rows(), batch=8, seed=None) for _ in range(2))
-    mixed = data.mixture({"a": (a, 1), "b": (b, 1)}, seed=0).rows(0, np.arange(8))
-    assert sorted(mixed["y"].tolist()) == sorted(2 * EXPECTED[0][:4])
-
-
-def test_a_filtered_map_dataset_is_refused():
-    source = data.examples(rows().filter(lambda row: row["y"] % 2 == 0), batch=16, seed=None)
-    with pytest.raises(ValueError, match="is None, as in a filtered data set"):
-        source.rows(0, np.arange(16))
 
 
 def loader():
@@ -85,20 +68,19 @@ class Numbers:
 
 
 @pytest.mark.parametrize(
-    "entry",
-    [pytest.param(data.batches, id="global", marks=pytest.mark.slow), pytest.param(data.local_batches, id="local")],
+    "make",
+    [
+        pytest.param(lambda: rows().batch(16).to_iter_dataset(), id="iter dataset", marks=pytest.mark.slow),
+        pytest.param(loader, id="data loader"),
+    ],
 )
-@pytest.mark.parametrize(
-    "make", [lambda: rows().batch(16).to_iter_dataset(), loader], ids=["iter dataset", "data loader"]
-)
-@pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_an_iterator_goes_on_where_it_stopped(entry, make, prefetch):
+def test_an_iterator_goes_on_where_it_stopped(make):
     layout = Rows("data", data=8)
-    whole = ys(entry(make(), layout, prefetch=prefetch), 8)
-    stream = entry(make(), layout, prefetch=prefetch)
+    whole = ys(data.local_batches(make(), layout), 8)
+    stream = data.local_batches(make(), layout)
     assert ys(stream, 3) == whole[:3]
     position = json.loads(json.dumps(stream.position))
-    again = entry(make(), layout, start=position, prefetch=prefetch)
+    again = data.local_batches(make(), layout, start=position)
     assert ys(again, 5) == whole[3:] and again.position["batches"] == 8
-    assert ys(entry(make(), layout, start=6, prefetch=prefetch), 2) == whole[6:]
+    assert ys(data.local_batches(make(), layout, start=6), 2) == whole[6:]
     jax.tree.map(lambda stream: stream.close(), (stream, again))

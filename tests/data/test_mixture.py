@@ -59,20 +59,6 @@ def test_rows_beyond_two_to_the_31_are_counted():
     np.testing.assert_array_equal(mixed.rows(step, at)["tokens"], mixed.rows(1_000_000, at)["tokens"])
 
 
-def test_a_source_keeps_its_own_order():
-    """A step takes the rows of a source that come next, whatever their place in the batch."""
-    a, b = (numbered(1000 * i, 37, batch=6, seed=i) for i in (0, 1))
-    mixed = data.mixture({"a": (a, 1), "b": (b, 3)}, seed=0)
-    for source, share in ((0, a), (1, b)):
-        expected = np.concatenate([share.rows(step, np.arange(6))["tokens"] for step in range(30)])[:, 0]
-        position = 0
-        for step in range(20):
-            batch = mixed.rows(step, np.arange(6))["tokens"][:, 0]
-            mine = batch[batch // 1000 == source]
-            assert sorted(mine) == sorted(expected[position : position + len(mine)])
-            position += len(mine)
-
-
 @settings(deadline=None, max_examples=30)
 @given(step=st.integers(0, 10**6), seed=st.integers(0, 5), rows=st.lists(st.integers(0, 11)), deep=st.booleans())
 def test_any_rows_are_rows_of_the_batch(step, seed, rows, deep):

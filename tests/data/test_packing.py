@@ -2,12 +2,10 @@
 
 import jax
 import numpy as np
-import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import jaxshard as js
 from jaxshard import data
 from jaxshard.models.llama import llama
 
@@ -90,17 +88,6 @@ def test_an_epoch_has_every_row_once_in_an_order_of_its_own():
         np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), array)
 
 
-def test_the_picture_of_the_docstring():
-    rows = data.packed(numbered([5, 10]), batch=1, seq=8, seed=0).read(np.arange(2))
-    assert {name: array.tolist() for name, array in rows.items()} == {
-        "tokens": [[6, 7, 8, 9, 10, 11, 12, 13], [1, 2, 3, 4, 5, 14, 15, 0]],
-        "targets": [[7, 8, 9, 10, 11, 12, 13, 14], [2, 3, 4, 5, 0, 15, 0, 0]],
-        "weights": [[1] * 8, [1, 1, 1, 1, 0, 1, 0, 0]],
-        "positions": [[*range(8)], [0, 1, 2, 3, 4, 0, 1, 0]],
-        "segment_ids": [[1] * 8, [1, 1, 1, 1, 1, 2, 2, 0]],
-    }
-
-
 def test_best_fit_leaves_little_room():
     sizes = np.random.default_rng(0).integers(1, 300, 2000)
     assert data.packed(numbered(sizes), batch=1, seq=512, seed=0).facts["padding"] < 0.005
@@ -145,33 +132,6 @@ def batch():
         [rng.integers(0, 64, size) for size in sizes], answers=[np.arange(size) > 2 for size in sizes], vocab=64
     )
     return data.packed(docs, batch=8, seq=SEQ, seed=0).rows(0, np.arange(8))
-
-
-CELLS = [
-    ("data=2,context=2,tensor=2", "gather", js.explicit()),
-    ("data=2,context=4", "ulysses", js.explicit(microbatches=2)),
-    ("data=2,context=2,context_heads=2", "usp", js.explicit()),
-    ("data=2,context=4", "ring", js.explicit()),
-    ("data=2,tensor=4", "", js.auto()),
-    ("data=8", "", js.explicit()),
-    ("data=2,context=2,pipe=2", "gather", js.pipelined(microbatches=2)),
-    ("data=2,tensor=2,pipe=2", "", js.pipelined(microbatches=2)),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "how", "engine"), CELLS)
-def test_packed_rows_under_every_layout_are_those_of_one_device_to_1e_6(mesh, how, engine, batch):
-    model = llama(vocab=64, width=32, depth=2, heads=8, kv_heads=4, hidden=48, seq=SEQ)
-    axes = {name: int(size) for name, size in (part.split("=") for part in mesh.split(","))}
-    parts = [js.fsdp("data", min_size=0)]
-    if how:
-        parts.append(js.context(("context", "context_heads") if how == "usp" else "context", how=how))
-    parts += [js.tensor()] * ("tensor" in axes) + [js.pipeline("pipe", chunks=1)] * ("pipe" in axes)
-    report = js.parity(
-        model.init, model.loss, optax.sgd(0.1), js.compose(*parts), js.make_mesh(**axes), batch, engine=engine
-    )
-    report.check()
 
 
 def test_packed_rows_have_the_loss_of_their_documents_alone(batch):

@@ -2,31 +2,10 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jaxshard import data
 
 TOKENS = (np.arange(1000) * 7 % 251).astype(np.uint8)
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    batch=st.integers(1, 40),
-    seq=st.integers(1, 30),
-    seed=st.integers(0, 9),
-    step=st.integers(0, 10**6),
-    split=st.data(),
-)
-def test_any_rows_are_rows_of_the_global_batch(batch, seq, seed, step, split):
-    source = data.windows(TOKENS, batch=batch, seq=seq, seed=seed)
-    whole = source.rows(step, np.arange(batch))["tokens"]
-    assert whole.shape == (batch, seq + 1) and whole.dtype == np.int32
-    cut = split.draw(st.integers(0, batch))
-    parts = [source.rows(step, np.arange(cut)), source.rows(step, np.arange(cut, batch))]
-    np.testing.assert_array_equal(np.concatenate([part["tokens"] for part in parts]), whole)
-    some = split.draw(st.lists(st.integers(0, batch - 1)))
-    np.testing.assert_array_equal(source.rows(step, np.array(some, int))["tokens"], whole[some])
 
 
 def test_an_epoch_has_every_window_once():

@@ -1,15 +1,16 @@
 """Processes of which one fails end at once, all of them and by themselves."""
 
-import socket
 import subprocess
 import sys
 import textwrap
 import time
 
+from tests.distributed.launched import free_address
+
 PROGRAM = """
     import sys
     import jaxshard as js
-    js.distributed.initialize(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
+    js.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
     js.distributed.initialize()
     js.simulate_devices(1)
     import jax
@@ -22,10 +23,7 @@ PROGRAM = """
 
 
 def test_an_error_in_one_process_ends_both_at_once():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(port)]
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), free_address()]
     both = [subprocess.Popen([*command, str(index)], stderr=subprocess.PIPE, text=True) for index in (0, 1)]
     _, error = both[1].communicate(timeout=120)
     assert both[1].returncode == 1 and error.endswith("ValueError: this one fails\n")

@@ -1,13 +1,9 @@
 """JAX's own key-value store does what `store.Store` plays in the other tests, with the same errors."""
 
-import socket
-import subprocess
-import sys
-import textwrap
-
 import pytest
 
 from jaxshard.core.compat import delete_keys, get_key, list_keys, put_key, wait_for_key
+from tests.distributed.launched import printed_together
 from tests.distributed.store import Store
 
 
@@ -29,20 +25,17 @@ def test_a_dictionary_as_the_store():
     check_store(Store())
 
 
+PROGRAM = """
+    import sys
+    import jax
+    from jaxshard.core.compat import coordinator_client
+    from tests.distributed.test_key_value import check_store
+    assert coordinator_client() is None
+    jax.distributed.initialize(sys.argv[1], 1, 0)
+    check_store(coordinator_client())
+"""
+
+
 @pytest.mark.slow
 def test_the_store_of_jax():
-    program = """
-        import sys
-        import jax
-        from jaxshard.core.compat import coordinator_client
-        from tests.distributed.test_key_value import check_store
-        assert coordinator_client() is None
-        jax.distributed.initialize(f"localhost:{sys.argv[1]}", 1, 0)
-        check_store(coordinator_client())
-    """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-c", textwrap.dedent(program), str(port)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    printed_together(PROGRAM, count=1)

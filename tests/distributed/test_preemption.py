@@ -64,7 +64,7 @@ def test_a_second_signal_ends_the_process_at_once_even_while_the_main_thread_wai
         assert ended.wait(30)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(
     told=st.dictionaries(st.integers(0, 2), st.integers(1, 12), min_size=1),
     pauses=st.lists(st.sampled_from([0.0, 0.001, 0.004]), min_size=3, max_size=3),

@@ -14,7 +14,7 @@ import pytest
 
 import jaxshard as js
 from jaxshard.distributed import watchdog as module
-from jaxshard.distributed.watchdog import Beat, Watchdog, locate_thread, name_culprits, waits_for_devices, write_report
+from jaxshard.distributed.watchdog import Beat, Watchdog, name_culprits, write_report
 from tests.distributed.store import members, together
 
 
@@ -88,44 +88,6 @@ def test_who_is_accused(beats, silent, expected):
     text = write_report(beat(5), 60.0, beats, silent)
     assert text.startswith("jaxshard: watchdog: step 6 takes 70 s, more than the limit of 60 s\n")
     assert "a: step 5 done 70 s ago" in text and "at data.py:30 read" in text
-
-
-def stands(function):
-    """What is found of a thread in the middle of `function(released)`, which goes on until the list is not empty."""
-    released = []
-    thread = threading.Thread(target=function, args=(released,), daemon=True)
-    thread.start()
-    time.sleep(0.05)
-    found = locate_thread(thread.ident)
-    released.append(True)
-    thread.join()
-    return found
-
-
-def test_a_marked_function_waits_for_devices(monkeypatch):
-    """Only as the innermost frame: the program that it runs has none, but a slow callback of ours does."""
-    monkeypatch.setattr(module, "_waiting", set())
-
-    def reads(released):
-        while not released:
-            time.sleep(0.01)  # of C, without a frame, as a compiled program
-
-    @waits_for_devices
-    def step(released):
-        while not released:
-            time.sleep(0.01)
-
-    @waits_for_devices
-    def calls(released):
-        reads(released)
-
-    assert step.__name__ == "step", "the function itself comes back"
-    for function, waits in [(reads, False), (step, True), (calls, False)]:
-        found, place = stands(function)
-        assert found == waits, function
-        assert place.startswith("test_watchdog.py") and function.__name__ in place
-    waits_for_devices(reads)
-    assert stands(calls)[0]
 
 
 def test_the_step_and_the_records_are_marked():

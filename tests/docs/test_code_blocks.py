@@ -21,12 +21,8 @@ RUNNABLE = [page for page in PAGES if blocks_of(page)]
 QUICK_START_LINES = 40
 NEEDS = {"finetuning": "tokenizers", "profiling": "libtpu"}
 """The extras that pages show, by their stem."""
-LONG = ("planner", "models", "pipelines", "experts", "loops", "long_context", "finetuning", "generation", "weights")
-LONG += ("engines", "contract", "collectives", "choose_a_strategy", "faults", "debugging", "profiling")
-LONG += ("placements", "fsdp2", "deepspeed", "megatron", "maxtext", "pmap", "claims", "troubleshooting")
-LONG += ("checks", "architecture", "memory_estimate", "replicas", "checkpoints", "optimizers", "peers", "restarts")
-LONG += ("planner_table", "cli", "programs", "matrix_optimizers", "wire", "model_state", "pictures", "local_steps")
-"""Pages whose programs take long to compile."""
+QUICK = ("index", "proofs", "schedules", "data", "distributed", "optimizer_memory", "audits", "step_times", "api")
+"""Pages whose programs compile quickly; those of the others are slow."""
 
 
 def test_every_page_has_an_example():
@@ -37,7 +33,7 @@ def test_every_page_has_an_example():
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(x, marks=[pytest.mark.slow] * (x.stem in LONG), id=name_of(x)) for x in RUNNABLE if x != README],
+    [pytest.param(x, marks=[pytest.mark.slow] * (x.stem not in QUICK), id=name_of(x)) for x in RUNNABLE if x != README],
 )
 def test_the_blocks_of_a_page_run_and_print_what_it_shows(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip(NEEDS.get(page.stem, "jaxshard"))

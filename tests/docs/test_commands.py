@@ -14,7 +14,7 @@ import pytest
 from jaxshard.commands import audit, generate, parity, prepared, schedule, search, train
 from jaxshard.commands.main import COMMANDS, main
 from tests.docs.pages import PAGES, name_of
-from tests.docs.printed import Printed, printed_by, stories_of, why_not_accepted, write_files
+from tests.docs.printed import printed_by, stories_of, why_not_accepted, write_files
 
 WITH_COMMANDS = [page for page in PAGES if printed_by(page)]
 FEWEST = 40
@@ -92,15 +92,6 @@ def test_printed_commands_are_accepted(page, readers_folder, enough, capsys):
         except Enough:
             status = 0
         assert status == 0, f"{command.where}: {command.text}\n{capsys.readouterr().err}"
-
-
-def test_what_is_no_command_is_found():
-    for text, why in [
-        ("jaxshard train --steps ten", "give a whole number"),
-        ("jaxshard train --step 10", "there is no flag --step; did you mean --steps?"),
-        ("jaxshard launch -n 2 -- jaxshard train --no-such-flag", "there is no flag"),
-    ]:
-        assert why in why_not_accepted(Printed(PAGES[0], 1, text))
 
 
 @pytest.mark.slow(sampled=False)

@@ -4,14 +4,8 @@ from pathlib import Path
 
 import pytest
 from sitetools.checks import Text, check_conventions, without_code
-from sitetools.command_page import help_of, with_help
-from sitetools.docstring import Piece, markdown, pieces_of, sections_of
+from sitetools.docstring import markdown, sections_of
 from sitetools.links import REPOSITORY, Site
-from sitetools.name_pages import page_of
-from sitetools.public_names import public_names
-from sitetools.sources import sources
-
-from jaxshard.commands.main import COMMANDS
 
 
 @pytest.fixture
@@ -54,12 +48,6 @@ def test_a_link_that_leads_nowhere_is_a_problem(site: Site):
     assert site.problems == ["docs/guides/loops.md: the link none.md leads to docs/guides/none.md, which is not there"]
 
 
-def test_every_file_becomes_one_page():
-    pages = [source.page for source in sources()]
-    assert len(set(pages)) == len(pages)
-    assert {"index.md", "guides/clusters/index.md", "records/benchmarks.md", "reference/cli.md"} <= set(pages)
-
-
 DOCSTRING = """Split rows.
 
 A paragraph with `code`.
@@ -80,24 +68,6 @@ def test_a_docstring_becomes_markdown():
     assert prose.text == "Split rows.\n\nA paragraph with `code`."
     assert markdown(arguments) == "- **`axis`**: a mesh axis,\n  or several.\n- **`a`**, **`b`**: sizes."
     assert markdown(example) == "```pycon\n>>> 1 + 1\n2\n```"
-
-
-def test_an_example_may_begin_with_words():
-    assert pieces_of("A head:\n\n    x = 1\n\n    y = 2") == [Piece("A head:", False), Piece("x = 1\n\ny = 2", True)]
-    assert pieces_of("x = 1\ny = 2") == [Piece("x = 1\ny = 2", True)]
-
-
-def test_a_page_has_signature_arguments_and_example():
-    (fsdp,) = (name for name in public_names() if name.full == "js.fsdp")
-    page = page_of(fsdp)
-    assert "{py:function} js.fsdp(axis: AxisName = 'data', *, min_size: int = 16384) -> Strategy" in page
-    assert "## Arguments" in page and "## Example\n\n```python\nlayout = js.layout(js.fsdp()" in page
-
-
-def test_the_page_of_commands_has_the_help_of_each():
-    assert "usage: jaxshard train" in help_of("train")
-    page = with_help("# Commands\n")
-    assert all(f"## jaxshard {name}\n" in page and f"usage: jaxshard {name}" in page for name in COMMANDS)
 
 
 def test_praise_and_odd_headings_are_found():

@@ -91,21 +91,6 @@ def in_a_loop(q, k, v, **options):
     return jax.lax.scan(lambda y, _: (js.attention(y, k, v, **options), None), q, None, length=2)[0]
 
 
-def in_calls(q, k, v, **options):
-    def attend(q, k, v):
-        return jax.checkpoint(lambda *x: js.attention(*x, **options))(q, k, v)
-
-    return jax.lax.cond(jnp.array(True), jax.jit(attend), lambda q, k, v: attend(2 * q, k, v), q, k, v)
-
-
-@pytest.mark.slow
-def test_attention_inside_of_calls_and_branches():
-    model = own_model(attend=in_calls)
-    layout = layout_of(model, "fsdp")
-    drawn = js.generate(model, params_of(model), layout, PROMPTS[:1], length=12, readout=readout)
-    assert drawn == likeliest(model, PROMPTS[:1], 12, forward(own_model()))
-
-
 def softmax_attention(q, k, v, **_):
     logits = jnp.einsum("bthd,bshd->bhts", q, k)
     seen = jnp.tril(jnp.ones(logits.shape[-2:], bool))

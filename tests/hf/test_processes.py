@@ -38,12 +38,11 @@ PROGRAM = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
-def test_processes_read_their_share_and_write_together(processes, tmp_path):
+def test_processes_read_their_share_and_write_together(tmp_path):
     folder = write_folder(tmp_path, "gemma2")
-    outputs = printed_together(PROGRAM, str(folder), count=processes)
+    outputs = printed_together(PROGRAM, str(folder), count=2)
     counts = [line.split()[1:] for output in outputs for line in output.splitlines() if line.startswith("read ")]
-    assert len(counts) == processes
+    assert len(counts) == 2
     assert all(int(read) == int(held) for read, held in counts), counts
     found, problems = open_files(folder / "saved" / "model.safetensors")
     assert not problems and found

@@ -9,19 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxshard as js
 from jaxshard.models.decoder import logits
-from jaxshard.models.gpt import SIZES, gpt
+from jaxshard.models.gpt import gpt
 from jaxshard.models.recipe import Recipe
 
 pytestmark = pytest.mark.fast_cases(3)
 
 SMALL = {"vocab": 65, "width": 32, "depth": 2, "heads": 4, "seq": 12}
 KEY = jax.random.key(0)
-
-
-def count(model):
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(model.init, KEY)))
 
 
 def batch_of(rows=4, positions=12, vocab=65, seed=0):
@@ -41,11 +36,6 @@ def small(**changes):
 
 
 @cache
-def born(model):
-    return compiled(model.init)(KEY)
-
-
-@cache
 def noisy(model):
     """Parameters far from their initial values, biases included, so that every one of them matters."""
     rng = np.random.default_rng(9)
@@ -58,18 +48,6 @@ def noisy(model):
 
 
 # Sizes.
-
-
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("name", SIZES)
-def test_recipes(name):
-    recipe = SIZES[name].recipe
-    params = {"w": jnp.ones((4, 3)), "b": jnp.ones(3)}
-    for steps in (None, 1, 7):
-        tx = recipe.optimizer(steps)
-        assert js.optim.check_elementwise(tx, params)
-        updates = jax.jit(lambda params, tx=tx: tx.update(params, tx.init(params), params)[0])(params)
-        assert all(bool((jnp.abs(leaf) > 0).all()) for leaf in jax.tree.leaves(updates))
 
 
 def test_the_learning_rate_warms_up_and_decays():
@@ -155,12 +133,6 @@ def test_logits_and_loss_equal_a_plain_reference(tied):
     assert float(loss["accuracy"].value) == pytest.approx(hits.mean())
 
 
-def test_tied_heads_have_no_matrix_of_their_own():
-    tied, untied = (jax.eval_shape(small(tied=tied).init, KEY)["head"] for tied in (True, False))
-    assert set(tied) == {"ln_f"} and set(untied) == {"ln_f", "lm_head"}
-    assert untied["lm_head"]["kernel"].shape == (32, 65)
-
-
 def test_no_position_sees_a_later_one():
     model = small(tied=True)
     params, tokens = noisy(model), np.asarray(batch_of()["tokens"][:, :12])
@@ -169,46 +141,6 @@ def test_no_position_sees_a_later_one():
         before, after = (np.asarray(compiled(logits, model)(params, t)) for t in (tokens, changed))
         np.testing.assert_array_equal(before[:, :position], after[:, :position])
         assert (before[:, position:] != after[:, position:]).any()
-
-
-@pytest.mark.parametrize("vocab", [65, pytest.param(5000, marks=pytest.mark.slow)])
-def test_an_untrained_model_knows_nothing(vocab):
-    model = small(vocab=vocab)
-    loss = compiled(model.loss)(born(model), batch_of(rows=16, vocab=vocab), KEY)
-    assert float(loss.value) == pytest.approx(math.log(vocab), abs=0.05)
-
-
-@pytest.mark.slow
-def test_weighted_losses():
-    """To 1e-6: a weighted mean of the losses of single tokens; weights per row are weights of all its tokens."""
-    model, batch = small(), batch_of()
-    params, loss_of = noisy(model), compiled(model.loss)
-    tokens = batch["tokens"]
-    chances = jax.nn.log_softmax(compiled(logits, model)(params, tokens[:, :-1]))
-    nats = -jnp.take_along_axis(chances, tokens[:, 1:, None], -1)[..., 0]
-    weights = jnp.asarray(np.random.default_rng(1).random(nats.shape) * (np.arange(4)[:, None] > 0), jnp.float32)
-    for given in (weights, weights[:, 0]):
-        each = jnp.broadcast_to(given.reshape(4, -1), nats.shape)
-        loss = loss_of(params, batch | {"weights": given}, KEY)
-        assert float(loss.value) == pytest.approx(float((nats * each).sum() / each.sum()), rel=1e-6)
-        assert float(loss.weights[0]) == pytest.approx(float(each.sum()), rel=1e-6)
-    ones = loss_of(params, batch | {"weights": jnp.ones(nats.shape)}, KEY)
-    assert float(ones.value) == pytest.approx(float(loss_of(params, batch, KEY).value), rel=1e-6)
-    nothing = jax.jit(jax.grad(lambda p: model.loss(p, batch | {"weights": jnp.zeros(4)}, KEY).value))(params)
-    assert all(not leaf.any() for leaf in jax.tree.leaves(nothing))
-
-
-@pytest.mark.slow
-def test_low_precision_parameters_give_a_loss_in_f32():
-    """bf16 has 8 bits: 1 % of the loss."""
-    model, batch = small(), batch_of()
-    params = born(model)
-    low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    x = jax.eval_shape(model.embed, low, batch, KEY)
-    assert x.dtype == jnp.bfloat16
-    loss = compiled(model.loss)(low, batch, KEY)
-    assert loss.totals[0].dtype == jnp.float32
-    assert float(loss.value) == pytest.approx(float(compiled(model.loss)(params, batch, KEY).value), rel=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,8 @@ import pytest
 import jaxshard as js
 from jaxshard.models import SIZES
 from jaxshard.models.decoder import logits
-from jaxshard.models.llama import llama, rotate
+from jaxshard.models.llama import llama
 from jaxshard.models.rope import RopeScaling, YarnScaling, rotary_gain, rotary_rates
-from tests.engines.programs import Program, elements
-from tests.toys import quick_compile
 
 SMALL = {"vocab": 64, "width": 32, "depth": 2, "heads": 4, "kv_heads": 2, "hidden": 48, "seq": 12, "rope_base": 100}
 KEY = jax.random.key(0)
@@ -158,20 +156,6 @@ def test_yarn_has_the_ramp_and_gain_of_its_authors(dims, base, original):
     assert rotary_gain(scaling._replace(attention=1.5)) == 1.5 and rotary_gain(RopeScaling()) == 1
 
 
-def test_yarn_equals_a_plain_reference():
-    """f32 against f64: 2e-5 of the largest logit. Queries and keys have the gain."""
-    scaling = YarnScaling(factor=4, low=0.1, high=2, original=16)
-    model = small(rope_scaling=scaling)
-    params, tokens = noisy(model), batch_of(rows=2, positions=12)["tokens"][:, :-1]
-    rates = rotary_rates(8, SMALL["rope_base"], scaling)
-    louder = jax.tree.map(lambda x: x, params)
-    for name in ("q_proj", "k_proj"):
-        louder["blocks"][name] = {"kernel": params["blocks"][name]["kernel"] * rotary_gain(scaling)}
-    expected = reference_logits(louder, tokens, 4, 2, SMALL["rope_base"], scaled=lambda _: rates)
-    got = jax.jit(partial(logits, model))(params, tokens)
-    assert np.abs(got - expected).max() < 2e-5 * np.abs(expected).max()
-
-
 def scaled_rates(scaling, rates):
     """Meta's loop over the rates, as its reference code has it."""
     longest, shortest = scaling.original / scaling.low, scaling.original / scaling.high
@@ -188,41 +172,7 @@ def scaled_rates(scaling, rates):
     return np.array(new)
 
 
-@pytest.mark.parametrize("scaling", [RopeScaling(), RopeScaling(32, 1, 4, 8192), RopeScaling(1)])
-def test_scaled_rates_are_metas(scaling):
-    """1e-12 relative, 64 rates of Llama 3.1's heads: some are kept, some divided, some between."""
-    plain, scaled = rotary_rates(128, 500_000), rotary_rates(128, 500_000, scaling)
-    np.testing.assert_allclose(scaled, scaled_rates(scaling, plain), rtol=1e-12)
-    ratios = plain / scaled
-    assert ratios[0] == 1 and ratios[-1] == scaling.factor
-    assert scaling.factor == 1 or ((ratios > 1.01) & (ratios < scaling.factor - 0.01)).sum() >= 5
-
-
-def test_rotations_depend_on_distances_alone():
-    """1e-5: the products of turned queries and keys are those of any other two positions equally far apart."""
-    q, k = jax.random.normal(KEY, (2, 8))
-    turn = jax.jit(lambda x: rotate(jnp.broadcast_to(x, (1, 40, 1, 8)), 1e4)[0, :, 0])
-    products = np.asarray(turn(q)) @ np.asarray(turn(k)).T
-    for distance in (0, 1, 7, 30):
-        along = np.diagonal(products, -distance)
-        np.testing.assert_allclose(along, along[0], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(products[0, 0], q @ k, rtol=1e-5)
-    assert np.ptp(products[:, 0]) > 0.1
-
-
-def test_no_position_sees_a_later_one():
-    model = small()
-    run, tokens = jax.jit(partial(logits, model)), np.asarray(batch_of()["tokens"][:, :12])
-    for position in (1, 11):
-        changed = np.where(np.arange(12) < position, tokens, 0)
-        before, after = (np.asarray(run(noisy(model), t)) for t in (tokens, changed))
-        np.testing.assert_array_equal(before[:, :position], after[:, :position])
-        assert (before[:, position:] != after[:, position:]).any()
-
-
 # Meshes.
-
-WIDE = {"vocab": 64, "width": 64, "depth": 2, "heads": 8, "kv_heads": 4, "hidden": 96, "seq": 16}
 
 
 def test_a_tensor_axis_splits_every_large_array():
@@ -247,20 +197,3 @@ def test_a_tensor_axis_splits_every_large_array():
         "head/lm_head/kernel": ["None", "tensor"],
     }
     assert all("data" in str(place.store) for place in entries.values())
-
-
-@pytest.mark.slow
-def test_what_a_step_communicates_over_a_tensor_axis():
-    """On CPU: per block two all-reduces of an activation forward and five backward, two more for the model's ends.
-
-    Layers that share their input (query, key and value; gate and up) have their gradients summed apart. Three numbers
-    per label.
-    """
-    model, mesh = llama(**WIDE), js.make_mesh(data=2, tensor=4)
-    layout = js.layout(js.compose(js.ddp(), js.tensor()), mesh, model.init, optax.sgd(0.1))
-    step = js.make_step(model.loss, optax.sgd(0.1), layout, engine=js.explicit())
-    with quick_compile():
-        compiled = step.compile({"tokens": jax.ShapeDtypeStruct((8, 9), jnp.int32)})
-    activation, labels = 4 * 8 * 64, 4 * 8
-    found = {key: size for key, size in elements(Program(layout, compiled)).items() if "tensor" in key[1]}
-    assert found == {("all-reduce", "tensor"): (2 * (2 + 5) + 2) * activation + 3 * labels}

@@ -1,21 +1,13 @@
-"""Programs compiled for GPUs that are not here, from a description; slow where JAX's CUDA plugin is installed."""
-
-import importlib.util
+"""What is said where programs can't be compiled for GPUs, or are planned without cuDNN."""
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
 from jaxshard.layers.attention import cudnn
 from jaxshard.plan import gpus
 from jaxshard.plan.topology import topology_mesh
-
-without_plugin = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="JAX's CUDA plugin is not installed"
-)
 
 
 def test_a_missing_plugin_names_the_command(monkeypatch):
@@ -47,18 +39,3 @@ def test_a_step_planned_without_cudnn_has_attention_in_blocks(monkeypatch):
     batch = {"tokens": jax.ShapeDtypeStruct((8, 1025), jnp.int32)}
     with pytest.warns(UserWarning, match="cuDNN is not installed"):
         js.plan.promise(layout, js.explicit(precision="bf16"), model.loss, batch)
-
-
-@pytest.mark.slow
-@without_plugin
-def test_a_program_for_two_hosts_of_gpus():
-    mesh = topology_mesh("h100:8x2", replica=2, data=8)
-    assert {device.device_kind for device in mesh.devices.flat} == {"NVIDIA H100 80GB HBM3"}
-    assert [{device.process_index for device in row} for row in mesh.devices] == [{0}, {1}]
-    rows = NamedSharding(mesh, P("data"))
-    w = jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=rows)
-    compiled = jax.jit(lambda w: w @ w, out_shardings=rows).lower(w).compile()
-    assert compiled.memory_analysis().argument_size_in_bytes == 512 * 512 * 4 // 8
-    assert [(one.kind, one.axes, one.bytes) for one in js.collectives(compiled, mesh)] == [
-        ("all-gather", ("data",), 512 * 512 * 4)
-    ]

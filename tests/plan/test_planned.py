@@ -1,7 +1,5 @@
 """Meshes of stand-ins: names, refusals, places, and a step traced on them."""
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -11,8 +9,7 @@ import jaxshard as js
 from jaxshard.models.sizes import make
 from jaxshard.plan.planned import GPUS, TPUS, parse_topology, planned_devices, planned_mesh
 from jaxshard.plan.topology import topology_mesh
-
-without_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+from tests.engines.programs import tpu
 
 
 @pytest.mark.parametrize(
@@ -71,8 +68,7 @@ def test_gpus_of_a_host_share_a_slice():
     assert [{device.slice_index for device in row} for row in mesh.devices] == [{0}, {1}]
 
 
-@without_libtpu
-@pytest.mark.tpu
+@tpu
 @pytest.mark.parametrize(
     ("name", "slices", "axes"),
     [

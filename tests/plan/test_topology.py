@@ -1,6 +1,5 @@
 """Meshes of TPU topologies, and the collectives of programs compiled for them."""
 
-import importlib.util
 import re
 
 import jax
@@ -12,13 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard.checks.collectives.found import Row, collectives, summary
 from jaxshard.plan import topology
-from jaxshard.plan.topology import topology_devices, topology_mesh
-
-without_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-
-
-def tpu(test):
-    return pytest.mark.tpu(without_libtpu(test))
+from jaxshard.plan.topology import topology_mesh
+from tests.engines.programs import tpu
 
 
 def struct(mesh, shape, *spec, dtype=jnp.float32):
@@ -52,24 +46,6 @@ def test_a_missing_libtpu_names_the_extra(monkeypatch):
 
 
 @tpu
-@pytest.mark.parametrize("name", ["nonsense", "v5e:3x5", "v5litepod-7"])
-def test_an_unknown_topology_is_an_error_with_near_ones(name):
-    with pytest.raises(ValueError, match=f"no topology '{name}'.*v5e:"):
-        topology_devices(name)
-
-
-@tpu
-def test_sizes_that_do_not_fit_the_topology():
-    with pytest.raises(ValueError, match="data=4, tensor=4 needs 16 devices, but there are 8"):
-        topology_mesh("v5e:2x4", data=4, tensor=4)
-
-
-@tpu
-def test_axes_may_share_a_dimension_of_the_torus():
-    assert dict(topology_mesh("v6e:8x8", data=16, tensor=4).shape) == {"data": 16, "tensor": 4}
-
-
-@tpu
 @pytest.mark.parametrize(
     ("name", "axes", "dims"),
     [
@@ -87,13 +63,6 @@ def test_axes_run_along_the_dimensions_of_the_torus(name, axes, dims):
         along = mesh.devices.take(range(mesh.devices.shape[axis]), axis)
         first = [device.coords for device in along.swapaxes(0, axis).reshape(along.shape[axis], -1)[:, 0]]
         assert {i for i in range(3) if len({coords[i] for coords in first}) > 1} == ({dim} - {None})
-
-
-@tpu
-def test_other_sizes_take_every_device_once():
-    assert len({device.id for device in topology_mesh("v5e:4x4", data=2, tensor=8).devices.flat}) == 16
-    sliced = topology_mesh("v5e:2x2", num_slices=2, replica=2, data=4)
-    assert [{device.slice_index for device in row} for row in sliced.devices] == [{0}, {1}]
 
 
 @tpu

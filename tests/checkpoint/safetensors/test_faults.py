@@ -3,13 +3,12 @@
 import errno
 import os
 
-import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
 import jaxshard as js
 from jaxshard.checkpoint.safetensors import writer
+from tests.checkpoint.small import placed
 from tests.small_disk import small_disk
 
 PAGE = 4096
@@ -18,12 +17,8 @@ PAGE = 4096
 @pytest.fixture(scope="module")
 def made():
     """A model of three tensors, 12 pages together."""
-
-    def init_fn(key):
-        return {name: jnp.arange(4.0 * 1024) + number for number, name in enumerate("abc")}
-
-    layout = js.layout(js.fsdp("data"), js.make_mesh(jax.devices()[:2], data=2), init_fn, optax.sgd(1.0))
-    return js.init(init_fn, optax.sgd(1.0), layout, 0), layout
+    model = {name: jnp.arange(4.0 * 1024) + number for number, name in enumerate("abc")}
+    return placed(lambda key: model, None, js.fsdp("data"))
 
 
 @pytest.mark.parametrize("max_bytes", [1 << 20, 4 * PAGE], ids=["one", "many"])

@@ -6,7 +6,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import safetensors.numpy
 from hypothesis import example, given, settings
@@ -17,6 +16,7 @@ import jaxshard as js
 from jaxshard.checkpoint.safetensors import header
 from jaxshard.checkpoint.safetensors.header import DTYPES, decode_header, header_size
 from jaxshard.checkpoint.safetensors.reader import _open_buffer
+from tests.checkpoint.small import placed
 
 TREE = {"a": {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "half": jnp.ones(3, jnp.bfloat16)}, "b": np.bool_(1)}
 
@@ -111,13 +111,6 @@ TENSOR = st.fixed_dictionaries(SOME | {"data_offsets": st.lists(SIZES, min_size=
 FIELDS = st.dictionaries(st.sampled_from(["a", "b", "__metadata__", ""]), TENSOR, max_size=3)
 
 
-@given(fields=FIELDS, data=st.binary(max_size=24), length=st.none() | st.integers(0, 2**64 - 1))
-@example(fields={"a": a_tensor(shape=[0, 2**64], data_offsets=[0, 0])}, data=b"", length=None)
-@settings(max_examples=100, deadline=None)
-def test_any_header(fields, data, length):
-    attempt(file_of(fields, data, length=length))
-
-
 EDITS = st.lists(
     st.tuples(st.sampled_from(["byte", "insert", "delete", "cut", "double"]), st.integers(0), st.binary(max_size=4)),
     min_size=1,
@@ -146,25 +139,10 @@ def theirs():
     return safetensors.numpy.save({"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, bool)})
 
 
-def layout():
-    def init_fn(key):
-        return jax.tree.map(jnp.asarray, TREE)
-
-    mesh = js.make_mesh(jax.devices()[:2], data=2)
-    made = js.layout(js.ddp("data"), mesh, init_fn, optax.sgd(1.0), trainable=lambda path: path == "a/w")
-    return js.init(init_fn, optax.sgd(1.0), made, 0), made
-
-
 @pytest.fixture(scope="module")
 def ours():
-    run, made = layout()
+    run, made = placed(lambda key: jax.tree.map(jnp.asarray, TREE), trainable=lambda path: path == "a/w")
     return js.to_bytes(run, made), made
-
-
-@given(edits=EDITS)
-@settings(max_examples=100, deadline=None)
-def test_edited_files_of_others(edits):
-    attempt(edited(theirs(), edits))
 
 
 def check_edited(ours, edits):
@@ -184,12 +162,6 @@ def check_edited(ours, edits):
         assert np.asarray(x).tobytes() == np.asarray(want).tobytes()
 
 
-@given(edits=EDITS)
-@settings(max_examples=60, deadline=None)
-def test_edited_files_of_ours(ours, edits):
-    check_edited(ours, edits)
-
-
 def test_every_flipped_bit_is_found(ours):
     """In the length, the header and the data alike."""
     raw, made = ours
@@ -203,13 +175,29 @@ def test_every_flipped_bit_is_found(ours):
             js.from_bytes(raw[:size], made)
 
 
-@pytest.mark.slow
-@given(edits=EDITS, fields=FIELDS, data=st.binary(max_size=24))
-@settings(max_examples=10_000, deadline=None)
-def test_many_edits(ours, edits, fields, data):
+def check_all(ours, edits, fields, data, length):
+    attempt(file_of(fields, data, length=length))
     attempt(edited(theirs(), edits))
-    attempt(file_of(fields, data))
     check_edited(ours, edits)
+
+
+ANY = {
+    "edits": EDITS, "fields": FIELDS, "data": st.binary(max_size=24), "length": st.none() | st.integers(0, 2**64 - 1)
+}  # fmt: skip
+
+
+@given(**ANY)
+@example(edits=[], fields={"a": a_tensor(shape=[0, 2**64], data_offsets=[0, 0])}, data=b"", length=None)
+@settings(max_examples=60, deadline=None)
+def test_any_header_and_any_edit(ours, edits, fields, data, length):
+    check_all(ours, edits, fields, data, length)
+
+
+@pytest.mark.slow
+@given(**ANY)
+@settings(max_examples=10_000, deadline=None)
+def test_many_headers_and_edits(ours, edits, fields, data, length):
+    check_all(ours, edits, fields, data, length)
 
 
 def test_headers_are_as_long_whatever_the_checksums():

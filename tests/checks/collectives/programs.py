@@ -11,10 +11,10 @@ from jaxshard.models.gpt import gpt
 from tests.toys import Toy
 
 
-def mesh_of(**axes):
-    count = math.prod(axes.values())
-    devices = np.array(jax.devices()[:count]).reshape(tuple(axes.values()))
-    return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+def mesh_of(order=None, **axes):
+    """A mesh of the first devices, or of these in another order."""
+    devices = np.array(jax.devices())[np.arange(math.prod(axes.values())) if order is None else order]
+    return Mesh(devices.reshape(tuple(axes.values())), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 XY = {"x": 2, "y": 4}
@@ -29,6 +29,30 @@ def program(entry, *computations, tables=""):
         f"HloModule test, is_scheduled=true, num_partitions=8\n{tables}\n{added}\n{''.join(computations)}\n"
         f"ENTRY %main (p: f32[64,16]) -> f32[64,16] {{\n  %p = f32[64,16]{{1,0}} parameter(0)\n{body}\n}}\n"
     )
+
+
+TABLES = """
+FileNames
+1 "/home/user/train.py"
+2 "/opt/lib/python3.12/site-packages/flax/linen/linear.py"
+3 "/home/user/main.py"
+
+FunctionNames
+1 "f"
+
+FileLocations
+1 {file_name_id=3 function_name_id=1 line=10 end_line=10 column=4 end_column=9}
+2 {file_name_id=1 function_name_id=1 line=12 end_line=12 column=4 end_column=9}
+3 {file_name_id=2 function_name_id=1 line=271 end_line=271 column=4 end_column=9}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+3 {file_location_id=3 parent_frame_id=3}
+"""
+"""Parents are counted from one, the first frame being its own.
+
+Frame 3 is a line of Flax, called from line 12 of the user's loss, called from line 10 of the user's program."""
 
 
 def _moving(name, last):

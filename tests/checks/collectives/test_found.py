@@ -2,20 +2,14 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.checks.collectives.found import Row, arrays_only, collectives, split_scalars, summary, table
+from tests.checks.collectives.programs import mesh_of
 
 F32 = 4
-
-
-def mesh_of(order=None, **axes):
-    devices = np.array(jax.devices())[np.arange(8) if order is None else order]
-    return Mesh(devices.reshape(tuple(axes.values())), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 CUBE = {"a": 2, "b": 2, "c": 2}
@@ -99,20 +93,6 @@ def test_combined_scalars_and_arrays_are_taken_apart():
     assert [one.shapes for one in scalars] == [((),)]
     assert arrays_only(found) == arrays
     assert sum(one.bytes for one in arrays_only(found, above=8 * 16)) == WHOLE
-
-
-def test_rows_print_as_a_table_and_as_json():
-    def function(x):
-        return lax.psum_scatter(lax.psum(lax.psum(x, "b"), ("a", "c")), "a", tiled=True)
-
-    rows = summary(audit_manual(mesh_of(**CUBE), function))
-    assert table(rows).splitlines() == [
-        "collective      axis  count  bytes",
-        "all-reduce      a+c       1  2,048",
-        "all-reduce      b         1  2,048",
-        "reduce-scatter  a         1  2,048",
-    ]
-    assert table(()) == "no collectives"
 
 
 def test_a_program_for_other_devices_is_refused():

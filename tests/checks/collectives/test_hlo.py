@@ -16,11 +16,6 @@ def rows(text):
     ("entry", "row"),
     [
         (
-            f"""%s = f32[64,16]{{1,0}} all-reduce-start(%p), channel_id=1, {GROUPS}, to_apply=%add
-            ROOT %d = f32[64,16]{{1,0}} all-reduce-done(%s)""",
-            Row("all-reduce", ("y",), 1, WHOLE),
-        ),
-        (
             f"""%q = f32[2]{{0}} constant({{1, 2}})
             ROOT %r = (f32[64,16]{{1,0}}, f32[2]{{0}}) all-reduce(f32[64,16]{{1,0}} %p, f32[2]{{0}} %q), {GROUPS}""",
             Row("all-reduce", ("y",), 1, WHOLE + 8),
@@ -30,14 +25,9 @@ def rows(text):
             ROOT %r = (f32[16,16], f32[16,16], f32[16,16], f32[16,16]) all-to-all(%q, %q, %q, %q), {GROUPS}""",
             Row("all-to-all", ("y",), 1, WHOLE),
         ),
-        (
-            f"""%o = s32[4]{{0}} constant({{0, 1, 2, 3}})
-            ROOT %r = f32[64,16]{{1,0}} ragged-all-to-all(%p, %p, %o, %o, %o, %o), {GROUPS}""",
-            Row("ragged-all-to-all", ("y",), 1, WHOLE),
-        ),
     ],
 )
-def test_asynchronous_and_combined_operations_count_once(entry, row):
+def test_combined_operations_count_once(entry, row):
     assert rows(program(entry)) == (row,)
 
 

@@ -10,12 +10,11 @@ from jaxshard.checks.collectives.promise import promise
 from tests.checks.collectives.programs import gpt_shapes
 from tests.engines import test_collectives as literals
 from tests.engines.programs import setups, torus_setups
-from tests.toys import gpt_toy, linen_toy
+from tests.toys import gpt_toy
 
 pytestmark = pytest.mark.fast_cases(1)
 
 ADAM = optax.adam(1e-3)
-WEIGHT = "Dense_0/kernel"
 
 
 def promised(toy, strategy, mesh, engine=None, tx=ADAM, **options):
@@ -51,28 +50,6 @@ def test_the_promise_over_two_axes_is_the_literals_of_the_torus(strategy):
     toy, made = gpt_shapes(8, **literals.TORUS_SIZES), torus_setups(2**14)[strategy]
     found = promised(toy, made, js.make_mesh(x=2, y=4))
     assert sums(found, lambda one: one.most * one.elements[1]) == literals.TORUS[strategy]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "scatter", "reductions"),
-    [("fsdp", "end", 1), ("fsdp", "each", 2), ("zero1", "each", 2)],
-)
-def test_micro_batches_are_promised_to_reduce_as_often_as_they_do(strategy, scatter, reductions):
-    axes, made = setups(0)[strategy]
-    toy = gpt_shapes(16, **literals.SIZES)
-    found = sums(promised(toy, made, js.make_mesh(**axes), js.explicit(microbatches=2, scatter=scatter)))
-    kind = "reduce-scatter" if strategy == "fsdp" else "all-reduce"
-    assert found[kind, "data"] == reductions * literals.P
-
-
-def test_what_is_padded_is_moved_padded():
-    """13 -> 27 -> 1001 -> 7 over 8 devices: 27 is padded to 32, 1001 to 1008, 7 to 8."""
-    found = promised(linen_toy(), js.fsdp(min_size=0), js.make_mesh(data=8))
-    assert lists(found, WEIGHT) == [
-        ("all-gather", ("data",), (13, 32), 1),
-        ("reduce-scatter", ("data",), (13, 32), 1),
-    ]
-    assert sums(found) == {("reduce-scatter", "data"): 142_944, ("all-gather", "data"): 142_944}
 
 
 def test_over_a_tensor_axis_each_device_gathers_its_part():

@@ -8,7 +8,7 @@ from jaxshard.checks.collectives.cause import array_words, cause
 from jaxshard.checks.collectives.comparison import Comparison
 from jaxshard.checks.collectives.found import Collective
 from jaxshard.checks.collectives.program import Program
-from jaxshard.checks.collectives.surprise import Surprise, wanted_axes
+from jaxshard.checks.collectives.surprise import Surprise
 from jaxshard.checks.collectives.trail import Trail
 
 LINE = "/home/user/model.py:31"
@@ -79,19 +79,6 @@ def test_an_array_is_named_by_its_argument_or_by_what_computes_it():
 def test_advice_is_one_line_with_the_constraint_to_write(one, words):
     assert all(part in one.advice for part in words.split(".*")) and "\n" not in one.advice
     assert one.as_dict()["advice"] == one.advice and one.advice in str(one)
-
-
-@pytest.mark.parametrize(
-    ("found", "wanted"),
-    [
-        (moved(shape=(8, 4, 40), dim=2), [("data",), (), ("tensor",)]),
-        (moved(shape=(8, 4, 40), dim=1), [("data",), ("tensor",), ()]),
-        (moved("all-reduce", ("data",), shape=(8, 4)), [("data",), ()]),
-        (moved("all-reduce", ("data", "tensor"), shape=(8, 4)), [("data",), ("tensor",)]),
-    ],
-)
-def test_rows_keep_their_axes_and_the_moved_dimension_the_others(found, wanted):
-    assert wanted_axes(found, ["data"]) == wanted
 
 
 def test_surprises_of_one_line_and_kind_are_one_entry_with_a_count_of_the_rest():

@@ -1,27 +1,14 @@
 """A step over eight devices as HLO text: one kernel, its moment and a batch, and the collectives that a test adds."""
 
+from tests.checks.collectives.programs import TABLES
+
 GROUPS = "replica_groups=[1,8]<=[8]"
 PAIRS = "source_target_pairs={{0,1},{1,0}}"
 SPLIT = "sharding={devices=[1,8]<=[8]}"
 WHOLE = "sharding={replicated}"
 ROWS = "sharding={devices=[8,1]<=[8]}"
 
-TABLES = """FileNames
-1 "/home/user/train.py"
-2 "/venv/lib/python3.12/site-packages/flax/linen/linear.py"
-
-FunctionNames
-1 "loss"
-
-FileLocations
-1 {file_name_id=1 function_name_id=1 line=12 end_line=12 column=4 end_column=9}
-2 {file_name_id=2 function_name_id=1 line=99 end_line=99 column=4 end_column=9}
-
-StackFrames
-1 {file_location_id=1 parent_frame_id=1}
-2 {file_location_id=2 parent_frame_id=2}
-"""
-AT = "metadata={stack_frame_id=2}"
+AT = "metadata={stack_frame_id=3}"
 """Of an operation in Flax's file, called from line 12 of the user's."""
 
 NAMES = ("state.params['up']", "state.opt_state[0].mu['up']", "batch['weights']")

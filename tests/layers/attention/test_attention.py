@@ -1,6 +1,5 @@
 """`js.attention`: its arguments, the kernel that it chooses, and how layouts split it."""
 
-import importlib.util
 import warnings
 from functools import partial
 from types import SimpleNamespace
@@ -16,7 +15,9 @@ from jaxshard.checks.collectives.found import summary
 from jaxshard.layers.attention import attention as module
 from jaxshard.layers.attention.formula import Extras, Form, formula
 from jaxshard.plan.topology import topology_mesh
+from tests.engines.programs import tpu
 from tests.layers.cases import arrays, documents, normal
+from tests.toys import Toy, assert_equal_runs, one_device, sharded
 
 pytestmark = pytest.mark.fast_cases(2)
 
@@ -214,8 +215,9 @@ FAST = ("explicit-tensor",)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in LAYOUTS])
 def test_a_layout_splits_it_and_one_device_is_equalled(name, blocks_from_16):
     axes, strategy, engine, sizes = LAYOUTS[name]
-    mesh, (init_fn, loss_fn) = js.make_mesh(**axes), attention_model(**sizes)
-    js.parity(init_fn, loss_fn, SGD, strategy, mesh, BATCH, engine=engine).check()
+    toy = Toy(*attention_model(**sizes), BATCH)
+    trace, _ = sharded(toy, strategy, js.make_mesh(**axes), engine, steps=1)
+    assert_equal_runs(trace, one_device(toy, steps=1))
 
 
 @pytest.mark.parametrize(
@@ -256,27 +258,6 @@ def test_heads_that_a_rule_keeps_whole_equal_one_device(blocks_from_16):
     js.parity(init_fn, loss_fn, SGD, js.compose(js.ddp("data"), whole), js.make_mesh(data=2, tensor=4), BATCH).check()
 
 
-@pytest.mark.slow
-def test_rows_that_the_axes_do_not_divide_are_not_gathered(blocks_from_16, monkeypatch):
-    """Under `vmap` a call has one row: the compiler splits the blocks, and a TPU's fallback says so."""
-    init_fn, _ = attention_model()
-
-    def loss_fn(params, batch, key):
-        q, k, v = (jnp.einsum("btc,chd->bthd", batch["x"], params[f"{name}_proj"]["kernel"]) for name in "qkv")
-        x = jax.vmap(partial(js.attention, causal=True))(q, k, v)
-        return js.Mean((x**2).sum(), x.size)
-
-    mesh = js.make_mesh(data=8)
-    js.parity(init_fn, loss_fn, SGD, js.ddp(), mesh, BATCH).check()
-    step = js.make_step(loss_fn, SGD, js.layout(js.ddp(), mesh, init_fn, SGD))
-    assert {row.kind for row in summary(js.collectives(step.compile(BATCH), mesh))} == {"all-reduce"}
-    monkeypatch.setattr(module, "_SHORT_ON_TPU", 16)
-    monkeypatch.setattr(module, "devices_in_force", lambda: [SimpleNamespace(platform="tpu")])
-    module._warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="1 rows over the 8 devices"):
-        js.make_step(loss_fn, SGD, js.layout(js.ddp(), mesh, init_fn, SGD)).lower(BATCH)
-
-
 def test_what_is_saved_by_name_is_not_computed_again(blocks_from_16):
     q, k, v = arrays(40)
 
@@ -294,8 +275,7 @@ def test_what_is_saved_by_name_is_not_computed_again(blocks_from_16):
 
 
 @pytest.mark.slow
-@pytest.mark.tpu
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@tpu
 @pytest.mark.parametrize("name", ["auto", "explicit", "auto-tensor", "explicit-tensor", "few-kv-heads"])
 def test_a_program_for_tpus_has_the_kernel_and_no_logits(name):
     axes, strategy, engine, sizes = LAYOUTS[name]

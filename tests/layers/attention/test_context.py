@@ -12,16 +12,17 @@ from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
 from jaxshard.core.compat import KEEP_REPEATED_GATHERS
-from jaxshard.layers.attention import attention, context, ring
+from jaxshard.layers.attention import attention, ring
 from jaxshard.layers.attention.blockwise import blockwise
 from jaxshard.layers.attention.context import Kernels, attend_in_context, why_not_in_context
-from jaxshard.layers.attention.formula import Extras, Form, formula
+from jaxshard.layers.attention.formula import Extras, Form
 from jaxshard.layers.attention.splash import splash
 from jaxshard.layers.attention.splash_chunks import splash_chunks
 from jaxshard.layers.attention.splash_ring import splash_turns
 from jaxshard.layers.attention.visited import visited_blocks
 from jaxshard.layers.attention.zigzag import from_zigzag, to_zigzag
 from tests.layers.cases import arrays, assert_equal, documents, normal
+from tests.toys import Toy, assert_equal_runs, one_device, sharded
 
 pytestmark = pytest.mark.fast_cases(1)
 
@@ -139,17 +140,6 @@ def test_its_collectives_are_these(how):
     assert found == COLLECTIVES[how]
 
 
-@pytest.mark.slow
-def test_keys_and_values_are_gathered_in_groups_of_heads(monkeypatch):
-    monkeypatch.setattr(context, "_MOST_GATHERED", 2 * 144 * 16 * 4)  # one of two heads
-    _, extras, form = CASES["documents"]
-    attend, (q, k, v) = split_over({"c": 2}, "gather"), arrays(144, heads=4, kv_heads=2)
-    np.testing.assert_allclose(
-        jax.jit(lambda q, k, v: attend(q, k, v, extras, form))(q, k, v), formula(q, k, v, extras, form), atol=2e-6
-    )
-    assert "f32[288,8]" not in str(jax.make_jaxpr(lambda q: attend(q, k, v, extras, form))(q))
-
-
 @pytest.mark.parametrize("devices", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_causal_work_is_even(devices):
     causal = Form(causal=True)
@@ -215,8 +205,9 @@ def test_a_layout_splits_positions_and_one_device_is_equalled(how, tensor, engin
     split = js.context(("c", "d") if how == "usp" else "c", dims={"x": 1, "segment_ids": 1}, how=how)
     parts = [js.ddp("data")] if "data" in axes else []
     strategy = js.compose(*parts, split, *([js.tensor()] if tensor else []))
-    init_fn, loss_fn = model(how, causal=True, **({} if how == "ring" else {"window": 30}))
-    js.parity(init_fn, loss_fn, SGD, strategy, js.make_mesh(**axes), BATCH, engine=ENGINES[engine]).check()
+    toy = Toy(*model(how, causal=True, **({} if how == "ring" else {"window": 30})), BATCH)
+    trace, _ = sharded(toy, strategy, js.make_mesh(**axes), ENGINES[engine], steps=1)
+    assert_equal_runs(trace, one_device(toy, steps=1))
 
 
 def test_what_is_saved_by_name_is_not_computed_again():

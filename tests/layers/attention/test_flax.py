@@ -1,19 +1,16 @@
 """`attention_fn=js.attention` in layers of Flax that know nothing of it: equal to Flax's own attention."""
 
-import importlib.util
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
 
 import jaxshard as js
 from jaxshard.layers.attention import attention as module
-from jaxshard.plan.topology import topology_mesh
 from tests.layers.cases import normal
 
 X = normal(0, 2, 40, 16)
@@ -84,56 +81,3 @@ def test_weights_can_t_be_sown():
     params = jax.eval_shape(layer.init, KEYS, X)
     with pytest.raises(ValueError, match="sow_weights"):
         jax.eval_shape(partial(layer.apply, sow_weights=True), params, X)
-
-
-class Transformer(nn.Module):
-    """One block as people write them."""
-
-    heads: int
-    attention_fn: object
-
-    @nn.compact
-    def __call__(self, x):
-        h = nn.MultiHeadDotProductAttention(self.heads, attention_fn=self.attention_fn)(nn.LayerNorm()(x))
-        x = x + h
-        return x + nn.Dense(x.shape[-1])(nn.gelu(nn.Dense(4 * x.shape[-1])(nn.LayerNorm()(x))))
-
-
-def loss(model, batch):
-    y = model(batch["x"])
-    return js.Mean((y**2).sum(), y.size)
-
-
-def attend(q, k, v):
-    """Linen hands over what a function takes: this one gets no mask."""
-    return js.attention(q, k, v, causal=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "engine",
-    [pytest.param(js.auto(), id="auto"), pytest.param(js.explicit(), id="explicit", marks=pytest.mark.slow)],
-)
-def test_a_model_under_tensor_parallelism(engine):
-    batch = {"x": normal(1, 8, 20, 16)}
-    model = js.linen(Transformer(4, attend), loss, batch)
-    strategy = js.compose(js.fsdp("data", min_size=0), js.tensor())
-    mesh = js.make_mesh(data=4, tensor=2)
-    js.parity(model.init, model.loss, optax.sgd(0.1), strategy, mesh, batch, engine=engine).check()
-
-
-@pytest.mark.slow
-@pytest.mark.tpu
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-def test_temporaries_on_a_tpu_before_and_after():
-    """The kernel in an unmodified model of Flax: a block of it takes a fraction of what logits take."""
-    batch = {"x": jax.ShapeDtypeStruct((8, 2048, 512), jnp.bfloat16)}
-    sizes = {}
-    for name, attention_fn in {"before": nn.dot_product_attention, "after": attend}.items():
-        module = Transformer(8, partial(attention_fn))
-        model = js.linen(module, loss, {"x": jnp.ones((8, 8, 512), jnp.bfloat16)})
-        layout = js.layout(js.fsdp(), topology_mesh("v5e:2x4", data=8), model.init, optax.sgd(0.1))
-        compiled = js.make_step(model.loss, optax.sgd(0.1), layout, engine=js.explicit()).compile(batch)
-        sizes[name] = compiled.memory_analysis().temp_size_in_bytes
-        assert ("splash_mha_fwd" in compiled.as_text()) == (name == "after")
-    assert sizes["after"] < sizes["before"] - 8 * 2048 * 2048 * 2

@@ -1,9 +1,6 @@
 """The verdict of the real compilers, and what is refused before they are asked."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +12,13 @@ from jaxshard.plan.compiled import target
 from jaxshard.plan.memory.tiles import tiled_argument_bytes
 from jaxshard.plan.planned import planned_devices
 from jaxshard.plan.topology import topology_devices
+from tests.engines.programs import tpu
 from tests.notebook_page import check_shows_text
 
-without_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 without_plugin = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None, reason="JAX's CUDA plugin is not installed"
 )
 SEQ = 512
-
-
-def tpu(test):
-    return pytest.mark.slow(pytest.mark.tpu(without_libtpu(test)))
 
 
 def make(mesh, *, strategy=None, rows=None, depth=2, **engine):
@@ -72,6 +65,7 @@ def test_a_missing_compiler_names_the_command_that_installs_it(small_step, monke
 
 
 @tpu
+@pytest.mark.slow
 def test_a_step_for_simulated_devices_is_compiled_for_a_topology():
     step, batch = make(js.make_mesh(data=8))
     verdict = js.plan.compile_for(step, batch, "v5e:2x4", codegen=True)
@@ -99,6 +93,7 @@ def test_a_step_for_simulated_devices_is_compiled_for_a_topology():
 
 
 @tpu
+@pytest.mark.slow
 def test_a_refusal_names_the_arrays_of_the_model_and_what_would_save_them():
     mesh = js.plan.planned_mesh("v5e:2x4", data=8)
     step, batch = make(mesh, strategy=js.ddp(), rows=8192, depth=12, remat="everything")
@@ -122,36 +117,13 @@ def test_a_refusal_names_the_arrays_of_the_model_and_what_would_save_them():
 
 
 @tpu
+@pytest.mark.slow
 def test_several_slices_are_compiled_with_their_network():
     step, batch = make(js.plan.planned_mesh("v5e:2x2", num_slices=2, replica=2, data=4), strategy=js.hsdp())
     verdict = js.plan.compile_for(step, batch, "v5e:2x2", num_slices=2)
     assert (verdict.topology, verdict.devices, verdict.fits) == ("2 x v5e:2x2", 8, True)
     over = {row.axes for row in verdict.traffic}
     assert {("replica",), ("data",)} <= over
-
-
-CHILD = """
-import sys
-sys.path.insert(0, {folder!r})
-from tests.plan.compiled.test_compile_for import make
-import jaxshard as js
-step, batch = make(js.plan.planned_mesh("v5e:2x2", data=4))
-print("peak", js.plan.compile_for(step, batch, "v5e:2x2").live_bytes)
-"""
-
-
-@tpu
-def test_two_processes_compile_at_once():
-    folder = os.path.dirname(os.path.dirname(js.__file__))
-    environment = {key: value for key, value in os.environ.items() if key != "ALLOW_MULTIPLE_LIBTPU_LOAD"}
-    command = [sys.executable, "-c", CHILD.format(folder=folder)]
-    both = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-        for _ in range(2)
-    ]
-    found = [(*process.communicate(timeout=500), process.returncode) for process in both]
-    assert [status for _, _, status in found] == [0, 0], found
-    assert found[0][0] == found[1][0] and found[0][0].startswith("peak ")
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Memory of a deep model whose blocks run in a Python loop, extrapolated from shallow ones."""
 
 import dataclasses
-import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +11,8 @@ import jaxshard as js
 from jaxshard.plan.compiled.depth import extrapolate
 from jaxshard.plan.compiled.verdict import Verdict
 from jaxshard.plan.memory_report import LiveArray
+from tests.engines.programs import tpu
 
-without_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 WIDTH, TX, MESH = 128, optax.adam(0.1), {"data": 4}
 BATCH = jax.ShapeDtypeStruct((64, WIDTH), jnp.float32)
 
@@ -70,8 +69,7 @@ def test_another_model_is_refused_with_the_numbers():
 
 
 @pytest.mark.slow
-@pytest.mark.tpu
-@without_libtpu
+@tpu
 def test_the_extrapolated_memory_is_the_compilers():
     step = at_depth(36)
     found = js.plan.compile_for(step, BATCH, "v5e:2x2", at_depth=at_depth)

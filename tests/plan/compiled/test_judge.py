@@ -2,7 +2,6 @@
 
 import fcntl
 import gzip
-import importlib.util
 import os
 import signal
 import subprocess
@@ -19,9 +18,9 @@ import jaxshard as js
 from jaxshard.core.compat import CompilerInput
 from jaxshard.plan.compiled import answers, judge
 from jaxshard.plan.topology import Target
+from tests.engines.programs import tpu
 from tests.plan.compiled.test_dump import write_dump
 
-without_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 TARGET = Target("v5e:2x2")
 REFUSAL = (
     "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (39.08G) exceeds "
@@ -172,8 +171,7 @@ def step_of():
     return js.make_step(loss, tx, layout), jax.ShapeDtypeStruct((8, 128), jnp.float32)
 
 
-@pytest.mark.tpu
-@without_libtpu
+@tpu
 def test_the_tpu_compiler_answers_beside_a_process_that_has_the_chips(tmp_path, monkeypatch):
     """On a TPU VM a training process holds libtpu's lock file; a compiler needs neither lock nor chips."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

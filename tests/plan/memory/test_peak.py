@@ -1,8 +1,6 @@
 """The peak of training steps: its roles, and recorded peaks of compiled programs."""
 
 import json
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +9,10 @@ import pytest
 
 import jaxshard as js
 from jaxshard.plan.memory.peak import moment_str, role_of, step_graph, step_peak, traced_step
+from tests.benchmarks.scripts import BENCHMARKS, script
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+plan = script("plan")
 KNOWN = json.loads((BENCHMARKS / "plan_peaks.json").read_text())
-
-
-@pytest.fixture
-def plan(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import plan
-
-    yield plan
-    for name in ("plan", "plan_cases", "compiler_dump", "user_models"):
-        sys.modules.pop(name, None)
 
 
 def test_roles_of_a_step():

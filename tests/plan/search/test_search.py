@@ -1,7 +1,6 @@
 """`js.plan.search`: what is listed, what arithmetic refuses, the ranking of a toy, and its command."""
 
 import dataclasses
-import importlib.util
 import json
 import math
 
@@ -12,16 +11,15 @@ import pytest
 
 import jaxshard as js
 from jaxshard.commands.main import main
-from jaxshard.models.sizes import make
 from jaxshard.plan.search import search as module
 from jaxshard.plan.search.candidates import candidates
 from jaxshard.plan.search.estimate import Estimator
-from jaxshard.plan.search.facts import Facts, facts_of
+from jaxshard.plan.search.facts import Facts
 from jaxshard.plan.search.policies import Policy
 from jaxshard.plan.time.network import Group
+from tests.engines.programs import tpu
 from tests.notebook_page import check_shows_text
 
-without_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 WIDTH = 64
 
 
@@ -77,21 +75,6 @@ def test_memory_is_bounded_by_what_rests_and_what_is_kept():
     assert moved.bytes == 4 * whole // 16 + rows // 4 + block and moved.offloaded == rows
     small = Estimator(FACTS, chip._replace(host_bytes=rows), lambda axes, over: Group(((4, True),), 1))
     assert "host's memory" in small.why_too_large(moved) and not estimator.why_too_large(moved)
-
-
-@pytest.mark.slow
-def test_facts_of_a_model_of_blocks():
-    model = make("llama-1m", depth=4, seq=512)
-    tokens = jax.ShapeDtypeStruct((8, 512), jnp.int32)
-    facts = facts_of(model.init, model.loss, optax.adam(1e-3), {"tokens": tokens, "targets": tokens}, 8, "bf16")
-    assert (facts.rows, facts.depth, facts.engine) == (8, 4, "explicit")
-    kept = {policy.text: policy.kept for policy in facts.policies}
-    assert facts.block_input == 512 * 144 * 2
-    tables = kept["nothing"] - facts.block_input  # the rotary frequencies and the list of attention's blocks
-    assert tables == 2 * 9 * 4 + 10 * 2 * 4
-    assert kept["nothing"] < kept["dots"] < kept["everything"]
-    assert tuple(facts.tensor_share) == (2, 4, 8) and facts.pipe_sizes == (2, 4) and facts.context_sizes == (2,)
-    assert facts.opt_ratio == pytest.approx(2, abs=1e-3) and facts.expert_sizes == ()
 
 
 @pytest.fixture
@@ -186,8 +169,7 @@ def test_faulty_flags_are_refused_by_name(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@without_libtpu
-@pytest.mark.tpu
+@tpu
 @pytest.mark.slow
 def test_the_best_are_confirmed_by_the_compiler(few):
     ranking = js.plan.search(init, loss, optax.adam(1e-3), ROWS, "v5e:2x4", compile=1)

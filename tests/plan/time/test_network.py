@@ -47,12 +47,6 @@ def test_inside_a_slice(kind, inside, seconds):
     assert best(kind, 1.6e9, Group(inside, 1), V5E.network) == pytest.approx(seconds)
 
 
-def test_latency_of_hops():
-    # Half of a ring of 16 is 8 hops of a microsecond; a line has 15.
-    assert collective_seconds("all-gather", 0, Group(((16, True),), 1), V5E.network) == pytest.approx((8e-6, 8e-6))
-    assert collective_seconds("all-reduce", 0, Group(((16, False),), 1), V5E.network) == pytest.approx((3e-5, 3e-5))
-
-
 def test_over_slices():
     # 256 devices of each of 4 slices sum 25.6 GB: 0.1 GB each, twice 3/4 of it through a port of 3.125 GB/s.
     group = Group(((16, True), (16, True)), 4)
@@ -83,13 +77,6 @@ def test_groups_of_axes():
     assert group_of(pods, ("data",), V5E.network) == Group((), 4)
     assert group_of(pods, ("fsdp",), V5E.network) == Group(((16, True), (16, True)), 1)
     assert group_of(pods, ("data", "fsdp"), V5E.network).outside == 4
-
-
-def test_islands_of_gpus():
-    mesh = planned_mesh("h100:8x4", data=4, tensor=8)
-    assert group_of(mesh, ("tensor",), H100.network) == Group(((8, True),), 1)
-    assert group_of(mesh, ("data",), H100.network) == Group(((1, True),), 4)
-    assert group_of(mesh, ("data", "tensor"), H100.network) == Group(((8, True),), 4)
 
 
 def test_bytes_that_come_into_a_device():
