@@ -20,7 +20,7 @@ import jax
 from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.asynchronous import find_start, operands_of, starts_computation
 from jaxshard.checks.collectives.dataflow import resolve
-from jaxshard.checks.collectives.source import find_source, find_user
+from jaxshard.checks.collectives.source import find_reader, find_source
 from jaxshard.checks.collectives.walk import Executed, executed
 from jaxshard.core.layout import Layout
 from jaxshard.core.our_code import is_outside_engines
@@ -147,7 +147,7 @@ def _named(scope: hlo.Scope, op: hlo.Op) -> tuple[str, str]:
     """JAX's name of an operation, and the line of the user's model that it is from or for."""
     source = find_source(scope, op)
     own = source.frames and is_outside_engines(source.line)
-    return source.op_name, source.line if own else find_user(scope, op)
+    return source.op_name, source.line if own else find_reader(scope, op).line
 
 
 def _maker(scope: hlo.Scope, op: hlo.Op, value: Value) -> tuple[hlo.Scope, hlo.Op, bool]:
