@@ -144,7 +144,7 @@ def between_slices(mesh: Mesh, expected: Iterable[Expected]) -> Iterator[Expecte
 
 
 def _tiles(shape: Shape) -> tuple[int, ...]:
-    """Return the multiples to which the dimensions of an array are padded between slices: tiles of 16 x 128, as bf16."""
+    """Return the multiples to which the dimensions of an array are padded between slices: bf16 tiles of 16 x 128."""
     return (*[1] * (len(shape) - 2), *[16, _LANES][-len(shape) :])
 
 

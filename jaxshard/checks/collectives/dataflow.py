@@ -101,7 +101,7 @@ class _Iteration(NamedTuple):
 
 
 def integer(scope: Scope, name: str, path: Path = (), iteration: _Iteration | None = None) -> int | None:
-    """Return the value of an integer scalar made of constants and the carry of a loop's `iteration`; None if unknown."""
+    """Return the value of an integer scalar, made of constants and a loop's carry in `iteration`; None if unknown."""
     scope, op, path = resolve(scope, name, path)
     if op.opcode == "constant":
         return int(op.inside) if re.fullmatch(r"-?\d+", op.inside) else None

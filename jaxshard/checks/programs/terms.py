@@ -140,7 +140,7 @@ class _Judge:
         if move.kind == "collective-permute":
             if move.what == GRADIENT:
                 self._excess(move, "sum", self.microbatches)
-            # Allowed are rings that gather or scatter piece by piece, stages, keys and values, borders of padded shards.
+            # Allowed: rings that gather or scatter piece by piece, stages, keys and values, borders of padded shards.
             is_border = move.trail.maker == SCATTERED
             promised = move.what in (WEIGHT, GRADIENT) or axes <= set(self.free) or is_border
         where = f", but over {words(self.exchanged)}" if self.exchanged and move.kind != "collective-permute" else ""
@@ -216,7 +216,7 @@ class _Judge:
             yield f"all-reduce in place of reduce-scatter over {words(axes)}, {human_bytes(size)}"
 
     def misplaced(self) -> Iterator[str]:
-        """Yield the large arguments that are sharded over rows and should not be, or replicated and should be sharded."""
+        """Yield large arguments that are sharded over rows but should be replicated, or the other way round."""
         for one in self.arguments:
             split = [axis for axes in one.splits or () for axis in axes if axis in self.rows]
             wanted = one.role in self.terms.split
