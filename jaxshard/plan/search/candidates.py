@@ -62,7 +62,7 @@ class Candidate:
 
     @property
     def pieces(self) -> float:
-        """A measure of complexity: the number of axes, micro-batches, named activations, and a strategy besides FSDP."""
+        """A measure of complexity: axes, micro-batches, named activations, and a strategy other than FSDP."""
         named = 0.0 if self.policy is None or self.policy.is_plain else 0.5
         return len(self.axes) + math.log2(self.microbatches) / 2 + (self.data not in ("fsdp", "ddp")) / 2 + named
 

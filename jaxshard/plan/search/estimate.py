@@ -78,7 +78,7 @@ class Estimator:
         }
 
     def _stored(self, one: Candidate, weights: Weights) -> float:
-        """Return the bytes of parameters, gradients and optimizer state on a device, with one block's gathered weights."""
+        """Return the stored bytes of a device and one block's gathered weights."""
         stages, gathered = one.size("pipe"), one.data in ("fsdp", "hsdp")
         parts = {
             "param": one.weight_shards if gathered else 1,
