@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the step fits, by the compiler if it was asked, else by the prediction; None if that is not sure."""
+        """True if the step fits, by the compiler if it was asked, else by the prediction; None if that is not sure."""
         return self.memory.fits
 
     @property
