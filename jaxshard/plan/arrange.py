@@ -51,8 +51,8 @@ def _solve(name: str, num_slices: int, axes: dict[str, int], devices: int) -> di
         topology = f"{num_slices} x {name}" if num_slices > 1 else name
         asked = ", ".join(f"{axis}={size}" for axis, size in axes.items())
         raise ValueError(
-            f"{topology}: {asked} needs {known} devices, but there are {devices}; change a size (one may be -1, for the "
-            "remaining devices), or take another topology"
+            f"{topology}: {asked} needs {known} devices, but there are {devices}; change a size (one may be -1, which "
+            "takes the remaining devices), or take another topology"
         )
     return solve_sizes(axes, devices)
 

@@ -54,7 +54,7 @@ class Move(Collective):
 
     @property
     def times(self) -> float | None:
-        """How often the full argument is moved per step; None in a loop of unknown trip count."""
+        """The number of times that the full argument is moved per step; None in a loop of unknown trip count."""
         return None if self.count is None else self.count * self.share
 
 
