@@ -1,4 +1,4 @@
-"""Explain in words what a collective moves and why the compiler inserted it, from its name and its arrays' trails.
+"""Explain in words which array a collective moves and why the compiler inserted it.
 
 all-reduce over tensor, f32[4, 8, 32], dot_general at model.py:80
   what    f32[4, 8, 32], made by dot_general at model.py:80 in the forward pass

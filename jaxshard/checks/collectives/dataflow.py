@@ -93,7 +93,7 @@ class _Iteration(NamedTuple):
     number: int
 
     def element(self, index: int) -> int | None:
-        """Return the integer in one element of the carry with which the iteration begins; None if unknown."""
+        """Return the integer in one element of the loop's carry before the iteration; None if unknown."""
         if self.number == 0:
             return integer(self.scope, self.loop.operands[0], (index,))
         body = self.scope.enter(self.loop, self.loop.callee("body"))

@@ -41,7 +41,7 @@ class Expected:
         their arrays.
       every: the number of steps between executions; `least` and `most` count the step in which it happens.
       until: the number of first steps in which it happens; `least` and `most` count each of these; 0 for all steps.
-      instead_of: the `what` of the promise of which this is an alternative form, so that its bytes are not counted
+      instead_of: the `what` of another promise if this is an alternative form of it, so that its bytes do not count
         twice; "" otherwise.
 
     Example:

@@ -297,7 +297,7 @@ def arrays(type_text: str) -> tuple[Array, ...]:
 
 
 def nbytes(array: Array) -> int:
-    """Return the bytes of one array without padding; types narrower than a byte count as packed."""
+    """Return the bytes of one array without padding; dtypes of less than a byte count as packed."""
     dtype, shape = array
     return -(-math.prod(shape) * bits_of(dtype) // 8)
 

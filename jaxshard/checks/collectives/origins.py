@@ -1,4 +1,4 @@
-"""Find the argument of a step of which a value is a moved or cast copy, such as the weight that a collective gathers.
+"""Trace a value back to the argument of the step that it copies, such as the weight that a collective gathers.
 
     %copy  = bf16[3,8,64] convert(%p.8)                             p.8 is the argument 4
     %w     = (..., bf16[3,8,64]) while(%init), body=%body
@@ -24,7 +24,7 @@ _MOST = 400
 
 
 def find_origin(scope: hlo.Scope, name: str) -> tuple[tuple[int, ...], int]:
-    """Return the arguments of which a value is a moved or cast copy.
+    """Return the arguments that a value copies, if it is only moved and cast.
 
     Returns:
       (the numbers of the arguments, () for a computed value; the factor by which gathers on the way enlarged them).

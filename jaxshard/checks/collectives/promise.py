@@ -126,7 +126,7 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
 
     Example:
       promised = js.plan.promise(layout, js.explicit(), model.loss, batch_shapes)
-      sum(one.bytes or 0 for one in promised.expected)      # bytes of whole arrays, per step and device
+      sum(one.bytes or 0 for one in promised.expected)      # bytes of unscattered arrays, per step and device
     """
     if layout.local is not None:
         one = layout.inside_replica()

@@ -39,7 +39,7 @@ class Trail(NamedTuple):
     """The origin and the reader of an array that a collective moves.
 
     Attributes:
-      arguments: the arguments of which it is a moved or cast copy: "weight blocks/wq", "batch tokens"; () if computed.
+      arguments: the arguments that it copies, moved and cast: "weight blocks/wq", "batch tokens"; () if it is computed.
       maker: JAX's name of the operation that computes it, such as "dot_general"; "reduce-scatter" for what another
         collective left; "" where the compiler lost it.
       made_at: the line of that operation in the model, or "".

@@ -1,4 +1,4 @@
-"""Make a mesh for a program of which there is only the text, and infer the use of an axis from its name."""
+"""Make a mesh for a program from its text alone, and infer the use of each axis from its name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _USES = {
 
 @dataclass(frozen=True)
 class Position:
-    """A stand-in for a device of a program of which there is only the text.
+    """A stand-in for a device of a program that is only a text.
 
     Attributes:
       id: the position in the mesh.

@@ -22,7 +22,7 @@ _MOST_BLOCKS = 256
 def stacked_dim(parameters: Iterable[Argument]) -> int:
     """Return the dimension that counts blocks in a model that stacks them: the first or, in MaxText, the second.
 
-    It is the one that has the same size in most parameters.
+    It is the dimension that has the same size in most parameters.
     """
     shapes = [one.shape for one in parameters if len(one.shape) > 1]
     alike = [max(Counter(shape[dim] for shape in shapes).values(), default=0) for dim in (0, 1)]
