@@ -9,12 +9,9 @@ from typing import Any
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.text_table import Section, Table
 from jaxshard.plan.memory_report import MemoryReport
-from jaxshard.plan.time.network import CollectiveCost
+from jaxshard.plan.time.network import CollectiveCost, Range
 from jaxshard.plan.time.products import ProductCost
 from jaxshard.plan.time.step_time import StepTime
-
-Range = tuple[float, float]
-"""A low and a high estimate."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,9 @@ import jax
 from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.asynchronous import find_start, operands_of, starts_computation
 from jaxshard.checks.collectives.dataflow import resolve
+from jaxshard.checks.collectives.expected import normal_shape
 from jaxshard.checks.collectives.source import find_reader, find_source
+from jaxshard.checks.collectives.trail import operation_of
 from jaxshard.checks.collectives.walk import Executed, executed
 from jaxshard.core.layout import Layout
 from jaxshard.core.our_code import is_outside_engines
@@ -67,7 +69,7 @@ class _Program:
             return ""
         name, line = _named(*self.peak)
         when = "backward pass" if "transpose(" in name else "forward pass" if "jvp(" in name else "update"
-        return f"{when}{f', at {line}' if line else ''} ({_last(name) or self.peak[1].opcode})"
+        return f"{when}{f', at {line}' if line else ''} ({operation_of(name) or name or self.peak[1].opcode})"
 
     def arguments(self) -> Iterator[LiveArray]:
         """Yield the arguments, each under the name that it has in the step."""
@@ -92,11 +94,11 @@ class _Program:
             scope, op, kept = _maker(*self.places[value.name], value)
             name, line = _named(scope, op)
             role = self._role(op, name, shape, kept, backward)
-            what = _last(name) or op.opcode
+            what = operation_of(name) or name or op.opcode
             yield LiveArray(added, role, dtype, shape, 1, what, line, kept and role == "kept activations")
 
     def _role(self, op: hlo.Op, op_name: str, shape: tuple[int, ...], kept: bool, backward: bool) -> str:
-        last = _last(op_name)
+        last = operation_of(op_name)
         if role := _argument_role(op_name):
             return "gathered weights" if role == "parameters" else role  # a copy of an argument
         if op.opcode.startswith(_GATHERS) or last in _GATHERS:
@@ -104,7 +106,7 @@ class _Program:
         made_backward = "transpose(" in op_name
         if op.opcode.startswith(_SUMS) or last in _SUMS:
             return "gradients"
-        dims = _dims(shape)
+        dims = normal_shape(shape)
         if dims in self._weights and (made_backward or last in _MOVES or op.opcode in _MOVES):
             return "gradients" if made_backward else "gathered weights"
         if len(dims) > 1 and self._vocabularies & set(dims) and not kept:
@@ -116,13 +118,13 @@ class _Program:
 
     @cached_property
     def _weights(self) -> set[tuple[int, ...]]:
-        """The shapes that a weight may have, as `_dims` writes them: logical, stored, in use, and a block's part."""
+        """The shapes that a weight may have, as `normal_shape` writes them: logical, stored, in use, and a block's part."""
         mesh, shapes = self.layout.mesh, set[tuple[int, ...]]()
         for one in self.layout.placed():
             if one.role in ("param", "grad"):
                 used = jax.sharding.NamedSharding(mesh, one.placement.use).shard_shape(one.leaf.shape)
                 for shape in (one.leaf.shape, used, one.placement.shard_shape(mesh)):
-                    shapes |= {_dims(shape), _dims(shape[1:])}
+                    shapes |= {normal_shape(shape), normal_shape(shape[1:])}
         return {dims for dims in shapes if len(dims) > 1}
 
     @cached_property
@@ -179,13 +181,3 @@ def _argument_role(op_name: str) -> str:
     if found:
         return _ARGUMENTS.get(found[1], "batch")
     return "batch" if re.match(r"batch\b", op_name) else ""
-
-
-def _last(op_name: str) -> str:
-    """Return the last part of JAX's path of names, which is that of the operation itself."""
-    return op_name if op_name.startswith(("run.", "batch")) else op_name.rpartition("/")[2]
-
-
-def _dims(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape sorted and without dimensions of size one, because compilers transpose and add such."""
-    return tuple(sorted(size for size in shape if size > 1))

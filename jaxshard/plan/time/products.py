@@ -22,11 +22,10 @@ from jaxshard.cost.hardware import Chip
 from jaxshard.layers.attention.attention import SCOPE
 from jaxshard.plan.memory.graph import Op, Region
 from jaxshard.plan.time.executed import executed
+from jaxshard.plan.time.network import Range
 from jaxshard.plan.time.pipeline import Ticks
 from jaxshard.plan.time.product import Product, product_of
 from jaxshard.proofs.walk import Domain, Place, walk
-
-Range = tuple[float, float]
 
 _LIBRARIES = {"jax", "flax", "optax"}
 

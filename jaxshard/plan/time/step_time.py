@@ -16,11 +16,9 @@ from dataclasses import dataclass
 
 from jaxshard.core.layout import Layout, human_bytes
 from jaxshard.cost.hardware import Chip
-from jaxshard.plan.time.network import CollectiveCost
+from jaxshard.plan.time.network import CollectiveCost, Range
 from jaxshard.plan.time.offload import NONE, Offload, offload_seconds, offload_traffic
 from jaxshard.plan.time.products import TRAFFIC, ProductCost
-
-Range = tuple[float, float]
 
 HOST: Range = (0.0, 2e-3)
 """Seconds of a step in which devices wait for their host: it dispatches ahead, so at best none."""
