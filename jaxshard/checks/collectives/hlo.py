@@ -58,7 +58,7 @@ _ELEMENT = re.compile(r"%([\w.\-~]+)#(\d+)")
 
 
 class Op(NamedTuple):
-    """One operation of a program.
+    """One HLO operation of a compiled program.
 
     Attributes:
       name: the name of the operation and of its value, without the percent sign.

@@ -118,7 +118,7 @@ class _Program:
 
     @cached_property
     def _weights(self) -> set[tuple[int, ...]]:
-        """The shapes that a weight may have, as `normal_shape` writes them: logical, stored, in use, and a block's part."""
+        """The normal shapes that a weight may have: logical, stored, in use, and a block's part."""
         mesh, shapes = self.layout.mesh, set[tuple[int, ...]]()
         for one in self.layout.placed():
             if one.role in ("param", "grad"):

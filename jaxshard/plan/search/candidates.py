@@ -111,7 +111,7 @@ class Candidate:
         return (*given, *(("--precision", self.precision) if self.precision else ()))
 
     def __str__(self) -> str:
-        """Write it in a few words: "fsdp on data=64, tensor=4, remat dots"."""
+        """Write the candidate in a few words: "fsdp on data=64, tensor=4, remat dots"."""
         parts = [f"{self.data} on {', '.join(f'{axis}={size}' for axis, size in self.axes)}"]
         if self.schedule is not None:
             parts.append(f"{self.schedule} with {self.chunks} chunk{'s' * (self.chunks > 1)} a device")
@@ -120,7 +120,7 @@ class Candidate:
         return ", ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the candidate for JSON."""
         return {
             "mesh": dict(self.axes),
             "strategy": self.data,

@@ -91,7 +91,7 @@ class Plan:
         return {name: sum(seconds) / 2 for name, seconds in ranges.items()}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the plan for JSON."""
         return self.candidate.as_dict() | {
             "fits": self.fits,
             "step_seconds": self.seconds,
@@ -136,7 +136,7 @@ class Ranking:
         return self.plans[0] if self.plans else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the ranking for JSON."""
         return vars(self) | {"plans": [plan.as_dict() for plan in self.plans], "hbm_bytes": self.usable_bytes}
 
     def __str__(self) -> str:
