@@ -123,8 +123,13 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
 
     states = engine.state_rules(objective, layout, batch)
 
-    def step(stored: PyTree, sinks: PyTree, state: PyTree, turns: PyTree, key: jax.Array) -> Any:
-        cut = Cut(turns, jax.tree.map(lambda _: True, turns), turns, jnp.arange(engine.microbatches))
+    def step(stored: PyTree, sinks: PyTree, state: PyTree, pieces: PyTree, key: jax.Array) -> Any:
+        cut = Cut(
+            pieces,
+            jax.tree.map(lambda _: True, pieces),
+            pieces,
+            jnp.arange(engine.microbatches),
+        )
         outcome, grads, _ = accumulate(
             lambda sinks, stored, state, batch, row: call(stored, sinks, state, batch, key, row),
             sinks, stored, state, cut, lambda x: x, None if states is None else lambda part: states,
@@ -137,7 +142,7 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
     parts = axis_size(layout.mesh, layout.batch_axes) if manual else 1
     batch = split_shapes(layout, objective.known, batch) if manual else prepare(layout, objective.known, batch)
 
-    def turns_of(x: Any, has_rows: bool) -> jax.ShapeDtypeStruct:
+    def of_micro_batches(x: Any, has_rows: bool) -> jax.ShapeDtypeStruct:
         rows = (x.shape[0] // (parts * engine.microbatches), *x.shape[1:]) if has_rows else x.shape
         return jax.ShapeDtypeStruct((engine.microbatches, *rows), x.dtype)
 
@@ -147,7 +152,7 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
     shapes = layout.shapes
     params, sinks = (jax.tree.map(stored, shapes.params, placements) for placements in (layout.params, layout.grads))
     traced, (outcome, _) = jax.make_jaxpr(step, return_shape=True)(
-        params, sinks, shapes.state, jax.tree.map(turns_of, batch, layout.rows_mask(batch)), shapes.key
+        params, sinks, shapes.state, jax.tree.map(of_micro_batches, batch, layout.rows_mask(batch)), shapes.key
     )
     counts, exchanges = Counter[Use](), Counter[Exchange]()
     _count(eliminate_dead_code(traced)[0], 1, counts, exchanges)

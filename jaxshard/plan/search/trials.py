@@ -43,7 +43,7 @@ class Trials:
     faults: list[str] = field(default_factory=list)
     predicted: int = 0
     # Bytes that predictions of equal shapes add to bounds, at least.
-    _beside: dict[Any, int] = field(default_factory=dict)
+    _temporaries: dict[Any, int] = field(default_factory=dict)
     _done: set[Candidate] = field(default_factory=set)
 
     def bound(self, listed: Sequence[Candidate], estimator: Estimator) -> list[Pair]:
@@ -69,7 +69,7 @@ class Trials:
             for one, found in pairs:
                 if fit >= wanted or self.predicted >= _PREDICTED or time.process_time() > self.until:
                     return
-                least = found.bytes + self._beside.get(_shapes_of(one), 0)
+                least = found.bytes + self._temporaries.get(_shapes_of(one), 0)
                 if one in self._done or (not last and not may_be_likely(least, self.usable_bytes)):
                     continue
                 self._done.add(one)
@@ -92,8 +92,8 @@ class Trials:
                 self.faults.append(f"{one}: {words}")
             self.refused[words] += 1
             return False
-        shapes, beside = _shapes_of(one), max(0, prediction.live_bytes - found.bytes)
-        self._beside[shapes] = min(beside, self._beside.get(shapes, beside))
+        shapes, temporaries = _shapes_of(one), max(0, prediction.live_bytes - found.bytes)
+        self._temporaries[shapes] = min(temporaries, self._temporaries.get(shapes, temporaries))
         if prediction.fits is False:
             self.refused["does not fit by its prediction"] += 1
         else:
