@@ -124,12 +124,7 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
     states = engine.state_rules(objective, layout, batch)
 
     def step(stored: PyTree, sinks: PyTree, state: PyTree, pieces: PyTree, key: jax.Array) -> Any:
-        cut = Cut(
-            pieces,
-            jax.tree.map(lambda _: True, pieces),
-            pieces,
-            jnp.arange(engine.microbatches),
-        )
+        cut = Cut(pieces, jax.tree.map(lambda _: True, pieces), pieces, jnp.arange(engine.microbatches))
         outcome, grads, _ = accumulate(
             lambda sinks, stored, state, batch, row: call(stored, sinks, state, batch, key, row),
             sinks, stored, state, cut, lambda x: x, None if states is None else lambda part: states,
