@@ -1,4 +1,4 @@
-"""What turns the Markdown pages, notebooks and docstrings of this repository into a site, and checks them.
+"""Turn the Markdown pages, notebooks and docstrings of this repository into a site, and check them.
 
 - build.py: the command `docs/build`.
 - sources.py: which files become which pages. links.py: relative links of a Git host made links of the site.

@@ -158,7 +158,7 @@ def check_language(texts: list[Text], known: list[str]) -> Iterator[str]:
 
 
 def _is_known(word: str, known: list[str]) -> bool:
-    """Whether a word is a name such as bf16, a variable, or a listed word with 's."""
+    """Return True if a word is a name such as bf16, a variable, or a listed word with 's."""
     return bool(re.search(r"\d", word)) or len(word.strip(".")) == 1 or word.removesuffix("'s") in known
 
 

@@ -1,4 +1,4 @@
-"""The page of the commands: the written page, and behind it the help that each command prints."""
+"""Make the page of the commands: the written page, followed by the help of each command."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def sections_of(docstring: str) -> list[Section]:
 
 
 def _indented(text: str) -> tuple[str, str]:
-    """The indented part of what follows a section's name, and the text behind it, which belongs to no section."""
+    """Return the indented text of a section, and the text after it, which belongs to no section."""
     lines = text.strip("\n").splitlines()
     end = next((number for number, line in enumerate(lines) if line and not line.startswith(" ")), len(lines))
     return textwrap.dedent("\n".join(lines[:end])).strip("\n"), "\n".join(lines[end:])

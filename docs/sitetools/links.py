@@ -37,7 +37,7 @@ class Site:
         return _PARTS.sub(link, text)
 
     def target(self, target: str, file: str) -> str:
-        """Where a link leads in the site: another page, or a file of the repository on its Git host."""
+        """Return the target of a link in the site: another page, or a file of the repository on its Git host."""
         address, hash_sign, anchor = target.partition("#")
         if not address:
             return target

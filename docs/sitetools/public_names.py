@@ -46,7 +46,7 @@ class Name(NamedTuple):
 
 
 def namespaces() -> list[types.ModuleType]:
-    """The modules in which public names live beside `js` itself."""
+    """The modules with public names, other than `js` itself."""
     return [getattr(js, name) for name in sorted(js._SUBMODULES)]
 
 
@@ -68,7 +68,7 @@ def names_of(module: types.ModuleType) -> list[Name]:
 
 
 def is_public(module: types.ModuleType, name: str) -> bool:
-    """Whether a name of a namespace is public: re-exported by a folder, or made in a module of its own."""
+    """Return True if a name of a namespace is public: re-exported by a folder, or made in a module of its own."""
     value = getattr(module, name)
     if name.startswith("_") or inspect.ismodule(value):
         return False

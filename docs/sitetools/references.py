@@ -54,7 +54,7 @@ class LinkNames(SphinxPostTransform):
 
 
 def exists(name: str) -> bool:
-    """Whether a dotted name such as `js.Layout.explain` exists, fields of classes included."""
+    """Return True if a dotted name such as `js.Layout.explain` exists, fields of classes included."""
     value: Any = js
     for part in name.split(".")[1:]:
         fields = getattr(value, "__annotations__", {}) if isinstance(value, type) else {}

@@ -51,7 +51,7 @@ def write_sources(folder: Path, root: Path = ROOT) -> list[str]:
       root: the repository.
 
     Returns:
-      What is wrong with the sources, such as links that lead nowhere: a line each.
+      Return a line for each error in the sources, such as a link that leads nowhere.
     """
     pages = sources(root)
     site = Site(root, {source.file: source.page for source in pages})

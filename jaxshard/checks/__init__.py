@@ -1,5 +1,5 @@
-"""Checks of a sharded step: its numbers against one device (`parity`), its collectives against the promise, its copies.
+"""Check a sharded step: its numbers (`js.parity`), its collectives (`js.audit`), its copies (`js.check_replicas`).
 
-Sees layouts, steps, runs and compiled programs. Imports `core/`, `adapt/`, `layers/`, `optim/`,
+Its inputs are layouts, steps, runs and compiled programs. Imports `core/`, `adapt/`, `layers/`, `optim/`,
 `distributed/`, `proofs/`, `engines/` and `training/`; only `plan/` and `commands/` import it.
 """

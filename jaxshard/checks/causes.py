@@ -1,10 +1,10 @@
-"""The usual causes of a step that differs from one device, told apart by small experiments on one device.
+"""Find why a sharded step differs from one device, by small experiments on one device.
 
 An engine that gives each device its own rows is right if the total and the weight of a `js.Mean` are sums over rows. So
-the batch is cut into the parts that devices and micro-batches have, and the loss of each is computed by itself:
+the batch is cut into the parts of devices and micro-batches, and the loss of each is computed by itself:
 
-    the parts' means are that of the batch                         this term is right (a penalty on the parameters)
-    the weights of the parts do not add up to that of the batch    the weight counts something else than rows
+    each part has the mean of the batch                            this term is right (a penalty on the parameters)
+    the weights of the parts do not add up to that of the batch    the weight counts something other than rows
     the totals do not add up, and the loss draws random numbers    they are drawn for all rows at once, or from a
                                                                    key that is the same on all devices
     the totals do not add up otherwise                             the rows are not independent (BatchNorm)
@@ -36,7 +36,7 @@ from jaxshard.core.types import PyTree
 from jaxshard.training.step import Step
 
 Bind = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Makes a function that names mesh axes runnable on one device."""
+"""A wrapper that makes a function that names mesh axes runnable on one device."""
 
 
 def find_causes(
@@ -53,7 +53,7 @@ def find_causes(
       bind: makes the loss runnable on one device.
 
     Returns:
-      A sentence or two for each cause, with the way out; () if nothing is found.
+      A sentence or two for each cause, with the remedy; () if nothing is found.
     """
     failed = {one.what for one in failures}
     if failed == {"update"}:
@@ -66,8 +66,8 @@ def find_causes(
     if "state" in failed and not step.engine.compiler_chooses and not any(_STATISTICS in text for text in found):
         found = (
             *found,
-            "the model's new state is the mean of what each device computes from its own rows: what adds up over rows "
-            f"is returned as js.Sum in js.Loss(state=...); {_STATISTICS}",
+            "the model's new state is the mean of what each device computes from its own rows: return state that adds "
+            f"up over rows as js.Sum in js.Loss(state=...); {_STATISTICS}",
         )
     if not found and factors:
         found = (
@@ -83,11 +83,11 @@ _STATISTICS = f"under js.explicit() give normalisations the mesh axis (nn.BatchN
 
 
 def _describe_factors(failures: Sequence[Difference], layout: Layout) -> tuple[str, ...]:
-    """Return a sentence per constant factor, which names the loss and the gradients that are off by it."""
+    """Return a sentence for each constant factor, with the loss and the gradients that are off by it."""
     by_factor: dict[str, list[str]] = {}
     for one in failures:
         if one.what in ("loss", "gradient") and one.factor is not None:
-            # A single number is always off by some factor, which says something only if it is the size of an axis.
+            # A single number is always off by some factor, which means something only if it is the size of an axis.
             other = f"{one.factor:.4g} times what one device has" if one.size > 1 else None
             if text := _match_axes(one.factor, layout) or other:
                 by_factor.setdefault(text, []).append(one.name)
@@ -101,15 +101,15 @@ def _match_axes(factor: float, layout: Layout) -> str | None:
     for count in range(1, len(axes) + 1):
         for names in itertools.combinations(axes, count):
             size = math.prod(shape[name] for name in names)
-            for way, whole in (("large", factor), ("small", 1 / factor if factor else math.inf)):
-                if abs(whole / size - 1) <= CLOSE:
+            for way, ratio in (("large", factor), ("small", 1 / factor if factor else math.inf)):
+                if abs(ratio / size - 1) <= CLOSE:
                     what = f"axis {names[0]!r}" if count == 1 else "axes " + " x ".join(map(repr, names))
                     return f"{size} times too {way}, and {size} is the size of {what}"
     return None
 
 
 def loss_of_parts(step: Step, model: PyTree, batch: PyTree, key: jax.Array, bind: Bind) -> float:
-    """Compute the loss as a step does that adds totals and weights over the parts of a batch, on one device.
+    """Compute the loss on one device as the sharded step does, by adding totals and weights over the batch's parts.
 
     Args:
       step: the sharded step, which need not compile; its loss returns a `js.Mean`.
@@ -123,7 +123,7 @@ def loss_of_parts(step: Step, model: PyTree, batch: PyTree, key: jax.Array, bind
 
 
 def _parts_of(step: Step, batch: PyTree) -> list[tuple[int, PyTree]]:
-    """Cut a batch as the engine does; return the first row of each part, and its rows."""
+    """Cut a batch as the engine does; return each part as (index of its first row, its rows)."""
     devices = 1 if step.engine.compiler_chooses else axis_size(step.layout.mesh, step.layout.batch_axes)
     mask = step.layout.rows_mask(batch)
     rows = row_count(select(mask, batch))
@@ -173,18 +173,18 @@ def _compare_parts(step: Step, model: PyTree, batch: PyTree, key: jax.Array, bin
                 "them from the key that loss_fn receives, row by row with js.row_keys(key, rows)",
             )
         return (
-            f"{sums}: the loss draws random numbers for all rows at once (nn.Dropout does), which are others where "
-            "each device draws for its own rows; draw them row by row with js.row_keys(key, rows), or use js.auto() "
+            f"{sums}: the loss draws random numbers for all rows at once (nn.Dropout does), which differ if each "
+            "device draws for its own rows; draw them row by row with js.row_keys(key, rows), or use js.auto() "
             "(which takes no js.pipeline)",
         )
     return (
-        f"{sums}: the rows are not independent (batch statistics, a limit of capacity over the rows at hand, a mean "
-        f"of local means): {_STATISTICS}",
+        f"{sums}: the rows are not independent (batch statistics, a capacity limit over a device's rows, a mean of "
+        f"local means): {_STATISTICS}",
     )
 
 
 def _terms_of(step: Step, model: PyTree) -> Callable[..., Any]:
-    """Make `fn(rows, key, first row) -> (totals, weights)` of a loss that returns a `js.Mean`, None for a scalar."""
+    """Make `fn(rows, key, first_row)`, which returns (totals, weights) of a `js.Mean` loss, or None for a scalar."""
     objective = step.objective
 
     def fn(batch: PyTree, key: jax.Array, row: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The distance between the arrays of a sharded step and those of one device, leaf by leaf.
+"""Compare the arrays of a sharded step with those of one device, leaf by leaf.
 
-The error of an array is its largest absolute difference, relative to its largest magnitude. Two things are allowed for,
-both of which depend on the tree that the array is in:
+The error of an array is its largest absolute difference, relative to its largest magnitude. There are two allowances,
+both of which depend on the tree of the array:
 
 - An array much smaller than its neighbours is measured against 1e-3 of the tree's largest magnitude, since it is
   often a difference of numbers of that size.
@@ -31,15 +31,15 @@ CLOSE = 1e-3
 
 
 class Difference(NamedTuple):
-    """The distance of one array of the sharded step from one device's.
+    """The relative error of one array of the sharded step against that of one device.
 
     Attributes:
       what: "loss", "gradient", "update" or "state".
       leaf: the path of the array in its tree; "" for the loss.
       error: the relative error; NaN if either side is not finite.
       allowed: the largest error that passes.
-      note: what is odd about numbers that are not finite; "" otherwise.
-      factor: the constant factor by which all numbers are off; None if they are off by none, or are not finite.
+      note: on which side numbers are not finite; "" if all are.
+      factor: the constant factor by which all numbers are off; None if there is none, or numbers are not finite.
       size: the number of elements.
     """
 
@@ -76,7 +76,7 @@ def compare_trees(what: str, ours: PyTree, theirs: PyTree, allowed: float) -> li
     Args:
       what: the kind of the arrays: "gradient", "update" or "state".
       ours: the arrays of the sharded step, in model order.
-      theirs: those of one device.
+      theirs: the arrays of one device.
       allowed: the largest relative error of floating arrays; integers must be equal.
     """
     assert same_structure(ours, theirs), "a layout keeps the tree"
@@ -123,11 +123,11 @@ def _describe_non_finite(a: np.ndarray, b: np.ndarray) -> str:
     if np.isfinite(a).all() and np.isfinite(b).all():
         return ""
     if np.array_equal(np.isfinite(a), np.isfinite(b)):
-        return "on both sides at the same places, so that nothing can be said: give finite parameters and data"
+        return "on both sides at the same places, so that nothing can be compared: give finite parameters and data"
     sides = [name for name, x in (("sharded", a), ("on one device", b)) if not np.isfinite(x).all()]
     return " and, elsewhere, ".join(sides)
 
 
 def to_numpy(x: Any) -> np.ndarray:
-    """Return the array as a NumPy array; a random key as the words that it is made of."""
+    """Convert an array to NumPy; a random key to its key data."""
     return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)

@@ -1,10 +1,10 @@
-"""`js.parity`: runs a sharded step and the same step on one device, and compares every array.
+"""Run a sharded step and the same step on one device, and compare every array: `js.parity`.
 
-The step on one device is plain JAX and optax, ten lines in `_OneDevice`. The sharded one is the step that
-`js.make_step` makes, of which only the parameters' and optimizer's new values come back. So the optimizer is wrapped
-(`_record`): its state receives a copy of the gradients and updates, and it is fed with given gradients instead of those
-of the step. Gradients and updates are then compared separately, for an optimizer such as Adam makes of a rounding
-difference in a gradient near zero a whole step in the parameter.
+The step on one device is plain JAX and optax, ten lines in `_OneDevice`. The sharded step is that of `js.make_step`,
+which returns only the new parameters and optimizer state. So the optimizer is wrapped (`_record`): its state keeps a
+copy of the gradients and updates, and it updates by given gradients instead of the step's. Gradients and updates are
+compared separately, because an optimizer such as Adam turns a rounding difference in a gradient near zero into a full
+step of the parameter.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ DIFFERS = "DIFFERS"
 """The verdict at the end of a line of the table."""
 
 _LOSS_SHARE = 0.1
-"""The share of the tolerance that the loss may differ by."""
+"""The relative difference allowed for the loss, as a share of the tolerance."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Parity:
     Attributes:
       where: the mesh and the engine: "data=8 under js.explicit()".
       losses: the loss of the sharded step and that of one device.
-      differences: the loss first, then one for every gradient, update and array of the model's state; the loss alone
-        where the step refuses it, because its weight does not count rows.
-      why: the causes that the numbers point to, with the way out; () if all agree or nothing is found.
+      differences: the loss first, then every gradient, update and array of the model's state; only the loss if the
+        step refuses it because its weight does not count rows.
+      why: the likely causes, with the remedy; () if all agree or nothing is found.
       notes: what was changed for the comparison, such as casts to f32.
       batches: the batches that were compared, up to the first that differs: the given one and, under engines that give
         each device its own rows, others made of it that tell devices apart. All other attributes are of the last one.
@@ -176,29 +176,29 @@ def parity(
     """Compare one step, sharded over the mesh, with the same step on one device in plain JAX.
 
     Both sides have the same parameters (those of `init_fn(key)`), global batch and key. All floating arrays are in f32,
-    products in full f32 precision (GPUs and TPUs take less by default), and lower precision in the engine is left out.
-    The step on one device is that of a loss that sees the whole batch, so `js.parity(...).check()` in a test tells
-    whether a loss may run under `js.explicit()`.
+    products in full f32 precision (GPUs and TPUs take less by default), and dtypes of lower precision in the engine are
+    left out. On one device the loss sees all rows of the batch, so `js.parity(...).check()` in a test tells whether a
+    loss may run under `js.explicit()`.
 
     The loss must agree to a tenth of `tolerance`, relative; gradients, updates and the model's new state to
     `tolerance`, per leaf: the largest difference over the larger of the leaf's largest magnitude and 1e-3 of the
-    tree's. A gradient that is under 1e-6 of the tree's largest on both sides counts as zero, for that of a bias before
-    BatchNorm, say, is nothing but rounding. Integers must be equal.
+    tree's. A gradient that is under 1e-6 of the tree's largest on both sides counts as zero: that of a bias before
+    BatchNorm, for example, is only rounding. Integers must be equal.
 
-    A second step follows, from the same parameters but with another key, and with the state of the first one, its
-    floats times 1.25: a state that starts as zeros or as a copy of the parameters hides what is done with it. The notes
-    say of each array of the state what is proven of it, and how devices and micro-batches combine it (see `js.Loss`).
+    A second step follows, with the same parameters, another key, and the state of the first step with its floats times
+    1.25, because a state of zeros or a copy of the parameters hides errors. The notes say what is proven of each array
+    of the state, and how devices and micro-batches combine it (see `js.Loss`).
 
-    `tx` updates twice, given the same gradients on both sides (those of one device), and the second updates are
-    compared. So neither Adam's amplification of rounding nor a rate that warms up from zero blurs the comparison.
+    `tx` updates twice by the same gradients on both sides (those of one device), and the second updates are compared.
+    So neither Adam's amplification of rounding nor a learning rate that warms up from zero affects the comparison.
 
-    Under engines that give each device its own rows one batch may happen to hide that a loss looks at all of them, as
-    one does that branches on their mean. So more batches are made of the given one, in which devices differ: with its
-    rows sorted, with one row for each device, and with its floats moved apart (`Parity.batches`). Even so a difference
-    can be found, and its absence not be proven.
+    If an engine gives each device its own rows, a single batch may hide that the loss depends on all of them, for
+    example by a branch on their mean. So more batches are made from the given one, in which devices differ: with its
+    rows sorted, with one row for each device, and with its floats moved apart (`Parity.batches`). This finds
+    differences; it cannot prove that there are none.
 
-    A loss that the step refuses because its weight does not count rows is not run over the mesh: its parts are added up
-    on one device, and the report says what the error of the step does.
+    If the step refuses a loss because its weight does not count rows, nothing runs over the mesh: the parts of the
+    batch are added up on one device, and the report contains the message of the error.
 
     One program is compiled for one device and one for the mesh, whose devices may be simulated. Keep the batch small
     (512 tokens): long sums lose digits.
@@ -244,7 +244,7 @@ def parity(
             tx = _with_stand_ins(tx, split_model(start)[0], notes)
             both = _record(tx)
             plan = layout(strategy, mesh, make, both, trainable=trainable)
-            step = Step(loss_fn, both, plan, engine, guarded=False)  # what is not finite is to be seen
+            step = Step(loss_fn, both, plan, engine, guarded=False)  # the report shows numbers that are not finite
             plan.plan_batch(batch).check(engine.microbatches, whole=engine.shows_whole_batch)
             alone = _OneDevice(loss_fn, plan, start, batch, seed, notes)
             first_step = _Trial(GIVEN, batch, split_model(start)[1], 0)
@@ -257,20 +257,20 @@ def parity(
         except UnequalMeans as refusal:
             losses = loss_of_parts(step, start, batch, alone.key_of(first_step), alone.bind), float(expected.loss)
             report = _report_refused(where, losses, refusal, notes, _LOSS_SHARE * tolerance)
-            if report.ok:  # it is a metric that is wrong
+            if report.ok:  # the loss is right, and a metric is refused
                 raise
             return report
-        # Read before it runs: a step whose devices wait for each other would not end.
+        # Checked before it runs: a step whose devices wait for each other would not end.
         warn_of_inserted(step.choices, compiled, mesh)
         run = init(make, both, plan, seed, init_from=start)
         given = jax.tree.map(partial(put_stored, layout=plan), expected.grads, plan.opt_state["given"])
         run = run._replace(opt_state=run.opt_state | {"given": given})
         compare = _Comparison(where, step, run, updates, after, tolerance, notes)
         if not any(np.any(np.asarray(x)) for x in jax.tree.leaves(updates)):
-            notes.append("all updates are zero on one device, so that nothing is said about the optimizer")
+            notes.append("all updates are zero on one device, so that the optimizer is not compared")
         trial, report, tried = first_step, compare(first_step, expected), [GIVEN]
         notes += _tell_state(step, batch) if report.ok else []
-        # A state that starts as a copy of the parameters, or as zeros, hides what is done with it.
+        # A state that starts as a copy of the parameters, or as zeros, hides errors in its update.
         moved = jax.tree.map(_perturb, _with_averages(first_step, expected.state, after))
         parts = 1 if engine.compiler_chooses else engine.microbatches * axis_size(mesh, plan.batch_axes)
         others = itertools.chain([(SECOND, batch)], make_separating(batch, plan.rows_mask(batch), parts))
@@ -296,7 +296,7 @@ def parity(
 def _report_refused(
     where: str, losses: tuple[float, float], refusal: UnequalMeans, notes: list[str], allowed: float
 ) -> Parity:
-    """Report on a step that refuses a mean; `losses` are that of the parts, added up, and the right one."""
+    """Make the report on a step that refuses a mean; `losses` are that of the batch's parts, and the right one."""
     told = "the step refuses this loss and was not run: its loss here is that of the parts of the batch, added up"
     return Parity(
         where, losses, (compare_losses(*losses, allowed),), why=tuple(str(refusal).splitlines()), notes=(*notes, told)
@@ -314,7 +314,7 @@ def _check_comparable(strategy: Strategy, mesh: Mesh) -> None:
 
 
 def _in_f32(engine: Engine, notes: list[str]) -> Engine:
-    """Return the engine without its dtypes, and note that; anything that is no engine is refused with the step."""
+    """Return the engine without its dtypes, and note that; the step refuses anything that is not an engine."""
     exact: dict[str, Any] = {"compute_dtype": None, "reduce_dtype": None, "gather_dtype": None}
     if not isinstance(engine, Engine) or not (given := [name for name in exact if getattr(engine, name) is not None]):
         return engine
@@ -326,9 +326,9 @@ class _Trial(NamedTuple):
     """One step that is taken on both sides.
 
     Attributes:
-      name: what is special about it.
+      name: how its batch was made.
       batch: the global batch.
-      state: the model's state before it.
+      state: the model's state before the step.
       number: the step's number, from 0 on.
     """
 
@@ -352,7 +352,7 @@ def _with_averages(trial: _Trial, new: PyTree, params: PyTree) -> PyTree:
 
 
 def _tell_state(step: Step, batch: PyTree) -> list[str]:
-    """Say what is proven of each array of the model's state, and how it is combined."""
+    """Describe what is proven of each array of the model's state, and how it is combined."""
     layout = step.layout
     if not jax.tree.leaves(layout.shapes.state):
         return []
@@ -377,11 +377,11 @@ class _Comparison:
     Attributes:
       where: the mesh and the engine.
       step: the sharded step.
-      run: its run, in whose optimizer state the gradients of one device lie.
-      updates: those that the optimizer makes of these gradients on one device.
-      after: the parameters after them.
+      run: its run, whose optimizer state contains the gradients of one device.
+      updates: the optimizer's updates by these gradients on one device.
+      after: the parameters after these updates.
       tolerance: the largest relative error.
-      notes: those of the report.
+      notes: the notes of the report.
     """
 
     where: str
@@ -393,7 +393,7 @@ class _Comparison:
     notes: list[str]
 
     def __call__(self, trial: _Trial, expected: _Results) -> Parity:
-        """Take the step and compare what comes of it."""
+        """Run the step and compare its loss, gradients, updates and new state."""
         plan = self.step.layout
         state = jax.tree.map(partial(put_stored, layout=plan), trial.state, plan.state)
         number = jnp.full_like(self.run.step, trial.number)
@@ -414,7 +414,7 @@ class _OneDevice:
 
     Attributes:
       chosen: the trained parameters.
-      bind: makes a function that names mesh axes runnable there.
+      bind: makes a function that names mesh axes runnable on one device.
     """
 
     def __init__(self, loss_fn: LossFn, plan: Layout, model: PyTree, batch: PyTree, seed: jax.Array, notes: list[str]):
@@ -449,9 +449,9 @@ def _update_alone(tx: Any, grads: PyTree, chosen: PyTree) -> PyTree:
 
 
 def _make_bind(fn: Callable[..., Any], plan: Layout, args: tuple[Any, ...], notes: list[str]) -> Bind:
-    """Return what makes `fn`, and others that call the loss, runnable on one device.
+    """Return a wrapper that makes `fn`, and other functions that call the loss, runnable on one device.
 
-    A loss may name the mesh's axes (`nn.BatchNorm(axis_name="data")`). On one device these have size 1.
+    A loss may name mesh axes (`nn.BatchNorm(axis_name="data")`). The wrapper binds these with size 1.
     """
     mesh = plan.mesh
     try:
@@ -459,17 +459,17 @@ def _make_bind(fn: Callable[..., Any], plan: Layout, args: tuple[Any, ...], note
         return lambda fn: fn
     except (NameError, ValueError, RuntimeError) as error:
         if not isinstance(error, NameError) or unbound_axis_name(error) not in mesh.axis_names:
-            with users_code(plan):  # says what to do about it
+            with users_code(plan):  # adds the remedy to the error
                 raise
     notes.append("the loss names mesh axes, so that on one device they were given size 1")
     shape = (1,) * len(mesh.axis_names)
     one = Mesh(mesh.devices.flat[:1].reshape(shape), mesh.axis_names, axis_types=(AxisType.Auto,) * len(shape))
-    whole = PartitionSpec()
-    return partial(jax.shard_map, mesh=one, in_specs=whole, out_specs=whole, check_vma=False)
+    spec = PartitionSpec()
+    return partial(jax.shard_map, mesh=one, in_specs=spec, out_specs=spec, check_vma=False)
 
 
 def _with_stand_ins(tx: Any, params: PyTree, notes: list[str]) -> optax.GradientTransformation:
-    """Return `tx` of gradients alone: on both sides it is given the same stand-in for a loss that it asks for."""
+    """Return `tx` without extra arguments: a loss that it asks for gets the same stand-in on both sides."""
     tx = take_fast_gradients(tx, params)
     extra = find_extra_args(tx, params)
     if extra.names:
@@ -480,10 +480,10 @@ def _with_stand_ins(tx: Any, params: PyTree, notes: list[str]) -> optax.Gradient
 
 
 def _record(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Wrap `tx` so that its state shows what goes in and what comes out.
+    """Wrap `tx` so that its state records the gradients and the updates.
 
-    The state is {"given", "grads", "updates", "inner"}: the gradients that `tx` is fed with, which the caller puts in;
-    those that the step computed; the second updates of `tx`; and its own state.
+    The state is {"given", "grads", "updates", "inner"}: the gradients by which `tx` updates, set by the caller; those
+    that the step computed; the second updates of `tx`; and its own state.
     """
 
     def start(params: PyTree) -> dict[str, PyTree]:
@@ -504,7 +504,7 @@ def _update_twice(tx: Any, grads: PyTree, state: PyTree, params: PyTree) -> tupl
 
 
 def _to_f32(what: str, tree: PyTree, notes: list[str]) -> PyTree:
-    """Return the tree with floating arrays of lower precision in f32, and note that; itself if there are none."""
+    """Cast floating arrays of lower precision to f32, and note that; return the tree itself if there are none."""
     low = dict.fromkeys(str(x.dtype) for x in jax.tree.leaves(tree) if _is_low(x))
     if not low:
         return tree

@@ -1,19 +1,19 @@
-"""Copies that must be equal: arrays that a layout holds several times, compared bit by bit across devices.
+"""Check that replicated arrays are equal bit by bit on all devices: `js.check_replicas`, `js.ReplicaWatch`.
 
-A layout holds an array once for every combination of the axes that do not split it: `js.ddp` everything on every
-device, ZeRO-1 and ZeRO-2 the parameters, `js.hsdp` each shard once per group, `js.fsdp` what is too small to be split,
-the number of the step and the random key. Nothing in a training step compares these copies. A bit that flips in one of
-them, or a device or host that computes something else than the others, stays and spreads.
+A layout replicates an array over the mesh axes that do not split it: `js.ddp` everything, ZeRO-1 and ZeRO-2 the
+parameters, `js.hsdp` each shard once per group, `js.fsdp` arrays too small to be split, the step number and the random
+key. Nothing in a training step compares these copies. A bit that flips in one of them, or a device or host that
+computes a wrong value, goes unnoticed and spreads.
 
-Here each device adds up the bits of its own copies (`core/bit_sums.py`), one number of 32 bits for each array:
+Here each device adds up the bits of its own copies (`core/bit_sums.py`) to a checksum of 32 bits for each array:
 
-    array                 device 0    device 1    device 2    device 3
-    params/w     whole    83a1..      83a1..      71c0..      83a1..      device 2 differs from the other 3
-    opt/0/mu/w   2 groups 02d4..      91be..      02d4..      91be..      0 with 2, 1 with 3: equal
+    array                   device 0    device 1    device 2    device 3
+    params/w     replicated 83a1..      83a1..      71c0..      83a1..      device 2 differs from the other 3
+    opt/0/mu/w   2 groups   02d4..      91be..      02d4..      91be..      0 with 2, 1 with 3: equal
 
-The program that does so has no collective. In one process the host reads the numbers from all devices. Of several
-processes each has the numbers of its own devices alone, so a second program gathers them: 4 bytes for each array and
-device. An array of which there is one copy is not read.
+The program that does so has no collective. In one process the host reads the checksums of all devices. With several
+processes each has only those of its own devices, so a second program gathers them: 4 bytes for each array and device.
+An array with a single copy is not read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from jaxshard.distributed.watchdog import waits_for_devices
 from jaxshard.training.state import TrainState, check_run, run_shapes
 
 _LISTED = 12
-"""Arrays that an error names; a device that is broken may differ in all of them."""
+"""The number of arrays that an error names; on a broken device all may differ."""
 
 
 class Difference(NamedTuple):
@@ -50,8 +50,7 @@ class Difference(NamedTuple):
     Attributes:
       leaf: the array: its path in the run ("params/head/kernel"), stored shape and dtype.
       copies: the devices that hold it, in the order of the mesh.
-      differ: those whose copy differs from that of the majority; all that hold it where no value has one, as with two
-        copies.
+      differ: the devices whose copy differs from the majority; all of them if there is no majority, as with two copies.
     """
 
     leaf: Leaf
@@ -62,13 +61,12 @@ class Difference(NamedTuple):
 class ReplicasDiffer(RuntimeError):
     """Copies of an array that must be equal are not, so a device or a host computed or kept something wrong.
 
-    The message names each array, and the devices (with process and host) whose copies differ from the majority. Of two
-    copies both are named, for nothing says which one is right. There is no going on from this run: gradients of later
-    steps come from all copies. Start again from a checkpoint of the step `clean` or an earlier one.
+    The message names each array, and the devices (with process and host) whose copies differ from the majority. If
+    there are two copies both are named, because nothing tells which one is right. The run cannot be continued:
+    gradients of later steps come from all copies. Start again from a checkpoint of the step `clean` or an earlier one.
 
     Attributes:
-      differences: what differs, a tuple of (leaf, copies, differ): the array, the devices that hold it, and those
-        whose copy differs.
+      differences: a tuple of (leaf, copies, differ): the array, the devices that hold it, and those whose copy differs.
       step: the number of the step after which it was found, or None where it is not known.
       clean: the last step after which all copies were found equal, or None.
 
@@ -89,11 +87,11 @@ class ReplicasDiffer(RuntimeError):
 
 @with_own_settings
 def check_replicas(run: TrainState, layout: Layout) -> None:
-    """Raise unless all copies of every array that a layout holds several times are equal, bit by bit.
+    """Raise unless all copies of every replicated array are equal, bit by bit.
 
-    Every process calls it with the same run. A change inside one element is always seen, any other is missed with a
-    probability of 2**-32 (`core/bit_sums.py`). Values are not looked at: an array that is wrong on all devices alike is
-    not found, nor one of which there is one copy. `js.ReplicaWatch` does the same during `js.fit`.
+    Every process calls it with the same run. A change inside one element is always found, any other is missed with a
+    probability of 2**-32 (`core/bit_sums.py`). Only copies are compared: an array that is wrong in the same way on all
+    devices is not found, nor one with a single copy. `js.ReplicaWatch` does the same during `js.fit`.
 
     Each device reads its copies once. In several processes 4 bytes for each array and device are gathered. The first
     call for a layout compiles. It waits for the run to be computed.
@@ -121,28 +119,28 @@ def check_replicas(run: TrainState, layout: Layout) -> None:
 
 
 class ReplicaWatch:
-    """A callback that compares copies of arrays while `js.fit` trains, and ends the training where they differ.
+    """A callback of `js.fit` that compares the copies of replicated arrays, and ends training if they differ.
 
-    After every so many steps it does what `js.check_replicas` does. On accelerators the comparison is started behind
-    the step and read one step later, so that devices never wait for Python; on a CPU it runs between two steps. At the
-    end of `js.fit` it reads what is left.
+    Every `every` steps it does the same as `js.check_replicas`. On accelerators a comparison starts after the step and
+    is read one step later, so that devices never wait for Python; on a CPU it runs between two steps. At the end of
+    `js.fit` the last comparison is read.
 
-    Put it before a `js.Checkpointer`, and let `every` divide the steps between saves: then what is saved on a CPU was
-    compared just before. On accelerators the step after tells, so a save of the step that is found wrong may exist:
-    restore the step that the error calls clean, or call `wait()` before the save.
+    Put it before a `js.Checkpointer`, with an `every` that divides the steps between saves: on a CPU each run is then
+    compared just before it is saved. On accelerators the result comes one step later, so a wrong step may have been
+    saved: restore the step that the error calls clean, or call `wait()` before the save.
 
         on_run=[watch, lambda step, run: watch.wait(), checkpointer]
 
     Args:
       layout: the layout of the runs.
-      every: compare after each step that this divides.
+      every: the number of steps from one comparison to the next.
 
     Raises:
       ValueError: `every` is less than 1.
 
     Attributes:
       clean: the last step after which all copies were found equal, or None.
-      arrays: how many arrays of the run the layout holds several times.
+      arrays: the number of replicated arrays of the run.
       bytes: the bytes that each device reads for a comparison.
 
     Example:
@@ -166,7 +164,7 @@ class ReplicaWatch:
         """Compare the copies of a run if `every` divides `step`, the number of the step that was just taken.
 
         Raises:
-          ReplicasDiffer: copies differ, here or where a comparison before was read late.
+          ReplicasDiffer: copies differ, in this comparison or in an earlier one that is read now.
           ValueError: the run is not one of the layout.
         """
         self.wait()
@@ -184,7 +182,7 @@ class ReplicaWatch:
             self.wait()
 
     def wait(self) -> None:
-        """Read the comparison that is under way, if there is one; waits for the device.
+        """Wait for the comparison that is running, if there is one, and read it.
 
         Raises:
           ReplicasDiffer: copies differ.
@@ -197,20 +195,20 @@ class ReplicaWatch:
         self.clean = step
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Read what is left; `js.fit` calls this at its end. After another error nothing is read."""
+        """Read the last comparison, unless another error ended the run; `js.fit` calls this at its end."""
         if error is None:
             self.wait()
         self._pending = None
 
 
 class Watched(NamedTuple):
-    """An array that a layout holds several times.
+    """A replicated array of a run.
 
     Attributes:
-      number: its place among the leaves of a run.
+      number: its index among the leaves of the run.
       leaf: its path in the run, stored shape and dtype.
-      spec: how the mesh splits it.
-      bytes: what a device holds of it.
+      spec: its PartitionSpec.
+      bytes: the bytes of one device's copy.
     """
 
     number: int
@@ -220,7 +218,7 @@ class Watched(NamedTuple):
 
 
 def list_watched(layout: Layout) -> tuple[Watched, ...]:
-    """List the arrays of a run of which there are several copies."""
+    """List the replicated arrays of a run."""
     found = []
     for number, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(run_shapes(layout))):
         if axis_size(layout.mesh, axes_of(x.sharding.spec)) < layout.mesh.size:
@@ -232,15 +230,15 @@ def list_watched(layout: Layout) -> tuple[Watched, ...]:
 class BitSums:
     """The compiled program in which each device adds up the bits of its own copies.
 
-    All processes of the mesh make it at once, because they meet before it runs for the first time.
+    All processes of the mesh create it at the same time, because they wait for each other before its first run.
 
     Args:
       mesh: the mesh.
-      watched: the arrays that the layout holds several times.
+      watched: the replicated arrays.
 
     Attributes:
       program: the compiled program (watched arrays) -> uint32[devices, arrays], a row on each device.
-      gather: the compiled program that makes these rows whole on every device; None in one process.
+      gather: the compiled program that gathers these rows on every device; None in one process.
     """
 
     def __init__(self, mesh: Mesh, watched: tuple[Watched, ...]):
@@ -248,15 +246,15 @@ class BitSums:
         self.program = sums_program(mesh, watched).compile()
         self.gather = None
         if (peers := peers_of(mesh)) is not None:
-            # A program of its own: to its compiler the rows are different, as they are not where it sees their origin.
+            # A separate program: a compiler that saw where the rows come from could take them to be equal.
             rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
             shape = jax.ShapeDtypeStruct((mesh.size, len(watched)), jnp.uint32, sharding=rows)
-            whole = NamedSharding(mesh, PartitionSpec())
-            self.gather = jax.jit(lambda rows: rows, out_shardings=whole).lower(shape).compile()
+            replicated = NamedSharding(mesh, PartitionSpec())
+            self.gather = jax.jit(lambda rows: rows, out_shardings=replicated).lower(shape).compile()
             peers.meet("js.check_replicas, compiled")
 
     def start(self, run: TrainState) -> jax.Array:
-        """Start the program for a run; return the checksums uint32[devices, arrays] that it will have computed."""
+        """Start the program for a run, and return its future checksums, uint32[devices, arrays]."""
         leaves = jax.tree.leaves(run)
         rows: jax.Array = self.program([leaves[one.number] for one in self._watched])
         if self.gather is not None:
@@ -268,12 +266,12 @@ class BitSums:
 
     @waits_for_devices
     def find(self, rows: jax.Array) -> list[Difference]:
-        """Compare the checksums of copies; waits for the device."""
+        """Wait for the checksums of copies, and compare them."""
         return find_differences(self._mesh, self._watched, jax.device_get(rows))
 
 
 def sums_program(mesh: Mesh, watched: tuple[Watched, ...]) -> jax.stages.Lowered:
-    """Lower the program (watched arrays) -> uint32[devices, arrays], in which no device hears of another."""
+    """Lower the program (watched arrays) -> uint32[devices, arrays], which has no collectives."""
     rows = PartitionSpec(mesh.axis_names)
     arrays = [
         jax.ShapeDtypeStruct(one.leaf.shape, one.leaf.dtype, sharding=NamedSharding(mesh, one.spec)) for one in watched
@@ -290,7 +288,7 @@ def sums_program(mesh: Mesh, watched: tuple[Watched, ...]) -> jax.stages.Lowered
 
 @functools.lru_cache(maxsize=16)
 def _make_sums(mesh: Mesh, watched: tuple[Watched, ...]) -> BitSums:
-    """Compile once for all runs of equal layouts."""
+    """Compile the checksums once for all runs of equal layouts."""
     return BitSums(mesh, watched)
 
 
@@ -304,11 +302,11 @@ def find_differences(mesh: Mesh, watched: Sequence[Watched], rows: np.ndarray) -
 
     Args:
       mesh: the mesh.
-      watched: the arrays.
-      rows: uint32[devices, arrays], devices in the order of the mesh.
+      watched: the replicated arrays.
+      rows: the checksums uint32[devices, arrays], devices in the order of the mesh.
 
     Returns:
-      What differs, in the order of the arrays.
+      The arrays whose copies differ, in order.
     """
     devices = mesh.devices.reshape(-1)
     groups = {spec: copy_groups(mesh, spec) for spec in {one.spec for one in watched}}
@@ -357,7 +355,7 @@ def _describe(difference: Difference, mesh: Mesh) -> str:
 
 
 def _suspects(differences: Sequence[Difference], mesh: Mesh) -> str:
-    """Say which device is named most often."""
+    """Describe the devices on which the most arrays differ."""
     counts = Counter(device for one in differences for device in one.differ)
     most = max(counts.values())
     named = sorted((device for device, count in counts.items() if count == most), key=lambda device: device.id)

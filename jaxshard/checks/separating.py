@@ -1,8 +1,8 @@
-"""Batches that tell devices apart, made of one that may treat them all alike.
+"""Make batches whose parts differ between devices, to find losses that depend on all rows.
 
-A loss that looks at all rows of a batch, for example to branch on their mean, is wrong where each device sees its own
-rows alone. On one given batch that need not show: the mean over the rows of every device may decide as that over all
-rows does. So the rows are put in an order in which devices differ, and numbers are moved apart:
+A loss that depends on all rows of a batch, for example by a branch on their mean, is wrong if each device sees only its
+own rows. The given batch may hide that: the mean over each device's rows may lead to the same branch as the mean over
+all rows. So the rows are reordered so that devices differ, and numbers are moved apart:
 
     given               3 1 | 4 1 | 5 9 | 2 6
     sorted              1 1 | 2 3 | 4 5 | 6 9        (by the mean of a row, for the first float and integer array)
@@ -27,11 +27,11 @@ def make_separating(batch: PyTree, mask: PyTree, parts: int) -> Iterator[tuple[s
 
     Args:
       batch: NumPy arrays.
-      mask: True for those that have rows, [rows, ...]; the others stay as they are.
-      parts: the number of equal parts that devices and micro-batches see.
+      mask: True for arrays that have rows, [rows, ...]; the others stay as they are.
+      parts: the number of equal parts, one for each device and micro-batch.
 
     Yields:
-      A name, and the batch; none that equals the given one, and none for a single part.
+      A name, and the batch; never one that equals the given batch, and none for a single part.
     """
     if parts == 1:
         return
@@ -59,10 +59,10 @@ def make_separating(batch: PyTree, mask: PyTree, parts: int) -> Iterator[tuple[s
 
 
 def _move_apart(x: np.ndarray, part: np.ndarray) -> np.ndarray:
-    """Move the rows of every other part up and those of the others down; what is no measurement stays.
+    """Add a constant to the rows of every other part, and subtract it from the rest.
 
-    Numbers that are never negative are scaled by 2 and 1/2 instead. Zeros and ones (masks, weights) stay, but where all
-    are the same, as in a batch made for a test.
+    Arrays without negative numbers are scaled by 2 and 1/2 instead. Zeros and ones (masks, weights) stay unless all are
+    the same, as in a batch made for a test.
     """
     if not x.size or not np.isfinite(x).all() or (np.isin(x, (0, 1)).all() and np.ptp(x)):
         return x

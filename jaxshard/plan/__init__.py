@@ -1,4 +1,4 @@
-"""Planning a run before it runs, as `js.plan`: memory, TPU topologies, FLOPs, and collectives promised and found.
+"""Plan a run before it runs, as `js.plan`: memory, step time, TPU topologies, promised and compiled collectives.
 
 Imports `core/`, `adapt/`, `cost/`, `layers/`, `optim/`, `proofs/`, `schedules/`, `engines/`, `training/` and
 `checks/`; only `commands/` imports it.

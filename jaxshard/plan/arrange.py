@@ -1,4 +1,4 @@
-"""The devices of a topology, real ones or stand-ins, as a mesh whose axes run along the dimensions of the torus."""
+"""Arrange the devices of a topology, real or planned, as a mesh whose axes run along the dimensions of the torus."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def arrange(name: str, devices: Sequence[Any], num_slices: int, axes: dict[str, 
 
     Args:
       name: the topology, for messages.
-      devices: `jax.Device`s of it, or stand-ins with their attributes.
-      num_slices: how many slices they are in.
+      devices: its `jax.Device`s, or planned devices with their attributes.
+      num_slices: the number of TPU slices.
       axes: name and size of each axis.
 
     Raises:
@@ -38,21 +38,21 @@ def arrange(name: str, devices: Sequence[Any], num_slices: int, axes: dict[str, 
     for order in itertools.permutations(range(len(torus))):
         if [torus[dim] for dim in order] == wanted:
             return Mesh(grid.transpose(order).reshape(tuple(sizes.values())), tuple(sizes), axis_types=types)
-    # `jax.make_mesh` knows neither several slices nor chips that show their cores apart.
+    # `jax.make_mesh` supports neither several slices nor chips with a device for each core.
     if num_slices > 1 or len({device.core_on_chip for device in devices}) > 1:
         return Mesh(grid.reshape(tuple(sizes.values())), tuple(sizes), axis_types=types)
     return make_mesh(devices, **sizes)
 
 
 def _solve(name: str, num_slices: int, axes: dict[str, int], devices: int) -> dict[str, int]:
-    """The sizes of all axes; a refusal names the topology instead of the devices of this process."""
+    """Return the sizes of all axes; an error names the topology instead of the devices of this process."""
     known = math.prod(size for size in axes.values() if size != -1)
     if axes and all(size > 0 for size in axes.values()) and known != devices:
-        whole = f"{num_slices} x {name}" if num_slices > 1 else name
+        topology = f"{num_slices} x {name}" if num_slices > 1 else name
         asked = ", ".join(f"{axis}={size}" for axis, size in axes.items())
         raise ValueError(
-            f"{whole}: {asked} needs {known} devices, but there are {devices}; change a size (one may be -1 and takes "
-            "what the others leave), or take another topology"
+            f"{topology}: {asked} needs {known} devices, but there are {devices}; change a size (one may be -1, which "
+            "takes the remaining devices), or take another topology"
         )
     return solve_sizes(axes, devices)
 
@@ -64,5 +64,5 @@ def _array(devices: Sequence[Any]) -> np.ndarray:
 
 
 def _place(device: Any) -> tuple[int, ...]:
-    """Slice, coordinates in it, and core of the chip."""
+    """Return the slice of a device, its coordinates in the slice, and its core of the chip."""
     return (slice_index(device), *device.coords, device.core_on_chip)

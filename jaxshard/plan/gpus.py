@@ -1,7 +1,7 @@
-"""GPUs that are not here: descriptions from which their compiler makes programs, without a GPU and without a driver.
+"""Describe GPUs to their compiler, so that programs compile without a GPU and without a driver.
 
-The compiler is in the two wheels of JAX's CUDA plugin. It knows nothing of memory: a program that no GPU could hold
-compiles too. Its attention kernels are chosen by cuDNN, where that is installed.
+The compiler is in the two wheels of JAX's CUDA plugin. It enforces no memory limit: a program that needs more than a
+GPU has compiles too. cuDNN, if it is installed, chooses the attention kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 
 
 class Gpu(NamedTuple):
-    """The figures of a GPU that its compiler asks for.
+    """The properties of a GPU that its compiler needs.
 
     Attributes:
       kind: the `device_kind` that JAX shows.
@@ -69,12 +69,12 @@ def check_gpu_compiler(version: str) -> None:
 
 
 def gpu_options(version: str, per_host: int, hosts: int) -> dict[str, str]:
-    """Return the options by which the CUDA plugin makes a topology of some hosts of GPUs."""
+    """Return the options with which the CUDA plugin makes a topology of several hosts of GPUs."""
     return {"target_config": describe_target(GPUS[version]), "topology": f"1x{hosts}x{per_host}"}
 
 
 def describe_target(gpu: Gpu) -> str:
-    """Write what XLA calls a target configuration, the text form of its `GpuTargetConfigProto`."""
+    """Write XLA's target configuration of a GPU, the text form of its `GpuTargetConfigProto`."""
     major, minor = gpu.capability
     return f"""
         gpu_device_info {{

@@ -1,4 +1,4 @@
-"""`MemoryReport`: the memory of a step on each device, which predictions and compilers' verdicts are."""
+"""Report the memory of a step on each device: `MemoryReport`, the base of predictions and of compilers' verdicts."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from jaxshard.core.text_table import Section, Table, page
 from jaxshard.cost.hardware import Chip
 
 BAND = (-0.3, 1.1)
-"""The least and the most that 95 % of steps are allocated less or more than the estimate, as shares of it.
+"""The band of the estimate's error, relative to the estimate: 95 % of steps are allocated memory within it.
 
-Of the steps that were compiled (docs/records/planner_table.md) 95 % are within it, with room to spare."""
+It was measured on the compiled steps of docs/records/planner_table.md, and rounded outwards."""
 LIKELY = 1.5
-"""How many times the estimate nine of ten of these steps are allocated at most: what a search of plans tries first."""
+"""Nine of ten of these steps are allocated at most so many times the estimate; a search tries such plans first."""
 NEAR = 0.05
 """The distance from the limit, as a share of it, within which an extrapolated size does not tell whether a step fits.
 
-A compiler saved 4 % there by another schedule (docs/records/decisions.md)."""
+Close to the limit a compiler saved 4 % by another schedule (docs/records/decisions.md)."""
 _SHOWN = 12
-"""Arrays that the table shows; `as_dict` has 40."""
+"""The number of arrays in the table; `as_dict` has 40."""
 _JUDGES = {
     "compiler": "the compiler's own figures",
     "extrapolated": "extrapolated from the compiler's figures for 2 and 4 blocks",
@@ -34,17 +34,17 @@ _JUDGES = {
 
 @dataclass(frozen=True)
 class LiveArray:
-    """Arrays of one kind that are live when a program needs most memory.
+    """Equal arrays that are live at the peak of a program's memory.
 
     Attributes:
-      bytes: of all of them on each device, padding included.
+      bytes: the bytes of all of them on each device, padding included.
       role: one of the roles of `core/pictures/style.py`.
       dtype: such as "bf16".
-      shape: of one, on one device.
-      count: how many there are.
-      what: JAX's name of the operation that makes it, or the argument that it is.
-      source: `file:line` in the user's model; "" where it is not known.
-      kept: True for one that a loop over blocks stored block by block for the backward pass.
+      shape: the shape of one array, on one device.
+      count: the number of arrays.
+      what: JAX's name of the operation that makes them, or the name of the argument.
+      source: `file:line` in the user's model; "" if it is not known.
+      kept: True if a loop over blocks stores them block by block for the backward pass.
     """
 
     bytes: int
@@ -69,7 +69,7 @@ def sections_text(sections: Iterable[Section]) -> str:
 
 
 def joined(arrays: Iterable[LiveArray]) -> tuple[LiveArray, ...]:
-    """Add up equal arrays of one place; the largest first."""
+    """Add up equal arrays of one source line, the largest first."""
     bytes_of, count_of = Counter[LiveArray](), Counter[LiveArray]()
     for one in arrays:
         kind = replace(one, bytes=0, count=0)
@@ -80,20 +80,20 @@ def joined(arrays: Iterable[LiveArray]) -> tuple[LiveArray, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """The memory that a step needs on each device, in two figures and by arrays.
+    """The memory of a step on each device: live and allocated bytes, and the arrays at the peak.
 
     Attributes:
       mesh: the size of each axis.
-      chip: the limits of one device, or None where they are not known.
-      judged_by: where the figures are from: "compiler", "extrapolated" (`js.plan.compile_for` with `at_depth=`) or
+      chip: the limits of one device, or None if they are not known.
+      judged_by: the origin of the figures: "compiler", "extrapolated" (`js.plan.compile_for` with `at_depth=`) or
         "estimate".
-      live_bytes: bytes that are live at once at the peak; of a refused step what it asked for.
+      live_bytes: bytes that are live at once at the peak; for a refused step the bytes that it asked for.
       allocated_bytes: bytes that the compiler reserves, with the gaps between arrays; None for an estimate.
-      argument_bytes: of the arguments, which are the run and the batch; in tiles on a TPU.
+      argument_bytes: bytes of the arguments, which are the run and the batch; in tiles on a TPU.
       arrays: the arrays that are live at the peak, arguments included, the largest first.
-      moment: when the peak is, in words, such as "backward pass".
-      usable_bytes: the bytes that a program may use; None where that is not known.
-      refusal: the compiler's own words; "" unless it refused the step for want of memory.
+      moment: the time of the peak in words, such as "backward pass".
+      usable_bytes: the bytes that a program may use; None if that is not known.
+      refusal: the compiler's message if it refused the step for lack of memory; "" otherwise.
     """
 
     mesh: Mapping[str, int]
@@ -119,11 +119,11 @@ class MemoryReport:
 
     @property
     def fits(self) -> bool | None:
-        """True if the step fits, False if it does not, None where that is not known.
+        """True if the step fits, False if it does not, None if that is not known.
 
-        What the compiler allocates must fit: TPU compilers refuse a step that does not, GPU compilers enforce nothing.
-        An extrapolated size near the limit tells nothing, since the compiler would schedule the step for less memory.
-        An estimate tells only where all of `BAND` is on one side of the limit.
+        The allocated bytes must fit: TPU compilers refuse a step otherwise, GPU compilers enforce nothing. An
+        extrapolated size near the limit decides nothing, because the compiler would schedule the step for less memory.
+        An estimate decides only if all of `BAND` is on one side of the limit.
         """
         if self.refusal or self.usable_bytes is None:
             return False if self.refusal else None
@@ -164,7 +164,7 @@ class MemoryReport:
         }
 
     def __str__(self) -> str:
-        """Write memory by role, the largest arrays, and the tables of the class."""
+        """Write the headline and all tables."""
         return f"{self._headline()}\n\n{sections_text(self.sections())}"
 
     def _repr_html_(self) -> str:
@@ -191,7 +191,7 @@ class MemoryReport:
         return f"{self.devices} devices{f' of {self.chip.name}' if self.chip else ''} ({axes})"
 
     def _headline(self) -> str:
-        """Say for which devices the report is, whether the step fits, and who says so."""
+        """Write the devices, whether the step fits, and the origin of the figures."""
         if self.usable_bytes is None:
             return f"{self.where}: {_JUDGES[self.judged_by]}"
         fits = {True: "fits", False: "does not fit", None: "may fit, only the compiler knows"}[self.fits]

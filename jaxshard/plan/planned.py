@@ -1,11 +1,11 @@
-"""Meshes of devices that are only planned: TPU slices and GPU hosts by name, without a compiler and without hardware.
+"""Make meshes of planned devices: TPU slices and GPU hosts by name, without a compiler and without hardware.
 
 mesh = planned_mesh("h100:8x4", data=32)
 layout = js.layout(js.fsdp(), mesh, init_fn, tx)
 print(js.plan.predict(layout, loss_fn, batch, js.explicit(), tx=tx))
 
-Layouts, promises and predictions need of a device only what it is and where it stands. To compile, `topology_mesh` asks
-the compiler for the same devices, with the same numbers.
+Layouts, promises and predictions need only the kind and the place of a device. To compile, `topology_mesh` asks the
+compiler for the same devices, with the same numbers.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from jaxshard.plan.arrange import arrange
 
 @dataclass(frozen=True)
 class PlannedDevice:
-    """A device that stands for one that is not here; its attributes are those of a `jax.Device`.
+    """A stand-in for a device that is not attached, with the attributes of a `jax.Device`.
 
-    Besides, `topology` and `num_slices` are what it was planned as, such as "v5e:4x4" and 1.
+    It also has the `topology` and `num_slices` for which it was planned, such as "v5e:4x4" and 1.
     """
 
     id: int
@@ -47,11 +47,11 @@ class PlannedDevice:
 
     @property
     def client(self) -> Any:
-        """The runtime, of which a program that is traced asks the version. Nothing compiles for it."""
+        """The runtime, whose version is read while a program is traced. Nothing compiles for it."""
         return SimpleNamespace(platform="planned", platform_version="planned", process_index=lambda: -1)
 
     def addressable_memories(self) -> list[Any]:
-        """The kinds of memory that an array may be kept in."""
+        """Return the kinds of memory in which an array may be stored."""
         return [SimpleNamespace(kind="device"), SimpleNamespace(kind="pinned_host")]
 
 
@@ -60,11 +60,11 @@ class Slices(NamedTuple):
 
     Attributes:
       kind: the `device_kind`.
-      shapes: the small shapes; those of whole cubes of 4 x 4 x 4 come in addition where `cubes` is above 0.
-      cubes: along a dimension at most so many cubes.
-      chips: at most so many chips in one slice.
-      cores: devices that JAX shows for each chip.
-      num_cores: cores in each of these.
+      shapes: the small shapes; if `cubes` is above 0, also all shapes made of cubes of 4 x 4 x 4.
+      cubes: the most cubes along a dimension.
+      chips: the most chips in one slice.
+      cores: the number of JAX devices of each chip.
+      num_cores: the number of cores of each device.
     """
 
     kind: str
@@ -76,7 +76,7 @@ class Slices(NamedTuple):
 
 
 class Hosts(NamedTuple):
-    """GPUs of one kind: the `device_kind`, its compute capability, and how many share NVLink (or a host) at most."""
+    """GPUs of one kind: the `device_kind`, the compute capability, and the most GPUs that share NVLink or a host."""
 
     kind: str
     capability: str
@@ -112,7 +112,7 @@ GPUS = {
 
 
 class Topology(NamedTuple):
-    """A topology by its parts: `version` ("v5e", "h100") and `shape`, of GPUs (in a host, hosts)."""
+    """A parsed topology: its `version` ("v5e", "h100") and its `shape`, for GPUs (GPUs of a host, hosts)."""
 
     version: str
     shape: tuple[int, ...]
@@ -134,11 +134,11 @@ def parse_topology(name: str) -> Topology:
         Topology(version='v5p', shape=(4, 4, 8))
 
     Args:
-      name: version and shape: "v5e:16x16", "v5p:4x4x8", or Google's name of a slice, as for `topology_name`; of GPUs
-        how many share a host, and how many hosts: "h100:8", "h100:8x32".
+      name: version and shape: "v5e:16x16", "v5p:4x4x8", or Google's name of a slice, as for `topology_name`; for GPUs
+        the number of GPUs in a host and of hosts: "h100:8", "h100:8x32".
 
     Raises:
-      ValueError: there is no such version, or it is not rented in this shape; lists near ones.
+      ValueError: there is no such version, or it is not rented in this shape; lists similar ones.
     """
     version, _, text = topology_name(name).partition(":")
     known = (*TPUS, *GPUS)
@@ -164,7 +164,7 @@ def parse_topology(name: str) -> Topology:
 
 
 def topology_name(name: str) -> str:
-    """Return a topology as version:shape where it is named as Google names slices; other names unchanged.
+    """Convert Google's name of a slice to version:shape; return other names unchanged.
 
     v5e and v6e slices are named by chips, v4 and v5p slices by TensorCores, of which a chip has two; the shape is the
     nearest to a cube (cloud.google.com/tpu/docs/v5p, "Available configurations").
@@ -198,17 +198,17 @@ def chip_named(name: str) -> Chip:
 
 
 def mesh_chip(mesh: Mesh) -> Chip | None:
-    """Return the limits of a device of a mesh; None where they are not known."""
+    """Return the limits of the devices of a mesh; None if they are not known."""
     device = mesh.devices.flat[0]
     return chip_of(device.device_kind, num_cores=getattr(device, "num_cores", None))
 
 
 def planned_devices(name: str, *, num_slices: int = 1) -> list[PlannedDevice]:
-    """Return stand-ins for the devices of a topology.
+    """Return planned devices for a topology.
 
     Args:
-      name: as for `parse_topology`. The GPUs of a host have one `slice_index`: NVLink ends there.
-      num_slices: so many copies of a TPU slice, connected by the data center's network.
+      name: as for `parse_topology`. The GPUs of a host have the same `slice_index`, since NVLink ends at the host.
+      num_slices: the number of TPU slices, connected by the data center's network.
 
     Raises:
       ValueError: as `parse_topology`; or several slices of GPUs.
@@ -230,18 +230,18 @@ def planned_devices(name: str, *, num_slices: int = 1) -> list[PlannedDevice]:
 
 
 def planned_mesh(name: str, /, *, num_slices: int = 1, **axes: int) -> Mesh:
-    """Make a mesh with named axes over a TPU slice or GPUs that are not here, nor their compiler.
+    """Make a mesh with named axes over planned TPUs or GPUs, without hardware and without their compiler.
 
-    Layouts, `js.plan.promise` and `js.plan.predict` work on it; nothing can be compiled or computed: for that
-    `topology_mesh` makes a mesh of TPUs with the same devices at the same places.
+    Layouts, `js.plan.promise` and `js.plan.predict` work on it. Nothing can be compiled or computed: to compile,
+    `topology_mesh` makes a mesh with the same devices at the same places.
 
     Args:
       name: version and shape, such as "v5e:16x16", "v5p:4x4x8", "h100:8" (one host) or "h100:8x32" (32 hosts).
-      num_slices: so many copies of a TPU slice, connected by the data center's network.
-      **axes: name and size of each axis; one size may be -1 and takes what the others leave.
+      num_slices: the number of TPU slices, connected by the data center's network.
+      **axes: name and size of each axis; one size may be -1 and takes the remaining devices.
 
     Returns:
-      A mesh of stand-ins for all devices, with axis types Auto.
+      A mesh of planned devices, with axis types Auto.
 
     Raises:
       ValueError: no such topology (near ones are listed), or sizes that do not multiply to its number of devices.
@@ -254,7 +254,7 @@ def planned_mesh(name: str, /, *, num_slices: int = 1, **axes: int) -> Mesh:
 
 
 def _tpus(topology: Topology, number: int, num_slices: int) -> Iterator[PlannedDevice]:
-    """The devices of one slice, with libtpu's ids: the first dimension counts fastest; a host has 2 x 2 chips."""
+    """Yield the devices of one slice, with libtpu's ids: the first dimension counts fastest; a host has 2 x 2 chips."""
     known = TPUS[topology.version]
     shape = (*topology.shape, 1, 1)[:3]
     host = [min(2, shape[0]), min(2, shape[1]), 1]
@@ -286,14 +286,14 @@ def _is_known(version: str, shape: tuple[int, ...]) -> bool:
 
 
 def _near(version: str, text: str) -> list[str]:
-    """The three shapes that are nearest in their number of devices."""
+    """Return the three topologies whose number of devices is nearest."""
     wanted = math.prod(int(size) for size in re.findall(r"\d+", text) or [16]) or 1
     best = sorted(_shapes(version), key=lambda shape: abs(math.log(math.prod(shape) / wanted)))[:3]
     return [_name(version, shape) for shape in best]
 
 
 def _shapes(version: str) -> list[tuple[int, ...]]:
-    """The shapes of a TPU slice; of GPUs some."""
+    """Return all shapes of a TPU slice, or some shapes of GPUs."""
     if version in GPUS:
         most = GPUS[version].most
         return [(size,) for size in (1, 2, 4, 8, most) if size <= most] + [(min(8, most), 2**k) for k in range(1, 12)]

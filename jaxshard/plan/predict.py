@@ -1,4 +1,4 @@
-"""`js.plan.predict`: the needs of a training step, from its traced program, without compiling and without a device."""
+"""Predict memory, communication and time of a training step without running it: `js.plan.predict`."""
 
 from __future__ import annotations
 
@@ -54,22 +54,22 @@ def predict(
     """Predict memory, communication and time of the step that `make_step(loss_fn, tx, layout, engine=engine)` makes.
 
     Only shapes are needed, and nothing is allocated on any device. On the mesh of a topology (`js.plan.planned_mesh`,
-    `js.plan.topology_mesh`) whose compiler is installed, memory is what the compiler assigns, as by
-    `js.plan.compile_for`; otherwise it is estimated from the traced program. `prediction.judged_by` says which.
+    `js.plan.topology_mesh`) whose compiler is installed, the compiler assigns the memory, as for `js.plan.compile_for`;
+    otherwise memory is estimated from the traced program. `prediction.judged_by` says which.
 
     Args:
-      layout: where the arrays live.
+      layout: the layout of the step.
       loss_fn: as for `js.make_step`.
       batch: a tree of global arrays or `jax.ShapeDtypeStruct`.
       engine: as for `js.make_step`; `js.auto()` by default.
       tx: the optimizer that the layout was made with.
-      chip: the limits of a device; by default those of the mesh's devices, where they are known.
-      price: of one device for an hour, in any currency.
-      estimate: estimate memory also where the compiler could be asked: faster by some seconds.
+      chip: the limits of a device; by default those of the mesh's devices, if they are known.
+      price: the price of one device for an hour, in any currency.
+      estimate: estimate memory even if the compiler could be asked: faster by some seconds.
       at_depth: as for `js.plan.compile_for`.
 
     Returns:
-      The prediction, of one device.
+      The prediction, for one device.
 
     Raises:
       TypeError: `tx` is missing.
@@ -105,7 +105,7 @@ def predict(
         report = _estimated(region, layout, limits)
     else:
         report = judge_step(step, batch, target, program, at_depth)
-    if chip is not None:  # its limit holds, and not that by which the compiler fits or refuses a step
+    if chip is not None:  # the limit that the user gave replaces the compiler's
         report = replace(report, chip=chip, usable_bytes=chip.usable_bytes or chip.hbm_bytes, refusal="")
     promised = promise(layout, engine, loss_fn, batch)
     ticks = ticks_of(engine, layout)
@@ -138,7 +138,7 @@ def predict(
 
 
 def _estimated(region: Region, layout: Layout, chip: Chip | None) -> MemoryReport:
-    """Estimate memory from the traced program: the arguments, and what the program computes."""
+    """Estimate memory from the traced program: its arguments and its temporaries."""
     names = [(one.leaf.names or (), one.leaf.shape) for one in layout.placed() if one.role == "param"]
     vocab = {size for dims, shape in names for name, size in zip(dims, shape, strict=False) if name == "vocab"}
     peak = step_peak(region, dict(layout.mesh.shape), tpu=_platform(layout.mesh) == "tpu", vocab=frozenset(vocab))
@@ -165,7 +165,7 @@ def _estimated(region: Region, layout: Layout, chip: Chip | None) -> MemoryRepor
 
 
 def _model_flops(layout: Layout, loss_fn: LossFn, batch: PyTree) -> float:
-    """Count the FLOPs of the model's step over all devices; 0 where the loss can't be counted."""
+    """Count the FLOPs of the model's step over all devices; 0 if the loss can't be counted."""
     shapes = layout.shapes
     try:
         return float(train_flops(loss_fn, join_model(shapes.params, shapes.state), abstract(batch), shapes.key))
@@ -174,7 +174,7 @@ def _model_flops(layout: Layout, loss_fn: LossFn, batch: PyTree) -> float:
 
 
 def _tokens(batch: PyTree) -> int:
-    """Count the tokens of a batch: the elements of its widest array of integers with positions; 0 without one."""
+    """Count the tokens of a batch: those with a label in its largest integer array [rows, positions]; 0 without one."""
     found = [x for x in jax.tree.leaves(batch) if jnp.issubdtype(x.dtype, jnp.integer) and len(x.shape) == 2]
     return max((int(x.shape[0]) * (int(x.shape[1]) - 1) for x in found), default=0)
 

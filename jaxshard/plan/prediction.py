@@ -1,4 +1,4 @@
-"""The prediction of a training step: a value that prints as a table, becomes JSON, and shows itself in a notebook."""
+"""The prediction of a training step, as a table, as JSON and in a notebook."""
 
 from __future__ import annotations
 
@@ -9,30 +9,27 @@ from typing import Any
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.text_table import Section, Table
 from jaxshard.plan.memory_report import MemoryReport
-from jaxshard.plan.time.network import CollectiveCost
+from jaxshard.plan.time.network import CollectiveCost, Range
 from jaxshard.plan.time.products import ProductCost
 from jaxshard.plan.time.step_time import StepTime
-
-Range = tuple[float, float]
-"""A low and a high estimate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction(MemoryReport):
-    """The memory, communication and time that a training step will need, per device.
+    """The predicted memory, communication and time of a training step, per device.
 
-    `print(prediction)` is a table, `prediction.as_dict()` goes into JSON. Besides those of `MemoryReport`:
+    `print(prediction)` is a table, `prediction.as_dict()` goes into JSON. In addition to those of `MemoryReport`:
 
     Attributes:
-      collectives: what is moved between devices, with times.
-      products: FLOPs by product.
-      flops: per device and step, those computed again included.
-      model_flops: of all devices, those of the model alone.
-      time: the seconds of a step as a range, with its parts; None where the chip is not known.
+      collectives: the collectives of a step, with their times.
+      products: the matrix products of a step, with their FLOPs and times.
+      flops: FLOPs per device and step, recomputation included.
+      model_flops: FLOPs of the model on all devices, without recomputation.
+      time: the seconds of a step as a range, with its parts; None if the chip is not known.
       mfu: model FLOPs utilization, low and high.
-      tokens_per_second: of all devices, low and high; None where the batch has no tokens.
-      price_per_billion_tokens: low and high, at the price that was given; None without one.
-      offloaded_bytes: that activations take of the host's memory, for each device.
+      tokens_per_second: tokens per second of all devices, low and high; None if the batch has no tokens.
+      price_per_billion_tokens: low and high, at the given price; None without a price.
+      offloaded_bytes: bytes of activations in the host's memory, for each device.
 
     Example:
         prediction = js.plan.predict(layout, loss_fn, batch, tx=tx)
@@ -94,7 +91,7 @@ class Prediction(MemoryReport):
 
 
 def human_seconds(seconds: float) -> str:
-    """Write a duration with three digits: "4.54 s", "12 ms", "32.3 us"."""
+    """Format a duration with three digits: "4.54 s", "12 ms", "32.3 us"."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{human_number(seconds / size)} {unit}"
@@ -102,12 +99,12 @@ def human_seconds(seconds: float) -> str:
 
 
 def seconds_range(found: Range) -> str:
-    """Write a range of durations as "low - high"."""
+    """Format a range of durations as "low - high"."""
     return " - ".join(map(human_seconds, found))
 
 
 def human_number(value: float) -> str:
-    """Write a number with three digits and no exponent: "303,000", "4.54", "0.348"."""
+    """Format a number with three digits and no exponent: "303,000", "4.54", "0.348"."""
     digits = 2 - math.floor(math.log10(abs(value))) if value else 0
     rounded = round(value, digits)
     text = f"{rounded:,.{max(0, digits)}f}"

@@ -1,4 +1,4 @@
-"""TPU topologies and GPUs that are not at hand: meshes for which `jax.jit` lowers and compiles anyway.
+"""Make meshes of TPU topologies and GPUs that are not attached, for which `jax.jit` lowers and compiles programs.
 
 mesh = topology_mesh("v5e:16x16", x=16, y=16)
 layout = js.layout(js.fsdp(("x", "y")), mesh, init_fn, tx)
@@ -24,11 +24,11 @@ from jaxshard.plan.planned import GPUS, TPUS, PlannedDevice, chip_named, parse_t
 
 
 class Target(NamedTuple):
-    """A topology for its compiler.
+    """A topology to compile for.
 
     Attributes:
       name: as a user writes it, such as "v5e:4x4" or "h100:8".
-      num_slices: how many copies of a TPU slice.
+      num_slices: the number of TPU slices.
     """
 
     name: str
@@ -58,7 +58,7 @@ _targets: dict[int, Target] = {}
 
 
 def target_of(mesh: Mesh | AbstractMesh) -> Target | None:
-    """Return the topology whose devices, or stand-ins for them, a mesh has; None for devices that are here."""
+    """Return the topology of a mesh of compile-only or planned devices; None for real devices."""
     if isinstance(mesh, AbstractMesh):
         return None
     device = mesh.devices.flat[0]
@@ -70,17 +70,17 @@ def target_of(mesh: Mesh | AbstractMesh) -> Target | None:
 def topology_devices(name: str, *, num_slices: int = 1) -> list[jax.Device]:
     """Return the devices of a TPU topology, or of hosts of GPUs, for compiling without hardware.
 
-    Programs compile for them with the memory of the real chip enforced; they hold no arrays. The torus has the links
-    that close a dimension to a ring where the real one has them: v5e and v6e along 16 chips, v4, v5p and TPU7x in all
-    dimensions of slices made of cubes of 4 x 4 x 4. Without being asked libtpu leaves them out, and then gathers over
-    all of a v5p:4x4x4 by all-reduces, which move twice the bytes (`benchmarks/README.md`).
+    Programs compile for them with the memory limit of the real chip; they hold no arrays. The torus has the
+    wrap-around links of the real one: v5e and v6e along 16 chips, v4, v5p and TPU7x in all dimensions of slices made of
+    cubes of 4 x 4 x 4. By default libtpu leaves them out, and then gathers over all of a v5p:4x4x4 by all-reduces,
+    which move twice the bytes (`benchmarks/README.md`).
 
-    Of GPUs the description is written by hand (`plan/gpus.py`), and their memory is not enforced.
+    GPUs are described by hand (`plan/gpus.py`), and their memory limit is not enforced.
 
     Args:
-      name: version and shape, such as "v5e:2x4", "v5p:4x4x4" or "v6e:16x16"; of GPUs how many share a host, and how
-        many hosts: "h100:8", "h100:8x4".
-      num_slices: that many copies of a TPU slice, connected by the data center's network.
+      name: version and shape, such as "v5e:2x4", "v5p:4x4x4" or "v6e:16x16"; for GPUs the number of GPUs in a host and
+        of hosts: "h100:8", "h100:8x4".
+      num_slices: the number of TPU slices, connected by the data center's network.
 
     Returns:
       The devices of all slices, in the compiler's order.
@@ -98,12 +98,12 @@ def topology_devices(name: str, *, num_slices: int = 1) -> list[jax.Device]:
     if target.is_gpu and num_slices != 1:
         raise ValueError(f"{name}: slices are of TPUs, got num_slices={num_slices}; write hosts x slices instead")
     check_compiler(target)
-    if ":" not in name:  # an empty name would be taken for some topology of libtpu's choice
+    if ":" not in name:  # for an empty name libtpu would choose a topology of its own
         parse_topology(name)
     try:
         return list(_make_devices(target))
     except jax.errors.JaxRuntimeError as error:
-        parse_topology(name)  # says what is near
+        parse_topology(name)  # lists similar names
         raise ValueError(
             f"no TPU topology {name!r}: {error}; write it as version:shape, such as v5e:2x4, v5p:2x2x4 or v6e:16x16"
         ) from error
@@ -140,20 +140,19 @@ def has_compiler(target: Target) -> bool:
 
 
 def topology_mesh(name: str, /, *, num_slices: int = 1, **axes: int) -> Mesh:
-    """Make a mesh with named axes over a TPU topology, or over GPUs.
+    """Make a mesh with named axes over a TPU topology or GPUs, for which programs compile without hardware.
 
-    Where the sizes are those of the torus (in any order; slices and the cores of a chip are dimensions too), every axis
-    runs along one dimension of it, which is what nested reduce-scatters need. Otherwise devices are ordered as
-    `make_mesh` orders real ones, or, where it can't, by slice, coordinates and core. The order of the devices along an
-    axis changed no collective, and an axis that was asked for is not split: over a v5e:16x16 two axes make a step's
-    all-reduces reduce-scatters, which leaves 35 % fewer bytes to wait for, but takes 3 % more estimated cycles and uses
-    the links of one dimension at a time. On v5p one axis for each dimension is the better choice under `js.explicit`
-    (`benchmarks/README.md`).
+    If the sizes are those of the torus (in any order; slices and the cores of a chip are dimensions too), each axis
+    runs along one dimension of it, as nested reduce-scatters need. Otherwise devices are ordered as `make_mesh` orders
+    real ones, or else by slice, coordinates and core. The order of the devices along an axis changed no collective. An
+    axis is never split for you: over a v5e:16x16, two axes turn a step's all-reduces into reduce-scatters, with 35 %
+    fewer bytes to wait for, but 3 % more estimated cycles, and they use the links of one dimension at a time. On v5p
+    one axis for each dimension is the better choice under `js.explicit` (`benchmarks/README.md`).
 
     Args:
-      name: version and shape, as for `topology_devices`.
-      num_slices: as for `topology_devices`.
-      **axes: name and size of each axis; one size may be -1 and takes what the others leave.
+      name: version and shape, such as "v5e:16x16", "v5p:4x4x8", "h100:8" (one host) or "h100:8x4" (4 hosts).
+      num_slices: the number of TPU slices, connected by the data center's network.
+      **axes: name and size of each axis; one size may be -1 and takes the remaining devices.
 
     Returns:
       A mesh of all devices, with axis types Auto.
@@ -171,7 +170,7 @@ def topology_mesh(name: str, /, *, num_slices: int = 1, **axes: int) -> Mesh:
 
 
 def _closed_dimensions(name: str) -> tuple[bool, ...]:
-    """Which dimensions of a slice are rings, by the table of chips; () where that is not known."""
+    """Return for each dimension of a slice whether it is a ring, by the table of chips; () if that is not known."""
     version, _, shape = name.partition(":")
     network = chip_named(version).network if version in TPUS else None
     if network is None or not re.fullmatch(r"\d+(x\d+){1,2}", shape):

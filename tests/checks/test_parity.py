@@ -335,7 +335,7 @@ def test_numbers_that_are_not_finite_fail():
     report = run(batch=batch)
     check_fails(report, [], kinds=("gradient", "loss", "update"))
     assert "not finite: loss, gradient Dense_0/bias, " in str(report)
-    assert "on both sides at the same places, so that nothing can be said" in str(report)
+    assert "on both sides at the same places, so that nothing can be compared" in str(report)
 
 
 def test_lower_precision_is_computed_in_f32_and_products_in_full_precision():
@@ -382,7 +382,7 @@ def test_frozen_parameters_and_updates_of_nothing():
     report = run(tx=optax.sgd(0.0), trainable=lambda path: path.startswith("Dense_1"))
     report.check()
     assert {one.leaf for one in report.differences if one.what == "gradient"} == {"Dense_1/kernel", "Dense_1/bias"}
-    assert report.notes == ("all updates are zero on one device, so that nothing is said about the optimizer",)
+    assert report.notes == ("all updates are zero on one device, so that the optimizer is not compared",)
 
 
 def test_state_that_each_device_computes_from_its_rows():

@@ -213,7 +213,7 @@ def test_the_text_of_anyones_step(tmp_path, capsys):
     result = json.loads(capsys.readouterr().out)
     (surprise,) = result["surprises"]
     assert not result["ok"] and result["file"] == str(file) and surprise["place"] == "/home/user/train.py:12"
-    assert surprise["why"].startswith("state.opt_state[0].mu['up']: moments of the optimizer")
+    assert surprise["why"].startswith("state.opt_state[0].mu['up']: no strategy communicates moments")
     assert main(["audit", *flags, "--strategy", "fsdp", "--all"]) == 1
     assert capsys.readouterr().out.rstrip().endswith("1 surprise")
     file.write_text(step_text(*FSDP))

@@ -1,6 +1,6 @@
-"""Asynchronous computations of a program: their start, their update and their end.
+"""Find the start, the update and the end of asynchronous computations in a compiled program.
 
-The operands come with the start, or, for a TPU's SparseCore, with an update:
+The start has the operands, or, on a TPU's SparseCore, an update has them:
 
     %s = ((f32[8]), f32[64], s32[]) async-start(%x), calls=%gather
     %d = f32[64] async-done(%s)
@@ -9,8 +9,8 @@ The operands come with the start, or, for a TPU's SparseCore, with an update:
     %u = ((f32[8]), f32[64], s32[1]) custom-call-update(%s, %x)
     %d = f32[64] custom-call-done(%u)
 
-The word before the dash says how the computation is called, and differs between versions of XLA. An operation that runs
-by itself, such as `all-gather-start`, has the same three parts and calls no computation.
+The opcode before the dash differs between versions of XLA. An operation such as `all-gather-start` has the same parts
+and calls no computation.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from jaxshard.checks.collectives import hlo
 
 
 def starts_computation(op: hlo.Op) -> bool:
-    """Return True for an asynchronous call of a computation, whatever the name of its opcode."""
+    """Return True if an operation starts a computation asynchronously, as `async-start` does."""
     return op.opcode.endswith("-start") and bool(op.runs)
 
 
 def find_start(computation: hlo.Computation, op: hlo.Op) -> hlo.Op:
-    """Return the start that an update or an end belongs to; any other operation is returned as it is."""
+    """Return the start to which an update or an end belongs; any other operation is returned unchanged."""
     while op.opcode.endswith(("-update", "-done")) or op.opcode == "get-tuple-element":
         op = computation[op.operands[0]]
     return op
 
 
 def operands_of(computation: hlo.Computation, start: hlo.Op) -> tuple[str, ...]:
-    """Return the operands of a start; where it has none, those of the update that brings them."""
+    """Return the operands of a start, or of its update if the start has none."""
     if start.operands or not starts_computation(start):
         return start.operands
     updates = (user for user in users(computation, start.name) if user.opcode.endswith("-update"))
@@ -41,7 +41,7 @@ def operands_of(computation: hlo.Computation, start: hlo.Op) -> tuple[str, ...]:
 
 
 def users(computation: hlo.Computation, name: str) -> Iterator[hlo.Op]:
-    """Yield the operations that use a value, also as an element of a tuple or in another shape."""
+    """Yield the operations that use a value, directly or through tuple elements, bitcasts, reshapes and copies."""
     for op in (computation[user] for user in computation.users.get(name, ())):
         yield op
         if op.opcode in ("get-tuple-element", "bitcast", "reshape", "copy"):

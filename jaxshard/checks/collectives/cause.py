@@ -1,8 +1,8 @@
-"""What a collective moves and why the compiler put it there, in words, from its own name and its arrays' trails.
+"""Explain in words which array a collective moves and why the compiler inserted it.
 
 all-reduce over tensor, f32[4, 8, 32], dot_general at model.py:80
   what    f32[4, 8, 32], made by dot_general at model.py:80 in the forward pass
-  why     dot_general contracts a dimension that is split over tensor: every device has a part of the sum
+  cause   dot_general contracts a dimension that is split over tensor: every device has a part of the sum
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LOOKUPS = ("gather", "take", "select_n", "_take")
 
 
 def array_words(one: Collective) -> str:
-    """Name the first array of a collective: the argument that it is, or the operation and line that compute it."""
+    """Describe the first array of a collective: the argument that it is, or the operation and line that compute it."""
     dtype, shape = one.arrays[0]
     array = f"{dtype}{list(shape)}"
     if one.trail.arguments:
@@ -29,7 +29,7 @@ def array_words(one: Collective) -> str:
 
 
 def cause(one: Collective) -> str:
-    """Say why a compiler, or the program itself, moves the first array of a collective; "" without its trail."""
+    """Explain why the compiler, or the program itself, moves the first array of a collective; "" without its trail."""
     own, over = operation_of(one.op_name), "+".join(one.axes)
     if not one.trails:
         return ""
@@ -41,7 +41,7 @@ def cause(one: Collective) -> str:
         return _cause_of_gather(one, own, over)
     if one.kind.endswith("all-to-all"):
         made, read = _ends(one, own)
-        return f"{made} leaves it split over {over} along another dimension than {read} takes it"
+        return f"{made} leaves it split over {over} along another dimension than {read} needs"
     if one.kind == "collective-permute":
         return _cause_of_permute(one, own, over)
     return f"the compiler's own, for {own or 'an operation whose name it lost'}"
@@ -50,7 +50,7 @@ def cause(one: Collective) -> str:
 def _cause_of_sum(one: Collective, own: str, over: str) -> str:
     maker = own if own in PRODUCTS else one.trail.maker or own
     if one.trail.arguments:
-        return f"a gather over {over} that is written as a sum of what is zero on all devices but one"
+        return f"a gather over {over} that is written as a sum of arrays that are zero on all devices but one"
     if maker in PRODUCTS:
         return f"{maker} contracts a dimension that is split over {over}: every device has a part of the sum"
     if maker in _LOOKUPS:
@@ -64,7 +64,7 @@ def _cause_of_sum(one: Collective, own: str, over: str) -> str:
 
 def _cause_of_gather(one: Collective, own: str, over: str) -> str:
     trail = one.trail
-    need = f"it whole over {over}" if trail.dim is None else f"dimension {trail.dim}, split over {over}, whole"
+    need = f"it replicated over {over}" if trail.dim is None else f"all of dimension {trail.dim}, split over {over}"
     if own == "sharding_constraint":
         return f"a constraint asks for {need}: {_operation(trail.reader, trail.read_at) or 'nothing near'} reads it"
     if own in _PARTS:
@@ -76,19 +76,19 @@ def _cause_of_gather(one: Collective, own: str, over: str) -> str:
 def _cause_of_permute(one: Collective, own: str, over: str) -> str:
     name = own or one.trail.reader
     if one.trail.maker == SCATTERED:
-        return f"a sum is scattered over {over} in shards of whole tiles: neighbours exchange what lies beyond theirs"
+        return f"a sum is scattered over {over} in shards of whole tiles: neighbours exchange the elements in between"
     if name in PRODUCTS:
         return f"shards go around a ring over {over}, while {name} multiplies one after the other"
     if name in _CUTS or name.startswith("conv"):
         return f"{name} cuts or joins a dimension elsewhere than it is split over {over}: neighbours exchange the rest"
     if name in _FOLDS:
-        return f"{name} folds a dimension, so that its parts over {over} are others than before"
+        return f"{name} folds a dimension, which changes the part of each device along {over}"
     made, read = _ends(one, own)
-    return f"{made} leaves other parts on the devices along {over} than {read} takes"
+    return f"{made} leaves other parts on the devices along {over} than {read} needs"
 
 
 def _ends(one: Collective, own: str) -> tuple[str, str]:
-    """What makes the array and what reads it."""
+    """Return the operations that make and that read the array, in words."""
     trail = one.trail
     made = first_words(trail.arguments) or _operation(trail.maker, trail.made_at) or own or "what makes it"
     return made, _operation(trail.reader, trail.read_at) or own or "what reads it"

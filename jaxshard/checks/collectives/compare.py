@@ -1,4 +1,4 @@
-"""The comparison of a promise with a compiled program, which names every collective that nothing promised."""
+"""Compare the promised collectives with those of a compiled program: `js.audit`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from jaxshard.training.step import Step
 
 
 def audit(step: Step, batch: PyTree) -> Comparison:
-    """Compile a step and compare its collectives with the promise of its layout and engine.
+    """Compile a step and compare its collectives with those that its layout and engine promise.
 
-    Nothing runs and no array is made; a mesh of a TPU topology (`js.plan.topology_mesh`) will do.
+    Nothing runs and no array is allocated, so the mesh may be that of a TPU topology (`js.plan.topology_mesh`).
 
     Args:
       step: what `js.make_step` returned.
@@ -55,19 +55,19 @@ def audit(step: Step, batch: PyTree) -> Comparison:
 
 
 def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
-    """Match every collective that is found with one that was promised, by kind, axes and number of elements.
+    """Match every collective of a program with a promised one, by kind, axes and number of elements.
 
-    An all-reduce may stand for a reduce-scatter or an all-gather of the same array, and a wider dtype for a narrower
-    one. A sum in a narrower dtype than promised is a surprise. So is what is left over,
-    but for what the promise leaves to the compiler: up to `promised.slack` bytes, the smallest first. An array that
-    must never travel is always one.
+    An all-reduce may replace a reduce-scatter or an all-gather of the same array, and an array may be sent in more bits
+    than promised. A sum in fewer bits than promised is a surprise. Unmatched arrays are surprises too, except the
+    smallest, which are left to the compiler up to `promised.slack` bytes in total. An array in `promised.never` is
+    always a surprise.
 
     Args:
-      promised: what `promise` returned.
-      found: what `collectives` returned, for the same mesh.
+      promised: the result of `promise`.
+      found: the result of `collectives`, for the same mesh.
 
     Returns:
-      Both side by side, with the surprises.
+      The promised and the found collectives, with the differences.
 
     Example:
         promised = js.plan.promise(layout, js.auto(), loss_fn, batch)
@@ -78,24 +78,24 @@ def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
     arrays = [pick(one, [part]) for one in found for part in range(len(one.arrays))]
     problems: dict[int, str] = {}
     left: list[int] = []
-    # What an engine issues is matched first: of equal arrays the user's own collective is to be the one left over. And
-    # what happens often before what happens seldom: it needs a promise with room for all of its executions.
+    # Match the engines' collectives before the user's, so that of equal arrays the user's own is the surprise. Match
+    # frequent ones before rare ones: each needs a promise with room for all of its executions.
     for at in sorted(range(len(arrays)), key=lambda at: (arrays[at].is_users, -(arrays[at].count or 0))):
         if banned := [one for one in promised.never if is_forbidden(one, arrays[at])]:
             problems[at] = explain_forbidden(banned, arrays[at])
         else:
             left.append(at)
-    # Only after all own kinds are matched may an all-reduce use up what was promised of another kind, and only then an
-    # array what was promised in a wider dtype. For a sum that is a surprise. A weight whose only use is a product that
-    # rounds it to bf16, as a TPU's does by default, may just as well be rounded before it is gathered.
+    # From the closest match to the loosest: the promised kind, an all-reduce in place of another kind, then both in
+    # fewer bits than promised. Fewer bits are a surprise for a sum. They are none for a weight: if its only use is a
+    # product that rounds it to bf16, as TPUs do by default, it may as well be rounded before it is gathered.
     taken: list[tuple[Collective, Allowance]] = []
-    for options in ({}, {"as_other": True}, {"narrower": True}, {"as_other": True, "narrower": True}):
+    for options in ({}, {"as_other": True}, {"fewer_bits": True}, {"as_other": True, "fewer_bits": True}):
         for at in tuple(left):
             covered = allowances.take(arrays[at], **options)
             if covered is None:
                 continue
             left.remove(at)
-            if "narrower" in options and covered.kind != "all-gather":
+            if "fewer_bits" in options and covered.kind != "all-gather":
                 problems[at] = f"wire dtype {arrays[at].dtype}, promised {covered.dtype}: {first_words(covered.what)}"
             else:
                 taken.append((arrays[at], covered))
@@ -113,12 +113,12 @@ def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
         substitutes=tuple(_explain_substitutes(promised, taken)),
         needed_bytes=sum(one.bytes or 0 for _, one in allowances.as_needed if one.elements > 1),
         unread=tuple(allowances.unread(found, [*instead, *small.values(), *(arrays[at] for at in problems)])),
-        widened_bytes=sum(map(_widened_by, taken)) if _is_cpu(promised.mesh) else 0,
+        widened_bytes=sum(map(_bytes_added_by_f32, taken)) if _is_cpu(promised.mesh) else 0,
     )
 
 
 def smallest(arrays: Mapping[int, Collective], slack: int) -> dict[int, Collective]:
-    """Choose the arrays that are left to the compiler: the smallest, as long as they have so many bytes in all."""
+    """Select the smallest arrays, which are left to the compiler, up to `slack` bytes in total."""
     chosen = {}
     for at, one in sorted(arrays.items(), key=lambda item: item[1].bytes or 0):
         if one.bytes is not None and one.bytes <= slack:
@@ -131,14 +131,14 @@ def _is_cpu(mesh: Mesh | None) -> bool:
     return mesh is not None and mesh.devices.flat[0].platform == "cpu"
 
 
-def _widened_by(pair: tuple[Collective, Allowance]) -> int:
-    """The bytes that an array has because it is sent as f32 where 16 bits were promised."""
+def _bytes_added_by_f32(pair: tuple[Collective, Allowance]) -> int:
+    """Return the extra bytes of an array that is sent as f32 although 16 bits were promised."""
     one, covered = pair
     return (one.bytes or 0) // 2 if one.dtype == "f32" and covered.dtype in ("bf16", "f16") else 0
 
 
 def _constraint(one: Collective, why: str, names: Mapping[str, str]) -> str:
-    """The call that keeps the first array of a collective split as it is before it is moved."""
+    """Write the `js.constrain` call that keeps the first array of a collective sharded as it was before."""
     split = "vocab" if why.startswith("logits") else "features"
     rows = [axis for axis, name in names.items() if name == "batch"]
     dims = [names.get(axes[0], split) if axes else None for axes in wanted_axes(one, rows)]
@@ -146,7 +146,7 @@ def _constraint(one: Collective, why: str, names: Mapping[str, str]) -> str:
 
 
 def _explain_substitutes(promised: Promise, taken: Iterable[tuple[Collective, Allowance]]) -> Iterator[str]:
-    """Yield a line for every other kind or dtype than promised, and axes: how often, how much, and the remedy."""
+    """Yield a line for each kind or dtype that replaces a promised one: axes, count, bytes and the remedy."""
 
     def words(pair: tuple[Collective, Allowance]) -> tuple[str, str, tuple[str, ...]]:
         one, covered = pair

@@ -1,4 +1,4 @@
-"""A promise and a program side by side, as text, JSON and in a notebook."""
+"""The result of an audit, promised and found collectives, as text, as JSON and in a notebook."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _LINES = 12
 
 @dataclass(frozen=True)
 class Comparison:
-    """A promise and a program side by side.
+    """The result of `js.audit`: the promised collectives, those of the program, and the differences.
 
     Attributes:
-      promised: what was expected.
+      promised: the promised collectives.
       found: every collective of the program.
-      surprises: what nothing promised, in the order of the program.
-      missing: what was promised to happen and did not, or more seldom; a compiler drops what nothing needs.
-      tolerated: bytes that were not expected, but left to the compiler.
-      substitutes: collectives that stand for promised ones of another kind or dtype: an all-reduce moves about twice
-        the bytes of a reduce-scatter or an all-gather, a CPU sends bf16 as f32, a TPU gathers f32 weights in bf16
-        where their products round them anyway. They are no surprises. A sum in a narrower dtype than promised is one.
-      needed_bytes: bytes that promises without a number cover, as activations over tensor axes.
-      program: what the program's text says beside its collectives; None where only those were given.
-      unread: kinds of collectives whose promised bytes are not in the program, in no form: they do not happen, or the
-        compiler wrote them in a way that is not known.
+      surprises: collectives that nothing promised, in the order of the program.
+      missing: collectives that happen less often than promised, or never; compilers drop unneeded ones.
+      tolerated: bytes of unpromised arrays that are small enough to be left to the compiler.
+      substitutes: collectives of another kind or dtype than promised: an all-reduce moves about twice the bytes of a
+        reduce-scatter or an all-gather, a CPU sends bf16 as f32, a TPU gathers f32 weights in bf16 if their products
+        round them anyway. They are no surprises. A sum in fewer bits than promised is one.
+      needed_bytes: bytes of collectives that are promised "as needed", such as activations over tensor axes.
+      program: waits, recomputation and host arrays of the program; None if only its collectives were given.
+      unread: kinds of collectives that are promised with a size and are not in the program in any form: either they do
+        not happen, or the parser does not know the form in which the compiler wrote them.
       widened_bytes: bytes that a CPU's compiler adds by sending bf16 as f32. TPUs and GPUs send bf16.
-      misplaced: arguments that are not stored as the strategy says, of a program of which there is only the text.
+      misplaced: arguments that are not stored as the strategy says, in the audit of a program's text alone.
     """
 
     promised: tuple[Expected, ...]
@@ -58,12 +58,12 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """True if there is no surprise, no misplaced array, and nothing that could not be read."""
+        """True if there are no surprises, no misplaced arrays and no unread kinds."""
         return not self.surprises and not self.misplaced and not self.unread
 
     @property
     def verdict(self) -> str:
-        """The outcome in a few words; "as promised" only where nothing differs from the promise."""
+        """The outcome in a few words; "as promised" only if nothing differs from the promise."""
         count = len(self.surprises) + len(self.misplaced)
         outcome = [f"{count} surprise{'s' * (count > 1)}"] if count else []
         outcome += [f"could not read {', '.join(one.partition(':')[0] for one in self.unread)}"] if self.unread else []
@@ -75,20 +75,21 @@ class Comparison:
 
     @property
     def promised_bytes(self) -> int:
-        """Bytes of the arrays that are promised with a size, at most; each in one form, the one that is likely."""
+        """Bytes, at most, of the arrays that are promised with a size; alternative forms of an array count once."""
         return sum(one.bytes or 0 for one in self.promised if one.is_counted)
 
     @property
     def found_bytes(self) -> int:
-        """Bytes of the arrays that were found, without scalars and what runs an unknown number of times."""
+        """Bytes of the arrays in the program, without scalars and without loops of unknown trip count."""
         return sum(one.bytes or 0 for one in arrays_only(self.found))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Add up both sides: one row per kind and axes, scalars left out, in the order of `found.KINDS`.
+        """Add up both sides, without scalars: one row per kind and axes, in the order of `found.KINDS`.
 
         Returns:
           Dictionaries with "kind", "axis" (several joined by "+"), "promised" (bytes at most; None where the loss
-          decides, as it does over tensor axes), "bytes" and "count" found. What only may be and is not has no row.
+          decides, as it does over tensor axes), and "bytes" and "count" of the program. An optional collective that
+          does not happen has no row.
         """
         found = {(row.kind, row.axes): row for row in summary(arrays_only(self.found))}
         sized = [one for one in self.promised if one.bytes is not None and one.elements[1] > 1]
@@ -97,9 +98,9 @@ class Comparison:
         rows = []
         for kind, axes in sorted(promised.keys() | found.keys(), key=lambda key: (KINDS.index(key[0]), key[1])):
             row = found.get((kind, axes), Row(kind, axes, 0, 0))
-            # A reduce-scatter that is not there was an all-reduce: its row says how much of those was promised.
+            # A missing reduce-scatter became an all-reduce: its row shows how many bytes were promised.
             if row.count != 0 or (kind, axes) in sure or kind == "reduce-scatter":
-                # Activations have no number of bytes. Where nothing else is promised the row says so, not that it is 0.
+                # Activations are promised without a size: if nothing else is, the row says "as needed", not 0.
                 any_size = [one for one in self.promised if one.shape is None and one.kind == kind]
                 as_needed = any(set(axes) <= set(one.axes) for one in any_size)
                 most = sum(one.bytes or 0 for one in promised.get((kind, axes), ()))
@@ -132,7 +133,7 @@ class Comparison:
         )
 
     def differences(self, *, all: bool) -> Iterator[str]:
-        """Yield a paragraph for each way in which the program differs from the promise, some of them empty."""
+        """Yield a paragraph for each kind of difference between program and promise, some of them empty."""
         missing, substitutes = self.missing, self.substitutes
         if not all:
             missing = (f"{len(missing)} kinds of arrays",) if len(missing) > 1 else missing
@@ -155,12 +156,12 @@ class Comparison:
             yield "\n".join(self.program.titles())
 
     def _lines(self) -> Iterator[str]:
-        """The collectives of the source lines that move most, and why the compiler put the largest of each there."""
+        """Describe the collectives of the source lines that move most, and the cause of the largest on each line."""
         for of in by_line(arrays_only(self.found), lambda one: one)[:_LINES]:
             yield "\n    ".join(filter(None, (describe(of), cause(of[0]))))
 
     def _notes(self) -> Iterator[str]:
-        """Bytes that are left to the compiler, and bytes that move in some steps alone."""
+        """Yield the bytes that are left to the compiler, and those that move only in some steps."""
         if self.widened_bytes:
             more = human_bytes(self.widened_bytes)
             yield f"a CPU's compiler sends bf16 as f32, {more} more than promised here; TPUs and GPUs send bf16"

@@ -1,7 +1,7 @@
-"""Collectives that a compiler derives by itself: how many and of which shape no placement says exactly.
+"""Promise the collectives that the compiler chooses, whose number and shape no placement determines exactly.
 
-They are promised as "as needed", or up to a number and a size, never as certain. Over tensor axes these are
-activations, under `js.auto` sums over rows as well, and on a TPU what is done to shards that are no whole tiles.
+They are promised "as needed" or up to a number and a size, never as certain: activations over tensor axes, sums over
+rows under `js.auto`, and on a TPU permutes of shards that are not a whole number of tiles.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from jaxshard.core.tree import path_str
 
 _LANES = 128
 _PARTS = ("all-reduce", "reduce-scatter", "all-gather")
-"""Of which a collective over chips of a slice and over slices is made."""
+"""The steps of a collective over several TPU slices: some inside each slice, some between slices."""
 _SEQUENCE = ("sequence", "length", "positions")
 """Logical names of a sequence's dimension."""
 
 
 def activations(layout: Layout, compiler_chooses: bool) -> Iterator[Expected]:
-    """Yield the collectives of activations: over tensor axes, and where the compiler chooses over batch axes.
+    """Yield the collectives of activations over tensor axes and, if the compiler chooses, over batch axes.
 
-    A product with a weight whose contracted dimension is split leaves partial sums, hence all-reduces; a sequence that
-    a rule splits is gathered before such a product and its sums are scattered after it.
+    A product that contracts a split dimension leaves partial sums, which are all-reduced. A sequence that a rule splits
+    is gathered before such a product, and the sums are reduce-scattered after it.
     """
     one = Expected("all-reduce", tensor_axes(layout), None, None, 0, None, "activations")
     yield one
@@ -51,10 +51,10 @@ def activations(layout: Layout, compiler_chooses: bool) -> Iterator[Expected]:
 
 
 def exchanges(layout: Layout) -> Iterator[Expected]:
-    """Yield what brings tokens to their experts and back, and the counts by which every device knows how many come.
+    """Yield the all-to-alls of tokens to their experts and back, and the gather of the counts of tokens.
 
-    How much that is the routing decides. Where it is uneven, tokens go in several rounds, of which a program does not
-    say how many there are.
+    The routing decides how many bytes move. If it is uneven, tokens go in several rounds, whose number is not known
+    before the program runs.
     """
     axes = expert_axes(layout)
     for kind in ("all-to-all", "ragged-all-to-all") if axes else ():
@@ -70,14 +70,14 @@ def splits_sequence(layout: Layout) -> bool:
 
 
 def feature_gathers(layout: Layout, parameters: Sequence[Parameter], compute_dtype: Any) -> Iterator[Expected]:
-    """Yield gathers of vectors that are whole over the tensor axes, but made by features that are split there.
+    """Yield gathers of vectors that are replicated over the tensor axes, but computed from features split there.
 
-    Such are scale and bias of a norm after a product whose columns are split, and the norm's averages.
+    Examples are scale and bias of a norm after a product whose columns are split, and the norm's averages.
     """
     tensor = tensor_axes(layout)
-    whole = [(one.path, one) for one in parameters if not set(axes_of(one.param.use)) & set(tensor)]
+    replicated = [(one.path, one) for one in parameters if not set(axes_of(one.param.use)) & set(tensor)]
     state = [(path_str(path), x) for path, x in jax.tree_util.tree_leaves_with_path(layout.shapes.state)]
-    for path, x in (*whole, *state):
+    for path, x in (*replicated, *state):
         if rank_of(path, x.shape) == 1:
             most, what = 2 * math.prod(x.shape[:-1]), f"features of {path}"
             dtype = compute_dtype or x.dtype
@@ -90,10 +90,10 @@ def fewest_features(layout: Layout, size: int) -> int:
 
 
 def border_permutes(one: Expected, shard: Shape) -> Expected:
-    """Return what crosses the borders of the shards when `one`, a reduce-scatter, leaves shards of this shape.
+    """Return the permute between neighbouring shards that follows `one`, a reduce-scatter into shards of this shape.
 
-    A TPU scatters arrays padded to whole tiles. Where a shard is no whole number of tiles, padded shards begin at other
-    elements than those wanted, and the compiler permutes what is off.
+    A TPU scatters arrays padded to whole tiles. If a shard is not a whole number of tiles, the padded shards begin at
+    other elements than the wanted ones, and the compiler permutes the difference.
     """
     tiles = [1] * len(shard[:-2]) + [8, 128][-len(shard) :]
     padded = tuple(size + -size % tile for size, tile in zip(shard, tiles, strict=True))
@@ -104,9 +104,9 @@ def border_permutes(one: Expected, shard: Shape) -> Expected:
 
 
 def ring_permutes(one: Expected, shard: Shape, parts: int) -> Expected:
-    """Return what may stand for `one`, a reduce-scatter that leaves shards of this shape on `parts` devices.
+    """Return the permutes that may replace `one`, a reduce-scatter into shards of this shape on `parts` devices.
 
-    A TPU's compiler may multiply one shard after the other and pass the sums of each around a ring meanwhile, with one
+    A TPU's compiler may multiply one shard after another and pass the sums around a ring at the same time, with one
     permute more than there are devices.
     """
     most = None if one.most is None else one.most * (parts + 1)
@@ -116,11 +116,11 @@ def ring_permutes(one: Expected, shard: Shape, parts: int) -> Expected:
 
 
 def between_slices(mesh: Mesh, expected: Iterable[Expected]) -> Iterator[Expected]:
-    """Yield what becomes of collectives over several TPU slices; the others as they are.
+    """Replace collectives over several TPU slices by the steps they are compiled to; yield all others unchanged.
 
     A sum over chips of a slice and over slices is scattered or summed in each slice, then summed between slices, then
-    gathered in each slice. Between slices arrays are padded to tiles, and several are joined to one. So over both the
-    axes in a slice and those across slices any of these kinds may move as many elements as were promised in all.
+    gathered in each slice. Between slices arrays are padded to tiles, and several are joined into one. So each of these
+    kinds, over the axes in a slice and over those across slices, may move as many elements as were promised in total.
     """
     slices = slice_indices(mesh)
     if slices.max() == slices.min():
@@ -144,12 +144,12 @@ def between_slices(mesh: Mesh, expected: Iterable[Expected]) -> Iterator[Expecte
 
 
 def _tiles(shape: Shape) -> tuple[int, ...]:
-    """The sizes of which the dimensions of an array are padded to multiples between slices: 16 of them in bf16."""
+    """Return the multiples to which the dimensions of an array are padded between slices: bf16 tiles of 16 x 128."""
     return (*[1] * (len(shape) - 2), *[16, _LANES][-len(shape) :])
 
 
 def torus_sizes(mesh: Mesh, axis: str) -> tuple[int, ...]:
-    """Return how far a mesh axis reaches in every dimension of a TPU's torus that it covers; () on other devices."""
+    """Return the extent of a mesh axis in each dimension of the TPU torus that it covers; () on other devices."""
     dim = mesh.axis_names.index(axis)
     line = np.moveaxis(mesh.devices, dim, 0).reshape(mesh.devices.shape[dim], -1)[:, 0]
     coords = [getattr(device, "coords", ()) for device in line]
@@ -157,10 +157,10 @@ def torus_sizes(mesh: Mesh, axis: str) -> tuple[int, ...]:
 
 
 def explain_substitutes(mesh: Mesh, axes: Sequence[str]) -> str:
-    """Return what may keep a TPU from the promised kind of collective over these axes, and the remedy; "" elsewhere.
+    """Explain why a TPU replaces promised collectives over these axes, with the remedy; "" if the torus is no reason.
 
-    Over an axis that covers several dimensions of a torus libtpu has no reduce-scatter, in any order of the devices,
-    and not every all-gather: some become all-reduces, all of them over three dimensions that are not closed to rings.
+    If an axis covers several dimensions of a torus, libtpu has no reduce-scatter over it, in any order of the devices,
+    and turns some all-gathers into all-reduces: all of them over three dimensions that are not closed to rings.
     """
     for axis in axes:
         sizes = torus_sizes(mesh, axis)

@@ -1,4 +1,4 @@
-"""Numbers of executions and of bytes added up, some of which a program does not tell."""
+"""Add up and format counts and bytes, some of which may be unknown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def total(numbers: Iterable[int | None]) -> int | None:
-    """Add up numbers; None where one of them is not known.
+    """Add up numbers; None if one of them is unknown.
 
     >>> total([1, 2]), total([1, None])
     (3, None)
@@ -22,7 +22,7 @@ def total(numbers: Iterable[int | None]) -> int | None:
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """Put items of the same key together, in the order in which keys and items come."""
+    """Group items by key; keys and items keep the order in which they come."""
     groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -30,10 +30,10 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
 
 
 def number_str(number: int | None) -> str:
-    """Write a number with commas, "?" for one that is not known."""
+    """Format a number with commas; "?" if it is unknown."""
     return "?" if number is None else f"{number:,}"
 
 
 def bytes_str(size: int | None, unknown: str = "?") -> str:
-    """Write a number of bytes in decimal units."""
+    """Format bytes in decimal units; `unknown` if their number is."""
     return unknown if size is None else human_bytes(size)

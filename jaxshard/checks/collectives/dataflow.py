@@ -1,13 +1,13 @@
-"""Where a value of a compiled program comes from, and from that how often a loop runs.
+"""Follow values of a compiled program back to the operations that compute them, and count the iterations of loops.
 
-XLA hands values on through tuples, copies, fusions, calls and the carries of loops. `resolve` follows a value back to
-the operation that really makes it:
+XLA passes values through tuples, copies, fusions, calls and the carries of loops. `resolve` follows a value back to the
+operation that computes it:
 
     %limit = s32[] constant(5)
     %init  = (s32[], f32[64,16], s32[]) tuple(%zero, %p, %limit)
     %w     = (s32[], f32[64,16], s32[]) while(%init), condition=%cond, body=%body
 
-    in %cond:  %n = s32[] get-tuple-element(%c), index=2        resolve -> %limit, if %body hands element 2 on unchanged
+    in %cond:  %n = s32[] get-tuple-element(%c), index=2        resolve -> %limit, if %body returns element 2 unchanged
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
 
 
 def resolve(scope: Scope, name: str, path: Path = ()) -> tuple[Scope, Op, Path]:
-    """Find the operation that makes a value, seen through whatever hands it on as it is.
+    """Find the operation that computes a value, through tuples, copies, casts, reshapes, fusions, calls and loops.
 
     Args:
-      scope: where the value is used.
-      name: the value.
-      path: the element of it that is meant, where it is a tuple.
+      scope: the computation that uses the value.
+      name: the name of the value.
+      path: the element that is wanted, if the value is a tuple.
 
     Returns:
-      The operation, the scope it stands in, and the element of its value that is meant.
+      The scope of the operation, the operation, and the element of its result that is wanted.
     """
     while True:
         op = scope.computation[name]
@@ -66,7 +66,7 @@ def resolve(scope: Scope, name: str, path: Path = ()) -> tuple[Scope, Op, Path]:
                     name = scope.arguments[int(op.inside)]
                 elif path and _is_unchanged(scope, scope.caller, path[0]):
                     name = scope.arguments[0]
-                else:  # each turn of the loop makes it anew
+                else:  # every iteration computes it anew
                     return scope, op, path
                 scope = scope.parent
             case _:
@@ -74,50 +74,50 @@ def resolve(scope: Scope, name: str, path: Path = ()) -> tuple[Scope, Op, Path]:
 
 
 def _is_started(scope: Scope, op: Op) -> bool:
-    """True for the custom call of a computation that was started to run what it calls."""
+    """Return True for a custom call inside an asynchronously started computation, which runs what it calls."""
     return bool(op.runs) and scope.caller is not None and starts_computation(scope.caller)
 
 
 def _is_unchanged(scope: Scope, loop: Op, index: int) -> bool:
-    """Return True if a loop's body hands element `index` of its carry on as it got it."""
+    """Return True if a loop's body returns element `index` of its carry unchanged."""
     body = scope.module.computations[loop.callee("body")]
     at, op, path = resolve(Scope(scope.module, body), body.root, (index,))
     return at.computation is body and op.opcode == "parameter" and path == (index,)
 
 
-class _Turn(NamedTuple):
-    """One of the first iterations of a loop, and what it begins with."""
+class _Iteration(NamedTuple):
+    """One of the first iterations of a loop, whose carry is made of constants."""
 
     scope: Scope
     loop: Op
     number: int
 
     def element(self, index: int) -> int | None:
-        """The integer in one element of the loop's carry."""
+        """Return the integer in one element of the loop's carry before the iteration; None if unknown."""
         if self.number == 0:
             return integer(self.scope, self.loop.operands[0], (index,))
         body = self.scope.enter(self.loop, self.loop.callee("body"))
         return integer(body, body.computation.root, (index,), self._replace(number=self.number - 1))
 
 
-def integer(scope: Scope, name: str, path: Path = (), turn: _Turn | None = None) -> int | None:
-    """Return the value of an integer scalar that is made of constants, and of what a loop's `turn` begins with."""
+def integer(scope: Scope, name: str, path: Path = (), iteration: _Iteration | None = None) -> int | None:
+    """Return the value of an integer scalar, made of constants and a loop's carry in `iteration`; None if unknown."""
     scope, op, path = resolve(scope, name, path)
     if op.opcode == "constant":
         return int(op.inside) if re.fullmatch(r"-?\d+", op.inside) else None
-    if op.opcode == "parameter" and turn is not None and scope.caller is turn.loop and len(path) == 1:
-        return turn.element(path[0])
+    if op.opcode == "parameter" and iteration is not None and scope.caller is iteration.loop and len(path) == 1:
+        return iteration.element(path[0])
     if op.opcode not in _ARITHMETIC or path:
         return None
-    left, right = (integer(scope, operand, (), turn) for operand in op.operands)
+    left, right = (integer(scope, operand, (), iteration) for operand in op.operands)
     return None if left is None or right is None else _ARITHMETIC[op.opcode](left, right)
 
 
 def trip_count(scope: Scope, loop: Op) -> int | None:
-    """Return how often the body of a while loop runs: what the compiler noted, else from its counter, else None.
+    """Return the trip count of a while loop, from the compiler's note or else from its counter; None if unknown.
 
-    TPU programs carry no note. There the condition compares two integers whose distance changes by the same amount in
-    each of the first turns: a counter and its limit.
+    TPU programs carry no note. There the condition compares a counter with its limit: two integers whose distance
+    changes by the same amount in each of the first iterations.
     """
     if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.notes):
         return int(noted[1])
@@ -126,17 +126,17 @@ def trip_count(scope: Scope, loop: Op) -> int | None:
     if compare.opcode != "compare":
         return None
     distances = []
-    for turn in (_Turn(scope, loop, number) for number in range(3)):
-        left, right = (integer(inner, operand, (), turn) for operand in compare.operands)
+    for iteration in (_Iteration(scope, loop, number) for number in range(3)):
+        left, right = (integer(inner, operand, (), iteration) for operand in compare.operands)
         if left is None or right is None:
             return None
         distances.append(left - right)
     first, second, third = distances
-    return _count_turns(first, second - first, compare) if third - second == second - first else None
+    return _count_iterations(first, second - first, compare) if third - second == second - first else None
 
 
-def _count_turns(distance: int, step: int, compare: Op) -> int | None:
-    """The turns of `while distance <compared with> 0: distance += step`; None where it runs away from 0."""
+def _count_iterations(distance: int, step: int, compare: Op) -> int | None:
+    """Count the iterations of `while distance <direction> 0: distance += step`; None if the distance misses 0."""
     direction = compare.attribute("direction")
     if direction in ("GT", "GE") or (direction == "NE" and distance > 0):
         distance, step = -distance, -step

@@ -1,4 +1,4 @@
-"""One collective that a step is expected to issue, as the promise counts it and a program is compared with it."""
+"""A promised collective: kind, axes, shape and dtype of its array, and how often a step issues it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxshard.core.tree import bytes_of
 Shape = tuple[int, ...]
 
 _SENT = ("int8", "uint8", "uint16")
-"""Integers as which the engines send numbers in fewer bits."""
+"""Integer dtypes in which the engines send floats of fewer bits."""
 
 
 @dataclass(frozen=True)
@@ -29,20 +29,20 @@ class Expected:
     Attributes:
       kind: one of `found.KINDS`.
       axes: the mesh axes, in mesh order; () for any.
-      shape: the whole, unscattered array; None for activations, whatever their shape.
-      dtype: in which the array travels; the CPU compiler widens narrower ones to f32. None where the loss decides.
-      least: executions per step that there will be (0 where the compiler has a choice).
-      most: executions per step that there may be; None where the loss decides.
+      shape: the full, unscattered array; None for activations of any shape.
+      dtype: the dtype that is sent; the CPU compiler sends 16-bit floats as f32. None where the loss decides.
+      least: the fewest executions per step (0 where the compiler has a choice).
+      most: the most executions per step; None where the loss decides.
       what: the array in words, with its path.
-      unpadded: the fewest elements, where the compiler may move the array before it is padded, or a part of it.
+      unpadded: the fewest elements, if the compiler may move the array before it is padded, or a part of it.
       limit: the most elements of an array whose shape the loss decides; None for any.
-      stack: how many executions the compiler may join into one of a stacked array: the blocks of a loop.
-      pooled: True if only the elements of all such collectives together are compared, because the compiler cuts and
-        joins their arrays.
-      every: it happens in one step of so many alone: `least` and `most` are those of that step.
-      until: it happens in the first so many steps alone: `least` and `most` are those of such a step; 0 for all steps.
-      instead_of: the `what` of the promise that this is another form of, whose bytes are counted there; "" for one of
-        its own.
+      stack: the number of executions, one per block of a loop, that the compiler may join into one of a stacked array.
+      pooled: True if only the total elements of all such collectives are compared, because the compiler cuts and joins
+        their arrays.
+      every: the number of steps between executions; `least` and `most` count the step in which it happens.
+      until: the number of first steps in which it happens; `least` and `most` count each of these; 0 for all steps.
+      instead_of: the `what` of another promise if this is an alternative form of it, so that its bytes do not count
+        twice; "" otherwise.
 
     Example:
         promised = js.plan.promise(layout, js.explicit(), loss_fn, batch)
@@ -73,7 +73,7 @@ class Expected:
 
     @property
     def wire_dtype(self) -> str:
-        """The dtype as a compiled program writes it, "bf16" or "s8"; "" of wider integers and where none is."""
+        """The dtype as a compiled program writes it, such as "bf16" or "s8"; "" for other integers and for None."""
         name = "" if self.dtype is None else str(jnp.dtype(self.dtype).name)
         if name not in _SENT and not (name and jnp.issubdtype(self.dtype, jnp.floating)):
             return ""
@@ -81,7 +81,7 @@ class Expected:
 
     @property
     def name(self) -> str:
-        """The array in words; for an alternative form, the words of the promise that it stands for."""
+        """The array in words; for an alternative form, the words of the promise that it replaces."""
         return self.instead_of or self.what
 
     @property
@@ -92,14 +92,14 @@ class Expected:
 
     @property
     def bytes(self) -> int | None:
-        """Bytes of the whole array times `most`; None where the loss decides."""
+        """Bytes of the full array times `most`; None where the loss decides."""
         if self.shape is None or self.most is None:
             return None
         return self.most * bytes_of(self.shape, self.dtype)
 
 
 def over_several(mesh: Mesh, expected: Iterable[Expected]) -> Iterator[Expected]:
-    """Yield each over those of its axes that have several devices, in mesh order; without what has no such axis."""
+    """Restrict collectives to mesh axes of several devices, in mesh order; drop those that have no such axis."""
     for one in expected:
         if axes := tuple(axis for axis in mesh.axis_names if axis in one.axes and mesh.shape[axis] > 1):
             yield replace(one, axes=axes)
@@ -108,10 +108,10 @@ def over_several(mesh: Mesh, expected: Iterable[Expected]) -> Iterator[Expected]
 def gather_stages(
     mesh: Mesh, old: Placement, keep: Sequence[str], one: Expected, at_once: bool = True
 ) -> Iterator[Expected]:
-    """`one` for every stage of a gather that leaves the axes in `keep`; all axes of a dimension `at_once` or singly.
+    """Yield `one`, an all-gather, for each stage in which an array is gathered over all axes except `keep`.
 
-    Each stage is counted with the array as large as it is after it: [16] split over (x=2, y=4) is gathered over y to
-    [8], then over x to [16]; at once over (x, y) to [16].
+    A stage covers all axes of a dimension if `at_once`, else a single axis. Its shape is that of its result: [16] split
+    over (x=2, y=4) is gathered over y to [8], then over x to [16]; at once over (x, y) to [16].
     """
     shape = list(old.shard_shape(mesh))
     gone = [(dim, axis) for dim, axis in reversed(split_dims(old.store)) if axis not in keep]
@@ -123,18 +123,18 @@ def gather_stages(
 
 
 def common_axes(one: Placement, two: Placement) -> list[str]:
-    """Return the axes by which both placements split the same dimensions of the stored array."""
+    """Return the mesh axes that split the same dimension of the stored array in both placements."""
     return [axis for dim, axis in split_dims(one.store) if (dim, axis) in split_dims(two.store)]
 
 
 def as_travels(one: Expected, travels: Iterable[Travel]) -> Iterator[Expected]:
-    """Yield `one` for each array that a format of `js.wire` sends in its place: 8-bit numbers, and scales of blocks."""
+    """Yield `one` for each array that a format of `js.wire` sends instead: 8-bit numbers, and scales of blocks."""
     for travel in travels:
         yield replace(one, kind=travel.kind, axes=travel.axes, shape=travel.shape, dtype=travel.dtype)
 
 
 def normal_shape(shape: Shape) -> Shape:
-    """Return a shape up to the order of its dimensions and dimensions of size one, which compilers change freely.
+    """Return a shape sorted and without dimensions of size one, because compilers transpose and squeeze freely.
 
     >>> normal_shape((8, 1, 4))
     (4, 8)
@@ -143,7 +143,7 @@ def normal_shape(shape: Shape) -> Shape:
 
 
 def joined_shapes(shape: Shape) -> Iterator[Shape]:
-    """Yield a shape, and those with some of its neighbouring dimensions joined to one.
+    """Yield a shape, and each shape in which some neighbouring dimensions are joined into one.
 
     >>> list(joined_shapes((2, 3, 4)))
     [(2, 3, 4), (6, 4), (24,), (2, 12)]

@@ -1,8 +1,8 @@
-"""Arrays that must never travel: weights over the axes that split them in use, and logits with a whole vocabulary.
+"""Arrays that must never be communicated: weights over their tensor axes, and logits with the full vocabulary.
 
-Where a compiler does not find the sharded algorithm it silently gathers a weight. The result is right and every device
-does all the work, so such a collective is a surprise however small it is. In a program it has to be recognised by its
-shape alone, and compilers transpose, flatten and slice: `Never.shapes` holds every form in which a weight may be met.
+A compiler that does not find the sharded algorithm silently gathers the weight. The result is right, but every device
+does all the work, so such a collective is a surprise however small it is. It can be recognised by its shape alone, and
+compilers transpose, flatten and slice: `Never.shapes` has every shape that a gathered weight may have.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from jaxshard.core.placement import axes_of, only_axes, splits_per_dim
 
 @dataclass(frozen=True)
 class Never:
-    """An array that must not travel over some axes: a weight that they split, or one with a whole vocabulary (logits).
+    """An array that must not be communicated over some axes: a weight that they split, or logits.
 
     Attributes:
       axes: the mesh axes.
       what: the array in words, with its path.
-      shapes: the weight's, in every form in which a compiler moves it whole, without dimensions of one element and
-        sorted.
-      shards: the weight's numbers of elements on one device, whole or one block of it.
-      vocab: of logits the size of the last dimension; 0 for a weight.
+      shapes: every shape that the gathered weight may have, sorted and without dimensions of size one.
+      shards: the numbers of elements of a device's shard, of all blocks and of one block.
+      vocab: the size of the vocabulary, the last dimension of logits; 0 for a weight.
       of_experts: True for the weights of experts, over whose axes tokens are exchanged.
 
     Example:
@@ -47,11 +46,17 @@ class Never:
 
 
 def forbidden_arrays(mesh: Mesh, parameters: Sequence[Parameter], experts: Sequence[str] = ()) -> Iterator[Never]:
-    """Yield the weights that axes split in use, those of `experts` among them, and logits of a vocabulary split so."""
+    """Yield the weights that mesh axes split during use, and the logits if the vocabulary is split.
+
+    Args:
+      mesh: the mesh.
+      parameters: all parameters of the model.
+      experts: the mesh axes over which tokens are sent to their experts.
+    """
     for one in parameters:
         axes = tuple(axis for axis in axes_of(one.param.use) if mesh.shape[axis] > 1)
-        if axes and rank_of(one.path, one.shape) > 1:  # a vector is as long as statistics of features are
-            forms = _whole_shapes(mesh, one, axes), _shard_sizes(mesh, one)
+        if axes and rank_of(one.path, one.shape) > 1:  # statistics of features have the shape of a vector, too
+            forms = _gathered_shapes(mesh, one, axes), _shard_sizes(mesh, one)
             yield Never(axes, f"the weight {one.path}", *forms, of_experts=bool(set(axes) & set(experts)))
     vocab = {pair for one in parameters for pair in _vocab_dims(one)}
     others = {size for one in parameters for size in one.shape if size not in [size for _, size in _vocab_dims(one)]}
@@ -61,17 +66,17 @@ def forbidden_arrays(mesh: Mesh, parameters: Sequence[Parameter], experts: Seque
 
 
 def _vocab_dims(one: Parameter) -> list[tuple[tuple[str, ...], int]]:
-    """The axes and size of a dimension that `js.tensor` split because it is called vocab."""
+    """Return the axes and the size of each dimension that `js.tensor` split because it is named vocab."""
     if not one.param.rule.startswith("vocab:"):
         return []
     return [(axis_names(entry), size) for size, entry in zip(one.shape, one.param.use) if axis_names(entry)]
 
 
-def _whole_shapes(mesh: Mesh, one: Parameter, axes: tuple[str, ...]) -> frozenset[Shape]:
-    """The shapes that a weight may have when it is whole over the axes.
+def _gathered_shapes(mesh: Mesh, one: Parameter, axes: tuple[str, ...]) -> frozenset[Shape]:
+    """Return the shapes that a weight may have once it is gathered over the axes.
 
-    Whole or one block of it, over the other axes as used or as stored, flat, or with neighbouring dimensions joined. A
-    stacked kernel [2, 32, 128] over (data=4, tensor=2), stored as [2, 8, 64], may be met whole over tensor as
+    All blocks or one, over the other axes as used or as stored, flat or with neighbouring dimensions joined. A stacked
+    kernel [2, 32, 128] over (data=4, tensor=2), stored as [2, 8, 64], may appear, gathered over tensor, as
     [2, 32, 128], [32, 128], [8, 128], [2, 8, 128], [4096], [64, 128], ...
     """
     shapes: set[Shape] = set()
@@ -90,11 +95,10 @@ def _shard_sizes(mesh: Mesh, one: Parameter) -> frozenset[int]:
 
 
 def is_forbidden(never: Never, found: Collective) -> bool:
-    """Return True if the array of a collective, its only one, has the form of one that must not travel over its axes.
+    """Return True if the only array of a collective looks like a forbidden one that moves over its axes.
 
-    A sum of a weight's size may be one of activations, so a weight's form is only looked for in what is gathered (the
-    whole weight) and in what is exchanged or permuted (shards of it, which must be of a floating type: indices that are
-    exchanged may have any size).
+    A sum with the size of a weight may be of activations. So a weight is only looked for in gathers, by its full shape,
+    and in exchanges and permutes, by the size of its shards; these must be floats, since indices may have any size.
     """
     if not set(found.axes) & set(never.axes):
         return False
@@ -112,7 +116,7 @@ def is_forbidden(never: Never, found: Collective) -> bool:
 
 
 def explain_forbidden(banned: Sequence[Never], found: Collective) -> str:
-    """Return why an array, which has the form of all those `banned`, is a surprise."""
+    """Explain why an array that looks like each of `banned` is a surprise."""
     weights = [never.what for never in banned if not never.vocab] or [never.what for never in banned]
     what = " or ".join(weights[:3]) + (f" or one of {len(weights) - 3} more" if len(weights) > 3 else "")
     size = "" if found.kind == "all-gather" or banned[0].vocab else "by its size part of "

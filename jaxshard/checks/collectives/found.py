@@ -1,11 +1,11 @@
-"""The collectives of a compiled step: what communicates, over which mesh axes, how often, how much, and from where.
+"""Read the collectives of a compiled step: kind, mesh axes, executions per step, bytes and source line.
 
 The optimized program is what runs, so this reads its text: the computations that it calls, loops with their trip
-counts, branches. Of a mesh (x=2, y=4) and a scan of 12 turns around
+counts, branches. On a mesh (x=2, y=4) a scan of 12 iterations around
 
     ROOT %r = f32[64,16]{1,0} all-reduce(%x), replica_groups={{0,1,2,3},{4,5,6,7}}, ..., metadata={... stack_frame_id=3}
 
-comes the record
+gives the record
 
     Collective(kind="all-reduce", axes=("y",), count=12, arrays=(("f32", (64, 16)),), source="/home/user/model.py:22")
 
@@ -48,7 +48,7 @@ KINDS = (
 )
 """The opcodes that communicate, in the order of summaries."""
 SUMS = ("all-reduce", "reduce-scatter")
-"""Those of them that add up."""
+"""The kinds that sum arrays."""
 
 # Only lines that match one of these are parsed.
 _COLLECTIVE = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(| (?:send|recv)\(.*_xla_megascale_transfer_type=")
@@ -58,15 +58,15 @@ _COLLECTIVE = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(| (?:send|recv)\(
 class Collective(Operation):
     """One collective operation of a compiled program, as one device sees it: an `Operation` of one of `KINDS`.
 
-    Its arrays are whole: the result of an all-gather, the operand of all others; several where the compiler combined
-    operations.
+    Its arrays are full, unscattered ones: the result of an all-gather, the operand of all others. There are several if
+    the compiler combined operations.
 
     Attributes:
-      axes: the mesh axes it communicates over, in mesh order; `("?",)` where its groups match no product of mesh axes.
+      axes: the mesh axes it communicates over, in mesh order; `("?",)` if its groups match no product of mesh axes.
       groups: groups, or pairs of source and target, of positions in `mesh.devices.flat`.
-      conditional: True in a branch of a conditional; `count` is then of a step that always takes that branch.
-      synchronous: True if the device waits for it, False if it computes meanwhile (see `overlap.py`).
-      trails: for every array where it comes from and goes to; () in records written by hand.
+      conditional: True in a branch of a conditional; `count` then assumes that the branch is always taken.
+      synchronous: True if the device waits for it, False if it computes at the same time (see `overlap.py`).
+      trails: the origin and the reader of each array; () in records written by hand.
     """
 
     axes: tuple[str, ...]
@@ -77,7 +77,7 @@ class Collective(Operation):
 
     @property
     def trail(self) -> Trail:
-        """Where its first array comes from and goes to."""
+        """The origin and the reader of its first array."""
         return self.trails[0] if self.trails else Trail()
 
     @property
@@ -98,7 +98,7 @@ class Row:
       kind: one of `KINDS`.
       axes: the mesh axes, in mesh order.
       count: executions per step; None where a trip count is unknown.
-      bytes: of the whole arrays, per step and device; None where a trip count is unknown.
+      bytes: of the unscattered arrays, per step and device; None where a trip count is unknown.
       conditional: True if one of them is in a branch of a conditional.
 
     Example:
@@ -118,14 +118,14 @@ class Row:
 
 
 def collectives(compiled: Compiled | str, mesh: Mesh) -> tuple[Collective, ...]:
-    """Read the collectives out of a compiled step.
+    """List the collectives of a compiled step, with mesh axes, executions, bytes and source lines.
 
-    Bytes are of the whole array on one device: the result of an all-gather, the operand of a reduce-scatter,
-    all-reduce, all-to-all or permute. Operations of a device with itself are left out. An asynchronous operation counts
-    once, and the fusions of all-reduce and slice on TPU count as the reduce-scatters they are.
+    Bytes are those of the unscattered array on one device: the result of an all-gather, the operand of a
+    reduce-scatter, all-reduce, all-to-all or permute. Groups of a single device are left out. An asynchronous operation
+    counts once, and a TPU's fusion of all-reduce and slice counts as the reduce-scatter it is.
 
     Args:
-      compiled: what `jax.jit(f).lower(...).compile()` returned, or its text.
+      compiled: the result of `jax.jit(f).lower(...).compile()`, or its text.
       mesh: the mesh it was compiled for: positions in a program are positions in `mesh.devices.flat`.
 
     Returns:
@@ -146,8 +146,8 @@ def collectives(compiled: Compiled | str, mesh: Mesh) -> tuple[Collective, ...]:
 
 
 def locate(module: hlo.Module, mesh: Mesh) -> tuple[tuple[Executed, Collective], ...]:
-    """Read the collectives out of a parsed program, each with one place where it is executed."""
-    # A computation that is called from several places is found several times, and may be waited for in some of them.
+    """List the collectives of a parsed program, each with one of the places that execute it."""
+    # A computation that is called from several places is found several times; the device may wait in some of them only.
     found = grouped(
         executed(module, _COLLECTIVE),
         lambda one: (one.scope.computation.name, one.op.name, is_synchronous(one.scope, one.op)),
@@ -172,7 +172,7 @@ def _check_mesh(compiled: Compiled | str, module: hlo.Module, mesh: Mesh) -> Non
 
 
 def _kind_of(scope: hlo.Scope, op: hlo.Op) -> str | None:
-    """The kind of a collective; None where the line only mentions one, or continues one that is counted elsewhere."""
+    """Return the kind of a collective; None if the line only mentions one, or continues one counted elsewhere."""
     if is_transfer(op):
         return transfer_kind(op)
     kind = op.opcode.removesuffix("-start")
@@ -190,13 +190,13 @@ def _kind_of(scope: hlo.Scope, op: hlo.Op) -> str | None:
 
 
 def _make_record(mesh: Mesh, executions: Sequence[Executed], synchronous: bool) -> Collective | None:
-    """The record of the executions of an operation, None where no device communicates with another."""
+    """Make the record of an operation from its executions; None if no device communicates with another."""
     scope, op = executions[0].scope, executions[0].op
     kind = _kind_of(scope, op)
     groups, axes = ((), ()) if kind is None else find_groups(scope, op, mesh)
     if kind is None or not axes:
         return None
-    arrays = hlo.arrays(op.type)[:1] if is_transfer(op) else _whole_arrays(scope, op, kind, len(groups[0]))
+    arrays = hlo.arrays(op.type)[:1] if is_transfer(op) else _unscattered(scope, op, kind, len(groups[0]))
     return Collective(
         kind=kind,
         axes=axes,
@@ -210,11 +210,11 @@ def _make_record(mesh: Mesh, executions: Sequence[Executed], synchronous: bool) 
     )
 
 
-def _whole_arrays(scope: hlo.Scope, op: hlo.Op, kind: str, width: int) -> tuple[hlo.Array, ...]:
-    """The unscattered arrays of a collective among groups of `width` devices.
+def _unscattered(scope: hlo.Scope, op: hlo.Op, kind: str, width: int) -> tuple[hlo.Array, ...]:
+    """Return the unscattered arrays of a collective among groups of `width` devices.
 
-    Made of the operands, not of the result: an asynchronous start has a tuple of buffers as result, which differs from
-    kind to kind.
+    They are derived from the operands, not from the result: an asynchronous start returns a tuple of buffers, which
+    differs from kind to kind.
     """
     computation = scope.computation
     sources = [computation[name] for name in op.operands]
@@ -234,14 +234,14 @@ def _whole_arrays(scope: hlo.Scope, op: hlo.Op, kind: str, width: int) -> tuple[
 
 
 def arrays_only(found: Iterable[Collective], *, above: int = 1) -> tuple[Collective, ...]:
-    """Keep the arrays of more than `above` elements.
+    """Leave out scalars: return the collectives with their arrays of more than `above` elements.
 
     Args:
-      found: collectives; what the compiler combined is taken apart.
-      above: arrays of so many elements or fewer are left out; 1 leaves out scalars.
+      found: collectives; arrays that the compiler combined are judged one by one.
+      above: the most elements of an array that is left out; 1 leaves out scalars.
 
     Returns:
-      The collectives in their order, without those of which nothing is left.
+      The collectives in their order, without those that have no array left.
 
     Example:
         arrays = js.plan.arrays_only(js.collectives(step.compile(batch), mesh))
@@ -252,11 +252,11 @@ def arrays_only(found: Iterable[Collective], *, above: int = 1) -> tuple[Collect
 def split_scalars(
     found: Iterable[Collective], *, above: int = 1
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """Separate the arrays of more than `above` elements from the others: losses, norms, counters.
+    """Separate collectives of arrays from those of scalars, such as losses, norms and counters.
 
     Args:
-      found: collectives; one that the compiler combined of both is in both results, with its arrays in one of them.
-      above: the most elements of what counts as a scalar.
+      found: collectives; one that the compiler combined of both is in both results, each array in one of them.
+      above: the most elements of an array that counts as a scalar.
 
     Returns:
       (the collectives of arrays, the collectives of scalars), each in their order.
@@ -280,7 +280,10 @@ def pick(one: Collective, parts: Sequence[int]) -> Collective:
 
 
 def summary(found: Iterable[Collective]) -> tuple[Row, ...]:
-    """Add up counts and bytes: one row per kind and axes, in the order of `KINDS`.
+    """Add up counts and bytes of collectives: one row per kind and axes, in the order of `KINDS`.
+
+    Args:
+      found: the result of `js.collectives`.
 
     Example:
         rows = js.plan.summary(js.collectives(step.compile(batch), mesh))
@@ -295,14 +298,14 @@ def summary(found: Iterable[Collective]) -> tuple[Row, ...]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Print rows as aligned plain text, with notes on what is not known exactly.
+    """Format the rows of a summary as aligned plain text, with notes on figures that are not exact.
 
         collective      axis  count  bytes
         all-reduce      a+c       1  2,048
         reduce-scatter  a         1  2,048
 
     Args:
-      rows: of `summary`.
+      rows: the result of `js.plan.summary`.
 
     Returns:
       Several lines; "no collectives" if there are no rows.
@@ -318,7 +321,7 @@ def table(rows: Iterable[Row]) -> str:
         for row in rows
     ]
     notes = {
-        "count ?: inside a loop whose number of turns is only known while it runs": any(r.count is None for r in rows),
+        "count ?: inside a loop whose trip count is only known while it runs": any(r.count is None for r in rows),
         "count *: inside a conditional, counted as if that branch were always taken": any(r.conditional for r in rows),
         "axis ?: among groups of devices that are no product of mesh axes": any(r.axes == UNKNOWN for r in rows),
     }

@@ -1,4 +1,4 @@
-"""Replica groups of a collective, and the mesh axes that they stand for.
+"""Parse the replica groups of a collective, and find the mesh axes over which they communicate.
 
 A compiled collective names the devices that talk to each other by their positions in `mesh.devices.flat`. On a mesh
 (x=2, y=4) whose positions are
@@ -8,8 +8,8 @@ A compiled collective names the devices that talk to each other by their positio
 
 the groups `{{0,1,2,3},{4,5,6,7}}` communicate over y, `{{0,4},{1,5},{2,6},{3,7}}` over x, all eight over (x, y).
 
-A program for several TPU slices is that of one of them. Its positions are those in its own slice, in mesh order: if
-x = 2 above were two slices, the groups `{{0,1,2,3}}` would stand for both groups over y.
+A program for several TPU slices is written for one slice. Its positions count the devices of that slice, in mesh order:
+if x = 2 above were two slices, the groups `{{0,1,2,3}}` would mean both groups over y.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Groups = tuple[tuple[int, ...], ...]
 """Groups of positions in `mesh.devices.flat`; of a permute, pairs of source and target."""
 
 UNKNOWN = ("?",)
-"""The axes of groups that are no product of mesh axes."""
+"""The axes of groups that are not a product of mesh axes."""
 
 _IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _IOTA_GROUPS = re.compile(rf"\[([\d,]+)\]<={_IOTA.pattern}")
@@ -39,23 +39,23 @@ _AXIS = re.compile(r"'?([^',]+?)'?(?::\((\d+)\)(\d+))?")
 
 
 def find_groups(scope: hlo.Scope, op: hlo.Op, mesh: Mesh) -> tuple[Groups, tuple[str, ...]]:
-    """Return the groups of an operation, or its pairs, in positions of the mesh, and the axes it communicates over."""
+    """Return the groups (or pairs) of an operation, as positions in the mesh, and the axes it communicates over."""
     slices = slice_indices(mesh)
     if is_transfer(op):
         groups = groups_across_slices(slices)
         axes = covering_axes(groups, mesh)
-        # Only a transfer among all slices names them.
+        # A transfer among some of the slices does not say which.
         return groups, axes if len(axes) == 1 or names_all_slices(op) else UNKNOWN
     groups, of_one_slice = groups_of(op, scope.module), scope.module.devices < mesh.size
     if of_one_slice:
         groups = groups_on_slices(groups, slices)
-    # An axis of several whole slices is known by its part in one of them.
+    # Groups of one slice cover only the part of an axis that is inside it.
     find = covering_axes if of_one_slice or op.opcode.startswith("collective-permute") else axes_of_groups
     return groups, find(groups, mesh)
 
 
 def groups_of(op: hlo.Op, module: hlo.Module) -> Groups:
-    """Return the groups of a collective, or the pairs of a permute, in positions of the program's devices."""
+    """Return the groups of a collective, or the pairs of a permute, as positions among the program's devices."""
     name = "source_target_pairs" if op.opcode.startswith("collective-permute") else "replica_groups"
     found = re.search(rf"\b{name}=(\{{(?:\{{[\d,]*\}},?)*\}}|.*)", op.attributes)
     text = "{}" if found is None else found[1]
@@ -63,7 +63,7 @@ def groups_of(op: hlo.Op, module: hlo.Module) -> Groups:
 
 
 def parse_groups(text: str, devices: int) -> Groups:
-    """Parse what stands behind `replica_groups=`, in any of its three syntaxes.
+    """Parse the value of `replica_groups=`, in any of its three syntaxes.
 
         {{0,1},{2,3}}                     explicit; {} means all devices together
         [4,2]<=[2,4]T(1,0)                iota: count to 8, reshape to 2 x 4, transpose, reshape to 4 groups of 2
@@ -71,7 +71,7 @@ def parse_groups(text: str, devices: int) -> Groups:
                                           over the named axes; b:(2)2 is the inner 2 of an axis of 4 split in 2 x 2
 
     Args:
-      text: of the attribute; what follows after it is ignored.
+      text: the value; anything after it is ignored.
       devices: how many devices the program runs on.
 
     Raises:
@@ -87,9 +87,9 @@ def parse_groups(text: str, devices: int) -> Groups:
 
 
 def _expand_mesh(shape: str, device_ids: str | None, axes: str) -> Groups:
-    """Groups over whole axes, or over parts of axes, of a mesh that the compiler describes.
+    """Return the groups over axes, or over parts of axes, of a mesh that the program describes.
 
-    A part is given as (size before it)size. In `mesh[a=2,b=4] {b:(2)2}` it is the inner one of b = 2 x 2, the last
+    A part is given as (size before it)size. In `mesh[a=2,b=4] {b:(2)2}` it is the inner factor of b = 2 x 2, the last
     binary digit of a device's place along b; devices that differ in nothing else are a group: {0,1}, {2,3}, {4,5}, ...
     """
     sizes = {name: int(size) for name, size in _SIZE.findall(shape)}
@@ -118,7 +118,7 @@ def _device_ids(text: str | None, count: int) -> np.ndarray:
 
 
 def expand_iota(sizes: str, order: str | None) -> np.ndarray:
-    """Count up in an array of these sizes, and transpose it if an order is given."""
+    """Return the integers 0, 1, ... in an array of these sizes, transposed if an order is given."""
     ids = np.arange(math.prod(_integers(sizes))).reshape(_integers(sizes))
     return ids.transpose(_integers(order)) if order else ids
 
@@ -128,7 +128,7 @@ def _as_groups(rows: np.ndarray) -> Groups:
 
 
 def _parse_pairs(text: str) -> Groups:
-    """Parse the (source, target) pairs behind `source_target_pairs=`, such as `{{0,1},{1,2}}`."""
+    """Parse groups or (source, target) pairs in braces, such as `{{0,1},{1,2}}`."""
     return tuple(_integers(pair) for pair in re.findall(r"\{([\d,]+)\}", text))
 
 
@@ -140,8 +140,8 @@ def axes_of_groups(groups: Groups, mesh: Mesh) -> tuple[str, ...]:
       mesh: the mesh of the program.
 
     Returns:
-      The axes in mesh order, those of size 1 never; `UNKNOWN` where the groups are no product of whole axes; () where
-      every device is a group of its own.
+      The axes in mesh order, without those of size 1; `UNKNOWN` if the groups are not a product of axes; () if every
+      device is a group of its own.
     """
     axes = covering_axes(groups, mesh)
     width = axis_size(mesh, axes)
@@ -150,20 +150,20 @@ def axes_of_groups(groups: Groups, mesh: Mesh) -> tuple[str, ...]:
 
 
 def groups_on_slices(groups: Groups, slices: np.ndarray) -> Groups:
-    """Return groups of positions in the mesh from groups of positions in one slice.
+    """Repeat the groups of one slice for each slice, as positions in the mesh.
 
     >>> groups_on_slices(((0, 1),), np.array([[0, 1], [0, 1]]))
     ((0, 2), (1, 3))
 
     Args:
-      groups: of positions among the devices of one slice; the same in every slice.
-      slices: for every device of the mesh, in its shape, the number of its slice.
+      groups: of positions among the devices of one slice.
+      slices: the slice number of each device, in the shape of the mesh.
     """
     return tuple(tuple(int(own[at]) for at in group) for own in slice_members(slices) for group in groups)
 
 
 def slice_members(slices: np.ndarray) -> np.ndarray:
-    """Return for each slice the positions of its devices in the mesh.
+    """Return the mesh positions of each slice's devices, one row per slice.
 
     >>> slice_members(np.array([[0, 1], [0, 1]])).tolist()
     [[0, 2], [1, 3]]
@@ -181,7 +181,7 @@ def groups_across_slices(slices: np.ndarray) -> Groups:
 
 
 def covering_axes(groups: Iterable[Sequence[int]], mesh: Mesh) -> tuple[str, ...]:
-    """Find the mesh axes, in mesh order, along which any device of a group, or a permute's target, is elsewhere."""
+    """Return the mesh axes, in mesh order, along which devices of one group (or pair) differ."""
     pairs = [(group[0], other) for group in groups for other in group]
     places = np.unravel_index(np.array(pairs, int).reshape(-1, 2), tuple(mesh.shape.values()))
     return tuple(name for name, place in zip(mesh.axis_names, places) if (place[:, 0] != place[:, 1]).any())

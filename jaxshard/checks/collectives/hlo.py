@@ -1,4 +1,4 @@
-"""The text of compiled programs: computations and operations, parsed as far as the audit needs them.
+"""Parse the HLO text of compiled programs into computations and operations, as far as the audit needs them.
 
 What `compiled.as_text()` prints looks like this, a little shortened:
 
@@ -13,13 +13,13 @@ What `compiled.as_text()` prints looks like this, a little shortened:
     }
     ENTRY %main (p: f32[64,16]) -> f32[64,16] { ... }              <- Module.entry
 
-and of the last line of `%body` an `Op` is made:
+The last line of `%body` becomes this `Op`:
 
     name="r"  type="f32[64,16]{1,0}"  opcode="all-reduce"  operands=("x",)  callees=("add",)
     attributes=", replica_groups={{0,1},{2,3}}, to_apply=%add"  notes=", metadata={stack_frame_id=3}"
 
-A large model's text has megabytes of which few lines matter, so a computation is cut into lines when it is first looked
-at, and an operation is parsed when it is asked for.
+A large model's text has megabytes, of which few lines matter. So a computation is cut into lines when it is first
+used, and an operation is parsed when it is first asked for.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ _ELEMENT = re.compile(r"%([\w.\-~]+)#(\d+)")
 
 
 class Op(NamedTuple):
-    """One operation of a program.
+    """One HLO operation of a compiled program.
 
     Attributes:
-      name: its name, which is also that of its value, without the percent sign.
+      name: the name of the operation and of its value, without the percent sign.
       type: the text of the value's type, such as "f32[64,16]{1,0}", or a tuple of these.
       opcode: what it does, such as "all-reduce" or "get-tuple-element".
       operands: the names of the values that it takes.
@@ -85,10 +85,10 @@ class Op(NamedTuple):
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """The names of the computations that it runs as parts of the program, whatever the call is named.
+        """The names of the computations that it runs as parts of the program.
 
-        Left out are those that only add or compare elements, and those that an update or an end of an asynchronous call
-        names again.
+        Left out are those that only combine or compare elements, and those that the update or the end of an
+        asynchronous call repeats.
         """
         names_only = self.opcode.removesuffix("-start") in _COMBINING or self.opcode.endswith(("-update", "-done"))
         return () if names_only else self.callees
@@ -123,10 +123,10 @@ class Computation:
 
     @cached_property
     def lines(self) -> dict[str, str]:
-        """The text right of the equals sign, by name, in the order of the program, which is its schedule.
+        """The text after each equals sign, by operation name, in scheduled order.
 
-        A dump writes `%while.3#2` for an element of a tuple, where `as_text()` has a `get-tuple-element(%while.3)`. It
-        becomes such an operation here too.
+        For an element of a tuple a dump has `%while.3#2`, `as_text()` a `get-tuple-element(%while.3)`. Here both become
+        such an operation.
         """
         found: dict[str, str] = {}
         for line in self._body:
@@ -150,7 +150,7 @@ class Computation:
 
     @cached_property
     def users(self) -> dict[str, list[str]]:
-        """For every value the names of the operations that use it."""
+        """The names of the operations that use each value."""
         found: dict[str, list[str]] = {}
         for name, line in self.lines.items():
             for operand in dict.fromkeys(_NAME.findall(FREE_TEXT.split(line)[0])):
@@ -165,14 +165,14 @@ class Computation:
 
 @dataclass(frozen=True, eq=False)
 class Module:
-    """A program.
+    """A parsed HLO program.
 
     Attributes:
       devices: the number of devices that it runs on.
       computations: by name.
-      entry: the name of the one that runs first.
-      frames: for every number of a stack frame, `file:line` from the innermost frame outwards.
-      text: all of it.
+      entry: the name of the computation that runs first.
+      frames: the stack, `file:line` from the innermost frame outwards, by number of the stack frame.
+      text: the full text.
     """
 
     devices: int
@@ -183,21 +183,21 @@ class Module:
 
     @cached_property
     def arguments(self) -> dict[int, Op]:
-        """The parameters of the entry, which are the program's arguments, by number."""
+        """The arguments of the program, which are the entry's parameters, by number."""
         entry = self.computations[self.entry]
         found = (entry[name] for name, line in entry.lines.items() if " parameter(" in line)
         return dict(sorted((int(op.inside), op) for op in found))
 
 
 class Scope(NamedTuple):
-    """A computation as it is run at one place: the same computation may be called from several.
+    """A computation with the chain of calls that leads to it, since it may be called from several places.
 
     Attributes:
       module: the program.
-      computation: what runs.
-      parent: the scope it is called in; None for the entry.
-      caller: the operation there that calls it.
-      arguments: the values there that become its parameters; a loop has one, the tuple that it carries.
+      computation: the computation.
+      parent: the scope of its caller; None for the entry.
+      caller: the operation in `parent` that calls it.
+      arguments: the values in `parent` that become its parameters; a loop has one, the tuple that it carries.
     """
 
     module: Module
@@ -208,14 +208,14 @@ class Scope(NamedTuple):
 
     @property
     def callers(self) -> Iterator[tuple[Scope, Op]]:
-        """The operations that lead here, the innermost first, each with the scope that it stands in."""
+        """The calls that lead here, innermost first: each calling operation, with its scope."""
         scope = self
         while scope.parent is not None and scope.caller is not None:
             yield scope.parent, scope.caller
             scope = scope.parent
 
     def enter(self, caller: Op, name: str, arguments: tuple[str, ...] | None = None) -> Scope:
-        """Return the scope of a computation that an operation here calls, with its operands unless others are given."""
+        """Return the scope of a computation that `caller` calls, with its operands unless `arguments` are given."""
         arguments = caller.operands if arguments is None else arguments
         return Scope(self.module, self.module.computations[name], self, caller, arguments)
 
@@ -241,7 +241,7 @@ def parse(text: str) -> Module:
             body = None
         elif body is not None and (not body or _OP.match(line)):
             body.append(line)
-        elif body is not None:  # what a Pallas kernel says of itself has lines of its own
+        elif body is not None:  # the description of a Pallas kernel may span several lines
             body[-1] += f" {line}"
         elif head := _HEAD.match(line):
             body = []
@@ -254,7 +254,7 @@ def parse(text: str) -> Module:
 
 
 def _parse_op(name: str, line: str) -> Op:
-    """Parse what stands right of the equals sign: `TYPE opcode(operands), attributes, free text`."""
+    """Parse the text after the equals sign: `TYPE opcode(operands), attributes, free text`."""
     opcode = _OPCODE.search(line)
     rest = line[opcode.end() :] if opcode else ""
     closing = next(iter(_outside(rest, ")")), None)
@@ -267,14 +267,14 @@ def _parse_op(name: str, line: str) -> Op:
 
 
 def _element_types(line: str) -> list[str]:
-    """The types of the elements of the tuple with which a line begins."""
+    """Return the element types of the tuple type with which a line begins."""
     end = _outside(line[1:], ")")[0]
     text = re.sub(r"/\*.*?\*/", "", line[1 : end + 1])
     return [text[start + 1 : stop].strip() for start, stop in pairwise([-1, *_outside(text, ","), len(text)])]
 
 
 def _outside(text: str, wanted: str) -> list[int]:
-    """The places of a character where no bracket is open that was opened in the text; up to one that closes another."""
+    """Return the positions of a character outside of all brackets, up to the end or a closing bracket too many."""
     depth, found = 0, []
     for one in re.finditer(r"[()\[\]{},]", text):
         if depth == 0 and one[0] == wanted:
@@ -297,7 +297,7 @@ def arrays(type_text: str) -> tuple[Array, ...]:
 
 
 def nbytes(array: Array) -> int:
-    """Return the bytes of one array without padding; types narrower than a byte count as packed."""
+    """Return the bytes of one array without padding; dtypes of less than a byte count as packed."""
     dtype, shape = array
     return -(-math.prod(shape) * bits_of(dtype) // 8)
 
@@ -312,9 +312,9 @@ def bits_of(dtype: str) -> int:
 
 
 def _parse_stack_frames(lines: list[str]) -> dict[int, tuple[str, ...]]:
-    """Join the tables at the program's head: for every stack frame `file:line` from the innermost frame outwards.
+    """Return the stacks in the tables at the program's head, `file:line` from the innermost frame outwards, by number.
 
-    Three numbered tables refer to each other, and a frame to the one that called it:
+    Three numbered tables refer to each other, and each frame to its caller:
 
         FileNames        1 "/home/user/model.py"
         FileLocations    2 {file_name_id=1 function_name_id=1 line=22 end_line=22 column=4 end_column=9}

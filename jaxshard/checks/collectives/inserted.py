@@ -1,9 +1,9 @@
-"""Collectives that the compiler put into a branch or loop on which devices may decide differently.
+"""Warn of collectives that the compiler inserted into a branch or loop in which devices may take different paths.
 
-A traced program has the collectives that engines, layers and users write; what the compiler adds for axes that it
-handles itself (`js.tensor`) only the compiled one has. There it may stand in a conditional of which the trace says that
-devices take different branches (`proofs/parting.py`). Over its own axes alone that is harmless, but for a permute: all
-devices of the mesh take part in that.
+A traced program has the collectives that engines, layers and users write. Those that the compiler inserts for automatic
+axes (`js.tensor`) are only in the compiled program, and may be inside a conditional whose branch depends on the device
+(`proofs/parting.py`). That is harmless over the automatic axes alone, except for a permute, in which all devices of the
+mesh take part.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from jaxshard.proofs.parting import Choice
 
 
 def warn_of_inserted(choices: Sequence[Choice], compiled: Compiled, mesh: Mesh) -> None:
-    """Warn of each line at which devices may part ways and the compiled program communicates.
+    """Warn of each source line where devices may take different paths and the compiled program communicates.
 
     Args:
-      choices: of the traced program; without any nothing is read.
-      compiled: the program.
+      choices: the branches and loops of the traced program that devices may decide differently.
+      compiled: the program; it is not read if there are no choices.
       mesh: the mesh it was compiled for.
     """
     located = locate(hlo.parse(compiled.as_text() or ""), mesh) if choices else ()

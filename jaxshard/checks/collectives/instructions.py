@@ -1,9 +1,9 @@
-"""Instructions of a compiled program that tell what the compiler did about memory.
+"""List what the compiler did to save memory: rematerialized instructions, and arrays in host memory.
 
-- Those that it computes again because the program would not have fitted otherwise. XLA names them after what they
-  repeat: `%fusion.7.remat = ...`. What `remat=` of an engine asks for is not among them: it is in the program from the
-  beginning. These cost time that nobody asked for; a smaller batch or a policy that keeps less avoids them.
-- Arrays in host memory, which have memory space 5 in their layouts: `bf16[8,512]{1,0:T(8,128)(2,1)S(5)}`.
+- XLA computes some values again if the program would not fit otherwise, and names these instructions after the ones
+  that they repeat: `%fusion.7.remat = ...`. Recomputation by `remat=` of an engine is not among them: it is part of the
+  program from the beginning. They cost time; a smaller batch or a `remat=` policy that keeps less avoids them.
+- Arrays in host memory have memory space 5 in their layouts: `bf16[8,512]{1,0:T(8,128)(2,1)S(5)}`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _SAME_BUFFER = (
     "bitcast", "call", "conditional", "dynamic-update-slice", "dynamic-update-slice-done", "get-tuple-element",
     "opt-barrier", "tuple", "while",
 )  # fmt: skip
-"""Opcodes whose results are arrays that are there already."""
+"""Opcodes that return the buffers of their operands."""
 
 
 def rematerialized(compiled: Compiled | str) -> tuple[Operation, ...]:
-    """List what the compiler computes again on its own, to save memory.
+    """List the instructions that the compiler rematerializes on its own, to save memory.
 
     Args:
-      compiled: what `jax.jit(f).lower(...).compile()` returned, or its text.
+      compiled: the result of `jax.jit(f).lower(...).compile()`, or its text.
 
     Returns:
       One record per instruction, in the order of the program; those inside a fusion are part of it.
@@ -47,10 +47,10 @@ def rematerialized(compiled: Compiled | str) -> tuple[Operation, ...]:
 
 
 def in_host_memory(compiled: Compiled | str) -> tuple[Operation, ...]:
-    """List the arrays that a program has in host memory: the instructions that make them, and its own parameters.
+    """List the arrays that a program keeps in host memory: its own parameters, and arrays that instructions put there.
 
     Args:
-      compiled: what `jax.jit(f).lower(...).compile()` returned, or its text.
+      compiled: the result of `jax.jit(f).lower(...).compile()`, or its text.
 
     Returns:
       One record per array, in the order of the program.
@@ -62,13 +62,13 @@ def in_host_memory(compiled: Compiled | str) -> tuple[Operation, ...]:
     records = []
     for of in found:
         op = of[0].op
-        # Where an array moves, the result of the start also has its source; what it moves to, the result of the end.
+        # The result of a copy's start has source and target, that of its end the target alone: so starts are skipped.
         inner = op.opcode == "parameter" and of[0].scope.parent is not None
         arrays = hlo.arrays(" ".join(_HOST_ARRAY.findall(op.type)))
         if arrays and not inner and op.opcode not in _SAME_BUFFER and not op.opcode.endswith("-start"):
             record = _record(of, arrays)
             if not record.frames and not record.user:
-                # It is only allocated: name an operation that reads or writes an array like it.
+                # An allocation has no source line: name an operation that reads or writes an array of this shape.
                 alike = (other[0] for other in found if arrays[0] in hlo.arrays(other[0].op.type))
                 sources = (find_source(one.scope, one.op) for one in alike if "metadata=" in one.op.notes)
                 near = next((source for source in sources if source.frames), None)
@@ -78,7 +78,7 @@ def in_host_memory(compiled: Compiled | str) -> tuple[Operation, ...]:
 
 
 def _find(compiled: Compiled | str, wanted: re.Pattern[str]) -> Iterator[list[Executed]]:
-    """The executions of each operation, of which there are several where its computation is called several times."""
+    """Yield the executions of each operation, several if its computation is called from several places."""
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     yield from grouped(executed(hlo.parse(text or ""), wanted, fused=False), lambda one: one.op.name).values()
 

@@ -1,7 +1,7 @@
-"""The matching of collectives with promises: each promise covers so many executions and no more.
+"""Match the collectives of a program with promises, each of which covers a limited number of executions.
 
-Compilers rewrite shapes, so an array is known by its number of elements, its axes and its kind of collective. What it
-takes has the promised dtype, else a wider one, and only if nothing is left of these a narrower one:
+Compilers rewrite shapes, so an array is identified by its number of elements, its axes and its kind of collective. A
+promise in the array's dtype matches first, then one in fewer bits, and one in more bits only if asked for:
 
     promised    all-gather over data, 8 x 4, twice: weight w     an allowance of 2 executions of 32 elements
     found       all-gather over data, f32[4, 8], once            takes 1, leaves 1
@@ -24,19 +24,19 @@ from jaxshard.core.layout import human_bytes
 from jaxshard.core.text_table import first_words
 
 _SCALARS = 16
-"""Elements of no promise that may be joined with arrays."""
+"""The most unpromised elements, of scalars, in an all-reduce of joined arrays."""
 _MAX_SUMS = 1 << 16
-"""Sums of promises that are tried for one joined array at most."""
+"""The most sums of promises that are tried for one joined array."""
 _STANDS_FOR = {"all-reduce": ("reduce-scatter", "all-gather")}
 """A compiler may reduce everywhere and slice, or add up arrays that are zero elsewhere."""
 
 
 @dataclass
 class Allowance:
-    """The executions promised of arrays that can't be told apart in a program, and how many of them are used up.
+    """Promised executions of arrays that look alike in a compiled program, and how many are used up.
 
-    These are of one kind, over the same axes, with as many elements and blocks; the compiler changes their shapes. Of
-    pooled promises an execution is one element, and `stack` is 0.
+    They have the same kind, axes, dtype and numbers of elements and blocks; their shapes may differ, because compilers
+    change them. Pooled promises count elements instead of executions, and their `stack` is 0.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class Allowance:
     forms: set[tuple[int, Shape]] = field(default_factory=set)
 
     def add(self, one: Expected) -> None:
-        """Add what is promised of one more array."""
+        """Add the promise of one more array."""
         assert one.shape is not None and one.most is not None
         self.least += one.least
         self.most += one.most if self.stack else one.most * one.elements[1]
@@ -60,7 +60,7 @@ class Allowance:
         self.forms |= {(1, normal_shape(one.shape)), (one.stack, normal_shape((one.stack, *one.shape)))}
 
     def fitting(self, elements: int) -> Iterator[int]:
-        """Yield how many promised executions one of an array of so many elements may stand for."""
+        """Yield the numbers of promised executions that one execution of so many elements may count as."""
         least, most = self.elements
         for times in dict.fromkeys((1, self.stack)) if self.stack else (elements,):
             if times * least <= elements <= times * most:
@@ -68,7 +68,7 @@ class Allowance:
 
 
 class Allowances:
-    """The executions that are left of every promise."""
+    """All promises, with the executions that are left of each."""
 
     def __init__(self, expected: Iterable[Expected]) -> None:
         self._expected = tuple(expected)
@@ -83,25 +83,25 @@ class Allowances:
                 key = (one.kind, one.axes, size, stack, one.wire_dtype)
                 self._counted.setdefault(key, Allowance(*key)).add(one)
 
-    def take(self, array: Collective, *, as_other: bool = False, narrower: bool = False) -> Allowance | None:
-        """Use up what was promised of an array, for all its executions.
+    def take(self, array: Collective, *, as_other: bool = False, fewer_bits: bool = False) -> Allowance | None:
+        """Match an array with a promise that has room for all its executions, and use these up.
 
         Args:
-          array: what the program moves, a collective of one array.
-          as_other: look among the promises of the kinds that it may stand for, not of its own.
-          narrower: look among the promises of a wider dtype than it has, not of its own or a narrower one.
+          array: a collective of one array.
+          as_other: match promises of kinds that the collective may replace, not of its own kind.
+          fewer_bits: match promises of more bits than the array has, not of its own number of bits or fewer.
 
         Returns:
-          What covers it; None, and nothing is used up, if no promise has room for all executions.
+          The matching allowance; None, with nothing used up, if no promise has room for all executions.
         """
         for kind in _STANDS_FOR.get(array.kind, ()) if as_other else (array.kind,):
             for times, known in self._fitting(kind, array):
                 used = known.most + 1 if array.count is None else known.used + times * array.count
-                if used <= known.most and _is_narrower(array.dtype, known.dtype) is narrower:
+                if used <= known.most and _has_fewer_bits(array.dtype, known.dtype) is fewer_bits:
                     known.used = used
                     self._covered.update(known.what)
                     return known
-        if not as_other and not narrower:
+        if not as_other and not fewer_bits:
             for one in self._open:
                 if _covers(one, array):
                     self.as_needed.append((one, array))
@@ -109,21 +109,21 @@ class Allowances:
         return None
 
     def take_joined(self, array: Collective) -> bool:
-        """Use up what was promised of several arrays whose sum the compiler moves end to end, as a GPU's joins them.
+        """Match an all-reduce of several concatenated arrays, as GPU compilers write it, and use up their promises.
 
-        A few elements may be of no promise: the loss, its weight, metrics.
+        A few of its elements may be unpromised scalars: the loss, its weight, metrics.
 
         Args:
-          array: what the program moves: an all-reduce of one dimension is looked at.
+          array: a collective of one array; only an all-reduce of one dimension can match.
 
         Returns:
-          False, and nothing is used up, if no promises add up to it.
+          True if some promises add up to it; otherwise nothing is used up.
         """
         if array.kind != "all-reduce" or len(array.shapes[0]) != 1 or not array.count:
             return False
         sought = (array.kind, array.axes, array.dtype)
         parts = [known for known in self._counted.values() if (known.kind, known.axes, known.dtype) == sought]
-        # Every number of elements that some of the promises add up to, with one choice of executions that does.
+        # Each number of elements that some promises add up to, with one choice of executions that gives it.
         sums: dict[int, tuple[tuple[Allowance, int], ...]] = {0: ()}
         for known in (known for known in parts if known.stack and known.elements[0] == known.elements[1]):
             size, room = known.elements[0], (known.most - known.used) // array.count
@@ -139,11 +139,11 @@ class Allowances:
         return True
 
     def _fitting(self, kind: str, array: Collective) -> list[tuple[int, Allowance]]:
-        """The allowances that an array may fall under, and how many promised executions one of its own stands for.
+        """Return the allowances that may cover an array, each with the promised executions that one of its own uses up.
 
-        That is one, or as many as there are blocks where the compiler joined those of a loop. Several arrays of a model
-        often have as many elements: those of the same dtype come first, of these those of the same shape, then the
-        smallest, so that room is left for arrays that were padded, and an array by itself before joined ones.
+        An execution uses up one, or as many as there are blocks if the compiler joined those of a loop. Arrays of a
+        model often have the same number of elements: the same dtype comes first, then the same shape, then the smallest
+        allowance, which leaves room for padded arrays, then single arrays before joined ones.
         """
         shape = normal_shape(array.shapes[0])
 
@@ -156,7 +156,7 @@ class Allowances:
         return sorted(((times, known) for known in alike for times in known.fitting(array.elements)), key=order)
 
     def explain(self, array: Collective) -> str:
-        """Return what was promised of an array of this size over these axes, if anything."""
+        """Explain why an array has no match: what is promised of this size over these axes, if anything."""
         kinds = (array.kind, *_STANDS_FOR.get(array.kind, ()))
         fitting = [known for kind in kinds for _, known in self._fitting(kind, array) if known.stack]
         if not fitting:
@@ -166,7 +166,7 @@ class Allowances:
         return f"more often than promised: {times} times for {first_words(names)}"
 
     def missing(self) -> Iterator[str]:
-        """Yield what was sure to happen and happened less often; an all-reduce that stood for another kind counts."""
+        """Yield a line for each promise that happened less often than certain; substitutes count as executions."""
         for known in self._counted.values():
             if known.used < known.least:
                 yield (
@@ -175,14 +175,14 @@ class Allowances:
                 )
 
     def unread(self, found: Iterable[Collective], instead: Iterable[Collective]) -> Iterator[str]:
-        """Yield the kinds of promised collectives for which a program has neither a byte nor a substitute.
+        """Yield a line for each kind of promised collective of which the program has no bytes and no substitute.
 
-        Either the compiler writes them in a form that the parser does not know, or they do not happen.
+        Either it does not happen, or the compiler wrote it in a form that the parser does not know.
 
         Args:
           found: all collectives of the program.
-          instead: arrays that no promise with a number covers. Where such arrays move over an axis, they may do so in
-            place of promised ones: a product with parts of a weight sums activations, and needs no gather.
+          instead: arrays that no counted promise covers. They may replace promised arrays over their axes: a product
+            with shards of a weight sums activations and needs no gather.
         """
         promised: Counter[tuple[str, tuple[str, ...]]] = Counter()
         seen = {(one.kind, one.axes) for one in arrays_only(found)}
@@ -195,17 +195,17 @@ class Allowances:
         for (kind, axes), size in promised.items():
             if size and (kind, axes) not in seen:
                 over = f"{kind} over {'+'.join(axes)}: {human_bytes(size)} promised"
-                yield f"{over}, and neither these nor a substitute are in the program that was read"
+                yield f"{over}, and the program has neither these nor a substitute"
 
 
-def _is_narrower(found: str, promised: str) -> bool:
-    """Return True if floats travel in fewer bits than promised."""
+def _has_fewer_bits(found: str, promised: str) -> bool:
+    """Return True if floats are sent in fewer bits than promised."""
     both = bool(promised) and found.startswith(("f", "bf"))
     return both and hlo.bits_of(found) < hlo.bits_of(promised)
 
 
 def _covers(one: Expected, array: Collective) -> bool:
-    """Return True if a promise without a number of executions covers the array."""
+    """Return True if an "as needed" promise covers the array."""
     if one.kind != array.kind or (one.axes and not set(array.axes) <= set(one.axes)):
         return False
     most = one.limit if one.shape is None else math.prod(one.shape)

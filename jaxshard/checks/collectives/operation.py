@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 
 from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.counts import grouped, number_str, total
-from jaxshard.checks.collectives.source import find_source, find_user
+from jaxshard.checks.collectives.source import find_reader, find_source
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.our_code import is_outside_engines
 
 Entry = TypeVar("Entry")
 
 _SHOWN = 4
-"""The arrays of one operation that are printed."""
+"""The number of arrays of one operation that are printed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Operation:
         `near file:line`, where the operand comes from, if the compiler lost it; else the operation's name.
       frames: `file:line` of all frames, from the innermost outwards.
       op_name: the path of JAX names that led to it.
-      user: `file:line` of the nearest operation of the user's code, else of a library, that uses the result, or "".
+      user: `file:line` of the nearest operation of the user's code, else of a library, that uses the result; or "".
     """
 
     kind: str
@@ -76,9 +76,9 @@ class Operation:
 
     @property
     def place(self) -> str:
-        """The line in the user's model, or the one that uses the result; else the operation's name in the program.
+        """The line in the user's model, or the line that uses the result; else the operation's name in the program.
 
-        A line of an engine alone would not help: it moves every weight.
+        The line of an engine would not help users: it moves every weight.
         """
         if self.is_users:
             return self.source
@@ -89,7 +89,7 @@ class Operation:
 
     @property
     def title(self) -> str:
-        """The name under which lists have it."""
+        """The name of the operation in lists."""
         return self.op
 
     @property
@@ -109,25 +109,25 @@ class Operation:
 
 
 def describe(of: Sequence[Operation]) -> str:
-    """Write operations of one title and place on two lines, with the arrays of the first."""
+    """Describe operations with the same title and place in two lines, with the arrays of the first."""
     first, times = of[0], times_str(total(one.count for one in of))
     more = f" and {len(of) - 1} more" if len(of) > 1 else ""
     return f"{first.title}, {times}, {total_size(of)}: {first.arrays_str}{more}\n    at {first.place}"
 
 
 def times_str(count: int | None) -> str:
-    """Write how often something runs: "once", "4 times", "? times"."""
+    """Format how often something runs: "once", "4 times", "? times"."""
     return "once" if count == 1 else f"{number_str(count)} times"
 
 
 def total_size(found: Iterable[Operation]) -> str:
-    """Write the bytes of several operations together."""
+    """Format the total bytes of several operations; "at least" if some trip count is unknown."""
     sizes = [one.bytes for one in found]
     return ("at least " if None in sizes else "") + human_bytes(sum(size or 0 for size in sizes))
 
 
 def by_line(entries: Iterable[Entry], found: Callable[[Entry], Operation]) -> list[list[Entry]]:
-    """Put entries whose operations have one place and title together; the largest first, and in each group."""
+    """Group entries by source line and title of their operations, the largest group and the largest entry first."""
 
     def size(entry: Entry) -> int:
         return found(entry).bytes or 0
@@ -138,12 +138,12 @@ def by_line(entries: Iterable[Entry], found: Callable[[Entry], Operation]) -> li
 
 
 def origin_of(scope: hlo.Scope, op: hlo.Op) -> dict[str, Any]:
-    """Return name and source line of an operation, as an `Operation` takes them."""
+    """Return the name and the source lines of an operation, as keyword arguments of `Operation`."""
     source = find_source(scope, op)
     return {
         "op": op.name,
         "op_name": source.op_name,
         "source": source.line,
         "frames": source.frames,
-        "user": find_user(scope, op),
+        "user": find_reader(scope, op).line,
     }

@@ -1,11 +1,11 @@
-"""Which of a step's arguments a value is, seen through whatever only moves it: the weight that a collective gathers.
+"""Trace a value back to the argument of the step that it copies, such as the weight that a collective gathers.
 
     %copy  = bf16[3,8,64] convert(%p.8)                             p.8 is the argument 4
     %w     = (..., bf16[3,8,64]) while(%init), body=%body
     in %body:  %one = bf16[1,8,64] dynamic-slice(%stack, %i, ...)   one of three
                %g   = bf16[1,32,64] all-gather(%one)                origin of %one: argument 4
 
-A value that is computed, as activations and gradients are, has no origin.
+A computed value, such as an activation or a gradient, has no origin.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _MOVES = (
 )  # fmt: skip
 _CONSTANT = ("constant", "iota", "partition-id")
 _MOST = 400
-"""Operations that are looked at before a search gives up."""
+"""The number of operations after which a search gives up."""
 
 
 def find_origin(scope: hlo.Scope, name: str) -> tuple[tuple[int, ...], int]:
-    """Follow a value back to the arguments that it is made of, moved and cast alone.
+    """Return the arguments that a value copies, if it is only moved and cast.
 
     Returns:
-      (their numbers, () for a value that is computed; how many times larger gathers on the way made them).
+      (the numbers of the arguments, () for a computed value; the factor by which gathers on the way enlarged them).
     """
     found: set[int] = set()
     gathered = 1
@@ -44,7 +44,7 @@ def find_origin(scope: hlo.Scope, name: str) -> tuple[tuple[int, ...], int]:
         outer, loop = (at.parent, at.caller) if op.opcode == "parameter" else (at, op)
         if outer is None or loop is None:
             found.add(int(op.inside))
-        elif loop.opcode == "while" and path:  # what it began with, and what each turn puts there
+        elif loop.opcode == "while" and path:  # the initial value, and the value that each iteration returns
             body = outer.enter(loop, loop.callee("body"))
             queue += [(outer, loop.operands[0], path), (body, body.computation.root, path)]
         elif op.opcode.removesuffix("-start").removesuffix("-done") in _MOVES and op.operands:

@@ -1,4 +1,4 @@
-"""Which collectives a device waits for, and which run while it computes.
+"""Tell collectives that a device waits for from those that run while it computes.
 
 A compiler that lets a collective overlap with computation splits it in two, and schedules work in between:
 
@@ -6,9 +6,9 @@ A compiler that lets a collective overlap with computation splits it in two, and
     %w = f32[256,256] fusion(%a, %b), kind=kOutput, ...      the work that hides it
     %d = f32[64] all-gather-done(%s)
 
-Between such a pair there may also be nothing; then the device waits, as it does for an operation that is whole. A TPU
-has a third form: fusions that compute a product and move the collective on meanwhile. Each repeats the collective, and
-hands its state on:
+If there is nothing between such a pair, the device waits, as it does for a single operation. A TPU has a third form:
+fusions that compute a product and advance the collective at the same time. Each repeats the collective, and passes its
+state on:
 
     %s = (...) fusion(%x), kind=kCustom, calls=%begin       in it: all-gather, custom-call "AsyncCollectiveStart"
     %f = (...) fusion(%a, %b, %s#0), kind=kOutput, calls=%go  in it: the same, and a convolution
@@ -36,17 +36,17 @@ _HANDS_ON = ("get-tuple-element", "tuple", "bitcast")
 
 
 def is_synchronous(scope: hlo.Scope, op: hlo.Op) -> bool:
-    """Return True if a device that runs this collective computes nothing until it has ended.
+    """Return True if the device computes nothing until this collective has ended.
 
     Args:
-      scope: the computation that the collective stands in.
+      scope: the computation that contains the collective.
       op: the collective itself, or its start.
     """
     if is_fused(scope) and "chain_id=" in op.notes:
         return _ends_at_once(*next(scope.callers))
     for at, (outer, start) in enumerate([(scope, op), *scope.callers]):
         if start.opcode.endswith("-start") or start.opcode in ("send", "recv"):
-            # A GPU's compiler keeps the form of a pair that it runs on the stream of the computation.
+            # A GPU's compiler writes a pair even for a collective that it runs on the stream of the computation.
             return '"is_sync":true' in start.notes or _ends_at_once(outer, start)
         if at and start.opcode not in _CALLS:
             break
@@ -54,9 +54,9 @@ def is_synchronous(scope: hlo.Scope, op: hlo.Op) -> bool:
 
 
 def _ends_at_once(scope: hlo.Scope, start: hlo.Op) -> bool:
-    """True if nothing is computed between a start and what ends it, in the order of the schedule.
+    """Return True if nothing is computed between a start and its end, in the order of the schedule.
 
-    A SparseCore is started without operands; it gets them by an update, and begins then.
+    A SparseCore is started without operands; it begins with the update that brings them.
     """
     state, begun, names = {start.name}, bool(start.operands), list(scope.computation.lines)
     for op in (scope.computation[name] for name in names[names.index(start.name) + 1 :]):
@@ -69,11 +69,11 @@ def _ends_at_once(scope: hlo.Scope, start: hlo.Op) -> bool:
             return False
         elif uses:
             return True
-    return False  # it ends in another turn of the loop
+    return False  # it ends in another iteration of the loop
 
 
 def _is_work(scope: hlo.Scope, op: hlo.Op) -> bool:
-    """True for what takes time, other than the start or the end of something asynchronous."""
+    """Return True if an operation takes time, and is not the start or the end of an asynchronous one."""
     if op.opcode == "fusion":
         inside = scope.module.computations[op.callees[0]]
         return not any(
@@ -87,6 +87,6 @@ def _is_work(scope: hlo.Scope, op: hlo.Op) -> bool:
 
 
 def _is_scalar_arithmetic(computation: hlo.Computation, op: hlo.Op) -> bool:
-    """True for what counts the turns of a loop, or finds an offset: it hides no collective."""
+    """Return True for arithmetic on scalars, such as loop counters and offsets, which hides no collective."""
     values = (op, *(computation[name] for name in op.operands))
     return not op.callees and all(math.prod(shape) == 1 for one in values for _, shape in hlo.arrays(one.type))

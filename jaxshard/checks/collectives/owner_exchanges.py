@@ -1,4 +1,4 @@
-"""The all-to-alls that bring matrices to their owners and updates back, as a layout with owners promises them."""
+"""Promise the all-to-alls that send matrices to the devices that own them, and the updates back."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from jaxshard.optim.owners.exchange import lay_rows
 
 
 def owner_exchanges(layout: Layout) -> Iterator[Expected]:
-    """List them: one for what goes to the owners, and one for what comes back, of each dtype.
+    """Yield an all-to-all of matrices to their owners, and one of updates back, for each dtype and its axes.
 
-    Each is as large as the row of the device that owns most: [devices, this device's parts of the matrices of one
-    owner].
+    Each device sends one row per owner, with its shards of that owner's matrices; all rows are as long as the longest.
     """
     if layout.owners is None:
         return

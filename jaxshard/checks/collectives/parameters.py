@@ -13,15 +13,15 @@ from jaxshard.core.tree import BLOCKS, path_str
 
 
 class Parameter(NamedTuple):
-    """One parameter: what it is, and where it, its gradient and its optimizer state live.
+    """A parameter, with the placements of the parameter itself, its gradient and its optimizer state.
 
     Attributes:
       path: such as "blocks/mlp_in/kernel".
       shape: the logical, unpadded shape, stacked blocks included.
       dtype: of the parameter.
-      param: where the parameter lives.
-      grad: where its gradient lives; None where it is frozen.
-      opt: where the optimizer sees parameter and gradient; None where it is frozen.
+      param: the placement of the parameter.
+      grad: the placement of its gradient; None if it is frozen.
+      opt: the placement in which the optimizer gets parameter and gradient; None if it is frozen.
     """
 
     path: str
@@ -35,7 +35,7 @@ class Parameter(NamedTuple):
 def parameters_of(layout: Layout) -> list[Parameter]:
     """List the parameters of a layout, in the order of the tree."""
     arrays = jax.tree_util.tree_leaves_with_path(layout.shapes.params)
-    leaves = partial(jax.tree.leaves, is_leaf=lambda x: x is None)  # None, of what is frozen, is a leaf here
+    leaves = partial(jax.tree.leaves, is_leaf=lambda x: x is None)  # None, of a frozen parameter, is a leaf here
     placements = zip(*map(leaves, (layout.params, layout.grads, layout.opt_params)), strict=True)
     return [
         Parameter(path_str(path), tuple(x.shape), x.dtype, *three)
@@ -44,12 +44,12 @@ def parameters_of(layout: Layout) -> list[Parameter]:
 
 
 def is_stacked(path: str) -> bool:
-    """Return True for the path of an array whose first dimension counts blocks."""
+    """Return True for the path of stacked blocks: an array whose first dimension counts blocks."""
     return path.startswith(f"{BLOCKS}/")
 
 
 def rank_of(path: str, shape: tuple[int, ...]) -> int:
-    """Return the number of dimensions of an array, that of stacked blocks left out."""
+    """Return the number of dimensions of an array, without the one that counts stacked blocks."""
     return len(shape) - is_stacked(path)
 
 
@@ -59,7 +59,7 @@ def longest_dim(layout: Layout) -> int:
 
 
 def tensor_axes(layout: Layout) -> tuple[str, ...]:
-    """Return the mesh axes that split weights while they are used, in mesh order, but for those that split experts."""
+    """Return the mesh axes that split weights during use, except those of experts, in mesh order."""
     used = {axis for placement in jax.tree.leaves(layout.params) for axis in axes_of(placement.use)}
     return tuple(axis for axis in layout.mesh.axis_names if axis in used and axis not in expert_axes(layout))
 

@@ -1,4 +1,4 @@
-"""What a compiled program costs beside its collectives' bytes: waiting, computing again, arrays in host memory."""
+"""The costs of a compiled program apart from bytes: waits for collectives, recomputation, arrays in host memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Program:
-    """Facts about the program that a compiler made of a step. None breaks a promise, but each takes time.
+    """The waits, the recomputation and the host arrays of a compiled step.
+
+    None of them breaks a promise, but each takes time.
 
     Attributes:
-      synchronous: the collectives for which a device waits; () on a CPU, which has no others.
-      rematerialized: what the compiler computes again on its own, because the step would not fit otherwise.
+      synchronous: the collectives for which a device waits; () on a CPU, which waits for all.
+      rematerialized: instructions that the compiler computes again on its own, because the step would not fit
+        otherwise.
       host: the arrays in host memory.
 
     Example:
@@ -37,11 +40,11 @@ class Program:
         return {name: [one.as_dict() for one in entries] for name, entries in lists.items()}
 
     def __str__(self) -> str:
-        """The three lists, the largest first; one that is empty is left out, and so are scalars."""
+        """Write the three lists, largest entries first, without empty lists and without scalars."""
         return "\n\n".join("\n".join([title, *_largest(entries)]) for title, entries in self._lists())
 
     def titles(self) -> list[str]:
-        """Return of each list only how many entries and bytes it has."""
+        """Return a line for each list: its title, and how many entries and bytes it has."""
         return [title for title, _ in self._lists()]
 
     def _lists(self) -> list[tuple[str, Sequence[Operation]]]:

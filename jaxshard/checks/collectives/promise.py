@@ -1,10 +1,10 @@
-"""The promise of a layout: the collectives of a step, derived from the placements of every array.
+"""Promise the collectives of a step, derived from the placements of every array in its layout.
 
-Nothing here knows a strategy's name. A weight is gathered over what its `store` has and its `use` lacks, a gradient is
-reduced over the batch axes that the weight's `use` does not own, a new parameter is gathered over what the optimizer
-splits and the parameter does not; over the axes of `use` itself the compiler moves activations, never weights.
+Nothing here knows a strategy's name. A weight is gathered over the axes that its `store` has and its `use` lacks. A
+gradient is reduced over the batch axes that are not in the weight's `use`. A new parameter is gathered over the axes
+that split only its optimizer state. Over the axes of `use` the compiler moves activations, never weights.
 
-As an example a kernel [32, 128] in each of two stacked blocks, under `js.compose(js.fsdp(), js.tensor())` on a mesh
+For example, a kernel [32, 128] in each of two stacked blocks, under `js.compose(js.fsdp(), js.tensor())` on a mesh
 (data=4, tensor=2):
 
     store   (None, "data", "tensor")    two blocks of 8 x 64 on each device
@@ -15,8 +15,8 @@ As an example a kernel [32, 128] in each of two stacked blocks, under `js.compos
     all-reduce       over tensor    activations    as needed
     never            over tensor    [32, 128], [2, 32, 128], [8, 128], ...     the weight in any form
 
-The engine's own collectives are in this file; what a compiler adds is in `compiler_choices`, what it must not move in
-`forbidden`.
+The engine's own collectives are in this file, those that a compiler may add in `compiler_choices`, and arrays that it
+must not move in `forbidden`.
 """
 
 from __future__ import annotations
@@ -66,19 +66,19 @@ from jaxshard.engines.engine import Engine
 from jaxshard.optim.local import inside_replica, local_of
 
 SLACK = 0.01
-"""The share of the parameters' bytes that a compiler may move of its own accord: borders of padded arrays, indices."""
+"""The share of the parameters' bytes that a compiler may move on its own: borders of padded arrays, indices."""
 
 
 @dataclass(frozen=True)
 class Promise:
-    """The communication that a step may do.
+    """The collectives that a step may issue.
 
     Attributes:
-      expected: the collectives, one per array and stage.
-      never: what nothing in `expected` covers, however small it is.
-      slack: bytes that the compiler may move in all beyond what is expected.
-      mesh: of the layout; None in promises written by hand.
-      names: for each mesh axis that splits activations the name by which `js.constrain` splits a dimension over it.
+      expected: the promised collectives, one per array and stage.
+      never: the arrays that must never be communicated, however small they are.
+      slack: the total bytes that the compiler may move beyond `expected`.
+      mesh: the mesh of the layout; None in promises written by hand.
+      names: for each mesh axis that splits activations, the dimension name by which `js.constrain` splits over it.
     """
 
     expected: tuple[Expected, ...]
@@ -91,40 +91,43 @@ class Promise:
 def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> Promise:
     """Derive the collectives of the step that `make_step(loss_fn, tx, layout, engine=engine)` makes for a batch.
 
-    Under `js.explicit` every collective is promised exactly, but for arrays over tensor axes. Under `js.auto`, whose
-    collectives the compiler chooses, nothing else than these and nothing more often is promised, and an all-reduce may
-    stand for a reduce-scatter:
+    Under `js.explicit` every collective is promised exactly, except those of activations over tensor axes. Under
+    `js.auto` the compiler chooses: the promise is an upper bound, and an all-reduce may replace a reduce-scatter.
+    Promised are:
 
-    - every weight gathered over the axes that its `store` has and its `use` lacks, as often as the loss uses it: once,
-      or in blocks and units once and once more where the backward pass needs it;
-    - every gradient reduced, scattered over the batch axes in its `store`, summed over the others; under auto once per
-      use of a weight, which may be tied;
-    - every parameter gathered over what splits its optimizer state alone;
-    - where matrices have owners (`layout.owners`), an all-to-all of what the updates need, and one of the updates;
-    - where sums have one order, an all-to-all for every reduce-scatter, and with an all-gather for every all-reduce;
+    - each weight, gathered over the axes that its `store` has and its `use` lacks, as often as the loss uses it: once,
+      or, in blocks and units, once more if the backward pass needs it;
+    - each gradient, reduce-scattered over the batch axes in its `store` and all-reduced over the others; under auto
+      once per use of a tied weight;
+    - each parameter, gathered over the axes that split only its optimizer state;
+    - if matrices have owners (`layout.owners`), an all-to-all of the inputs of the updates, and one of the updates;
+    - if sums have one order, an all-to-all in place of each reduce-scatter, and an all-to-all and an all-gather in
+      place of each all-reduce;
     - scalars and metrics; under explicit the model's floating state, and sums over rows that the loss takes by axis
-      name (statistics of a batch); under auto sums over rows of no more numbers than the longest dimension of a
-      parameter;
-    - in a pipeline, permutes of activations over its axis, the gradients outside the blocks summed over it too, and
-      what a slot of a tick does at most as often as there are ticks;
+      name (batch statistics); under auto sums over rows with no more numbers than the longest dimension of a parameter;
+    - in a pipeline, permutes of activations over its axis, sums over it of the gradients outside the blocks, and the
+      collectives inside a tick at most as often as there are ticks;
     - over the axes of `js.expert`, all-to-alls of tokens and a gather of their counts;
-    - over those of a context what `js.attention` exchanges of keys and values, forward and backward, as often as its
-      program does, and in a pipeline as needed;
-    - under `js.local` all of this inside a replica, and over the axis of the replicas the mean of each parameter and
-      the flags and arrays of metrics; where the outer optimizer's state is split more than the parameter its gather;
-    - over other axes that split the `use` of weights (tensor): all-reduces of activations, with a rule that splits the
-      sequence their gathers and scatters too. Never a weight that is split there, nor an array with a dimension of a
-      vocabulary that is.
+    - over the axes of `js.context`, the exchanges of keys and values in `js.attention`, forward and backward, as often
+      as the traced program has them, and in a pipeline as needed;
+    - under `js.local` all of this inside a replica, and over the replica axis the mean of each parameter, flags and
+      array metrics, and a gather if the outer optimizer's state is sharded more than the parameter;
+    - over other axes that split the `use` of weights (tensor): all-reduces of activations, and their gathers and
+      scatters if a rule splits the sequence. Never a weight that is split there, nor an array with the full vocabulary
+      if the vocabulary is split there.
 
     Args:
-      layout: where the arrays live.
-      engine: how the gradient is computed.
-      loss_fn: the loss; it is traced, to know how often it uses each weight.
+      layout: the layout of the step.
+      engine: the engine that computes the gradient.
+      loss_fn: the loss; it is traced to count the uses of each weight.
       batch: a tree of global arrays or of `jax.ShapeDtypeStruct`.
+
+    Returns:
+      The promised collectives (`expected`), forbidden arrays (`never`), and the bytes left to the compiler (`slack`).
 
     Example:
       promised = js.plan.promise(layout, js.explicit(), model.loss, batch_shapes)
-      sum(one.bytes or 0 for one in promised.expected)      # bytes of whole arrays, per step and device
+      sum(one.bytes or 0 for one in promised.expected)      # bytes of unscattered arrays, per step and device
     """
     if (local := local_of(layout.strategy)) is not None:
         one = inside_replica(layout)
@@ -164,8 +167,8 @@ class _Step(NamedTuple):
     """The step whose collectives are derived.
 
     Attributes:
-      layout: where its arrays live.
-      engine: how it computes the gradient.
+      layout: its layout.
+      engine: the engine that computes its gradient.
       uses: how often it uses weights and reduces gradients.
       scheduled: True if a schedule decides which uses happen, so that `uses` are upper bounds.
       sums_in_order: True if all sums over devices have one order.
@@ -179,10 +182,10 @@ class _Step(NamedTuple):
 
 
 def _weight_gathers(step: _Step, parameter: Parameter) -> Iterator[Expected]:
-    """The gathers of one weight, from `store` to `use`, minor axes first, in the dtype that it is cast to."""
+    """Yield the gathers of one weight, from `store` to `use`, minor axes first, in the dtype that is sent."""
     dtype, engine = parameter.dtype, step.engine
     wire = engine.gather_dtype if jnp.issubdtype(dtype, jnp.floating) else None
-    if wire is not None and not isinstance(wire, Scaled):  # its bits
+    if wire is not None and not isinstance(wire, Scaled):  # the bits are sent as integers
         dtype = jnp.dtype(f"uint{8 * jnp.dtype(wire).itemsize}")
     elif wire is None and engine.compute_dtype is not None and jnp.issubdtype(dtype, jnp.floating):
         dtype = jnp.dtype(engine.compute_dtype)
@@ -193,7 +196,7 @@ def _weight_gathers(step: _Step, parameter: Parameter) -> Iterator[Expected]:
         elif param != parameter.param or engine.microbatches == 1:
             least = 0 if step.scheduled else most  # the slots of a schedule's ticks are conditional
         else:
-            least = 1  # the same in each turn of the loop over micro-batches: the compiler may gather it once
+            least = 1  # the weight is the same for each micro-batch: the compiler may gather it once, before the loop
         one = Expected("all-gather", (), (), dtype, least, most, f"weight {parameter.path}")
         mesh, keep = step.layout.mesh, axes_of(param.use)
         shard = param.shard_shape(mesh)
@@ -204,7 +207,7 @@ def _weight_gathers(step: _Step, parameter: Parameter) -> Iterator[Expected]:
 
 
 def _part_of(placement: Placement, shape: tuple[int, ...]) -> Placement:
-    """The placement of a part of an array: of all of it, of one block of a stack, or of a chunk along a dimension."""
+    """Return the placement of an array, of one block of a stack, or of a chunk along a dimension."""
     if len(shape) < len(placement.view.logical):
         return placement.drop_first()
     for dim, size in enumerate(shape):
@@ -214,7 +217,7 @@ def _part_of(placement: Placement, shape: tuple[int, ...]) -> Placement:
 
 
 def _gradient_reductions(step: _Step, parameter: Parameter) -> Iterator[Expected]:
-    """The reductions of one gradient: each time it is made, or once at the end."""
+    """Yield the reductions of one gradient: after each use of its weight, or once at the end."""
     grad = parameter.grad
     if grad is None:
         return
@@ -230,11 +233,11 @@ def _gradient_reductions(step: _Step, parameter: Parameter) -> Iterator[Expected
 
 
 def _reduce_stages(step: _Step, parameter: Parameter, grad: Placement, count: int) -> Iterator[Expected]:
-    """The stages in which one gradient is reduced `count` times, in the order of `core.collectives.scatter_sum`.
+    """Yield the stages in which one gradient is reduced `count` times, in the order of `core.collectives.scatter_sum`.
 
-    `grad` is the placement of the whole gradient or of one block's. The shape shrinks from stage to stage: scattered
-    over every batch axis in its `store`, cut where the store has an axis over which nothing is summed, and what is left
-    is summed over the remaining batch axes.
+    `grad` is the placement of the full gradient or of one block's. The shape shrinks from stage to stage: the gradient
+    is scattered over each batch axis in its `store`, sliced along other axes of its store, and the rest is summed over
+    the remaining batch axes.
     """
     layout, mesh, compiler_chooses = step.layout, step.layout.mesh, step.engine.compiler_chooses
     owned = axes_of(parameter.param.use)
@@ -283,7 +286,7 @@ def _reduce_stages(step: _Step, parameter: Parameter, grad: Placement, count: in
 
 
 def _scatters(step: _Step, one: Expected, dim: int) -> Iterator[Expected]:
-    """`one`, a reduce-scatter along a dimension, and on a TPU the permutes that complete it or stand for it."""
+    """Yield `one`, a reduce-scatter along a dimension, and on a TPU the permutes that complete or replace it."""
     assert one.shape is not None
     mesh, count = step.layout.mesh, axis_size(step.layout.mesh, one.axes)
     shard = tuple(size // count if at == dim else size for at, size in enumerate(one.shape))
@@ -295,10 +298,10 @@ def _scatters(step: _Step, one: Expected, dim: int) -> Iterator[Expected]:
 
 
 def _sum_stages(step: _Step, one: Expected) -> Iterator[Expected]:
-    """`one`, an all-reduce; where sums have one order what `core.ordered_sums.all_sum` does instead.
+    """Yield `one`, an all-reduce, or the collectives of `core.ordered_sums.all_sum` if sums have one order.
 
-    That is an all-to-all and an all-gather of the array, flat and padded so that it divides; an array with fewer
-    elements than there are devices is gathered from all of them.
+    Those are an all-to-all and an all-gather of the array, flattened and padded so that it divides; an array with fewer
+    elements than devices is gathered from all devices.
     """
     count, size = axis_size(step.layout.mesh, one.axes), math.prod(one.shape or ())
     if not step.sums_in_order or not jnp.issubdtype(one.dtype, jnp.inexact):
@@ -312,10 +315,10 @@ def _sum_stages(step: _Step, one: Expected) -> Iterator[Expected]:
 
 
 def _optimizer_gathers(layout: Layout, parameter: Parameter) -> Iterator[Expected]:
-    """The gathers that bring parameter and gradient to where the optimizer state is, and the new parameter back.
+    """Yield the gathers of parameter and gradient for the optimizer, and of the new parameter.
 
-    To where an array is split more it is sliced, which needs no collective: so under ZeRO-1 only the new parameter is
-    gathered.
+    If the optimizer splits an array further, it is sliced, which needs no collective: so under ZeRO-1 only the new
+    parameter is gathered.
     """
     path, param, grad, opt = parameter.path, parameter.param, parameter.grad, parameter.opt
     if grad is None or opt is None:
@@ -331,7 +334,7 @@ def _optimizer_gathers(layout: Layout, parameter: Parameter) -> Iterator[Expecte
 
 
 def _state_collectives(step: _Step) -> Iterator[Expected]:
-    """The model's state: gathered for use; what devices make of their own rows is combined over the batch axes."""
+    """Yield the gathers of the model's state for use, and the sums over batch axes that combine the new state."""
     arrays = jax.tree_util.tree_leaves_with_path(step.layout.shapes.state)
     for (path, x), placement in zip(arrays, jax.tree.leaves(step.layout.state), strict=True):
         one = Expected("all-gather", (), tuple(x.shape), x.dtype, 0, 1, f"state {path_str(path)}")
@@ -342,7 +345,7 @@ def _state_collectives(step: _Step) -> Iterator[Expected]:
 
 
 def _metric_sums(step: _Step) -> Iterator[Expected]:
-    """Arrays among the metrics, combined over the devices that have other rows."""
+    """Yield the sums of array metrics over the devices that have different rows."""
     axes, least = step.engine.row_axes(step.layout), 0 if step.engine.compiler_chooses else 1
     for name, metric in step.uses.metrics.items():
         for x in jax.tree.leaves(metric):
@@ -352,16 +355,16 @@ def _metric_sums(step: _Step) -> Iterator[Expected]:
 
 
 def _stage_permutes(step: _Step) -> Iterator[Expected]:
-    """Permutes of activations from stage to stage of a pipeline, and between them and embedding and head."""
+    """Yield the permutes of activations between the stages of a pipeline, its embedding and its head."""
     axes = tuple(set(step.engine.row_axes(step.layout)) - set(step.layout.sum_axes))
     yield Expected("collective-permute", axes, None, None, 0, None, "activations and their cotangents between stages")
 
 
 def _exchanges_of_the_loss(step: _Step) -> Iterator[Expected]:
-    """Exchanges of attention where positions are split, and sums over rows that the loss takes by axis name.
+    """Yield the exchanges of attention over split positions, and the sums over rows that the loss takes by axis name.
 
-    Such sums, statistics of a batch, have a mean and a mean of squares for each feature: no more than twice the longest
-    dimension of a parameter.
+    Such sums are batch statistics, a mean and a mean of squares for each feature: they have at most twice as many
+    numbers as the longest dimension of a parameter.
     """
     context, rows, most = step.layout.context, set(step.layout.sum_axes), 2 * longest_dim(step.layout)
     what = "queries, keys and values, or their gradients, of js.attention"
@@ -370,18 +373,19 @@ def _exchanges_of_the_loss(step: _Step) -> Iterator[Expected]:
             yield Expected(kind, context.axis, None, None, 0, None, what)
     for one, count in step.uses.exchanges.items():
         if one.kind != "all-reduce" and context is not None:
-            # The compiler may join equal ones of a block, or move one that is the same in every block out of the loop.
+            # The compiler may join equal exchanges of a block, or move one that is the same in each block out of the
+            # loop.
             yield Expected(*one, 0, count, what)
         elif one.kind == "all-reduce" and set(one.axes) <= rows and math.prod(one.shape) <= most:
             yield Expected(*one, 0, count, "sums over rows that the loss takes by axis name")
 
 
 def _norm_gathers(step: _Step) -> Iterator[Expected]:
-    """The parts of norms where sums have one order: every device gathers them, and adds them itself."""
+    """Yield the gathers for norms if sums have one order: each device gathers all parts, and adds them itself."""
     if step.sums_in_order:
         for tree, what in (
             (step.layout.grads, "squares of the gradients, for their norm"),
-            (step.layout.opt_params, "squares of what the parameters changed by, for the norm of the update"),
+            (step.layout.opt_params, "squares of the updates, for their norm"),
         ):
             placements = jax.tree.leaves(tree)
             axes = tuple({axis for placement in placements for axis in axes_of(placement.store)})
@@ -391,7 +395,7 @@ def _norm_gathers(step: _Step) -> Iterator[Expected]:
 
 
 def _scalars(step: _Step) -> Iterator[Expected]:
-    """Loss, weights, metrics and norms over any axes; in one order every device gathers the numbers of all."""
+    """Yield the sums of scalars over any axes; if sums have one order, also their gathers from all devices."""
     yield Expected("all-reduce", (), (), None, 0, None, "scalars: loss, weights, metrics, norms, windows of experts")
     if step.sums_in_order:
         each = (step.layout.mesh.size,)

@@ -1,8 +1,7 @@
-"""Source lines: from an operation of a compiled program back to the user's code.
+"""Find the line of the user's code that an operation of a compiled program comes from.
 
-Operations carry the Python stack that made them, as metadata, but not all do: what the compiler inserts or combines may
-have none. Then the nearest operation that has one is named instead: what the collective works on, or what uses its
-result.
+Most operations have the Python stack that made them as metadata. Those that the compiler inserts or combines may have
+none. Then the nearest operation that has one is named: one that makes the operand, or one that uses the result.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ _FAR = 64
 
 
 class SourceLine(NamedTuple):
-    """Where an operation comes from.
+    """The source line of an operation.
 
     Attributes:
-      line: the place to look at: `file:line`, `near file:line`, or else the operation's name.
-      frames: `file:line` of the whole stack, from the innermost frame outwards; () where none is known.
+      line: `file:line`, `near file:line`, or else the operation's name.
+      frames: `file:line` of the full stack, from the innermost frame outwards; () where none is known.
       op_name: JAX's path of names, such as "jit(step)/transpose/dot_general".
     """
 
@@ -34,7 +33,7 @@ class SourceLine(NamedTuple):
 
 
 def find_source(scope: hlo.Scope, op: hlo.Op) -> SourceLine:
-    """Find the source line of an operation: its own, its fusion's, near that of what it works on, or only a name."""
+    """Find the source line of an operation: its own or its fusion's, else one near its operands, else its name."""
     chain = list(_fusions(scope, op))
     for _, one in chain:
         if frames := _frames(scope.module, one):
@@ -47,22 +46,17 @@ def find_source(scope: hlo.Scope, op: hlo.Op) -> SourceLine:
 
 
 def _additions(scope: hlo.Scope, op: hlo.Op) -> Iterator[hlo.Op]:
-    """What a sum over devices adds with: a compiler that splits the sum keeps its stack."""
+    """Yield the additions of a sum over devices: a compiler that splits the sum keeps the stack there."""
     for computation in (scope.module.computations[name] for name in op.callees):
         yield computation[computation.root]
 
 
-def find_user(scope: hlo.Scope, op: hlo.Op) -> str:
-    """Find the nearest line of the user's code that uses a value, else of a library; "" where there is none near.
-
-    A compiler names what it inserts after what it works on: a weight that is moved bears the line of the engine that
-    brought it, and only those who use it tell who asked for it.
-    """
-    return find_reader(scope, op).line
-
-
 def find_reader(scope: hlo.Scope, op: hlo.Op) -> SourceLine:
-    """Find what `find_user` finds, with its name."""
+    """Find the nearest line of the user's code, else of a library, that uses a value; an empty one if none is near.
+
+    A compiler gives an inserted operation the source line of its operand. That of a weight is a line of the engine, and
+    only the operations that use the result tell who needed it.
+    """
     computation, outer = list(_fusions(scope, op))[-1]
     library = SourceLine("", (), "")
     for name in _walk(computation.users.get(outer.name, ()), lambda name: computation.users.get(name, ())):
@@ -76,13 +70,13 @@ def find_reader(scope: hlo.Scope, op: hlo.Op) -> SourceLine:
 
 
 def _producers(computation: hlo.Computation, op: hlo.Op) -> Iterator[hlo.Op]:
-    """The operations that an operation depends on, the nearest first."""
+    """Yield the operations that an operation depends on, the nearest first."""
     for name in _walk(operands_of(computation, op), lambda name: computation[name].operands):
         yield computation[name]
 
 
 def _walk(first: Iterable[str], neighbours: Callable[[str], Iterable[str]]) -> Iterator[str]:
-    """Names from the nearest to the farthest, each once, until there are too many."""
+    """Yield names breadth first, each once, until there are too many."""
     queue = list(first)
     for name in queue:
         yield name
@@ -92,7 +86,7 @@ def _walk(first: Iterable[str], neighbours: Callable[[str], Iterable[str]]) -> I
 
 
 def _fusions(scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[hlo.Computation, hlo.Op]]:
-    """The operation, and the fusions and started computations it is in, each with the computation it stands in."""
+    """Yield the operation, and the fusions and asynchronous calls around it, each with its computation."""
     yield scope.computation, op
     for outer, caller in scope.callers:
         if caller.opcode not in ("fusion", "custom-call") and not starts_computation(caller):
@@ -101,7 +95,7 @@ def _fusions(scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[hlo.Computation, hl
 
 
 def _frames(module: hlo.Module, op: hlo.Op) -> tuple[str, ...]:
-    """The stack in an operation's metadata: by number in the program's tables, or, from some compilers, one line."""
+    """Return the stack in an operation's metadata: by number in the program's tables, or a single inline frame."""
     if number := re.search(r"\bstack_frame_id=(\d+)", op.notes):
         return module.frames.get(int(number[1]), ())
     inline = re.search(r'\bsource_file="([^"]*)"(?: source_line=(\d+))?', op.notes)

@@ -1,10 +1,10 @@
-"""A collective that nothing promised, what to do about it, and many of them grouped by source line and kind.
+"""Explain a collective that nothing promised, and advise what to do about it, grouped by source line and kind.
 
 - all-gather over tensor, 3 times, 3.84 kB: f32[2, 4, 40] and 1 more
     at model.py:31
     logits, all 40 of a vocabulary: must never move over tensor
-    a constraint asks for dimension 2, split over tensor, whole: exp at model.py:32 reads it
-    keep the logits split: js.constrain(x, ('batch', None, 'vocab')); js.cross_entropy works on such
+    a constraint asks for all of dimension 2, split over tensor: exp at model.py:32 reads it
+    keep the logits split, js.constrain(x, ('batch', None, 'vocab')): js.cross_entropy works on split logits
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxshard.checks.collectives.trail import COLLECTIVES, PRODUCTS, operation_o
 from jaxshard.core.text_table import first_words
 
 _SHOWN = 8
-"""The groups of surprises that are printed."""
+"""The number of groups of surprises that are printed."""
 _ORDERED = ("sort", "argsort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "top_k")
 
 
@@ -30,8 +30,8 @@ class Surprise:
     """A collective that nothing promised.
 
     Attributes:
-      found: the collective, with the unexpected ones of its arrays.
-      why: what was promised instead, or what must never travel.
+      found: the collective, with those of its arrays that are not promised.
+      why: the promise that it exceeds, or the reason why it must never happen.
       constraint: the call that keeps its first array split, such as "js.constrain(x, ('batch', None, 'features'))".
 
     Example:
@@ -50,7 +50,7 @@ class Surprise:
 
     @property
     def cause(self) -> str:
-        """Why the compiler, or the program itself, moves it; "" of a record without trails."""
+        """Why the compiler, or the program itself, moves it; "" for a record without trails."""
         return cause(self.found)
 
     @property
@@ -68,7 +68,7 @@ class Surprise:
 
 
 def entries(surprises: Sequence[Surprise], *, all: bool = False) -> list[str]:
-    """Write an entry for each surprise; unless `all` are wanted, one for each line and kind, the largest first."""
+    """Describe surprises, with `all` each by itself, else the largest groups of one source line and kind."""
     if all:
         return [str(one) for one in surprises]
     groups = by_line(surprises, lambda one: one.found)
@@ -84,7 +84,7 @@ def _entry(of: Sequence[Surprise]) -> str:
 
 
 def merged(surprises: Iterable[Surprise]) -> tuple[Surprise, ...]:
-    """Add up the counts of equal surprises of one line, in their order."""
+    """Merge equal surprises of one source line by adding up their counts, in their order."""
 
     def key(one: Surprise) -> tuple[Any, ...]:
         found = one.found  # unknown counts are not added to known ones
@@ -97,11 +97,11 @@ def merged(surprises: Iterable[Surprise]) -> tuple[Surprise, ...]:
 
 
 def wanted_axes(found: Collective, rows: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return for each dimension of a collective's first array the mesh axes that are to split it.
+    """Return the mesh axes that should split each dimension of a collective's first array, so that it need not move.
 
     Args:
-      found: the collective, which moves the array over axes.
-      rows: the mesh axes over which devices have other rows; they keep the first dimension.
+      found: the collective.
+      rows: the mesh axes over which devices have different rows; they split the first dimension.
     """
     rank = len(found.shapes[0])
     others = tuple(axis for axis in found.axes if axis not in rows)
@@ -117,13 +117,13 @@ def _advice(one: Surprise) -> str:
     made, read, made_at = trail.maker, trail.reader, trail.made_at
     constraint = one.constraint or "constrain it"
     if one.why.startswith("wire dtype"):
-        return "to add in fewer bits say so, by reduce_dtype= of the engine; else cast after the sum"
+        return "to sum in fewer bits set reduce_dtype= of the engine; else cast after the sum"
     if "optax" in one.place:
         return "the optimizer reads full arrays: take an elementwise one, or a strategy that keeps its state replicated"
     if own in COLLECTIVES and one.found.is_users:
         return "take it out: return js.Mean and js.Sum of a device's own rows, which the engine adds up"
     if one.why.startswith("logits"):
-        return f"keep the logits split, {constraint}: js.cross_entropy works on such"
+        return f"keep the logits split, {constraint}: js.cross_entropy works on split logits"
     if "sharding_constraint" in (own, read):
         return f"take the constraint out, or keep the dimension split over {over}: {constraint}"
     if {own, made, read} & set(_ORDERED):

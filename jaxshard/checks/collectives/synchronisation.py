@@ -1,5 +1,4 @@
-"""What `js.local` adds to the promise of a replica's own step: the synchronisation every so many steps, and before it
-the reduction of gradients in the warm-up."""
+"""Promise the collectives between the replicas of `js.local`: gradients in warm-up, then parameters every few steps."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from jaxshard.optim.local import Local
 
 
 def rows_of_replica(layout: Layout, local: Local, batch: PyTree) -> PyTree:
-    """Return the shapes of the part of a global batch that one replica has."""
+    """Return the shapes of one replica's part of a global batch."""
     count, mask = local.replicas(layout.mesh), layout.rows_mask(batch)
 
     def part(x: Any) -> jax.ShapeDtypeStruct:
@@ -28,12 +27,12 @@ def rows_of_replica(layout: Layout, local: Local, batch: PyTree) -> PyTree:
 
 
 def synchronisations(layout: Layout, local: Local, inside: Iterable[Expected]) -> Iterator[Expected]:
-    """List what moves over the axis of the replicas, and what the outer optimizer's update gathers.
+    """Yield the collectives over the replica axis, and the gathers after the outer optimizer's update.
 
     Args:
-      layout: of the whole run.
+      layout: the layout of all replicas.
       local: its `js.local`.
-      inside: what one replica's step is expected to do.
+      inside: the promised collectives of one replica's step.
     """
     trained = select(layout.trainable, layout.shapes.params)
     flags = (1 + 2 * len(jax.tree.leaves(trained)),)
@@ -43,27 +42,27 @@ def synchronisations(layout: Layout, local: Local, inside: Iterable[Expected]) -
             yield replace(one, axes=local.axis, least=0)
     yield from _reductions_in_warm_up(layout, local, trained)
     often, leaves = f"every {local.every} steps", jax.tree_util.tree_leaves_with_path(trained)
-    seen, rests = jax.tree.leaves(layout.opt_params), jax.tree.leaves(select(layout.trainable, layout.params))
-    for (path, x), opt, own in zip(leaves, seen, rests, strict=True):
-        name = path_str(path)
-        mean = _over(local, opt.shard_shape(layout.mesh), _wide(x.dtype), 1, f"mean of {name} over replicas, {often}")
+    used, stored = jax.tree.leaves(layout.opt_params), jax.tree.leaves(select(layout.trainable, layout.params))
+    for (path, x), opt, own in zip(leaves, used, stored, strict=True):
+        name, dtype = path_str(path), _sum_dtype(x.dtype)
+        mean = _over(local, opt.shard_shape(layout.mesh), dtype, 1, f"mean of {name} over replicas, {often}")
         back = Expected("all-gather", (), (), x.dtype, 1, 1, f"shared {name}, {often}")
         for one in (mean, *gather_stages(layout.mesh, opt, common_axes(opt, own), back)):
             yield replace(one, every=local.every)
 
 
 def _reductions_in_warm_up(layout: Layout, local: Local, trained: PyTree) -> Iterator[Expected]:
-    """List the sums of gradients over replicas in the first steps: of what one device of a replica has."""
+    """Yield the sums of gradients over replicas in the warm-up steps, of one device's shards."""
     if not local.warmup:
         return
     leaves = jax.tree_util.tree_leaves_with_path(trained)
     for (path, x), grad in zip(leaves, jax.tree.leaves(layout.grads), strict=True):
         what = f"gradient of {path_str(path)} over replicas, in the first {local.warmup} steps"
-        yield replace(_over(local, grad.shard_shape(layout.mesh), _wide(x.dtype), 1, what), until=local.warmup)
+        yield replace(_over(local, grad.shard_shape(layout.mesh), _sum_dtype(x.dtype), 1, what), until=local.warmup)
 
 
-def _wide(dtype: Any) -> Any:
-    """The dtype in which arrays are added over replicas: f32 at least."""
+def _sum_dtype(dtype: Any) -> Any:
+    """Return the dtype in which arrays are summed over replicas: at least f32."""
     return dtype if dtype.itemsize > 2 else jnp.float32
 
 

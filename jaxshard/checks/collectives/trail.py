@@ -1,4 +1,4 @@
-"""The trail of an array that a collective moves: the argument that it is, or what computes it, and what reads it.
+"""Trace an array that a collective moves: the argument that it is or the operation that computes it, and its reader.
 
     %h   = f32[4,512] dot(%x, %w), metadata={op_name="jit(step)/jvp(Net)/Dense_0/dot_general" ...}       maker
     %all = f32[4,512] all-reduce(%h), ...
@@ -28,7 +28,7 @@ COLLECTIVES = (
 )  # fmt: skip
 """JAX's names of the operations that communicate."""
 SCATTERED = "reduce-scatter"
-"""The maker of what a reduce-scatter left."""
+"""The `Trail.maker` of a shard that a reduce-scatter left."""
 _FAR = 16
 """The number of steps after which the search for a maker gives up."""
 _ROLES = {"params": "weight", "opt_state": "optimizer state", "state": "state"}
@@ -36,18 +36,18 @@ _KEY = re.compile(r"\['?([^'\]]+)'?\]|\.(\w+)")
 
 
 class Trail(NamedTuple):
-    """Where an array of a collective comes from and goes to.
+    """The origin and the reader of an array that a collective moves.
 
     Attributes:
-      arguments: what it is, moved and cast alone: "weight blocks/wq", "batch tokens"; () where it is computed.
+      arguments: the arguments that it copies, moved and cast: "weight blocks/wq", "batch tokens"; () if it is computed.
       maker: JAX's name of the operation that computes it, such as "dot_general"; "reduce-scatter" for what another
         collective left; "" where the compiler lost it.
       made_at: the line of that operation in the model, or "".
       reader: JAX's name of an operation of the user's, or of a library, that uses the result; "" where none is near.
       read_at: its line, or "".
-      dim: the dimension that is gathered, scattered or cut into parts; None for others.
-      numbers: of the program's arguments that it is.
-      gathered: how many times larger than these it was made by gathers on the way.
+      dim: the dimension that is gathered, scattered or cut into parts; None for other collectives.
+      numbers: the numbers of these arguments in the program.
+      gathered: the factor by which earlier gathers enlarged them.
     """
 
     arguments: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ def find_trail(scope: hlo.Scope, op: hlo.Op, part: int) -> Trail:
 
 
 def _maker(scope: hlo.Scope, name: str) -> tuple[str, str]:
-    """The operation that computes a value, and its line."""
+    """Return the operation that computes a value, and its source line."""
     for _ in range(_FAR):
         scope, op, path = resolve(scope, name)
         if op.opcode not in _HANDED_ON or path or not op.operands:
@@ -106,7 +106,7 @@ def argument_words(label: str) -> str:
 
 
 def operation_of(op_name: str) -> str:
-    """Return the operation's own name of JAX's path of names.
+    """Return the name of an operation, the last part of JAX's path of names; "" for an argument.
 
     >>> operation_of("jit(step)/jvp(Net)/Dense_0/dot_general")
     'dot_general'

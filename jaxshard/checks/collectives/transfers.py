@@ -1,7 +1,7 @@
-"""Transfers between TPU slices: pairs of a send and a recv in place of a collective.
+"""Recognise transfers between TPU slices: pairs of a send and a recv in place of a collective.
 
-The chips of a slice talk to each other over their own links, and a program's collectives are theirs. Slices are
-connected by the data center's network, and what goes there is handed to the host:
+The collectives of a program connect the chips of one slice, over their own links. Slices are connected by the data
+center's network, so data for another slice is sent to the host:
 
     %send = (f32[16,8,128], u32[], token[]) send(%x, %t), is_host_transfer=true,
             frontend_attributes={_xla_megascale_target="{1,2}x{0:7}",_xla_megascale_transfer_type="ALL_REDUCE"}
@@ -24,7 +24,7 @@ _BETWEEN_SLICES = {
     "ALL_TO_ALL": "all-to-all",
     "ONE_TO_ONE": "collective-permute",
 }
-"""How a pair of send and recv says which collective it is, between TPU slices."""
+"""The collective that a transfer between slices is, by its transfer type."""
 
 
 def is_transfer(op: hlo.Op) -> bool:
@@ -33,12 +33,12 @@ def is_transfer(op: hlo.Op) -> bool:
 
 
 def names_all_slices(op: hlo.Op) -> bool:
-    """Return True if a transfer is known to be among all slices; one among some of them names none."""
+    """Return True if a transfer names its slices, as only one among all slices does."""
     return "_xla_megascale_target=" in op.notes
 
 
 def transfer_kind(op: hlo.Op) -> str | None:
-    """Return which collective a transfer is; None for the one of its two operations that does not have the array whole.
+    """Return the kind of collective that a transfer is; None for the half of the pair without the full array.
 
     Raises:
       ValueError: a type of transfer that is not known.

@@ -1,6 +1,6 @@
-"""What a compiled program executes: its operations in the computations that it calls, and how often each runs.
+"""List the operations that a compiled program executes, in all computations that it calls, and how often each runs.
 
-%w = (...) while(%init), condition=%cond, body=%body      of 12 turns
+%w = (...) while(%init), condition=%cond, body=%body      of 12 iterations
 in %body:  %f = f32[64] fusion(%x), calls=%fused          12 times, and so is every operation of %fused
 """
 
@@ -22,10 +22,10 @@ class Executed(NamedTuple):
     """An operation at one place of a program.
 
     Attributes:
-      scope: the computation that it stands in, as called there.
+      scope: its computation, as called there.
       op: the operation.
-      times: executions per step; None where a loop's number of turns is not known.
-      conditional: True in a branch of a conditional; `times` is then of a step that always takes that branch.
+      times: executions per step; None in a loop of unknown trip count.
+      conditional: True in a branch of a conditional; `times` then assumes that the branch is always taken.
     """
 
     scope: hlo.Scope
@@ -37,12 +37,12 @@ class Executed(NamedTuple):
 def executed(module: hlo.Module, wanted: re.Pattern[str], *, fused: bool = True) -> Iterator[Executed]:
     """Yield the operations whose line matches a pattern, in the order of the program.
 
-    One whose computation is called from several places is yielded for each of them.
+    An operation whose computation is called from several places is yielded for each of them.
 
     Args:
       module: the program.
-      wanted: searched in lines of the form `name = type opcode(operands), ...`.
-      fused: look into fusions too, whose operations are not executed one by one.
+      wanted: the pattern, for lines of the form `name = type opcode(operands), ...`.
+      fused: search fusions too, whose operations are not executed one by one.
     """
     return _executed(hlo.Scope(module, module.computations[module.entry]), wanted, fused, 1, False)
 
@@ -57,18 +57,18 @@ def _executed(
             op = scope.computation[name]
             if _is_fusion(op) and not fused:
                 continue
-            for inner, turns in _calls(scope, op):
-                total = None if times is None or turns is None else times * turns
+            for inner, trips in _calls(scope, op):
+                total = None if times is None or trips is None else times * trips
                 yield from _executed(inner, wanted, fused, total, conditional or op.opcode == "conditional")
 
 
 def _calls(scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[hlo.Scope, int | None]]:
-    """The computations that an operation runs, and how often each; the branches of a conditional once."""
+    """Yield the computations that an operation runs, and how often each; the branches of a conditional once."""
     if op.opcode == "while":
-        turns = trip_count(scope, op)
+        trips = trip_count(scope, op)
         body, condition = (scope.enter(op, op.callee(name)) for name in ("body", "condition"))
-        yield body, turns
-        yield condition, total([turns, 1])  # the last time it ends the loop
+        yield body, trips
+        yield condition, total([trips, 1])  # the last time it ends the loop
     elif op.opcode == "conditional":  # the first operand chooses, each branch has one of the others
         for name, operand in zip(op.callees, op.operands[1:], strict=True):
             yield scope.enter(op, name, (operand,)), 1

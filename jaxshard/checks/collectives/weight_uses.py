@@ -1,13 +1,13 @@
-"""Counts of how often a step uses each weight and reduces each gradient, from the traced program, not compiled.
+"""Count how often a step gathers each weight and reduces each gradient, from the traced program.
 
-The loss is traced as the engine runs it, with an engine's two moves of a weight replaced by a mark:
+The loss is traced as the engine runs it, with the engine's gather and reduction of a weight replaced by marks:
 
     engine:  stored  --all_gather-->      weight       cotangent  --psum_scatter-->  gradient
     here:    stored  --mark(weight w)-->  weight       cotangent  --mark(grad w)-->  gradient
 
-Then the marks that are left after dead code elimination are counted, a mark in the body of a scan as often as it turns.
-So recomputation, blocks, units, tied and unused weights come out as they will in the compiled step. In the same way the
-collectives are counted by which `js.attention` exchanges keys and values under `js.context`: they stand in the program.
+Then the marks that are left after dead code elimination are counted, a mark in the body of a scan once per iteration.
+So recomputation, blocks, units, tied and unused weights count as they do in the compiled step. The collectives by which
+`js.attention` exchanges keys and values under `js.context` are in the traced program, and are counted in the same way.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from jaxshard.engines.manual import used_shape
 from jaxshard.engines.part import Cut
 from jaxshard.layers.attention.attention import SCOPE
 
-# Called what it stands for, so that no policy of `jax.checkpoint` saves it: the backward pass gathers again.
+# Has the name of a gather, so that no policy of `jax.checkpoint` saves its result: the backward pass gathers again.
 _mark = Primitive("all_gather")
 _mark.def_abstract_eval(lambda x, **_: x)
 
 
 class Use(NamedTuple):
-    """One use of a parameter.
+    """One gather of a parameter, or one reduction of its gradient.
 
     Attributes:
-      what: "weight" where it is gathered, "gradient" where its gradient is reduced.
-      path: of the parameter.
-      shape: the logical shape of what is moved: the whole array, one block of a stack, or a chunk.
+      what: "weight" for a gather, "gradient" for a reduction.
+      path: the path of the parameter.
+      shape: the logical shape that is moved: that of the full array, of one block of a stack, or of a chunk.
     """
 
     what: str
@@ -59,13 +59,13 @@ class Use(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A collective that stands in the loss: of `js.attention`, or a sum of the user's own.
+    """A collective that the loss issues itself: in `js.attention`, or a sum that the user wrote.
 
     Attributes:
-      kind: as compiled programs call it, one of `found.KINDS`.
+      kind: one of `found.KINDS`.
       axes: the mesh axes.
-      shape: of the whole, unscattered array.
-      dtype: of the array.
+      shape: the shape of the full, unscattered array.
+      dtype: the dtype of the array.
     """
 
     kind: str
@@ -85,13 +85,13 @@ _KINDS = {
 
 
 class Uses(NamedTuple):
-    """The uses of all weights in a step, and what else its program says.
+    """The uses of all weights in a step, with its metrics, states, and the collectives that the loss issues itself.
 
     Attributes:
       counts: how often each use happens in a step.
       metrics: the shapes of the loss's metrics, by name.
-      exchanges: how often the loss itself issues a collective: `js.attention` its exchanges, and anyone sums over
-        devices by axis name (batch statistics).
+      exchanges: how often the loss issues a collective: the exchanges of `js.attention`, and sums by axis name (batch
+        statistics).
       states: path and shape of each array of the model's state that is all-reduced over devices.
     """
 
@@ -106,13 +106,13 @@ class Uses(NamedTuple):
 
 
 def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> Uses:
-    """Count what a step does with weights, by tracing it for one device.
+    """Count the gathers of weights and the reductions of gradients in a step, by tracing it for one device.
 
-    Both branches of a conditional count, and a loop whose number of turns is unknown counts once.
+    Both branches of a conditional count, and the body of a loop of unknown trip count counts once.
 
     Args:
-      layout: where the arrays live.
-      engine: whose `block_passes` are None: no schedule decides what runs.
+      layout: the layout of the step.
+      engine: an engine without a schedule, whose `block_passes` are None.
       loss_fn: the loss.
       batch: a tree of global arrays or of `jax.ShapeDtypeStruct`.
     """
@@ -123,21 +123,21 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
 
     states = engine.state_rules(objective, layout, batch)
 
-    def step(stored: PyTree, sinks: PyTree, state: PyTree, turns: PyTree, key: jax.Array) -> Any:
-        cut = Cut(turns, jax.tree.map(lambda _: True, turns), turns, jnp.arange(engine.microbatches))
+    def step(stored: PyTree, sinks: PyTree, state: PyTree, pieces: PyTree, key: jax.Array) -> Any:
+        cut = Cut(pieces, jax.tree.map(lambda _: True, pieces), pieces, jnp.arange(engine.microbatches))
         outcome, grads, _ = accumulate(
             lambda sinks, stored, state, batch, row: call(stored, sinks, state, batch, key, row),
             sinks, stored, state, cut, lambda x: x, None if states is None else lambda part: states,
         )  # fmt: skip
         return outcome, grads
 
-    if manual:  # what one device runs: the user's code may name axes
-        mesh, whole = layout.mesh, PartitionSpec()
-        step = jax.shard_map(step, mesh=mesh, in_specs=whole, out_specs=whole, axis_names=set(manual), check_vma=False)
+    if manual:  # trace inside a shard_map, because the user's code may name axes
+        mesh, spec = layout.mesh, PartitionSpec()
+        step = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=set(manual), check_vma=False)
     parts = axis_size(layout.mesh, layout.batch_axes) if manual else 1
     batch = split_shapes(layout, objective.known, batch) if manual else prepare(layout, objective.known, batch)
 
-    def turns_of(x: Any, has_rows: bool) -> jax.ShapeDtypeStruct:
+    def of_micro_batches(x: Any, has_rows: bool) -> jax.ShapeDtypeStruct:
         rows = (x.shape[0] // (parts * engine.microbatches), *x.shape[1:]) if has_rows else x.shape
         return jax.ShapeDtypeStruct((engine.microbatches, *rows), x.dtype)
 
@@ -147,7 +147,7 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
     shapes = layout.shapes
     params, sinks = (jax.tree.map(stored, shapes.params, placements) for placements in (layout.params, layout.grads))
     traced, (outcome, _) = jax.make_jaxpr(step, return_shape=True)(
-        params, sinks, shapes.state, jax.tree.map(turns_of, batch, layout.rows_mask(batch)), shapes.key
+        params, sinks, shapes.state, jax.tree.map(of_micro_batches, batch, layout.rows_mask(batch)), shapes.key
     )
     counts, exchanges = Counter[Use](), Counter[Exchange]()
     _count(eliminate_dead_code(traced)[0], 1, counts, exchanges)
@@ -155,7 +155,10 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
 
 
 def _make_marking_move(layout: Layout | None, compute_dtype: Any) -> MakeMove:
-    """Make moves that only mark. Under a `layout` the loss runs once per device, with its part of the experts."""
+    """Make moves that mark a weight or a gradient in place of a collective.
+
+    If a `layout` is given, the loss is traced for one device, with its part of the experts.
+    """
 
     def make_move(param: Placement, grad: Placement | None) -> Move:
         path, shape = param.rule, param.view.logical
@@ -171,8 +174,8 @@ def _make_marking_move(layout: Layout | None, compute_dtype: Any) -> MakeMove:
         def reduce(cotangent: jax.Array) -> jax.Array:
             assert grad is not None
             marked: jax.Array = _mark.bind(cotangent, use=Use("gradient", path, shape))
-            whole = jnp.pad(marked, [(0, size - part) for size, part in zip(shape, used)]) if is_split else marked
-            return grad.view.apply(whole)
+            full = jnp.pad(marked, [(0, size - part) for size, part in zip(shape, used)]) if is_split else marked
+            return grad.view.apply(full)
 
         return Move(gather, reduce)
 
@@ -180,9 +183,9 @@ def _make_marking_move(layout: Layout | None, compute_dtype: Any) -> MakeMove:
 
 
 def _count(jaxpr: Any, times: int, counts: Counter[Use], exchanges: Counter[Exchange], *, inside: bool = False) -> None:
-    """Count every mark of a program that runs `times`, and every collective of the loss itself, with their executions.
+    """Count the marks of a program that runs `times` times, and the collectives of the loss itself.
 
-    `inside` says that the program is one of `js.attention`.
+    `inside` is True within `js.attention`.
     """
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
@@ -192,7 +195,7 @@ def _count(jaxpr: Any, times: int, counts: Counter[Use], exchanges: Counter[Exch
         elif name == "psum" or (here and name in _KINDS):
             axes = params["axes"] if name == "psum" else params["axis_name"]
             names = tuple(axis for axis in axis_names(axes) if isinstance(axis, str))
-            # Of a gather the result is the whole array, of all others the operand is.
+            # The unscattered array is the result of a gather, and the operand of all others.
             for x in equation.outvars if name == "all_gather" else equation.invars:
                 exchanges[Exchange(_KINDS[name], names, tuple(x.aval.shape), x.aval.dtype)] += times
         for inner in jaxprs_in_params(params):
@@ -200,11 +203,11 @@ def _count(jaxpr: Any, times: int, counts: Counter[Use], exchanges: Counter[Exch
 
 
 def count_scheduled_uses(layout: Layout, passes: BlockPasses, loss_fn: LossFn, batch: PyTree) -> Uses:
-    """Count the most that a schedule does with weights in a step; embedding and head are used once.
+    """Return upper bounds of the uses of weights under a pipeline schedule; embedding and head are used once.
 
     Args:
-      layout: where the arrays live.
-      passes: what the engine says of its schedule.
+      layout: the layout of the step.
+      passes: how often the schedule gathers each block and reduces its gradient.
       loss_fn: the loss, traced for its metrics alone.
       batch: a tree of global arrays or of `jax.ShapeDtypeStruct`.
     """

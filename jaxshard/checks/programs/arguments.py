@@ -1,11 +1,11 @@
-"""The arrays that a compiled step is given: the parameters of its entry, with the roles that their names tell.
+"""List the arguments of a compiled step, with their roles (parameter, optimizer state, batch) inferred from names.
 
     HloModule jit_step, is_scheduled=true, input_output_alias={ {1}: (1, {}, may-alias) }, ...
     %p.5 = f32[128,8]{1,0} parameter(1), sharding={devices=[2,4]<=[4,2]T(1,0)}, metadata={op_name="state.params['up']"}
 
-is the argument 1, `state.params['up']`, a parameter of the model: its name says so, and its buffer is given back with
-its new value. Names are those of the arguments of the Python function; a text without them has donated arrays that may
-be parameters or moments of the optimizer.
+is the argument 1, `state.params['up']`, a parameter of the model: its name says so, and its buffer is donated to its
+new value. Names come from the arguments of the Python function. In a text without names, donated arrays may be
+parameters or moments of the optimizer.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _TILES = re.compile(r"devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([
 
 @dataclass(frozen=True)
 class Argument:
-    """An array that a step is given.
+    """An array argument of a compiled step.
 
     Attributes:
-      number: of the entry's parameter.
+      number: the index among the entry's parameters.
       name: the path in the function's arguments, such as "state.params['embed']"; "argument 3" where none is known.
       role: one of `ROLES`.
       dtype: as HLO writes it.
       shape: on one device.
-      whole: over all devices; that of one device where the text does not say how it is split.
-      splits: for every dimension the mesh axes that split it; None where the text does not say.
+      global_shape: over all devices; that of one device if the text does not say how it is split.
+      splits: for each dimension the mesh axes that split it; None if the text does not say.
     """
 
     number: int
@@ -55,7 +55,7 @@ class Argument:
     role: str
     dtype: str
     shape: tuple[int, ...]
-    whole: tuple[int, ...]
+    global_shape: tuple[int, ...]
     splits: tuple[tuple[str, ...], ...] | None
 
     @property
@@ -70,17 +70,17 @@ class Argument:
 
 
 def read_arguments(module: hlo.Module, mesh: Mesh) -> tuple[Argument, ...]:
-    """List the arrays that a program is given, by number.
+    """List the array arguments of a program, by number.
 
     Args:
       module: the program.
-      mesh: over its positions.
+      mesh: the mesh over its device positions.
     """
     head = module.text.partition("\n")[0].partition("entry_computation_layout=")[0]
     donated = {int(number) for number in _ALIAS.findall(head)}
     arrays = ((number, op, array) for number, op in module.arguments.items() for array in hlo.arrays(op.type)[:1])
     found = [_argument(number, op, array, number in donated, mesh) for number, op, array in arrays]
-    # A state that names its optimizer's arrays has parameters besides, whatever these are called.
+    # If the optimizer's arrays have telling names, the other donated ones are parameters, whatever their names.
     named = any(one.role == OPTIMIZER for one in found)
     return tuple(replace(one, role=PARAMETER) if named and one.role == EITHER else one for one in found)
 
@@ -89,12 +89,12 @@ def _argument(number: int, op: hlo.Op, array: hlo.Array, donated: bool, mesh: Me
     dtype, shape = array
     name, splits = op.op_name or f"argument {number}", _splits(op.attributes, len(shape), mesh)
     parts = [math.prod(mesh.shape.get(axis, 1) for axis in axes) for axes in splits or [()] * len(shape)]
-    whole = tuple(size * count for size, count in zip(shape, parts))
-    return Argument(number, name, _role(op.op_name, dtype, shape, donated), dtype, shape, whole, splits)
+    global_shape = tuple(size * count for size, count in zip(shape, parts))
+    return Argument(number, name, _role(op.op_name, dtype, shape, donated), dtype, shape, global_shape, splits)
 
 
 def _role(label: str, dtype: str, shape: Sequence[int], donated: bool) -> str:
-    """The role that a name tells; else the one of a donated array of floats, which is a parameter or a moment."""
+    """Infer the role of an argument from its name, dtype and donation: a donated float is a parameter or a moment."""
     words = _WORD.findall(label.lower())
     if words[:1] and words[0] in _BATCH:
         return BATCH
@@ -112,7 +112,7 @@ def _role(label: str, dtype: str, shape: Sequence[int], donated: bool) -> str:
 
 
 def _splits(attributes: str, dims: int, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:
-    """For every dimension the axes that split it, of the attribute `sharding=`; None without one."""
+    """Parse the attribute `sharding=` into the mesh axes that split each dimension; None without one."""
     found = re.search(r"\bsharding=\{(.*)\}", attributes)
     if found is None:
         return None
@@ -127,7 +127,7 @@ def _splits(attributes: str, dims: int, mesh: Mesh) -> tuple[tuple[str, ...], ..
 
 
 def _axes_along(placed: np.ndarray, dim: int, mesh: Mesh) -> tuple[str, ...]:
-    """The axes along which devices have other parts of a dimension, of the devices by the tile that they have."""
+    """Return the mesh axes that split a dimension, given the device of each tile."""
     part = np.empty(mesh.size, int)
     part[placed.ravel()] = np.indices(placed.shape)[dim].ravel()
     part = part.reshape(tuple(mesh.shape.values()))

@@ -1,4 +1,4 @@
-"""Names for the positions of a program's devices, and what an axis is for by its name."""
+"""Make a mesh for a program from its text alone, and infer the use of each axis from its name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _USES = {
 
 @dataclass(frozen=True)
 class Position:
-    """A device of a program of which there is only the text.
+    """A stand-in for a device of a program that is only a text.
 
     Attributes:
       id: the position in the mesh.
@@ -38,12 +38,12 @@ class Position:
 
 
 def position_mesh(axes: dict[str, int], devices: int, *, slices: bool = False) -> Mesh:
-    """Make a mesh over the positions of a program's devices, which need not be here.
+    """Make a mesh of stand-ins for the devices of a program, in the order of their positions.
 
     Args:
       axes: name and size of each axis; one size may be -1.
-      devices: how many the program runs on; of a program for several TPU slices, those of one.
-      slices: True if the program speaks to other slices; then there may be several times as many devices.
+      devices: the number of devices of the program; for several TPU slices, those of one slice.
+      slices: True if the program communicates with other slices; then the mesh may be a multiple of `devices`.
 
     Raises:
       ValueError: sizes that do not multiply to the devices.
@@ -64,18 +64,18 @@ def position_mesh(axes: dict[str, int], devices: int, *, slices: bool = False) -
 
 
 def axes_for(mesh: Mesh, *uses: str) -> tuple[str, ...]:
-    """Return the axes of several devices whose names tell one of these uses, in mesh order."""
+    """Return the mesh axes of several devices whose names indicate one of these uses, in mesh order."""
     return tuple(name for name, size in mesh.shape.items() if size > 1 and use_of(name) in uses)
 
 
 def use_of(name: str) -> str | None:
-    """Return what an axis is for, by its name up to digits and "ici" or "dcn"; None for a name that does not tell."""
+    """Infer the use of an axis from its name, without digits and "ici" or "dcn"; None if the name does not tell."""
     plain = name.lower().removeprefix("ici_").removeprefix("dcn_").removesuffix("_parallelism").rstrip("0123456789_")
     return next((use for use, names in _USES.items() if plain in names), None)
 
 
 def check_axes(mesh: Mesh, strategy: str) -> None:
-    """Raise ValueError for an axis whose name does not tell what a strategy does over it."""
+    """Raise ValueError for an axis whose name does not tell how a strategy uses it."""
     unknown = [name for name, size in mesh.shape.items() if size > 1 and use_of(name) is None]
     if unknown:
         listed = "; ".join(f"{', '.join(names)} for {use}" for use, names in _USES.items())

@@ -1,7 +1,7 @@
-"""The shapes in which a compiler moves a weight or its gradient: known by its elements, whatever their order.
+"""List the shapes that a weight or its gradient may have in a collective, after gathers, transposes and reshapes.
 
-A kernel f32[3,8,64] on each device, of which an axis of 4 splits some dimension, may be met as [3,32,64] or [3,8,256],
-one of three blocks of these as [32,64] or [8,256], and each with its dimensions joined or in another order.
+A kernel f32[3,8,64] on each device, split over an axis of 4, may appear as [3,32,64] or [3,8,256], one of its three
+blocks as [32,64] or [8,256], and each with dimensions joined or transposed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from jaxshard.checks.collectives.expected import Shape, joined_shapes, normal_sh
 from jaxshard.checks.programs.arguments import Argument
 
 _MOST_BLOCKS = 256
-"""Blocks in a stack at most: a dimension of a vector that is longer counts no blocks."""
+"""The most blocks in a stack: a longer dimension does not count blocks."""
 
 
 def stacked_dim(parameters: Iterable[Argument]) -> int:
-    """Return which dimension counts the blocks of a model that has stacked ones: the first or, in MaxText, the second.
+    """Return the dimension that counts blocks in a model that stacks them: the first or, in MaxText, the second.
 
-    It is the one that has the same size in most parameters.
+    It is the dimension that has the same size in most parameters.
     """
     shapes = [one.shape for one in parameters if len(one.shape) > 1]
     alike = [max(Counter(shape[dim] for shape in shapes).values(), default=0) for dim in (0, 1)]
@@ -32,17 +32,17 @@ def stacked_dim(parameters: Iterable[Argument]) -> int:
 def forms_of(
     argument: Argument, mesh: Mesh, axes: Sequence[str], others: Sequence[str] = (), stacked: int = 0
 ) -> Mapping[Shape, float]:
-    """Return the normal shapes of an array or of one block of it, whole over some axes, each with its share of it.
+    """Return the shapes that a parameter, or one block of it, may have once gathered, with the share of it in each.
 
-    Where a shape may be that of all and of one block, as [144,192] of an array [4,36,192] split four times, it is taken
-    for the block's.
+    A shape that fits both the full array and one block, as [144,192] does for an array [4,36,192] split four times,
+    counts as a block.
 
     Args:
-      argument: the array, a parameter.
+      argument: the parameter.
       mesh: the mesh.
-      axes: over which a collective gathers it, or sums its gradient.
-      others: axes that may split it too, over which it may be whole already.
-      stacked: the dimension that counts blocks, if it is a stack of some.
+      axes: the axes over which a collective gathers it, or sums its gradient.
+      others: other axes that may split it, over which it may be gathered already.
+      stacked: the dimension that counts blocks, if it is a stack.
     """
     forms: dict[Shape, float] = {}
     for shape in _unsplit(argument, mesh, axes, others):
@@ -57,7 +57,7 @@ def forms_of(
 
 
 def _unsplit(argument: Argument, mesh: Mesh, axes: Sequence[str], others: Sequence[str]) -> Iterator[Shape]:
-    """The shapes of an array made whole over axes that split it; where the text does not say how, over any that may."""
+    """Yield the shapes of an array gathered over the axes that split it; each possible split if the text has none."""
     every = (*axes, *(axis for axis in others if axis not in axes))
     known = argument.splits
     dims = range(len(argument.shape))
@@ -74,15 +74,15 @@ def _unsplit(argument: Argument, mesh: Mesh, axes: Sequence[str], others: Sequen
 
 
 def chunks_of(forms: Mapping[Shape, float], shape: Shape, count: int) -> float:
-    """Return the share that an array has of a parameter that is moved in `count` chunks along one dimension, else 0.
+    """Return the share of a parameter in an array if it is one of `count` chunks along a dimension, else 0.
 
     >>> chunks_of({(4096, 32000): 1.0}, (4096, 8064), 4)
     0.25
     """
     for form, share in forms.items():
-        others = [(whole, part) for whole, part in zip(sorted(form), sorted(shape)) if whole != part]
+        others = [(full, part) for full, part in zip(sorted(form), sorted(shape)) if full != part]
         if len(form) == len(shape) > 1 and len(others) == 1 and count > 1:
-            ((whole, part),) = others
-            if whole <= count * part < 1.1 * whole:
+            ((full, part),) = others
+            if full <= count * part < 1.1 * full:
                 return share / count
     return 0.0

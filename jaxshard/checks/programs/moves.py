@@ -1,9 +1,8 @@
-"""What every collective of a program moves: a weight, a gradient, a moment of the optimizer, an activation.
+"""Label each array that a collective moves: weight, gradient, optimizer state, activation, batch, integers or scalar.
 
-A value that is only moved and cast on its way from an argument is that argument (`collectives/origins`). Of the others
-those that have the shape of a parameter, or of one block of it, are taken for its gradient where they are summed, and
-for the weight itself, or its new value, where they are gathered; the rest are activations, integers (tokens, indices)
-and scalars.
+A moved or cast copy of an argument is that argument (`collectives/origins`). Any other array that has the shape of a
+parameter, or of one block of it, is taken for its gradient if it is summed, and for the weight or its new value if it
+is gathered. The rest are activations, integers (tokens, indices) and scalars.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ INTEGERS, SCALAR, INPUT = "integers", "scalar", "batch"
 WHAT = (WEIGHT, GRADIENT, MOMENT, ACTIVATION, INPUT, INTEGERS, SCALAR)
 
 _SCALARS = 16
-"""Elements of a few joined scalars at most."""
+"""The most elements of an array of joined scalars."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Move(Collective):
-    """One array that a collective moves, as if it were moved alone.
+    """One array of a collective, with its label.
 
     Attributes:
-      what: one of `WHAT`.
-      arguments: what it is of: one or several joined, or, where only its shape tells, all that it may be.
-      share: the part of such an argument that one execution moves; 0 where there is none.
-      by_shape: True if only its shape tells.
+      what: the label, one of `WHAT`.
+      arguments: the arguments in it, one or several joined; all candidates if only the shape is known.
+      share: the share of such an argument that one execution moves; 0 if there is none.
+      by_shape: True if the label is inferred from the shape alone.
     """
 
     what: str
@@ -50,17 +49,17 @@ class Move(Collective):
 
     @property
     def title(self) -> str:
-        """Kind, axes and what is moved."""
+        """Kind, axes and label."""
         return f"{super().title} ({self.what})"
 
     @property
     def times(self) -> float | None:
-        """Times that the whole array is moved per step; None in a loop of an unknown number of turns."""
+        """The number of times that the full argument is moved per step; None in a loop of unknown trip count."""
         return None if self.count is None else self.count * self.share
 
 
 def find_moves(module: hlo.Module, mesh: Mesh, arguments: Sequence[Argument]) -> tuple[Move, ...]:
-    """List what the collectives of a program move, each of their arrays alone, in the order of the program."""
+    """List the arrays that the collectives of a program move, each with its label, in the order of the program."""
     known = _Known({one.number: one for one in arguments}, mesh)
     return tuple(
         Move(**vars(one), **_label(one, is_transfer(executed.op), known))
@@ -70,7 +69,7 @@ def find_moves(module: hlo.Module, mesh: Mesh, arguments: Sequence[Argument]) ->
 
 
 class _Known:
-    """The arguments by number, and the shapes by which parameters are known."""
+    """The arguments by number, and the shapes by which parameters are recognised."""
 
     def __init__(self, arguments: Mapping[int, Argument], mesh: Mesh) -> None:
         self.arguments = arguments
@@ -82,7 +81,7 @@ class _Known:
         self._forms: dict[tuple[str, ...], dict[int, Mapping[Shape, float]]] = {}
 
     def alike(self, found: Collective) -> dict[int, float]:
-        """The parameters whose shape, or whose block's, an array has, each with the share that it is."""
+        """Return the parameters that an array may be by its shape, each with the share of it in the array."""
         passed_on = found.kind == "collective-permute" and set(found.axes) <= self._stages
         passed_on = passed_on or found.kind.endswith("all-to-all")
         if passed_on or set(found.axes) <= self._split or not found.dtype.startswith(("f", "bf")):
@@ -103,7 +102,7 @@ class _Known:
 
 
 def _label(found: Collective, between_slices: bool, known: _Known) -> dict[str, Any]:
-    """The attributes that a `Move` has besides those of its collective."""
+    """Return the attributes that a `Move` adds to those of its collective."""
     trail, small = found.trail, found.elements <= _SCALARS
     of = tuple(known.arguments[number] for number in trail.numbers if number in known.arguments)
     if of and not between_slices and (not small or (len(of) == 1 and of[0].elements > _SCALARS)):

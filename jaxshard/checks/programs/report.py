@@ -1,4 +1,4 @@
-"""The audit of a compiled step of which there is only the text: a report, or a comparison with a strategy."""
+"""Report what a compiled step communicates, from its HLO text alone, and compare it with a strategy."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _SHOWN = 12
 
 @dataclass(frozen=True)
 class ProgramAudit:
-    """The communication of a compiled step, by mesh axis, source line and array, and what a strategy says to it.
+    """The communication of a compiled step, by mesh axis, source line and array, compared with a strategy.
 
     Attributes:
-      name: of the program, such as "jit_train_step".
-      mesh: over the positions of its devices.
-      arguments: the arrays that it is given.
+      name: the name of the program, such as "jit_train_step".
+      mesh: the mesh over the positions of its devices.
+      arguments: its array arguments.
       moves: the arrays that its collectives move.
-      strategy: the one that it was compared with; None for a report alone.
-      microbatches: into which the step divides its batch.
-      comparison: with the strategy; without differences if none was named.
-      slices: how many TPU slices the mesh has; the program is that of one of them.
+      strategy: the name of the strategy it was compared with; None for a report alone.
+      microbatches: the number of micro-batches of a step.
+      comparison: the comparison with the strategy; without differences if none was named.
+      slices: the number of TPU slices of the mesh; the program is that of one of them.
     """
 
     name: str
@@ -55,7 +55,7 @@ class ProgramAudit:
 
     @property
     def ok(self) -> bool:
-        """True if a strategy was named and kept, or if none was."""
+        """True if the program keeps to the strategy, or if none was named."""
         return self.comparison.ok
 
     @property
@@ -80,7 +80,7 @@ class ProgramAudit:
 
     @property
     def assumed(self) -> list[str]:
-        """The sentences on what the text does not say and the audit takes for granted."""
+        """Sentences on what the audit assumes because the text does not say it."""
         return [*self._assumed_of_arrays(), *(self._assumed_of_strategy(TERMS[self.strategy]) if self.strategy else ())]
 
     def _assumed_of_arrays(self) -> Iterator[str]:
@@ -101,7 +101,7 @@ class ProgramAudit:
             if axes := axes_for(self.mesh, use):
                 yield f"by its name {words(axes)} is for {use}"
         if all(one.splits is None for one in self.arguments):
-            yield "the text has no shardings: how arrays rest is known only of those that are gathered"
+            yield "the text has no shardings: how an array is stored is known only if it is gathered"
         batches = f"{self.microbatches} micro-batch{'es' * (self.microbatches > 1)}"
         yield f"one step has {batches}; a tied weight counts as one"
         if terms.gathers and axes_for(self.mesh, STAGES):
@@ -110,14 +110,14 @@ class ProgramAudit:
             yield "a weight may be gathered for the forward and for the backward pass"
 
     def rows(self) -> list[dict[str, Any]]:
-        """Add up collectives: one dictionary per kind, axes and what is moved; scalars last."""
+        """Add up collectives: one dictionary per kind, axes and label; scalars last."""
         return sorted(
             map(_sums, grouped(self.moves, lambda move: move.title).values()),
             key=lambda row: (row["moves"] == SCALAR, KINDS.index(row["kind"]), row["axis"], WHAT.index(row["moves"])),
         )
 
     def lines(self) -> list[dict[str, Any]]:
-        """Add up collectives by source line, kind, axes and what is moved, the most bytes first; without scalars."""
+        """Add up collectives by source line, kind, axes and label, the most bytes first; without scalars."""
         return [{"place": of[0].place} | _sums(of) for of in self._by_line()]
 
     def _by_line(self) -> list[list[Move]]:
@@ -144,7 +144,7 @@ class ProgramAudit:
         return self.text()
 
     def text(self, *, all: bool = False) -> str:
-        """Write what `str` does; with `all` entries of each list, and each surprise by itself."""
+        """Write the report as `str` does; with `all` every entry of each list, and each surprise by itself."""
         return "\n\n".join([self.headline, *("\n".join(table.lines) for table in self._tables()), *self._lists(all)])
 
     def _repr_html_(self) -> str:
@@ -178,19 +178,22 @@ class ProgramAudit:
 def audit_program(
     text: str | bytes, axes: dict[str, int], *, strategy: str | None = None, microbatches: int = 1
 ) -> ProgramAudit:
-    """Read what a compiled step communicates from its text alone, and compare it with a strategy.
+    """List what a compiled step communicates, from its HLO text alone, and compare it with a strategy.
 
     Args:
-      text: of the program: `compiled.as_text()`, or the content of an XLA dump's `*after_optimizations.txt`.
-      axes: name and size of each mesh axis, in the order of the mesh that it was compiled for. Their names say what
-        they are for: data, fsdp and replica for rows, tensor and model for split weights, context and sequence,
-        expert, pipe and stage.
+      text: the text of the program: `compiled.as_text()`, or the content of an XLA dump's `*after_optimizations.txt`.
+      axes: name and size of each mesh axis, in the order of the mesh that it was compiled for. The names tell the use
+        of each axis: data, fsdp and replica for rows, tensor and model for split weights, context and sequence, expert,
+        pipe and stage.
       strategy: "ddp", "zero1", "zero2", "fsdp" or "hsdp"; by default nothing is compared.
-      microbatches: into which the step divides its batch.
+      microbatches: the number of micro-batches of a step.
+
+    Returns:
+      The audit; `print` it, or check `audit.ok`.
 
     Raises:
-      ValueError: the text is of no compiled program, or of one for another number of devices; a strategy is named and
-        an axis has a name that tells no use.
+      ValueError: the text is not that of a compiled program, or is for another number of devices; a strategy is named
+        and the name of an axis does not tell its use.
 
     Example:
       print(js.plan.audit_program(Path("step.txt").read_text(), {"data": 8}, strategy="fsdp"))
@@ -214,7 +217,7 @@ def _audit(module: Module, axes: dict[str, int], strategy: str | None, microbatc
     compared = Comparison((), moves, (), ())
     if strategy is not None:
         compared = judge(strategy, mesh, arguments, moves, microbatches)
-    # A program without any asynchronous collective, as every CPU's, waits for all: that needs no list.
+    # A program without asynchronous collectives, such as a CPU's, waits for all: that needs no list.
     waited = tuple(one for one in moves if one.synchronous) if not all(one.synchronous for one in moves) else ()
     compared = replace(compared, program=Program(waited, rematerialized(module.text), in_host_memory(module.text)))
     name = module.text.partition(",")[0].removeprefix("HloModule ").strip()
@@ -224,7 +227,7 @@ def _audit(module: Module, axes: dict[str, int], strategy: str | None, microbatc
 
 
 def _sums(of: Sequence[Move]) -> dict[str, Any]:
-    """Add up what is moved in the same way."""
+    """Add up arrays of one kind, axes and label."""
     return {
         "kind": of[0].kind,
         "axis": "+".join(of[0].axes),

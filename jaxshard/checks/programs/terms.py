@@ -1,7 +1,7 @@
-"""What a strategy promises of arrays that are known from the program alone, and which collectives break it.
+"""Compare the arrays that a program moves with the collectives that a strategy allows.
 
-The axes are known by their names in `--mesh`: over those of the rows parameters may be gathered and gradients summed,
-over those that split weights activations are moved as needed, over those of contexts and experts exchanged too.
+The names in `--mesh` tell the use of each axis. Over axes of rows, parameters may be gathered and gradients summed;
+over axes that split weights, activations move as needed; over axes of contexts and experts, they are exchanged too.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from jaxshard.core.layout import human_bytes
 from jaxshard.core.mesh import axis_size
 
 _SMALL = 16_384
-"""Elements up to which an array may stay whole."""
+"""The most elements of an array that may stay replicated."""
 _VOCABULARY = ("embed", "lm_head", "logit", "unembed", "wte", "vocab", "shared")
 _MORE = 0.1
-"""Of an array that may be moved more: turns that a compiler takes out of a loop, to begin the next one early."""
+"""The share of an array that may be moved in excess: iterations that a compiler takes out of a loop to start early."""
 _COPIES = ("replica", "dp", "dcn", "diloco")
 
 
 class Terms(NamedTuple):
-    """The terms of a strategy for one step of one micro-batch.
+    """The collectives that a strategy allows in one step of one micro-batch.
 
     Attributes:
-      gathers: times that each weight may be gathered from where it rests.
-      renewals: times that each new parameter may be gathered from where the optimizer is split.
-      split: the roles whose large arrays rest split over axes of the rows.
+      gathers: how often each weight may be gathered.
+      renewals: how often each new parameter may be gathered after a sharded update.
+      split: the roles whose large arrays are stored sharded over axes of rows.
     """
 
     gathers: int
@@ -60,9 +60,9 @@ TERMS = {
 def judge(
     strategy: str, mesh: Mesh, arguments: Sequence[Argument], moves: Sequence[Move], microbatches: int = 1
 ) -> Comparison:
-    """Compare what a program moves with what a strategy promises."""
+    """Compare the arrays that a program moves with the terms of a strategy."""
     judged = _Judge(strategy, mesh, arguments, moves, microbatches)
-    # What is known to be an argument uses up its promise first, then what may be the fewest.
+    # Arrays that are certain to be an argument use up its promise first, then those with the fewest candidates.
     order = sorted(range(len(moves)), key=lambda at: _doubt(moves[at]))
     problems = {at: why for at in order if (why := judged.problem(moves[at]))}
     small = smallest({at: moves[at] for at in problems if not judged.is_strict(moves[at])}, judged.slack)
@@ -84,18 +84,18 @@ def judge(
 
 
 def _doubt(move: Move) -> tuple[bool, bool, int, float]:
-    """The order in which promises are used up; sums come last, of which some may be gathers."""
+    """Return the sort key by which arrays use up promises; sums come last, because some of them may be gathers."""
     return move.by_shape, move.what == GRADIENT, len(move.arguments), -move.share
 
 
 def _constraint(found: Collective, rows: Sequence[str]) -> str:
-    """The call that keeps the first array of a collective split as it is before it is moved."""
+    """Write the call that keeps the first array of a collective sharded as it was before."""
     dims = [axes[0] if len(axes) == 1 else axes or None for axes in wanted_axes(found, rows)]
     return f"jax.lax.with_sharding_constraint(x, P({', '.join(map(repr, dims))}))"
 
 
 class _Judge:
-    """The terms of a strategy on a mesh, and what of them is used up."""
+    """The terms of a strategy on a mesh, and how much of them is used up."""
 
     def __init__(
         self, strategy: str, mesh: Mesh, arguments: Sequence[Argument], moves: Sequence[Move], microbatches: int
@@ -108,13 +108,13 @@ class _Judge:
         self.split, self.exchanged, self.stages = (axes_for(mesh, use) for use in (SPLIT, EXCHANGED, STAGES))
         self.free = axes_for(mesh, SPLIT, EXCHANGED, STAGES)
         self.copies = tuple(axis for axis in self.rows if strategy == "hsdp" and axis.startswith(_COPIES))
-        self.longest = max((size for one in self.parameters for size in one.whole), default=1)
+        self.longest = max((size for one in self.parameters for size in one.global_shape), default=1)
         parts = axis_size(mesh, self.split)
         self.vocabulary = {size * count for size in vocabularies_of(self.parameters) for count in (1, parts)}
         self.used: dict[tuple[str, int, tuple[str, ...]], float] = {}
         self.summed: Counter[tuple[str, ...]] = Counter()
-        # Bytes over all devices; where the text does not say how an array is split, by how gathers make it larger.
-        self.bytes = {one.number: hlo.nbytes((one.dtype, one.whole)) for one in arguments}
+        # Bytes over all devices; if the text does not say how an array is split, as gathers enlarge it.
+        self.bytes = {one.number: hlo.nbytes((one.dtype, one.global_shape)) for one in arguments}
         for move in moves:
             for one in move.arguments if move.what == WEIGHT and not move.by_shape else ():
                 larger = round(move.elements / max(1, move.share * one.elements))
@@ -122,14 +122,14 @@ class _Judge:
         self.slack = int(SLACK * sum(self.bytes[one.number] for one in self.parameters))
 
     def problem(self, move: Move) -> str:
-        """Return why a collective is a surprise, or ""."""
+        """Explain why a collective is a surprise; "" if the strategy allows it."""
         axes = set(move.axes)
         if move.what == SCALAR:
             return ""
         if move.axes == UNKNOWN:
             return "among groups of devices that are no product of the mesh's axes: is --mesh in the right order?"
         if move.what == MOMENT:
-            return f"{_names(move.arguments)}: moments of the optimizer stay where they are, under every strategy"
+            return f"{_names(move.arguments)}: no strategy communicates moments of the optimizer"
         if self._is_logits(move):
             return f"logits, {move.shapes[0][-1]:,} columns of a vocabulary: no strategy gathers them"
         if move.kind == "all-gather" or (move.what == WEIGHT and move.kind == "all-reduce"):
@@ -140,7 +140,7 @@ class _Judge:
         if move.kind == "collective-permute":
             if move.what == GRADIENT:
                 self._excess(move, "sum", self.microbatches)
-            # Rings that gather or scatter piece by piece, stages, keys and values; the borders of padded shards.
+            # Allowed: rings that gather or scatter piece by piece, stages, keys and values, borders of padded shards.
             is_border = move.trail.maker == SCATTERED
             promised = move.what in (WEIGHT, GRADIENT) or axes <= set(self.free) or is_border
         where = f", but over {words(self.exchanged)}" if self.exchanged and move.kind != "collective-permute" else ""
@@ -169,9 +169,9 @@ class _Judge:
         if not by_shape and axes & set(self.split) and len(move.shapes[0]) > 1:
             return f"{names}: a weight must not be gathered over {words(self.split)}, which splits its use"
         if axes & set(self.copies):
-            return f"{names}: hsdp keeps whole copies over {words(self.copies)}"
+            return f"{names}: hsdp replicates weights over {words(self.copies)}"
         most = self.microbatches * self.terms.gathers + by_shape * self.terms.renewals
-        by_schedule = self.stages and self.terms.gathers  # as often as the schedule of the pipeline turns
+        by_schedule = self.stages and self.terms.gathers  # the schedule of the pipeline decides how often
         times = "" if by_schedule else self._excess(move, "gather", most)
         promise = f"gathers each weight {most} times at most" if most else "gathers no weight"
         return f"{names}: {times}; {self.strategy} {promise}" if times else ""
@@ -184,7 +184,7 @@ class _Judge:
             if move.elements <= self.longest or axes <= {*self.exchanged, *self.stages}:
                 return ""
             rows = words([axis for axis in move.axes if axis in self.rows])
-            return f"{move.what} summed over {rows}: devices computed with parts of a weight in place of the whole one"
+            return f"{move.what} summed over {rows}: devices computed with shards of a weight that should be gathered"
         times = self._excess(move, "sum", self.microbatches)
         if not times and move.kind == "all-reduce" and self.terms.split and axes & set(self.rows):
             self.summed[move.axes] += move.bytes or 0
@@ -195,9 +195,9 @@ class _Judge:
         return f"by its shape the gradient of {names}: {times}; {self.strategy} sums it {count}" if times else ""
 
     def _excess(self, move: Move, stage: str, most: int) -> str:
-        """Use up what is promised of arguments over these axes; return how often they are moved where that is more."""
+        """Use up the promises of a move's arguments; return how often they are moved if that is more than `most`."""
         if move.times is None:
-            return "as often as a loop turns"
+            return "in a loop of unknown trip count"
         keys = [(stage, one.number, move.axes) for one in move.arguments]
         rest = move.times
         for key in keys if move.by_shape else keys[:1]:
@@ -211,36 +211,36 @@ class _Judge:
         return "once" if times == 1 else f"{times:.3g} times{' each' if len(keys) > 1 else ''}"
 
     def substitutes(self) -> Iterator[str]:
-        """Yield what stands for another kind of collective, by axes."""
+        """Yield a line for all-reduces in place of reduce-scatters, by axes."""
         for axes, size in self.summed.items():
             yield f"all-reduce in place of reduce-scatter over {words(axes)}, {human_bytes(size)}"
 
     def misplaced(self) -> Iterator[str]:
-        """Yield the large arrays that are split over the rows and should not be, or whole and should be split."""
+        """Yield large arguments that are sharded over rows but should be replicated, or the other way round."""
         for one in self.arguments:
             split = [axis for axes in one.splits or () for axis in axes if axis in self.rows]
             wanted = one.role in self.terms.split
             if one.splits is None:
                 continue
             if one.role == BATCH and len(one.shape) > 1:
-                if whole := [axis for axis in self.rows_alone if axis not in split]:
-                    yield f"{one.name}: every device along {words(whole)} is given the rows of all"
+                if unsplit := [axis for axis in self.rows_alone if axis not in split]:
+                    yield f"{one.name}: every device along {words(unsplit)} is given the rows of all"
             elif wanted and not split and one.elements > _SMALL and self.rows:
                 array = f"{one.name}, {one.dtype}{list(one.shape)}, {human_bytes(one.bytes)} on every device"
                 yield f"{array}: {self.strategy} splits it over {words(self.rows)}"
             elif split and not wanted and one.role in (PARAMETER, OPTIMIZER):
-                yield f"{one.name} is split over {words(split)}: {self.strategy} keeps it whole there"
+                yield f"{one.name} is split over {words(split)}: {self.strategy} keeps it replicated there"
 
     def missing(self) -> Iterator[str]:
         """Yield parameters whose gradient's sum was not recognised, and under FSDP those that nothing gathers."""
         gathered, summed = ({number for of, number, _ in self.used if of == stage} for stage in ("gather", "sum"))
         if self.terms.gathers and (rest := [one for one in self.large if one.number not in gathered]):
-            yield f"a gather of {_names(rest)}: whole already, used split, or gathered in another form"
+            yield f"a gather of {_names(rest)}: already replicated, used sharded, or gathered in another form"
         if self.rows and (rest := [one for one in self.large if one.number not in summed]):
             yield f"a sum of the gradient of {_names(rest)}: in another form, or joined with others"
 
     def unread(self) -> Iterator[str]:
-        """Yield the kinds of which no array moves over the rows: either they are not there, or in an unknown form."""
+        """Yield the kinds of collectives that are missing over rows: they do not happen, or have an unknown form."""
         over = {*self.rows, *UNKNOWN}
         kinds = {one.kind for one in self.moves if one.what != SCALAR and set(one.axes) & over}
         if not self.large or not self.rows or kinds - {"all-gather", *SUMS}:
@@ -253,13 +253,13 @@ class _Judge:
 
 
 def vocabularies_of(parameters: Sequence[Argument]) -> set[int]:
-    """Return the sizes of vocabularies: the longest dimensions of parameters whose names speak of one.
+    """Return the sizes of vocabularies: the longest dimensions of parameters that are named after one.
 
-    One that others have too is that of the features, where a device has a small part of the vocabulary.
+    A size that other parameters have too is that of features: each device has a small part of the vocabulary.
     """
     named = [one for one in parameters if any(word in one.name.lower() for word in _VOCABULARY)]
-    others = {size for one in parameters if one not in named for size in one.whole}
-    return {max(one.whole) for one in named if len(one.shape) > 1} - others
+    others = {size for one in parameters if one not in named for size in one.global_shape}
+    return {max(one.global_shape) for one in named if len(one.shape) > 1} - others
 
 
 def _names(arguments: Sequence[Argument]) -> str:

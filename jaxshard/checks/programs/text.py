@@ -1,4 +1,4 @@
-"""The text of a compiled program, parsed; anything else is refused."""
+"""Parse the HLO text of a compiled program; refuse any other text by name."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _HOW = (
 _KINDS = {
     r"\b(?:stablehlo|mhlo)\.|^module @": "StableHLO, of a program that is not compiled: it has no collectives yet",
     r"\A\{ lambda": "a jaxpr, of a program that is traced and not compiled",
-    r"BufferAssignment": "a buffer assignment: take the file beside it without -buffer-assignment in its name",
+    r"BufferAssignment": "a buffer assignment: take the file next to it without -buffer-assignment in its name",
 }
-"""Other texts that users have, by what is in them."""
+"""Other texts that users have, by a pattern."""
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|called_computations)=\{?%([\w.\-~]+)")
 
 
@@ -38,14 +38,14 @@ def parse_program(data: bytes) -> hlo.Module:
         )
     try:
         module = hlo.parse(text)
-        _check_whole(text, module)
+        _check_complete(text, module)
     except (IndexError, KeyError) as error:
         raise ValueError(f"the HLO text is damaged: {error!r}") from error
     return module
 
 
-def _check_whole(text: str, module: hlo.Module) -> None:
-    """Raise ValueError where the end of the text is missing, or of a line, or a computation that another one calls."""
+def _check_complete(text: str, module: hlo.Module) -> None:
+    """Raise ValueError if the text or a line is cut off, or a called computation is missing."""
     for computation in module.computations.values():
         for name, line in computation.lines.items():
             if line.count("(") != line.count(")"):  # in free text there may be any

@@ -1,8 +1,8 @@
-"""The verdict of a TPU's or GPU's compiler on a training step: memory, collectives, cycles, or what it refused and why.
+"""Ask a TPU's or GPU's compiler for memory, collectives and cycles of a training step, without the hardware.
 
-- `compile_for` makes the step for a topology that is not here, compiles it, and returns a `Verdict`.
-- `dump` reads the memory that the compiler assigned, `live` names what is alive at the fullest moment, `refusal` reads
-  an error of the compiler, `savings` says what would help, `cycles` adds up the compiler's estimates.
+- `compile_for` makes the step for a topology, compiles it up to the assignment of memory, and returns a `Verdict`.
+- `dump` reads the memory that the compiler assigned, `live` names the arrays that are live at the peak, `refusal` reads
+  the compiler's out-of-memory error, `savings` lists changes that save memory, `cycles` adds up estimated cycles.
 
 Imports what `plan/` imports.
 """

@@ -1,8 +1,7 @@
-"""Answers of compilers, kept in a folder: the same program is not compiled a second time.
+"""Cache the answers of compilers in a folder, so that the same program is not compiled a second time.
 
-An answer is one compressed file named by the hash of all that decides it: the program, the compiler's options and
-version, and the topology. The oldest files go when the folder is larger than it may be; one that can't be read counts
-as missing.
+An answer is one compressed file, named by a hash of the program, the compiler's options and version, and the topology.
+When the folder is too large, the least recently used files are removed; a damaged file counts as missing.
 """
 
 from __future__ import annotations
@@ -19,40 +18,40 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 256 * 2**20
-"""The size of the folder above which the answers that were not used for longest are removed."""
+"""The size of the folder above which the least recently used answers are removed."""
 
 
 def answer_key(parts: Iterable[bytes]) -> str:
-    """Hash the parts of a question to the name of the file of its answer."""
+    """Hash the parts of a request to the key of its answer."""
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
 def load_answer(key: str) -> dict[str, Any] | None:
-    """Return the answer that was saved under a key; None if there is none, or one that is damaged."""
+    """Return the answer that was saved under a key; None if there is none, or it is damaged."""
     file = _folder() / f"{key}.json.gz"
     try:
         found = json.loads(gzip.decompress(file.read_bytes()))
     except (OSError, EOFError, ValueError, zlib.error):
         return None
     with contextlib.suppress(OSError):
-        os.utime(file)  # used last now
+        os.utime(file)  # marks it as recently used
     return found if isinstance(found, dict) else None
 
 
 def save_answer(key: str, answer: dict[str, Any]) -> None:
-    """Save an answer; a folder that can't be written is left alone."""
+    """Save an answer; do nothing if the folder can't be written."""
     folder = _folder()
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         handle, made = tempfile.mkstemp(dir=folder, suffix=".new")
         with os.fdopen(handle, "wb") as file:
             file.write(gzip.compress(json.dumps(answer).encode(), 6))
-        os.replace(made, folder / f"{key}.json.gz")  # complete or not there
+        os.replace(made, folder / f"{key}.json.gz")  # atomic: readers never see an incomplete file
         _trim(folder)
 
 
 def _trim(folder: Path) -> None:
-    """Remove the answers that were not used for longest until the rest is small enough."""
+    """Remove the least recently used answers until the rest is small enough."""
     found = sorted(((file.stat(), file) for file in folder.iterdir()), key=lambda one: -one[0].st_mtime)
     total = 0
     for about, file in found:

@@ -1,4 +1,4 @@
-"""A process that asks the compiler for one program: run as a script by `judge.py`, with a folder and nothing else.
+"""Compile one program in a child process: a script that `judge.py` runs with a folder as its only argument.
 
 It loads jaxlib and the compiler's plugin, for TPUs without importing JAX, and makes devices that only compile, so that
 it never takes chips that are there. All names of jaxlib are used in this file alone; they fail loudly where a version
@@ -20,7 +20,7 @@ from typing import Any
 
 
 def main(folder: Path) -> None:
-    """Compile the program of a folder; the parent ends this process once the dump is complete."""
+    """Compile the program in a folder; the parent ends this process once the dump is complete."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     request = json.loads((folder / "request.json").read_text())
     from jaxlib import xla_client
@@ -33,12 +33,12 @@ def main(folder: Path) -> None:
     module = _parse((folder / "program").read_bytes())
     try:
         chosen[0].client.compile(module, executable_devices=chosen, compile_options=options)
-    except Exception as error:  # whatever the compiler says is its answer, which the parent reads
+    except Exception as error:  # any error of the compiler is its answer, which the parent reads
         (folder / "error.txt").write_text(str(error))
 
 
 def _devices(platform: str, name: str, topology: dict[str, Any]) -> list[Any]:
-    """Make devices of a topology that only compile."""
+    """Make compile-only devices of a topology."""
     if platform != "tpu":  # GPUs: JAX knows where its plugins are
         from jax.experimental import topologies
 
@@ -55,7 +55,7 @@ def _devices(platform: str, name: str, topology: dict[str, Any]) -> list[Any]:
 
 
 def _parse(program: bytes) -> Any:
-    """Read a program in a context that has all dialects that JAX writes."""
+    """Parse a program in a context with all dialects that JAX writes."""
     from jaxlib.mlir import ir
     from jaxlib.mlir._mlir_libs import _jax_mlir_ext
     from jaxlib.mlir.dialects import chlo, mhlo, mpmd, sdy, stablehlo

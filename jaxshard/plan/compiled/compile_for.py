@@ -1,4 +1,4 @@
-"""`js.plan.compile_for`: a training step through the compiler of a TPU topology or of GPUs that are not here."""
+"""Compile a training step for a TPU topology or GPUs without the hardware: `js.plan.compile_for`."""
 
 from __future__ import annotations
 
@@ -30,29 +30,30 @@ def compile_for(
     codegen: bool = False,
     at_depth: Callable[[int], Step] | None = None,
 ) -> Verdict:
-    """Ask the compiler of a TPU topology, or of GPUs, that is not here for the memory and collectives of a step.
+    """Compile a step for a TPU topology or GPUs, without the hardware, and report its memory and collectives.
 
     Works on shapes alone: nothing is allocated on any device, and a run of any size compiles on a laptop. The step may
-    have been made for any mesh of as many devices as the topology has: simulated CPU devices, `js.plan.planned_mesh`,
+    have been made for any mesh with as many devices as the topology: simulated CPU devices, `js.plan.planned_mesh`,
     `js.plan.topology_mesh`. It is made again on a `topology_mesh` of the same axes and sizes. A loss function that
     itself names a mesh has to name that one.
 
-    The compiler runs in a child process (0.4 to 0.9 GB) that is ended when memory is assigned: that takes seconds where
-    the whole compilation takes minutes. Answers are kept in `$XDG_CACHE_HOME/jaxshard/compiled`.
+    The compiler runs in a child process (0.4 to 0.9 GB) that is ended when memory is assigned: that takes seconds,
+    where a full compilation takes minutes. Answers are cached in `$XDG_CACHE_HOME/jaxshard/compiled`.
 
-    A program that needs more memory than there is, is no error: the verdict says how much it asked for, which arrays
-    of which lines of the model need it, and what would save how much. Several processes and threads may ask at once.
+    A program that needs too much memory is no error: the verdict has the bytes that it asked for, the arrays and lines
+    of the model that need them, and the changes that would save memory. Several processes and threads may compile at
+    once.
 
     Args:
-      step: what `js.make_step` returned.
+      step: the step of `js.make_step`.
       batch: a tree of global arrays or `jax.ShapeDtypeStruct`.
       topology: version and shape, "v5e:16x16", "v5p:4x4x8", or "v5p-256"; or GPUs of a host and hosts, "h100:8",
         "h100:8x4".
-      num_slices: that many TPU slices, connected by the data center's network.
-      codegen: compile to the end too, in this process: `verdict.cycles` and `verdict.compiled` are there then.
-      at_depth: for models whose blocks run in a Python loop, where compile time grows with depth: makes the same step
-        with so many blocks. If the step has more than 32, the step is compiled with 2 and 4 blocks, and its memory is
-        extrapolated, linear in the number of blocks (`verdict.judged_by` is "extrapolated").
+      num_slices: the number of TPU slices, connected by the data center's network.
+      codegen: also compile to the end, in this process, which sets `verdict.cycles` and `verdict.compiled`.
+      at_depth: a function that makes the same step with a given number of blocks, for models whose blocks run in a
+        Python loop, where compile time grows with depth. A step of more than 32 blocks is compiled with 2 and 4 blocks,
+        and its memory is extrapolated, linear in the number of blocks (`verdict.judged_by` is "extrapolated").
 
     Returns:
       The verdict; `print` it.
@@ -84,7 +85,7 @@ def judge_step(
     step: Step, batch: PyTree, target: Target, traced: jax.stages.Traced,
     at_depth: Callable[[int], Step] | None = None,
 ) -> Verdict:  # fmt: skip
-    """Ask the compiler of a target about a traced step on its devices, or, if that is deep, about shallow ones."""
+    """Compile a traced step on the devices of a target, or, if it is deep and `at_depth` is given, shallow ones."""
 
     def ask(step: Step, traced: jax.stages.Traced) -> Verdict:
         with own_settings(step.layout.mesh):

@@ -1,4 +1,4 @@
-"""The cycles that a TPU's compiler estimates, with the turns of loops."""
+"""Add up the cycles that a TPU's compiler estimates, with the iterations of loops."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from jaxshard.checks.collectives.walk import executed
 
 _ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
 _NONE = 2**62
-"""An estimate from here on stands for none: the compiler writes the largest number."""
+"""The smallest number that means no estimate: the compiler writes the largest integer."""
 
 
 def estimated_cycles(text: str) -> int | None:
     """Add up the compiler's estimates of all operations, each as often as it runs.
 
-    It has no estimate of Pallas kernels, nor of collectives. A branch of a conditional counts as if it were always
-    taken, and a loop whose number of turns is not known as one turn.
+    The compiler does not estimate Pallas kernels and collectives. A branch of a conditional counts as if it were always
+    taken, and a loop of unknown trip count as one iteration.
 
     Args:
-      text: of a program compiled for a TPU, as `compiled.as_text()` prints it.
+      text: the text of a program compiled for a TPU, as `compiled.as_text()` prints it.
 
     Returns:
-      Cycles of one device; None for a program without estimates, such as one for a GPU.
+      Cycles of one device; None for a program without estimates, such as a GPU's.
     """
     total = 0
     for found in executed(hlo.parse(text), _ESTIMATE, fused=False):

@@ -1,7 +1,7 @@
-"""Memory of a step whose blocks run in a Python loop, from two compilations with few blocks.
+"""Extrapolate the memory of a step whose blocks run in a Python loop, from two compilations with few blocks.
 
-Such a program is as long as the model is deep, and so is the time of its compiler. Its memory grows by the same bytes
-with each block, so that two small depths tell the rest.
+The compile time of such a program grows with the depth of the model. Its memory grows by the same bytes with each
+block, so two small depths are enough.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxshard.training.step import Step
 SMALL, LARGER = 2, 4
 """The depths that are compiled."""
 FROM = 32
-"""A step with more blocks is extrapolated."""
+"""The number of blocks above which a step is extrapolated."""
 
 
 def extrapolate(ask: Callable[[Step], Verdict], step: Step, at_depth: Callable[[int], Step]) -> Verdict | None:
@@ -26,14 +26,14 @@ def extrapolate(ask: Callable[[Step], Verdict], step: Step, at_depth: Callable[[
 
     Args:
       ask: compiles a step and returns its verdict.
-      step: of full depth.
-      at_depth: makes the step with so many blocks.
+      step: the step of full depth.
+      at_depth: makes the step with a given number of blocks.
 
     Returns:
-      The verdict; None for a step that is not deep enough, or whose small depths were refused already.
+      The verdict; None for a step that is not deep enough, or that is refused even at the small depths.
 
     Raises:
-      ValueError: the parameters of `at_depth` do not grow to those of the step by whole blocks.
+      ValueError: no number of blocks gives `at_depth` the number of parameters of the step.
     """
     small, larger = at_depth(SMALL), at_depth(LARGER)
     depth = _depth(*(_count(one) for one in (small, larger, step)))

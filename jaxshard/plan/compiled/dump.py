@@ -1,6 +1,6 @@
-"""Memory that a compiler assigned, from the dump of a compilation (`xla_dump_to`), also of one that it refused.
+"""Read the memory that a compiler assigned from the dump of a compilation (`xla_dump_to`), even if it was refused.
 
-`*.after_optimizations.txt` has the program as it would run; `*-buffer-assignment.txt` size and offset of every value in
+`*.after_optimizations.txt` has the optimized program; `*-buffer-assignment.txt` the size and offset of every value in
 the allocation of temporaries; `*-live-range.txt` the schedule, and the instructions between which each value is live.
 The compilers of TPUs and GPUs write all of them before they generate code, which takes most of the time.
 """
@@ -20,15 +20,15 @@ _VALUE = re.compile(r"value: <\d+ (\S+?)(\{[\d,]*\})?(?: \(phi\))? @0> \(size=(\
 
 
 class Value(NamedTuple):
-    """A value in the temporaries: live from one instruction of the schedule to another.
+    """A temporary value, live from one instruction of the schedule to another.
 
     Attributes:
-      name: of the instruction that makes it.
-      element: which element of a tuple it is, such as "{23}"; "{}" for all of it.
-      bytes: that it takes, padding included.
-      offset: where it lies.
-      first: the number of the instruction with which it begins to live.
-      last: the number of the last one that needs it.
+      name: the name of the instruction that makes it.
+      element: its index if it is an element of a tuple, such as "{23}"; "{}" otherwise.
+      bytes: its bytes, padding included.
+      offset: its offset in the allocation of temporaries.
+      first: the number of the first instruction at which it is live.
+      last: the number of the last instruction that needs it.
       type: its type, such as "bf16[4,128]{1,0}".
     """
 
@@ -45,16 +45,16 @@ class Assignment(NamedTuple):
     """The memory that the compiler assigned to a program on each device.
 
     There are two figures. `peak` counts the values that are live at the peak, as `peak_memory_in_bytes` of
-    `compiled.memory_analysis()` does; `allocated` counts all that is reserved, with the gaps that are left in the
-    allocation of temporaries because values of different sizes follow each other.
+    `compiled.memory_analysis()` does. `allocated` counts all reserved bytes, including gaps in the allocation of
+    temporaries, which remain because values of different sizes follow each other.
 
     Attributes:
       arguments: bytes of each argument, by its number.
       results: bytes of results that are not written into the memory of an argument, and of constants.
-      temporaries: bytes of the allocation of all values in between, gaps included.
-      live: the values of the fullest moment with the bytes that each adds to it (several may share a place), the
+      temporaries: bytes of the allocation of temporaries, gaps included.
+      live: the values that are live at the peak, each with the bytes that it adds (several may share memory), the
         largest first.
-      moment: the name of the instruction that runs then; "" where nothing is live.
+      moment: the name of the instruction that runs at the peak; "" if nothing is live.
     """
 
     arguments: dict[int, int]
@@ -75,7 +75,7 @@ class Assignment(NamedTuple):
 
 
 def read_assignment(folder: Path) -> Assignment | None:
-    """Read the assignment of the largest program in a dump; None where the compiler did not get so far."""
+    """Read the assignment of the largest program in a dump; None if the compiler failed before it."""
     file = largest(folder, "*-buffer-assignment.txt")
     if file is None:
         return None
@@ -85,7 +85,7 @@ def read_assignment(folder: Path) -> Assignment | None:
     values = ""
     for allocation in _allocations(text):
         head = allocation.split("\n", 1)[0]
-        if "color" in head:  # that of another memory than HBM
+        if "color" in head:  # an allocation in another memory than HBM
             continue
         size = int(re.findall(r"size (\d+)", head)[0])
         if number := re.search(r"\bparameter (\d+)", head):
@@ -97,14 +97,14 @@ def read_assignment(folder: Path) -> Assignment | None:
             results += size
     schedule = ranges.read_text() if ranges.exists() else ""
     live_values = list(_values(values, schedule))
-    moment = _fullest_moment(live_values)
+    moment = _peak_moment(live_values)
     live = sorted(_covered(_live(live_values, moment)), key=lambda found: -found[1])
     steps = {int(number): name for number, name in _STEP.findall(schedule.split("BufferLiveRange:")[0])}
     return Assignment(arguments, results, temporaries, tuple(live), steps.get(moment, ""))
 
 
 def assignment_of(found: list[Any]) -> Assignment:
-    """Return the assignment that `json.dumps` wrote."""
+    """Restore an assignment from the lists of its JSON form."""
     arguments, results, temporaries, live, moment = found
     values = tuple((Value(*value), added) for value, added in live)
     return Assignment({int(number): size for number, size in arguments.items()}, results, temporaries, values, moment)
@@ -113,8 +113,8 @@ def assignment_of(found: list[Any]) -> Assignment:
 def is_assigned(folder: Path) -> bool:
     """Return True once the compiler has assigned the memory of a program, and accepted it.
 
-    The dump's files are written one after another, so those on memory are complete when the next one is there: for TPUs
-    a second text of the program, for GPUs the first function in LLVM's language.
+    The dump's files are written one after another, so those on memory are complete when the next one exists: for TPUs a
+    second text of the program, for GPUs the first function as LLVM code.
     """
     return any(next(folder.glob(name), None) is not None for name in _AFTER)
 
@@ -126,7 +126,7 @@ def program_text(folder: Path) -> str:
 
 
 def largest(folder: Path, pattern: str) -> Path | None:
-    """Return the largest file that matches; that of the program rather than of its helpers."""
+    """Return the largest file that matches: that of the program, not of a helper program."""
     return max(folder.glob(pattern), key=lambda file: file.stat().st_size, default=None)
 
 
@@ -143,10 +143,11 @@ def _values(allocations: str, schedule: str) -> Iterator[Value]:
             yield Value(*key, int(size), int(offset), *live[key], kind)
 
 
-def _fullest_moment(values: list[Value]) -> int:
-    """The number of the instruction at which most bytes are live.
+def _peak_moment(values: list[Value]) -> int:
+    """Return the number of the instruction at which most bytes are live.
 
-    Values that share a place count once, so the moments are tried by their plain sums until none can be fuller.
+    Values that share memory count once, so the plain sum of sizes is an upper bound: moments are tried in the order of
+    their bounds, until no bound exceeds the best size.
     """
     changes: Counter[int] = Counter()
     for one in values:
@@ -156,13 +157,13 @@ def _fullest_moment(values: list[Value]) -> int:
     for at in sorted(changes):
         total += changes[at]
         sums.append((total, at))
-    best = fullest = 0
-    for plain, at in sorted(sums, reverse=True):
-        if plain <= best:
+    best = peak = 0
+    for bound, at in sorted(sums, reverse=True):
+        if bound <= best:
             break
         if (size := sum(added for _, added in _covered(_live(values, at)))) > best:
-            best, fullest = size, at
-    return fullest
+            best, peak = size, at
+    return peak
 
 
 def _live(values: list[Value], at: int) -> list[Value]:
@@ -170,7 +171,7 @@ def _live(values: list[Value], at: int) -> list[Value]:
 
 
 def _covered(live: list[Value]) -> Iterator[tuple[Value, int]]:
-    """Each value with the bytes that it adds to those at lower offsets."""
+    """Yield each value with the bytes that it adds to those at lower offsets."""
     end = 0
     for one in sorted(live, key=lambda one: (one.offset, -one.bytes)):
         yield one, max(0, one.offset + one.bytes - max(end, one.offset))

@@ -1,8 +1,8 @@
-"""The compiler as judge: the memory that it assigns to a program, seconds after it was asked.
+"""Ask the compiler for the memory of a program, and stop it as soon as memory is assigned, which takes seconds.
 
-Most of a compilation is the generation of code. Buffers are assigned before that, and a program that needs more memory
-than there is has been refused by then; so a child process compiles with a dump, and is ended as soon as the dump says
-that buffers are assigned. A child takes 0.4 to 0.9 GB of memory and one core.
+Most of a compilation is the generation of code. Buffers are assigned before that, and a program that needs too much
+memory is refused by then. So a child process compiles with a dump, and is ended as soon as the dump has the assignment
+of buffers. A child takes 0.4 to 0.9 GB of memory and one core.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from jaxshard.plan.topology import Target
 SECONDS = 1800.0
 """The time after which a compiler is given up."""
 CHILD = Path(__file__).with_name("child.py")
-"""Run by its path, not as a module: importing the package would import JAX."""
+"""The script of the child, run by its path and not as a module: importing the package would import JAX."""
 _PAUSE = 0.02
 _FORMAT = "2"
 """The version of the fields of an answer; answers of another version are not read."""
 
 
 class Answer(NamedTuple):
-    """The compiler's answer.
+    """The compiler's answer about the memory of a program.
 
     Attributes:
-      assignment: of memory; None where a compiler that refused the program did not get so far.
-      text: the program as it would run; "" likewise.
-      refusal: the first line of the compiler's refusal for want of memory; "" where it took the program.
-      seconds: that the compiler took, at most until buffers were assigned.
+      assignment: the assignment of memory; None if the compiler refused the program before it.
+      text: the optimized program; "" if the compiler refused the program before it.
+      refusal: the first line of the compiler's out-of-memory error; "" if it accepted the program.
+      seconds: the seconds until buffers were assigned or the program was refused.
     """
 
     assignment: Assignment | None
@@ -50,12 +50,12 @@ class Answer(NamedTuple):
 
 
 def judge(lowered: jax.stages.Lowered, target: Target, *, seconds: float = SECONDS) -> Answer:
-    """Ask the compiler of a target for the memory of a program; answers are kept.
+    """Ask the compiler of a target for the memory of a program, or look the answer up in the cache.
 
     Args:
-      lowered: for devices of the target.
+      lowered: the program, lowered for devices of the target.
       target: the topology.
-      seconds: after which the compiler is given up.
+      seconds: the time limit of the compiler.
 
     Raises:
       jax.errors.JaxRuntimeError: the compiler refuses the program for another reason than memory.
@@ -94,8 +94,8 @@ def _compile(asked: CompilerInput, target: Target, folder: Path, seconds: float)
     dump, started = folder / "dump", time.monotonic()
     dump.mkdir()
     with open(folder / "log", "wb") as log:
-        # -P: the script's folder is no place to import from. The child ends with its standard input, also when this
-        # process is killed.
+        # -P keeps the script's folder out of the import path. The child ends when its standard input closes, so it ends
+        # also when this process is killed.
         command = [sys.executable, "-P", str(CHILD), str(folder)]
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT)
         try:

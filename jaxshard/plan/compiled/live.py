@@ -1,11 +1,11 @@
-"""The arrays that are alive at the peak of a program, by role and by the line of the user's model.
+"""Name the arrays that are live at the peak of a program, by role and by the line of the user's model.
 
-A compiler names its buffers after its own instructions: `%wide.param.0{23}` is element 23 of what a loop carries. What
-it holds is found by following it back to the operation that makes it:
+A compiler names its buffers after its own instructions: `%wide.param.0{23}` is element 23 of a loop's carry. Such a
+value is followed back to the operation that makes it:
 
     %wide.param.0{23}           carried unchanged by the loop of the backward pass
-    %while.7{12}                element 12 of what the loop of the forward pass returned
-    dynamic-update-slice(...)   which writes one block's part in each turn: kept for the backward pass
+    %while.7{12}                element 12 of the result of the forward pass's loop
+    dynamic-update-slice(...)   which writes one block's part in each iteration: kept for the backward pass
     dot(...)                    jit(_step)/.../Block/dot_general, at model.py:183
 """
 
@@ -20,7 +20,9 @@ import jax
 from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.asynchronous import find_start, operands_of, starts_computation
 from jaxshard.checks.collectives.dataflow import resolve
-from jaxshard.checks.collectives.source import find_source, find_user
+from jaxshard.checks.collectives.expected import normal_shape
+from jaxshard.checks.collectives.source import find_reader, find_source
+from jaxshard.checks.collectives.trail import operation_of
 from jaxshard.checks.collectives.walk import Executed, executed
 from jaxshard.core.layout import Layout
 from jaxshard.core.our_code import is_outside_engines
@@ -33,28 +35,28 @@ _ARGUMENTS = {"params": "parameters", "opt_state": "optimizer state", "state": "
 _HEADS = re.compile(r"embed|wte|head|vocab|logits", re.IGNORECASE)
 _GATHERS = ("all_gather", "all-gather")
 _MOVES = ("convert_element_type", "copy", "reshape", "sharding_constraint", "slice", "squeeze", "transpose")
-"""What is done to a weight before it is used."""
+"""Operations that move or cast a weight before it is used."""
 _SUMS = ("psum_scatter", "reduce_scatter", "reduce-scatter", "all-reduce", "psum")
 
 
 def live_arrays(assignment: Assignment, text: str, layout: Layout) -> tuple[tuple[LiveArray, ...], str]:
-    """Name what is live at the peak of a program, and say when that is.
+    """Name the arrays that are live at the peak of a program, and describe when the peak is.
 
     Args:
-      assignment: of the compiler.
-      text: of the program, as in the same dump.
-      layout: of the step that was compiled.
+      assignment: the compiler's assignment of memory.
+      text: the text of the program, from the same dump.
+      layout: the layout of the compiled step.
 
     Returns:
-      Arrays, arguments included, equal ones of one place added up, the largest first; and the moment, such as "backward
-      pass, at model.py:183 (dot_general)", or "" where nothing is known.
+      The arrays, arguments included, equal ones of one source line added up, the largest first; and the moment of the
+      peak, such as "backward pass, at model.py:183 (dot_general)", or "" if it is not known.
     """
     program = _Program(text, layout, assignment)
     return joined((*program.arguments(), *program.temporaries())), program.moment()
 
 
 class _Program:
-    """A program with what is needed to name its values."""
+    """A program with the source of each live value."""
 
     def __init__(self, text: str, layout: Layout, assignment: Assignment) -> None:
         self.module, self.layout, self.assignment = hlo.parse(text), layout, assignment
@@ -67,7 +69,7 @@ class _Program:
             return ""
         name, line = _named(*self.peak)
         when = "backward pass" if "transpose(" in name else "forward pass" if "jvp(" in name else "update"
-        return f"{when}{f', at {line}' if line else ''} ({_last(name) or self.peak[1].opcode})"
+        return f"{when}{f', at {line}' if line else ''} ({operation_of(name) or name or self.peak[1].opcode})"
 
     def arguments(self) -> Iterator[LiveArray]:
         """Yield the arguments, each under the name that it has in the step."""
@@ -78,7 +80,7 @@ class _Program:
                 yield LiveArray(size, role, dtype, shape, 1, op.op_name or op.name)
 
     def temporaries(self) -> Iterator[LiveArray]:
-        """Yield the values in between, but for those in the place of another."""
+        """Yield the temporaries, except those that share the memory of another."""
         if size := self.assignment.results:
             yield LiveArray(size, "temporaries", "u8", (size,), 1, "results and constants")
         backward = self.peak is not None and "transpose(" in _named(*self.peak)[0]
@@ -92,19 +94,19 @@ class _Program:
             scope, op, kept = _maker(*self.places[value.name], value)
             name, line = _named(scope, op)
             role = self._role(op, name, shape, kept, backward)
-            what = _last(name) or op.opcode
+            what = operation_of(name) or name or op.opcode
             yield LiveArray(added, role, dtype, shape, 1, what, line, kept and role == "kept activations")
 
     def _role(self, op: hlo.Op, op_name: str, shape: tuple[int, ...], kept: bool, backward: bool) -> str:
-        last = _last(op_name)
+        last = operation_of(op_name)
         if role := _argument_role(op_name):
-            return "gathered weights" if role == "parameters" else role  # a copy of it
+            return "gathered weights" if role == "parameters" else role  # a copy of an argument
         if op.opcode.startswith(_GATHERS) or last in _GATHERS:
             return "gathered weights"
         made_backward = "transpose(" in op_name
         if op.opcode.startswith(_SUMS) or last in _SUMS:
             return "gradients"
-        dims = _dims(shape)
+        dims = normal_shape(shape)
         if dims in self._weights and (made_backward or last in _MOVES or op.opcode in _MOVES):
             return "gradients" if made_backward else "gathered weights"
         if len(dims) > 1 and self._vocabularies & set(dims) and not kept:
@@ -116,18 +118,18 @@ class _Program:
 
     @cached_property
     def _weights(self) -> set[tuple[int, ...]]:
-        """The shapes that a weight may have, as `_dims` writes them: logical, stored, in use, and a block's part."""
+        """The normal shapes that a weight may have: logical, stored, in use, and a block's part."""
         mesh, shapes = self.layout.mesh, set[tuple[int, ...]]()
         for one in self.layout.placed():
             if one.role in ("param", "grad"):
                 used = jax.sharding.NamedSharding(mesh, one.placement.use).shard_shape(one.leaf.shape)
                 for shape in (one.leaf.shape, used, one.placement.shard_shape(mesh)):
-                    shapes |= {_dims(shape), _dims(shape[1:])}
+                    shapes |= {normal_shape(shape), normal_shape(shape[1:])}
         return {dims for dims in shapes if len(dims) > 1}
 
     @cached_property
     def _vocabularies(self) -> set[int]:
-        """The sizes that a vocabulary may have on a device."""
+        """The possible sizes of a device's part of the vocabulary."""
         arrays = [one.leaf for one in self.layout.placed() if one.role == "param" and _HEADS.search(one.leaf.path)]
         largest = max((size for leaf in arrays if len(leaf.shape) > 1 for size in leaf.shape), default=0)
         axes = {name: size for name, size in self.layout.mesh.shape.items() if name not in self.layout.sum_axes}
@@ -135,7 +137,7 @@ class _Program:
 
 
 def _places(module: hlo.Module, names: Iterable[str]) -> dict[str, tuple[hlo.Scope, hlo.Op]]:
-    """Where instructions stand, by their names; the first call of a computation that is called several times."""
+    """Find instructions by name, each with its scope: the first call if its computation is called several times."""
     pattern = re.compile(rf"^(?:{'|'.join(map(re.escape, sorted(names)))}) = ")
     found: dict[str, Executed] = {}
     for one in executed(module, pattern, fused=False):
@@ -144,14 +146,14 @@ def _places(module: hlo.Module, names: Iterable[str]) -> dict[str, tuple[hlo.Sco
 
 
 def _named(scope: hlo.Scope, op: hlo.Op) -> tuple[str, str]:
-    """JAX's name of an operation, and the line of the user's model that it is from or for."""
+    """Return JAX's name of an operation, and the line of the user's model that made it or uses its result."""
     source = find_source(scope, op)
     own = source.frames and is_outside_engines(source.line)
-    return source.op_name, source.line if own else find_user(scope, op)
+    return source.op_name, source.line if own else find_reader(scope, op).line
 
 
 def _maker(scope: hlo.Scope, op: hlo.Op, value: Value) -> tuple[hlo.Scope, hlo.Op, bool]:
-    """The operation that makes a value, and whether a loop writes it part by part."""
+    """Return the operation that makes a value, and whether a loop writes it part by part."""
     path = tuple(int(index) for index in re.findall(r"\d+", value.element))
     name, kept = op.name, False
     for _ in range(_FAR):
@@ -160,12 +162,12 @@ def _maker(scope: hlo.Scope, op: hlo.Op, value: Value) -> tuple[hlo.Scope, hlo.O
             scope = scope.enter(op, op.callee("body"))
             name = scope.computation.root
         elif op.opcode == "parameter" and path and scope.caller is not None and scope.caller.opcode == "while":
-            name = scope.computation.root  # each turn makes it anew
+            name = scope.computation.root  # each iteration makes it anew
         elif op.opcode == "dynamic-update-slice":
             name, path, kept = op.operands[1], (), True
-        elif op.opcode == "reduce-precision":  # of what a policy of `jax.checkpoint` keeps
+        elif op.opcode == "reduce-precision":  # of a value that a policy of `jax.checkpoint` keeps
             name, path = op.operands[0], ()
-        elif starts_computation(start := find_start(scope.computation, op)):  # a buffer of what runs meanwhile
+        elif starts_computation(start := find_start(scope.computation, op)):  # a buffer of an asynchronous computation
             scope = scope.enter(start, start.runs[0], operands_of(scope.computation, start))
             name, path = scope.computation.root, ()
         else:
@@ -174,18 +176,8 @@ def _maker(scope: hlo.Scope, op: hlo.Op, value: Value) -> tuple[hlo.Scope, hlo.O
 
 
 def _argument_role(op_name: str) -> str:
-    """The role of an argument by the name that JAX gives it, "run.params['head']" or "batch['tokens']"; else ""."""
+    """Infer the role of an argument from JAX's name, such as "run.params['head']" or "batch['tokens']"; else ""."""
     found = re.match(r"run\.(\w+)", op_name)
     if found:
         return _ARGUMENTS.get(found[1], "batch")
     return "batch" if re.match(r"batch\b", op_name) else ""
-
-
-def _last(op_name: str) -> str:
-    """The last of JAX's names, which is the operation's own."""
-    return op_name if op_name.startswith(("run.", "batch")) else op_name.rpartition("/")[2]
-
-
-def _dims(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The sizes of an array's dimensions in order, without those of one element: compilers transpose and add these."""
-    return tuple(sorted(size for size in shape if size > 1))

@@ -1,4 +1,4 @@
-"""The error by which a compiler refuses a program that needs more memory than there is."""
+"""Parse the error with which a compiler refuses a program that needs too much memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class Refusal(NamedTuple):
-    """A refusal in numbers.
+    """The bytes in a compiler's out-of-memory error.
 
     Attributes:
-      asked: bytes that the program needs, arguments included; as the compiler rounds it.
+      asked: bytes that the program needs, arguments included, as the compiler rounds them.
       usable: bytes that a program may use.
     """
 
@@ -27,7 +27,7 @@ class Refusal(NamedTuple):
 
 
 def parse_refusal(message: str) -> Refusal | None:
-    """Read the numbers of a refusal for want of memory; None for any other error of a compiler.
+    """Parse the bytes of a compiler's out-of-memory error; None for any other error.
 
     >>> parse_refusal(
     ...     "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (39.08G) "

@@ -1,4 +1,4 @@
-"""What would save how much memory of a compiled step, by the arrays that are alive when it needs most."""
+"""List changes that save memory of a compiled step, judged by the arrays that are live at its peak."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jaxshard.plan.memory_report import LiveArray
 
 _CHUNKS = 16
 _LEAST = 0.01
-"""The share of the peak below which a saving is not worth a line."""
+"""The smallest saving that is listed, as a share of the peak."""
 
 
 class Saving(NamedTuple):
-    """A change of the step, and the most bytes on each device that it saves at the moment that is fullest now."""
+    """A change of the step, and the most bytes on each device that it saves at the present peak."""
 
     bytes: int
     change: str
@@ -31,15 +31,15 @@ def savings(
 ) -> tuple[Saving, ...]:
     """List changes that would make a step need less memory, the largest saving first.
 
-    Each figure is of the arrays that the change would make smaller. It is an upper bound: another moment of the step
-    may be the peak then, and changes that act on the same arrays do not add up.
+    Each saving counts the arrays that the change makes smaller. It is an upper bound: after the change the peak may be
+    at another moment, and savings on the same arrays do not add up.
 
     Args:
-      arrays: what is live at the peak.
-      layout: of the step.
-      engine: of the step.
+      arrays: the arrays that are live at the peak.
+      layout: the layout of the step.
+      engine: the engine of the step.
       batch: its batch.
-      peak: bytes at that moment.
+      peak: the bytes at the peak.
     """
     kept = [one for one in arrays if one.role == "kept activations"]
     stacked = [one for one in kept if one.kept]  # what a loop over blocks keeps
@@ -49,9 +49,9 @@ def savings(
     replicated, split = _stored(layout)
     axes, devices = layout.batch_axes, axis_size(layout.mesh, layout.batch_axes)
     over = repr(axes[0] if len(axes) == 1 else tuple(axes))
-    inputs = min((one.bytes // one.count for one in stacked), default=0)  # one array for each block: what goes into it
+    inputs = min((one.bytes // one.count for one in stacked), default=0)  # the stacked inputs of all blocks
     found = {
-        'remat="nothing" in the engine (stash="layer" of js.pipelined): blocks keep what goes into them alone': (
+        'remat="nothing" in the engine (stash="layer" of js.pipelined): blocks keep only their inputs': (
             sum(one.bytes for one in stacked or kept) - inputs
         ),
         f"js.head_loss with the vocabulary in {_CHUNKS} chunks": logits * (_CHUNKS - 1) // _CHUNKS,
@@ -65,7 +65,7 @@ def savings(
 
 
 def _half_the_rows(layout: Layout, engine: Engine, batch: PyTree) -> str:
-    """The change that halves activations: fewer rows at a time, or, where a device has one row, half its positions."""
+    """Describe the change that halves activations: half the rows at a time, or half the positions of a single row."""
     devices = axis_size(layout.mesh, layout.batch_axes)
     masked = zip(jax.tree.leaves(batch), jax.tree.leaves(layout.rows_mask(batch)), strict=True)
     rows = min((x.shape[0] // devices // engine.microbatches for x, has_rows in masked if has_rows), default=0)
@@ -75,7 +75,7 @@ def _half_the_rows(layout: Layout, engine: Engine, batch: PyTree) -> str:
 
 
 def _stored(layout: Layout) -> tuple[int, int]:
-    """Bytes of parameters and optimizer state that are replicated, and that are split, over the batch axes."""
+    """Return the bytes of parameters and optimizer state that are replicated and that are split over batch axes."""
     sizes = {True: 0, False: 0}
     for one in layout.placed():
         if one.role in ("param", "opt"):

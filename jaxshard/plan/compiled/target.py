@@ -1,4 +1,4 @@
-"""A step made again for a topology that is not here."""
+"""Make a step again on the compile-only devices of a topology."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def step_for(step: Step, target: Target) -> Step:
     placement, on a mesh of the same axes and sizes.
 
     Args:
-      step: made for any mesh: simulated CPU devices, `planned_mesh`, or `topology_mesh`.
+      step: a step on any mesh: simulated CPU devices, `planned_mesh`, or `topology_mesh`.
       target: the topology.
 
     Returns:
@@ -49,7 +49,7 @@ def step_for(step: Step, target: Target) -> Step:
 
 
 def _resized(mesh: Mesh | AbstractMesh, devices: int) -> dict[str, int]:
-    """The axes of a mesh with the first one left open, where the others divide the number of devices."""
+    """Return axes for a number of devices, of which the first is resized if the others divide that number."""
     sizes = dict(mesh.shape)
     first = next(iter(sizes))
     rest = math.prod(sizes.values()) // sizes[first]

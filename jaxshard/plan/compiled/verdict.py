@@ -1,4 +1,4 @@
-"""`Verdict`: what a compiler said about a step, as a table, as JSON, and for notebooks."""
+"""The verdict of a compiler on a step, its memory and collectives, as a table, as JSON and in a notebook."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from jaxshard.plan.topology import Target
 from jaxshard.training.step import Step
 
 _SHOWN = 12
-"""Rows of a list that are printed; `as_dict` has all of them."""
+"""The number of rows of a list that are printed; `as_dict` has all of them."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Traffic:
     Attributes:
       kind: such as "all-gather".
       axes: the mesh axes.
-      place: `file:line` in the model, or what the compiler calls it.
-      synchronous: True if the device waits for them, False if it computes meanwhile.
-      count: executions per step; None where the number of iterations of a loop is not known.
-      bytes: of the complete arrays per step and device; None likewise.
+      place: `file:line` in the model, or the compiler's name of the operation.
+      synchronous: True if the device waits for them, False if it computes at the same time.
+      count: executions per step; None in a loop of unknown trip count.
+      bytes: bytes of the unscattered arrays per step and device; None in a loop of unknown trip count.
     """
 
     kind: str
@@ -58,16 +58,16 @@ class Traffic:
 class Verdict(MemoryReport):
     """The verdict of a TPU's or GPU's compiler on a training step.
 
-    `print(verdict)` is a table, `verdict.as_dict()` goes into JSON. All bytes are of one device. Besides those of
-    `MemoryReport`:
+    `print(verdict)` is a table, `verdict.as_dict()` goes into JSON. All bytes are of one device. In addition to those
+    of `MemoryReport`:
 
     Attributes:
       topology: the devices, such as "v5e:16x16", or "2 x v5e:16x16".
-      step: on devices of the topology.
-      batch: its shapes.
-      text: the program as it would run; "" where the compiler refused before it made one.
-      compiled: the compiled step of `codegen=True`; None otherwise, and where the compiler refused.
-      compile_seconds: that the compiler took, when it was asked.
+      step: the step on devices of the topology.
+      batch: the shapes of its batch.
+      text: the optimized program; "" if the compiler refused before it wrote one.
+      compiled: the compiled step of `codegen=True`; None otherwise, and if the compiler refused.
+      compile_seconds: the seconds of the compilation, or of the one whose cached answer this is.
     """
 
     topology: str
@@ -84,7 +84,7 @@ class Verdict(MemoryReport):
 
     @cached_property
     def savings(self) -> tuple[Saving, ...]:
-        """Changes that would need less memory, with upper bounds, the largest first."""
+        """Changes that save memory, with upper bounds of the saved bytes, the largest first."""
         return savings(self.arrays, self.step.layout, self.step.engine, self.batch, self.live_bytes)
 
     @cached_property
@@ -94,7 +94,7 @@ class Verdict(MemoryReport):
 
     @cached_property
     def comparison(self) -> Comparison | None:
-        """The program's collectives compared with the layout's promise, as by `js.audit`; None without a program."""
+        """The audit of the program's collectives, as by `js.audit`; None without a program."""
         layout, step = self.step.layout, self.step
         if not self.text:
             return None
@@ -110,7 +110,7 @@ class Verdict(MemoryReport):
     def cycles(self) -> int | None:
         """The cycles that a TPU's compiler estimates, without collectives and Pallas kernels.
 
-        None without `codegen=True`, and of GPUs.
+        None without `codegen=True`, and for GPUs.
         """
         return None if self.compiled is None else estimated_cycles(self.text)
 
@@ -161,7 +161,7 @@ class Verdict(MemoryReport):
 
 
 def verdict_of(target: Target, step: Step, batch: PyTree, answer: Answer) -> Verdict:
-    """Return the verdict on a step for devices of a target, from the compiler's answer."""
+    """Make the verdict on a step for devices of a target, from the compiler's answer."""
     chip, refusal, memory = mesh_chip(step.layout.mesh), parse_refusal(answer.refusal), answer.assignment
     asked = 0 if refusal is None else refusal.asked
     limit = None if chip is None else chip.usable_bytes

@@ -1,4 +1,4 @@
-"""The memory of a step by role, one bar for each strategy, with the limit of the chip."""
+"""Draw the memory of a step by role, one bar for each strategy, with the limit of the chip."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SEEN = 0.001
-"""The share of the picture's width from which on a bar is seen, and its role named."""
+"""The smallest bar that is drawn and named, as a share of the picture's width."""
 
 _SMALL = 0.05
-"""The share of a limit below which the longest bar would be too short to be read beside its line."""
+"""The shortest longest bar, as a share of a limit, for which the limit is drawn: otherwise bars are too short."""
 
 _WRITTEN = 0.07
-"""The share of the picture's width from which on a bar has its number in it."""
+"""The smallest bar that has its number in it, as a share of the picture's width."""
 
 _STORED: dict[Role, str] = {
     "param": "parameters", "grad": "gradients", "opt": "optimizer state", "state": "model state"
@@ -31,14 +31,17 @@ _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1))
 
 
 def memory_figure(predictions: Mapping[str, MemoryReport | Layout], *, title: str = "") -> Figure:
-    """Draw the memory of a device by role, stacked: the peak of each prediction, or what each layout stores.
+    """Draw the memory of a device by role, as stacked bars: the peak of each prediction, or the arrays of each layout.
 
-    The memory that a program may use is a line, unless every peak is a small share of it.
+    A line shows the memory that a program may use, unless every peak is a small share of it.
 
     Args:
-      predictions: by the names of the bars, such as those of strategies; drawn from top to bottom. Of layouts, which
-        know no activations, the stored arrays are drawn. Verdicts of `js.plan.compile_for` are drawn as predictions.
-      title: above the picture; by default the devices of the first one.
+      predictions: predictions of `js.plan.predict`, verdicts of `js.plan.compile_for` or layouts, by the names of their
+        bars, drawn from top to bottom. The bar of a layout has its stored arrays, without activations.
+      title: the title; by default the devices of the first prediction.
+
+    Returns:
+      The matplotlib figure.
 
     Raises:
       ImportError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""The roofline: how fast each product can be by the chip's arithmetic and by its memory, and how much time it takes."""
+"""Draw the roofline of a step: the speed that each product can reach by the chip's arithmetic and by its memory."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ if TYPE_CHECKING:
 _NAMED = 6
 """The largest number of products that are named; the others are grey."""
 _SEEN = 0.002
-"""The share of a step's FLOPs from which on a product is drawn."""
+"""The smallest product that is drawn, as a share of a step's FLOPs."""
 
 _WORDS = 30
-"""Letters of a product's operands that are shown."""
+"""The number of letters of a product's operands that are shown."""
 
 _MARKERS = "osD^vP"
 
 
 def roofline_figure(prediction: Prediction, *, title: str = "") -> Figure:
-    """Draw every product of a step by its FLOPs for each byte of memory, under the roof of its chip.
+    """Draw the roofline of a step: every matrix product by its FLOPs for each byte of memory, under the chip's roof.
 
-    Products of less than a five-hundredth of the FLOPs are left out. One left of the ridge waits for memory, one right
-    of it for arithmetic. Its area is its share of the FLOPs.
+    Products of less than a five-hundredth of the FLOPs are left out. A product left of the ridge waits for memory, one
+    right of it for arithmetic. The area of its mark is its share of the FLOPs.
 
     Args:
-      prediction: with the products of a step and a chip.
-      title: above the picture; by default the chip.
+      prediction: a prediction of `js.plan.predict` with `estimate=True`, for a known chip.
+      title: the title; by default the chip.
+
+    Returns:
+      The matplotlib figure.
 
     Raises:
       ImportError: matplotlib is not installed.
@@ -68,7 +71,7 @@ def roofline_figure(prediction: Prediction, *, title: str = "") -> Figure:
 
 
 def _draw_roofs(axes: Any, chip: Chip, products: Sequence[ProductCost], look: Look) -> None:
-    """The slope of the memory, and a flat roof for each dtype of the products."""
+    """Draw the slope of the memory, and a flat roof for each dtype of the products."""
     intensities = [one.flops / one.bytes for one in products]
     ridge = chip.peak_flops / chip.hbm_bandwidth
     low, high = min(*intensities, ridge) / 8, max(*intensities, ridge) * 6

@@ -1,4 +1,4 @@
-"""The sharding of every array as coloured tiles on the mesh: devices of one colour hold the same part of it."""
+"""Draw the sharding of every array as coloured tiles on the mesh: devices of one colour hold the same shard."""
 
 from __future__ import annotations
 
@@ -21,29 +21,32 @@ if TYPE_CHECKING:
 
 _LEAVES = 10
 _LINES = 64
-"""The longest line of devices between which lines are drawn."""
+"""The largest number of devices in a row between which lines are drawn."""
 
 _NUMBERED = 32
-"""The largest number of devices whose tiles have the number of their part in them."""
+"""The largest number of devices whose tiles show the number of their shard."""
 
 _LABEL, _CAPTION = 2.7, 2.0
-"""The most inches of the labels on the left, and of those below the tiles."""
+"""The largest width in inches of the labels on the left, and of those below the tiles."""
 
 _LINE = 0.19
-"""Inches of a line of text."""
+"""The height in inches of a line of text."""
 
 
 def sharding_figure(layout: Layout, *, leaves: int = _LEAVES, title: str = "") -> Figure:
-    """Draw where parameters, their gradients and their optimizer state rest: one tile for each device.
+    """Draw the sharding of parameters, gradients and optimizer state: one tile for each device.
 
     Every picture is the mesh: its longest axis goes from left to right, the others from top to bottom. Devices of one
-    colour, and one number, hold the same part of an array; a picture of one colour is an array that all have whole.
-    Between devices with other parts is a white line, between those with the same a dotted one.
+    colour and number hold the same shard of an array; a picture in a single colour is a replicated array. A white line
+    separates devices with different shards, a dotted one those with the same.
 
     Args:
-      layout: where the arrays live.
-      leaves: so many parameters, the largest first; of equal ones that rest alike only one is drawn.
-      title: above the picture; by default the axes of the mesh.
+      layout: the layout.
+      leaves: the number of parameters, the largest first; of equal ones with equal placements only one is drawn.
+      title: the title; by default the axes of the mesh.
+
+    Returns:
+      The matplotlib figure.
 
     Raises:
       ImportError: matplotlib is not installed.
@@ -73,7 +76,7 @@ def sharding_figure(layout: Layout, *, leaves: int = _LEAVES, title: str = "") -
 
 
 def _rows(layout: Layout) -> list[tuple[str, tuple[Placement | None, ...]]]:
-    """Label and placements of each parameter, the largest first; of those that are alike the first one."""
+    """Return label and placements of each parameter, the largest first; only the first of equal ones."""
     arrays = jax.tree_util.tree_leaves_with_path(layout.shapes.params)
     roles = [
         jax.tree.leaves(tree, is_leaf=lambda x: x is None) for tree in (layout.params, layout.grads, layout.opt_params)
@@ -91,7 +94,7 @@ def _rows(layout: Layout) -> list[tuple[str, tuple[Placement | None, ...]]]:
 
 
 def _directions(mesh: Mesh) -> str:
-    """The axes of a mesh, and where they go in the picture."""
+    """Describe the axes of a mesh and their directions in the picture."""
     across = max(mesh.shape, key=lambda name: mesh.shape[name])
     down = [f"{name}={size}" for name, size in mesh.shape.items() if name != across and size > 1]
     return f"{across}={mesh.shape[across]} to the right" + (f", {', '.join(down)} downwards" if down else "")
@@ -124,7 +127,7 @@ def _draw(axes: Any, mesh: Mesh, placement: Placement | None, look: Look) -> Non
 
 
 def _colours(count: int) -> Sequence[str]:
-    """One colour for each part: those of the palette, or so many steps of cividis, which goes from blue to yellow."""
+    """Return one colour for each shard: from the palette, or steps of cividis, which goes from blue to yellow."""
     import matplotlib
     from matplotlib.colors import to_hex
 

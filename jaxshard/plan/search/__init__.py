@@ -1,8 +1,8 @@
-"""The search for a layout: every way to split a model over a topology, pruned by memory and ranked by time.
+"""Search the layouts of a model on a topology, pruned by memory and ranked by time: `js.plan.search`.
 
-- `candidates` lists the ways: sizes of axes, strategy, engine, micro-batches and remat.
-- `facts` reads from the model what decides between them, `estimate` bounds memory and time by it, without tracing.
-- `search` predicts the best of them, compiles a few if asked, and returns a `Ranking`; `reasons` says why in sentences.
+- `candidates` lists them: sizes of axes, strategy, engine, micro-batches and remat.
+- `facts` measures the model, and `estimate` bounds the memory and time of a candidate by these facts, without tracing.
+- `search` predicts the best candidates, compiles a few if asked, and returns a `Ranking`; `reasons` explains each rank.
 
 Imports what `plan/` imports.
 """

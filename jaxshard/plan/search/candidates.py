@@ -1,4 +1,4 @@
-"""The ways to train a model on a number of devices: axes that multiply to it, what is split, and how a step runs."""
+"""List the candidates of a search: mesh axes that multiply to the devices, strategy, engine, micro-batches, remat."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from jaxshard.plan.search.policies import Policy, remat_of
 
 _STRATEGIES: dict[str, Any] = {"fsdp": fsdp, "hsdp": hsdp, "zero2": zero2, "zero1": zero1, "ddp": ddp}
 _SCHEDULES = (("interleaved", 1), ("interleaved", 2), ("interleaved", 4), ("zero_bubble", 2))
-_TURNS = (1, 2, 4, 8)
+_MICROBATCHES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to train: everything that `js.layout` and `js.make_step` are told.
+    """One way to train a model: the strategy, the mesh axes and the engine for `js.layout` and `js.make_step`.
 
     Attributes:
       axes: the sizes of the mesh's axes, in the mesh's order.
       data: the data strategy: "fsdp", "hsdp", "zero2", "zero1" or "ddp"; the other axes add theirs.
       engine_name: "explicit", "auto" or "pipelined".
-      microbatches: into how many turns the rows of a device are cut.
-      policy: what the forward pass of a block keeps; None where no remat policy applies.
-      schedule: of a pipeline, with `chunks` stages per device.
-      chunks: see `schedule`.
+      microbatches: the number of micro-batches into which a device's rows are cut.
+      policy: the remat policy of a block; None where none applies.
+      schedule: the pipeline schedule; None without a pipeline.
+      chunks: the number of pipeline stages per device.
       precision: as for `js.explicit`.
     """
 
@@ -47,12 +47,12 @@ class Candidate:
     precision: str | None = None
 
     def size(self, axis: str) -> int:
-        """The size of an axis; 1 if there is none."""
+        """Return the size of an axis; 1 if the mesh lacks it."""
         return dict(self.axes).get(axis, 1)
 
     @property
     def row_shards(self) -> int:
-        """The number of parts that the rows of a batch are in."""
+        """The number of parts into which the rows of a batch are split."""
         return self.size("replica") * self.size("data") * self.size("expert")
 
     @property
@@ -62,7 +62,7 @@ class Candidate:
 
     @property
     def pieces(self) -> float:
-        """A count of the things to think of: axes, turns, strategies beside fsdp, names of activations."""
+        """A measure of complexity: axes, micro-batches, named activations, and a strategy other than FSDP."""
         named = 0.0 if self.policy is None or self.policy.is_plain else 0.5
         return len(self.axes) + math.log2(self.microbatches) / 2 + (self.data not in ("fsdp", "ddp")) / 2 + named
 
@@ -101,7 +101,7 @@ class Candidate:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The flags of `jaxshard plan`, `audit` and `train` that ask for it."""
+        """The flags of `jaxshard plan`, `audit` and `train` that select it."""
         given = ["--mesh", ",".join(f"{axis}={size}" for axis, size in self.axes), "--strategy", self.data]
         given += ["--engine", "auto"] if self.engine_name == "auto" else []
         given += [] if self.remat is None else ["--remat", self.remat]
@@ -111,7 +111,7 @@ class Candidate:
         return (*given, *(("--precision", self.precision) if self.precision else ()))
 
     def __str__(self) -> str:
-        """Write it in a few words: "fsdp on data=64, tensor=4, remat dots"."""
+        """Write the candidate in a few words: "fsdp on data=64, tensor=4, remat dots"."""
         parts = [f"{self.data} on {', '.join(f'{axis}={size}' for axis, size in self.axes)}"]
         if self.schedule is not None:
             parts.append(f"{self.schedule} with {self.chunks} chunk{'s' * (self.chunks > 1)} a device")
@@ -120,7 +120,7 @@ class Candidate:
         return ", ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the candidate for JSON."""
         return {
             "mesh": dict(self.axes),
             "strategy": self.data,
@@ -135,16 +135,16 @@ class Candidate:
 
 
 def candidates(facts: Facts, devices: int, *, num_slices: int = 1, precision: str | None = None) -> Iterator[Candidate]:
-    """List the ways to train a model that its shapes allow.
+    """List the candidates that the shapes of a model and its batch allow.
 
-    Every axis divides what it splits: data and expert the rows of the batch, tensor and expert what the model's
-    dimensions of those names have, context the positions, pipe the blocks.
+    Each axis divides the dimension that it splits: data and expert the rows of the batch, tensor and expert the model's
+    dimensions of those names, context the positions, pipe the blocks.
 
     Args:
-      facts: of the model and its batch.
-      devices: the sizes multiply to it.
-      num_slices: where there are several, no axis but replica, data and pipe crosses them.
-      precision: of all of them.
+      facts: the facts of the model and its batch.
+      devices: the number of devices, the product of the sizes of the axes.
+      num_slices: the number of TPU slices; only the axes replica, data and pipe cross them.
+      precision: the precision of all candidates.
     """
     given = (facts.tensor_share, facts.expert_sizes, facts.context_sizes, facts.pipe_sizes)
     for tensors, experts, parts, stages in itertools.product(*((1, *sizes) for sizes in given)):
@@ -171,7 +171,7 @@ def _data_axes(
 
 
 def _ways(facts: Facts, first: Candidate) -> Iterator[Candidate]:
-    """List the schedules, micro-batches and remat policies for the axes of a candidate."""
+    """Yield the schedules, micro-batches and remat policies for the axes of a candidate."""
     if facts.rows % first.row_shards:
         return
     rows, stages = facts.rows // first.row_shards, first.size("pipe")
@@ -179,9 +179,9 @@ def _ways(facts: Facts, first: Candidate) -> Iterator[Candidate]:
         if schedule and (facts.depth is None or facts.depth % (stages * chunks)):
             continue
         name = facts.engine if schedule is None else "pipelined"
-        for turns in (stages * many for many in _TURNS):
-            for policy in (facts.policies or (None,)) if rows % turns == 0 else ():
+        for count in (stages * many for many in _MICROBATCHES):
+            for policy in (facts.policies or (None,)) if rows % count == 0 else ():
                 if schedule is None or policy is None or policy.is_plain:  # pipelines keep activations on the device
                     yield replace(
-                        first, engine_name=name, microbatches=turns, policy=policy, schedule=schedule, chunks=chunks
+                        first, engine_name=name, microbatches=count, policy=policy, schedule=schedule, chunks=chunks
                     )

@@ -1,8 +1,8 @@
-"""Bounds of a candidate from arithmetic alone: memory that it needs at least, and about how long a step takes.
+"""Bound the memory of a candidate from below, and estimate its step time, by arithmetic alone.
 
-Memory is a lower bound, so what it refuses can't fit: parameters, optimizer state and gradients where they rest, what
-the blocks keep for the backward pass, and one block's gathered weights. Time orders candidates, so that the best are
-predicted first; a prediction replaces it.
+The bound on memory has stored parameters, optimizer state and gradients, the activations that blocks keep for the
+backward pass, and one block's gathered weights: a candidate above the limit can't fit. The time decides which
+candidates are predicted first; a prediction replaces it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from jaxshard.plan.time.offload import Offload, offload_seconds, offload_traffic
 from jaxshard.plan.time.products import TRAFFIC
 
 _PRODUCTS = 0.7
-"""The share of a chip's peak that products reach."""
+"""The share of a chip's peak FLOP/s that products reach."""
 _SUMS = 4
 """All-reduces of a block's output over a tensor axis, forward and backward; half of them again under remat nothing."""
 TOO_LARGE = "too large"
-"""Why a candidate is left out that no device can hold."""
+"""The reason for leaving out a candidate that needs more memory than a device has."""
 _HOST = 0.5
-"""The share of a host's memory that activations may take: data and checkpoints are there too."""
+"""The share of a host's memory that activations may take: data and checkpoints need the rest."""
 
 Weights = dict[tuple[bool, bool], float]
 """Bytes of stored parameters by (in blocks, split by experts)."""
@@ -35,7 +35,7 @@ Groups = Callable[[tuple[tuple[str, int], ...], tuple[str, ...]], Group | None]
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes on a device at least, about the seconds of a step, and bytes in the host's memory for each device."""
+    """The fewest bytes on a device, the estimated seconds of a step, and bytes in host memory for each device."""
 
     bytes: int
     seconds: float
@@ -44,10 +44,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Estimator:
-    """Estimates candidates.
+    """Bounds of memory and estimates of time for the candidates of one model.
 
     Attributes:
-      facts: of the model.
+      facts: the facts of the model.
       chip: the limits of a device.
       groups: which devices a collective joins; None on an unknown network.
     """
@@ -63,14 +63,14 @@ class Estimator:
         return Estimate(int(self._stored(one, weights) + kept), self._step_seconds(one, weights), int(moved))
 
     def why_too_large(self, found: Estimate) -> str:
-        """Say which memory a candidate can't have; "" where there is none."""
+        """Explain which memory limit a candidate exceeds; "" if it exceeds none."""
         if found.bytes > self.chip.usable_bytes:
             return TOO_LARGE
         full = self.chip.host_bytes and found.offloaded > _HOST * self.chip.host_bytes
         return f"offloads more than {_HOST:.0%} of the host's memory" if full else ""
 
     def _weights(self, one: Candidate) -> Weights:
-        """Bytes of stored parameters that a device computes with."""
+        """Return the bytes of stored parameters that a device computes with."""
         share = self.facts.tensor_share.get(one.size("tensor"), 1.0)
         return {
             (blocks, experts): size * share / (one.size("pipe") ** blocks * one.size("expert") ** experts)
@@ -78,11 +78,11 @@ class Estimator:
         }
 
     def _stored(self, one: Candidate, weights: Weights) -> float:
-        """Bytes of parameters, gradients and optimizer state on a device, and of one block's gathered weights."""
+        """Return the stored bytes of a device and one block's gathered weights."""
         stages, gathered = one.size("pipe"), one.data in ("fsdp", "hsdp")
         parts = {
             "param": one.weight_shards if gathered else 1,
-            # A pipeline adds up gradients that are not split, and scatters them at the end.
+            # A pipeline accumulates full gradients, and scatters them at the end.
             "grad": one.weight_shards if (gathered or one.data == "zero2") and stages == 1 else 1,
             "opt": one.weight_shards if one.data != "ddp" else 1,
         }
@@ -97,14 +97,14 @@ class Estimator:
         return stored + (block if parts["param"] > 1 else 0)
 
     def _kept(self, one: Candidate) -> tuple[float, float]:
-        """Bytes that blocks keep for the backward pass of the rows on their way: on the device, and on the host."""
+        """Return the bytes that blocks keep for the backward pass, on the device and on the host."""
         facts, stages = self.facts, one.size("pipe")
         if facts.depth is None or one.policy is None:
             return 0.0, 0.0
         rows = facts.rows / one.row_shards / one.microbatches
         running = min(one.microbatches, stages) if stages > 1 else 1
         many = rows * running / one.size("context") * facts.depth / stages
-        # What goes into a block is replicated over a tensor axis, what is computed in it is split.
+        # The input of a block is replicated over a tensor axis, the activations inside it are split.
         into = facts.block_input * (not one.policy.moved)
         kept = into + max(0, one.policy.kept - into) / one.size("tensor")
         input_moved = min(one.policy.moved, facts.block_input)
@@ -112,7 +112,7 @@ class Estimator:
         return kept * many, moved * many
 
     def _step_seconds(self, one: Candidate, weights: Weights) -> float:
-        """About the seconds of a step: the sum of its parts."""
+        """Estimate the seconds of a step: the sum of its parts."""
         facts, chip, stages = self.facts, self.chip, one.size("pipe")
         again = one.policy.again if one.policy is not None else 0.0
         rate = (chip.peak_flops if facts.itemsize == 2 else chip.peak_f32 or chip.peak_flops) * _PRODUCTS
@@ -132,13 +132,13 @@ class Estimator:
             compute,
             between,
             memory / chip.hbm_bandwidth,
-            (max(0.0, moving - compute) + moving) / 2,  # at best all of it runs beside products, at worst none
+            (max(0.0, moving - compute) + moving) / 2,  # the middle of all of it hidden by products, and none
             (compute + between) * idle,
             offload_seconds(away, chip, compute) + sum(offload_traffic(away, chip)) / 2,
         ))  # fmt: skip
 
     def _moving(self, one: Candidate, weights: Weights, passes: int) -> float:
-        """Seconds of gathers of weights and of reductions of gradients."""
+        """Return the seconds of gathers of weights and of reductions of gradients."""
         over = tuple(axis for axis in ("data", "expert", "context") if one.size(axis) > 1)
         total = 0.0
         for experts, axes in ((False, over), (True, tuple(axis for axis in over if axis != "expert"))):
@@ -156,11 +156,14 @@ class Estimator:
         return total
 
     def _between(self, one: Candidate) -> float:
-        """Seconds of what stands between products: sums over tensor, tokens to experts, keys, the pipe's permutes."""
+        """Return the seconds of communication of activations, which products wait for.
+
+        It consists of sums over tensor, exchanges of tokens and of keys and values, and permutes between stages.
+        """
         facts, stages = self.facts, one.size("pipe")
         if facts.depth is None or not facts.block_input:
             return 0.0
-        x = facts.block_input * facts.rows / one.row_shards / one.size("context")  # of one block's output
+        x = facts.block_input * facts.rows / one.row_shards / one.size("context")  # bytes of one block's output
         blocks = facts.depth / stages * (1.5 if one.remat not in ("dots", "everything") else 1.0)
         moved = (
             ("all-reduce", "tensor", _SUMS * blocks, x),

@@ -1,4 +1,4 @@
-"""What decides between layouts of a model: its bytes by what can split them, its work, what its blocks keep."""
+"""Measure the facts of a model that decide between layouts: bytes of weights, FLOPs, activations that blocks keep."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from jaxshard.plan.planned import PlannedDevice
 from jaxshard.plan.search.policies import PLAIN, Policy, policies_of, tree_bytes
 
 _MOST = 64
-"""Axes for tensors, experts and positions are not tried beyond this size."""
+"""The largest size that is tried for the axes tensor and expert."""
 _POSITIONS = 256
-"""A part of a row has so many positions at least."""
+"""The fewest positions of a row that a device of a context axis may have."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Of a model and its batch.
+    """The facts of a model and its batch that decide between layouts.
 
     Attributes:
-      rows: of the global batch.
-      depth: the number of blocks; None where the model does not say.
-      flops: of a step, all devices together, nothing computed twice.
-      weights: bytes of the parameters as they are stored, by (in blocks, split by an axis of experts).
+      rows: the rows of the global batch.
+      depth: the number of blocks; None if the model does not say.
+      flops: the FLOPs of a step on all devices together, without recomputation.
+      weights: bytes of the stored parameters, by (in blocks, split by an axis of experts).
       opt_ratio: bytes of the optimizer's state for each byte of parameters.
-      itemsize: bytes of a weight where it is used.
-      policies: what a block may keep for one row; () where no remat policy applies.
-      block_input: bytes that go into a block for one row; 0 without blocks.
-      tensor_share: of the stored weights what each device of a tensor axis has, by the sizes that the axis may have.
+      itemsize: bytes of an element of a weight during use.
+      policies: the remat policies of a block, with the bytes kept for one row; () where none applies.
+      block_input: bytes of a block's input for one row; 0 without blocks.
+      tensor_share: the share of the stored weights on each device of a tensor axis, by each size that it may have.
       expert_sizes, context_sizes, pipe_sizes: sizes above 1 that an axis may have.
-      engine: "explicit", or "auto" for a loss that says no weight.
+      engine: "explicit", or "auto" for a loss that returns a scalar, without a weight.
     """
 
     rows: int
@@ -66,9 +66,9 @@ def facts_of(
     init_fn: InitFn, loss_fn: LossFn, tx: optax.GradientTransformation, batch: PyTree, devices: int,
     precision: str | None,
 ) -> Facts:  # fmt: skip
-    """Read the facts: a few layouts on small meshes of stand-ins, and one trace of the loss and of a block."""
-    whole = make_layout(ddp(), _mesh(data=1), init_fn, tx)
-    rows, sizes = _rows(whole, batch), _bytes(whole, "param")
+    """Measure the facts of a model by a few layouts on small planned meshes, and a trace of the loss and of a block."""
+    unsplit = make_layout(ddp(), _mesh(data=1), init_fn, tx)
+    rows, sizes = _rows(unsplit, batch), _bytes(unsplit, "param")
     total, most = sum(sizes.values()), min(devices, _MOST)
     by_tensor, by_expert = (
         _splits(axis, strategy, init_fn, tx, total, most)
@@ -81,19 +81,19 @@ def facts_of(
     block_input = positions = 0
     if isinstance(objective, OfBlocks):
         dtype = jnp.bfloat16 if precision == "bf16" else None
-        policies, block_input, positions = _policies(objective, whole, batch, rows, dtype)
+        policies, block_input, positions = _policies(objective, unsplit, batch, rows, dtype)
     weights: dict[tuple[bool, bool], int] = {}
     for path, size in sizes.items():
         key = depth is not None and path.startswith(f"{BLOCKS}/"), expert_part[path] < size
         weights[key] = weights.get(key, 0) + size
-    model = join_model(whole.shapes.params, whole.shapes.state)
-    answer = jax.eval_shape(loss_fn, model, batch, whole.shapes.key)
+    model = join_model(unsplit.shapes.params, unsplit.shapes.state)
+    answer = jax.eval_shape(loss_fn, model, batch, unsplit.shapes.key)
     return Facts(
         rows=rows,
         depth=depth,
-        flops=train_flops(loss_fn, model, batch, whole.shapes.key),
+        flops=train_flops(loss_fn, model, batch, unsplit.shapes.key),
         weights=weights,
-        opt_ratio=sum(_bytes(whole, "opt").values()) / total,
+        opt_ratio=sum(_bytes(unsplit, "opt").values()) / total,
         itemsize=2 if precision == "bf16" else 4,
         policies=policies,
         block_input=block_input,
@@ -106,7 +106,7 @@ def facts_of(
 
 
 def _mesh(**axes: int) -> Mesh:
-    """A mesh of stand-ins that are on no chip."""
+    """Make a mesh of planned devices, which are on no chip."""
     devices = np.empty(tuple(axes.values()), dtype=object)
     devices.flat[:] = [PlannedDevice(number, "cpu", "planned", 0, 0) for number in range(devices.size)]
     return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
@@ -115,7 +115,7 @@ def _mesh(**axes: int) -> Mesh:
 def _splits(
     axis: str, strategy: Strategy, init_fn: InitFn, tx: optax.GradientTransformation, total: int, most: int
 ) -> dict[int, dict[str, int]]:
-    """Bytes per device of each parameter by the size of an axis: powers of two, as long as each makes them smaller."""
+    """Return the bytes per device of each parameter by size of an axis, for powers of two that still shrink them."""
     found: dict[int, dict[str, int]] = {}
     size, before = 2, total
     while size <= most:
@@ -138,7 +138,7 @@ def _bytes(layout: Layout, role: str) -> dict[str, int]:
 
 
 def _rows(layout: Layout, batch: PyTree) -> int:
-    """The rows of a batch."""
+    """Return the number of rows of a batch."""
     mask = jax.tree.leaves(layout.rows_mask(batch))
     counts = [x.shape[0] for x, has_rows in zip(jax.tree.leaves(batch), mask, strict=True) if has_rows]
     if not counts:
@@ -149,7 +149,7 @@ def _rows(layout: Layout, batch: PyTree) -> int:
 def _policies(
     objective: OfBlocks, layout: Layout, batch: PyTree, rows: int, dtype: Any
 ) -> tuple[tuple[Policy, ...], int, int]:
-    """What blocks may keep, bytes that go into one for a row, and a row's positions (0 where they are not known)."""
+    """Return the remat policies of a block, the bytes of its input for a row, and a row's positions (0 if unknown)."""
     model, params = objective.model, layout.shapes.params
     weights = _cast(params[BLOCKS], dtype, first_dim=1)
     rest = _cast({name: part for name, part in params.items() if name != BLOCKS}, dtype)
@@ -165,7 +165,7 @@ def _policies(
 
 
 def _cast(tree: PyTree, dtype: Any, first_dim: int = 0) -> PyTree:
-    """Shapes from a dimension on, of floats in a dtype if it is given."""
+    """Return the shapes of a tree without its first dimensions, floats in `dtype` if it is given."""
 
     def cast(x: Any) -> jax.ShapeDtypeStruct:
         is_cast = dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
@@ -175,7 +175,7 @@ def _cast(tree: PyTree, dtype: Any, first_dim: int = 0) -> PyTree:
 
 
 def _context_sizes(positions: int, devices: int, batch: PyTree) -> tuple[int, ...]:
-    """Sizes of an axis that splits positions: for a batch whose labels stand beside its inputs."""
+    """Return the sizes of an axis that may split positions; () unless labels are an array of their own."""
     shapes = {x.shape[1] for x in jax.tree.leaves(batch) if getattr(x, "ndim", 0) >= 2}
     if not positions or shapes != {positions}:
         return ()

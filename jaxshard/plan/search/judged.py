@@ -1,4 +1,4 @@
-"""The best plans of a search, judged by the compiler."""
+"""Ask the compiler about the best plans of a search, and keep those that fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxshard.plan.compiled.verdict import Verdict
 from jaxshard.plan.search.ranking import Plan
 
 _AT_ONCE = 4
-"""Compilers that run at once at most; each takes up to 0.9 GB."""
+"""The most compilers that run at once; each takes up to 0.9 GB."""
 
 
 def judged(
@@ -28,11 +28,11 @@ def judged(
     Plans that do not fit are left out, and plans on which the compiler itself fails.
 
     Args:
-      plans: what was estimated.
-      wanted: as many shall fit.
+      plans: the estimated plans.
+      wanted: the number of fitting plans to find.
       judge: compiles a plan.
       order: the key by which plans are ranked.
-      progress: is told how many were asked.
+      progress: is called with a message on how many plans were compiled.
 
     Returns:
       The plans that fit, ranked, then the plans that the compiler was not asked about.
@@ -56,7 +56,7 @@ def judged(
 
 
 def _verdict(judge: Callable[[Plan], Verdict], plan: Plan) -> Verdict | None:
-    """Ask about a plan; None where the compiler itself fails, which says nothing of the other plans."""
+    """Compile a plan; return None if the compiler itself fails, which says nothing about other plans."""
     try:
         return judge(plan)
     except (RuntimeError, TimeoutError):
@@ -64,7 +64,7 @@ def _verdict(judge: Callable[[Plan], Verdict], plan: Plan) -> Verdict | None:
 
 
 def distinct(plans: Sequence[Plan]) -> list[Plan]:
-    """Return the first of the plans that differ in their remat policy alone."""
+    """Return the first plan of each group that differs in remat policy alone."""
     found: dict[Any, Plan] = {}
     for plan in plans:
         found.setdefault(layout_of(plan), plan)
@@ -72,5 +72,5 @@ def distinct(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def layout_of(plan: Plan) -> Any:
-    """Return all of a plan but its remat policy."""
+    """Return the candidate of a plan without its remat policy."""
     return replace(plan.candidate, policy=None)

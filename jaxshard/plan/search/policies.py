@@ -1,8 +1,7 @@
-"""What blocks may keep for their backward pass: policies of the names that the activations of the model really have.
+"""Make the remat policies of a search from the checkpoint names that the model's activations have.
 
-A name is worth what need not be computed again once it is kept, for each byte. The names are put in that order, and
-the policies keep the first, the first two and so on: on the device; on the device, with what goes into a block in the
-host's memory; all of it there.
+The names are sorted by the recomputation that each saved byte avoids. The policies keep the first name, the first two
+and so on: all on the device; the names on the device and the block's input in host memory; all in host memory.
 
     attention_out=save
     attention_out=save,block_in=offload
@@ -27,9 +26,9 @@ from jaxshard.cost.flops import model_flops
 from jaxshard.layers.attention.blockwise import NAME as ATTENTION_OUT
 
 _ELEMENTWISE = 0.03
-"""Of a step what is computed again at least, unless everything is kept: norms, gates, rotations."""
+"""The smallest share of a step that is recomputed unless everything is kept: norms, gates, rotations."""
 _WORTH = 0.01
-"""A name is kept for so much of a block's products at least."""
+"""The smallest share of a block's work that keeping a name must save."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Policy:
       text: as `--remat` takes it: "nothing", or "attention_out=save,block_in=offload".
       kept: bytes on the device.
       moved: bytes in the host's memory.
-      again: what the backward pass computes again, as a share of the block's work without that.
+      again: the work that the backward pass recomputes, as a share of the block's work without recomputation.
     """
 
     text: str
@@ -55,11 +54,11 @@ class Policy:
 
 
 PLAIN = (Policy("everything"), Policy("dots", again=_ELEMENTWISE), Policy("nothing", again=1 / 3))
-"""The policies without names, what keeps most first, before anything is known of a block."""
+"""The policies without names, from the one that keeps most, before a block is measured."""
 
 
 def remat_of(text: str) -> RematPolicy:
-    """Return the policy that engines take.
+    """Return the remat policy that engines take, parsed from the text of `--remat`.
 
     >>> remat_of("attention_out=save,block_in=offload")
     {'attention_out': 'save', 'block_in': 'offload'}
@@ -71,12 +70,12 @@ def remat_of(text: str) -> RematPolicy:
 
 
 def policies_of(block: Callable[[PyTree, PyTree], PyTree], weights: PyTree, x: PyTree) -> tuple[Policy, ...]:
-    """Make the policies for a block.
+    """Make the remat policies for a block, each with the bytes that it keeps.
 
     Args:
-      block: a function of a block's weights and of what goes into it, which it names.
-      weights: shapes.
-      x: shapes of what goes into it, of one row.
+      block: a function of a block's weights and its input, which names its input.
+      weights: the shapes of its weights.
+      x: the shapes of its input, of one row.
     """
     of = _Block(block, weights, x)
     into = tree_bytes(x)
@@ -86,8 +85,8 @@ def policies_of(block: Callable[[PyTree, PyTree], PyTree], weights: PyTree, x: P
     alone = {name: of.under(f"{name}=save", nothing.again) for name in of.names()}
     worth = [name for name, policy in alone.items() if policy.kept > nothing.kept]
     gains = {name: nothing.again - alone[name].again for name in worth}
-    # Of attention the formula is counted, whose gradient needs the logits again. Those of kernels make them anyway, so
-    # that with the result both products of the forward pass are saved.
+    # FLOPs are counted by the plain formula of attention, whose gradient needs the logits again. The gradient of a
+    # kernel computes them in any case, so that keeping its result saves both products of the forward pass.
     kernel = gains.get(ATTENTION_OUT, 0.0)
     gains |= {ATTENTION_OUT: 2 * kernel} if kernel else {}
     if any(gains.values()):  # else the work can't be counted
@@ -95,7 +94,7 @@ def policies_of(block: Callable[[PyTree, PyTree], PyTree], weights: PyTree, x: P
 
     def order(name: str) -> tuple[float, int]:
         size = alone[name].kept - nothing.kept
-        return -float(f"{gains[name] / size:.1e}"), size  # of those worth as much the smaller
+        return -float(f"{gains[name] / size:.1e}"), size  # among equal gains per byte the smaller first
 
     worth.sort(key=order)
     for count in range(1, len(worth) + 1):
@@ -114,21 +113,21 @@ def policies_of(block: Callable[[PyTree, PyTree], PyTree], weights: PyTree, x: P
 
 @dataclass(frozen=True)
 class _Block:
-    """A block, and what its gradient computes and keeps under a policy."""
+    """A block, whose gradient is measured under a policy: FLOPs, and bytes kept."""
 
     run: Callable[[PyTree, PyTree], PyTree]
     weights: PyTree
     x: PyTree
 
     def names(self) -> list[str]:
-        """The names of its activations, but for what goes into it."""
+        """Return the checkpoint names of its activations, except that of its input."""
         return sorted(names_in(jax.make_jaxpr(self._gradient(self.run))(*self._inputs())) - {CONSTRAINED, BLOCK_IN})
 
     def under(self, text: str, otherwise: float) -> Policy:
-        """Measure a policy; `otherwise` is the share that it computes again where a kernel does not say its work."""
+        """Measure a policy; `otherwise` is the recomputed share if a kernel does not state its FLOPs."""
         saved = jax.checkpoint(self.run, policy=make_save_policy(remat_of(text)), prevent_cse=False)
         kept = tree_bytes(jax.eval_shape(lambda w, x: jax.vjp(saved, w, x)[1], self.weights, self.x))
-        kept -= tree_bytes(self.weights)  # which are kept as they are stored
+        kept -= tree_bytes(self.weights)  # residuals of the gradient, but stored anyway
         try:
             once, twice = (model_flops(self._gradient(run), *self._inputs()) for run in (self.run, saved))
             again = twice / once - 1 if once else otherwise

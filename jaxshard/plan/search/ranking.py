@@ -1,4 +1,4 @@
-"""The result of a search: plans, the best first, each with a sentence that says why it stands where it does."""
+"""The result of a search: plans, the best first, each with a sentence that explains its rank."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _NOTHING = "nothing fits: take more chips, a smaller batch, or a smaller model"
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to train that fits, or may fit.
+    """A layout and an engine that fit, or may fit, with their memory and step time.
 
     Attributes:
       candidate: the axes, strategy, engine, micro-batches and remat, in words and as flags.
-      prediction: its memory, communication and time.
-      compiled: the compiler's verdict, or None where it was not asked.
-      reason: one sentence.
+      prediction: its estimated memory, communication and time.
+      compiled: the compiler's verdict, or None if it was not asked.
+      reason: a sentence that explains its rank.
 
     Example:
         best = js.plan.search(model.init, model.loss, tx, batch, "v5e:2x4").best
@@ -56,7 +56,7 @@ class Plan:
 
     @property
     def memory(self) -> MemoryReport:
-        """The compiler's verdict, or, where it was not asked, the prediction."""
+        """The compiler's verdict, or the prediction if the compiler was not asked."""
         return self.compiled or self.prediction
 
     @property
@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """True or False by the compiler where it was asked, else by the prediction; None where that is not sure."""
+        """True if the step fits, by the compiler if it was asked, else by the prediction; None if that is not sure."""
         return self.memory.fits
 
     @property
@@ -91,7 +91,7 @@ class Plan:
         return {name: sum(seconds) / 2 for name, seconds in ranges.items()}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the plan for JSON."""
         return self.candidate.as_dict() | {
             "fits": self.fits,
             "step_seconds": self.seconds,
@@ -111,14 +111,14 @@ class Ranking:
 
     Attributes:
       topology: the chips, such as "v5e:16x16".
-      plans: those that fit by the compiler or the prediction, the fastest first, then those that only the compiler can
-        decide; what does not fit is left out.
-      listed: how many ways there were.
-      too_large: how many of them can't fit by arithmetic alone.
-      predicted: how many were predicted.
-      refused: reasons for which ways were left out, each with how many of them.
-      usable_bytes: of a device's memory what a program may use.
-      seconds: that the search took.
+      plans: the plans that fit by the compiler or the prediction, the fastest first, then those that only the compiler
+        can decide; plans that do not fit are left out.
+      listed: the number of candidates.
+      too_large: the number of candidates that can't fit by arithmetic alone.
+      predicted: the number of candidates that were predicted.
+      refused: the number of candidates that were left out, by reason.
+      usable_bytes: the bytes of a device's memory that a program may use.
+      seconds: the duration of the search.
     """
 
     topology: str
@@ -136,7 +136,7 @@ class Ranking:
         return self.plans[0] if self.plans else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the ranking for JSON."""
         return vars(self) | {"plans": [plan.as_dict() for plan in self.plans], "hbm_bytes": self.usable_bytes}
 
     def __str__(self) -> str:

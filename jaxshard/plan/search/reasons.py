@@ -1,4 +1,4 @@
-"""One sentence for each plan of a ranking: why the first is first, and what holds each of the others back."""
+"""Explain each rank of a search in one sentence: why the first plan wins, and what slows each of the others down."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _WORDS = {
 
 
 def reason_for(plan: Plan, plans: Sequence[Plan], usable: int) -> str:
-    """Write the sentence for a plan: what it takes, and against the first what it trades.
+    """Explain the rank of a plan: its time and memory, and how both differ from those of the best plan.
 
     Args:
-      plan: which one.
+      plan: the plan.
       plans: the ranking, the first of which is the best.
       usable: bytes of a device that a program may use.
     """

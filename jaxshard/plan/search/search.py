@@ -1,4 +1,4 @@
-"""`js.plan.search`: the layouts of a model on a topology, ranked by predicted time, the best ones compiled."""
+"""Rank the layouts of a model on a topology by predicted time, and compile the best ones: `js.plan.search`."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from jaxshard.plan.topology import Target, has_compiler
 from jaxshard.training.step import make_step
 
 _WANTED = 8
-"""As many plans are looked for."""
+"""The number of likely plans after which the search stops predicting."""
 _PER_PIECE = 0.004
-"""A plan is preferred to one with an axis more unless it is slower by this share: no prediction is so exact."""
+"""The relative gain in time that justifies one more mesh axis: predictions are not more exact than that."""
 _PER_MEMORY = 0.1
-"""A plan that takes all memory of a device is preferred to one that takes none if it is faster by this share, one that
-takes a half more by half of it. Times are predicted with a median error of 8 %: a smaller gain is none that anyone can
-count on, and memory that is left is rows or positions more."""
+"""The relative gain in time that justifies taking all memory of a device instead of none; half the memory, half the
+gain. Predicted times have a median error of 8 %, so smaller gains are not reliable, and free memory has room for more
+rows or positions."""
 _ALIKE = 3
-"""Of candidates that differ in sizes or in what they keep alone so many are predicted."""
+"""The number of candidates that are predicted first of those that differ only in sizes or remat policy."""
 
 
 def search(
@@ -61,29 +61,29 @@ def search(
     compile: int = 3,
     progress: Callable[[str], None] | None = None,
 ) -> Ranking:
-    """Find how to split a model over a topology: axes, strategy, schedule, micro-batches and remat.
+    """Find the fastest layouts of a model on a topology: axes, strategy, schedule, micro-batches and remat.
 
-    All ways that the shapes of the model and its batch allow are listed: sizes of the axes data, replica, tensor,
-    context, expert and pipe that multiply to the devices, strategies ddp to fsdp and hsdp, what blocks save or offload
-    for their backward pass, micro-batches and the schedules of pipelines. Arithmetic on weights and on what one block
-    keeps leaves out those that can't fit and puts the others in order. The best are estimated (`js.plan.predict`), and
-    then the compiler is asked about the best of these (`js.plan.compile_for`) until enough of them fit. The search does
-    not change the model, the batch or the numerics: what it proposes computes the same.
+    All candidates that the shapes of the model and its batch allow are listed: sizes of the axes data, replica, tensor,
+    context, expert and pipe that multiply to the devices, strategies from ddp to fsdp and hsdp, remat policies that
+    save or offload activations, micro-batches and pipeline schedules. Arithmetic on weights and activations leaves out
+    those that can't fit and sorts the rest. The best are estimated (`js.plan.predict`), and the best of these are
+    compiled (`js.plan.compile_for`) until enough of them fit. The search does not change the model, the batch or the
+    numerics: all plans compute the same.
 
     Args:
       init_fn: as for `js.layout`. Pipelines are tried for the `init` and `loss` of a `js.Stacked`.
       loss_fn: as for `js.make_step`. One that returns a scalar runs under `js.auto`.
       tx: the optimizer.
-      batch: a tree of global arrays or `jax.ShapeDtypeStruct`. Axes that split positions are tried where labels stand
-        beside the inputs ({"tokens": [B, T], "targets": [B, T]}).
+      batch: a tree of global arrays or `jax.ShapeDtypeStruct`. Axes that split positions are tried if labels are an
+        array of their own ({"tokens": [B, T], "targets": [B, T]}).
       topology: as for `js.plan.planned_mesh`, such as "v5e:16x16" or "h100:8x4".
-      num_slices: that many TPU slices.
+      num_slices: the number of TPU slices.
       precision: as for `js.explicit`.
       chip: the limits of a device; by default those of the topology.
-      price: of one device for an hour, for `prediction.price_per_billion_tokens`.
-      seconds: begin no estimate after so many of processor time.
-      compile: as many plans as the compiler shall find to fit, where it is installed; 0 asks no compiler.
-      progress: a function that is told in words how far the search is.
+      price: the price of one device for an hour, for `prediction.price_per_billion_tokens`.
+      seconds: the processor time after which no further estimate begins.
+      compile: the number of plans that must fit by the compiler, if it is installed; 0 asks no compiler.
+      progress: a function that is called with messages on the progress.
 
     Returns:
       The ranking: `print(ranking)`, `ranking.best.axes`, `.strategy`, `.engine`.
@@ -132,7 +132,7 @@ def search(
         fitting.sort(key=lambda pair: _urgency(pair, limits))
         trials.run(varied(fitting, _ALIKE), _WANTED)
         if trials.plans:
-            # What the best layout keeps for its backward pass is cheap to vary, and changes memory most.
+            # Vary the remat policy of the best layout: that is cheap, and changes memory most.
             best = min(trials.plans, key=rank).candidate
             same = [pair for pair in fitting if replace(pair[0], policy=best.policy) == best]
             trials.run(same, len(same))
@@ -160,9 +160,9 @@ def search(
 
 
 def _urgency(pair: Pair, chip: Chip) -> tuple[tuple[bool, bool], float, int]:
-    """The order of predictions: plain data parallelism, which others are measured by, then by the estimated time.
+    """Return the sort key for predictions: plain data parallelism first, as a baseline, then by estimated time.
 
-    What only a compiler could confirm comes last, as in the ranking.
+    Candidates that only a compiler could confirm come last, as in the ranking.
     """
     one, found = pair
     doubtful = not may_be_likely(found.bytes, chip.usable_bytes)
@@ -171,5 +171,5 @@ def _urgency(pair: Pair, chip: Chip) -> tuple[tuple[bool, bool], float, int]:
 
 
 def _weighed(seconds: float, size: int, one: Candidate, chip: Chip) -> float:
-    """Seconds, a little more for every piece that a plan is made of, and for the memory that it takes."""
+    """Return the seconds of a step with a small penalty for complexity and for memory."""
     return seconds * (1 + _PER_PIECE * one.pieces + _PER_MEMORY * size / chip.usable_bytes)

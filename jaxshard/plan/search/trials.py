@@ -1,4 +1,4 @@
-"""Candidates that are bounded by arithmetic, and predicted one after the other until enough of them fit."""
+"""Predict the candidates of a search one after the other, until enough of them fit or the time is over."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxshard.plan.search.ranking import Plan
 
 Pair = tuple[Candidate, Estimate]
 _PREDICTED = 32
-"""So many plans are predicted at most."""
+"""The most candidates that are predicted."""
 
 
 @dataclass
@@ -27,12 +27,12 @@ class Trials:
     """The predictions made so far, and the limits within which more are made.
 
     Attributes:
-      predict: makes the prediction of a candidate; raises where the library refuses it.
-      usable_bytes: of a device's memory what a program may use.
-      until: no prediction begins later, by `time.process_time`: what else the machine does changes no ranking.
-      plans: those that fit, or may fit.
-      refused: why others are left out, each with how many of them.
-      faults: what failed, in words.
+      predict: makes the prediction of a candidate; raises if the library refuses it.
+      usable_bytes: the bytes of a device's memory that a program may use.
+      until: the `time.process_time` after which no prediction begins: other load of the machine changes no ranking.
+      plans: the plans that fit, or may fit.
+      refused: the number of candidates that are left out, by reason.
+      faults: descriptions of predictions that failed.
     """
 
     predict: Callable[[Candidate], Prediction]
@@ -43,7 +43,7 @@ class Trials:
     faults: list[str] = field(default_factory=list)
     predicted: int = 0
     # Bytes that predictions of equal shapes add to bounds, at least.
-    _beside: dict[Any, int] = field(default_factory=dict)
+    _temporaries: dict[Any, int] = field(default_factory=dict)
     _done: set[Candidate] = field(default_factory=set)
 
     def bound(self, listed: Sequence[Candidate], estimator: Estimator) -> list[Pair]:
@@ -63,18 +63,18 @@ class Trials:
         return fitting
 
     def run(self, pairs: Sequence[Pair], wanted: int) -> None:
-        """Predict candidates in this order, until so many more fit; last those that only a compiler could confirm."""
+        """Predict candidates in order until `wanted` more fit; those that only a compiler could confirm come last."""
         fit = 0
         for last in (False, True):
             for one, found in pairs:
                 if fit >= wanted or self.predicted >= _PREDICTED or time.process_time() > self.until:
                     return
-                least = found.bytes + self._beside.get(_shapes_of(one), 0)
+                least = found.bytes + self._temporaries.get(_shapes_of(one), 0)
                 if one in self._done or (not last and not may_be_likely(least, self.usable_bytes)):
                     continue
                 self._done.add(one)
                 if least > self.usable_bytes:
-                    self.refused["does not fit beside what others of its shapes compute with"] += 1
+                    self.refused["does not fit with the temporaries of candidates of equal shapes"] += 1
                     continue
                 fit += self._try(one, found)
 
@@ -92,8 +92,8 @@ class Trials:
                 self.faults.append(f"{one}: {words}")
             self.refused[words] += 1
             return False
-        shapes, beside = _shapes_of(one), max(0, prediction.live_bytes - found.bytes)
-        self._beside[shapes] = min(beside, self._beside.get(shapes, beside))
+        shapes, temporaries = _shapes_of(one), max(0, prediction.live_bytes - found.bytes)
+        self._temporaries[shapes] = min(temporaries, self._temporaries.get(shapes, temporaries))
         if prediction.fits is False:
             self.refused["does not fit by its prediction"] += 1
         else:
@@ -102,29 +102,29 @@ class Trials:
 
 
 def may_be_likely(least: int, usable: int) -> bool:
-    """Tell whether a step that needs so many bytes at least may be likely to fit: such plans are ranked first."""
+    """Return True if a step that needs at least so many bytes may be likely to fit: such plans are ranked first."""
     return least * LIKELY <= usable
 
 
 def varied(ordered: Sequence[Pair], alike: int) -> list[Pair]:
-    """Of candidates that differ in sizes alone the best few: the first of every kind, then the second of each."""
+    """Return the best few of each kind of candidate: the first of every kind, then the second of each, and so on."""
     seen: Counter[Any] = Counter()
-    turns: list[list[Pair]] = [[] for _ in range(alike)]
+    rounds: list[list[Pair]] = [[] for _ in range(alike)]
     for one, found in ordered:
         kind = _kind_of(one)
         if seen[kind] < alike:
-            turns[seen[kind]].append((one, found))
+            rounds[seen[kind]].append((one, found))
             seen[kind] += 1
-    return [pair for turn in turns for pair in turn]
+    return [pair for pairs in rounds for pair in pairs]
 
 
 def _kind_of(one: Candidate) -> Any:
-    """What a candidate has in common with those of other sizes, and of other remat policies."""
+    """Return the kind of a candidate, which is the same for other sizes of axes and other remat policies."""
     axes = frozenset(axis for axis, size in one.axes if size > 1)
     return one.data, axes - {"replica", "data"}, one.schedule is not None
 
 
 def _shapes_of(one: Candidate) -> Any:
-    """What decides the shapes of temporaries: two candidates that have it in common need about the same."""
+    """Return the properties that decide the shapes of temporaries: equal ones need about the same memory."""
     parts = one.size("tensor"), one.size("context"), one.size("expert"), one.row_shards * one.microbatches
     return _kind_of(one), parts, one.chunks

@@ -1,4 +1,4 @@
-"""The time of a step: collectives on the `network`, matrix `products`, and all parts together (`step_time`).
+"""Estimate the time of a step: collectives on the `network`, matrix `products`, and their sum in `step_time`.
 
 Imports `core/`, `cost/`, `layers/`, `schedules/`, `engines/` and `checks/`; only `plan/` imports it.
 """

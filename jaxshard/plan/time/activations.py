@@ -1,8 +1,8 @@
-"""What a promise leaves open, read from the traced step: sums over tensor axes, exchanges of tokens and activations.
+"""Estimate the collectives that a promise allows "as needed", from the traced step: sums and exchanges of activations.
 
-Over tensor axes the compiler moves activations, "as needed". How much that is the program says: a product contracts
-dimensions that are split, so that each device has a part of the sum. Parts are added up where something else than a
-sum, a cast or a reshape reads them: at once for the products that make one gradient, as TPU compilers do it.
+Over tensor axes the compiler moves activations. The traced program tells how many bytes: if a product contracts a split
+dimension, each device has a part of the sum. Parts are summed before any operation but a sum, a cast or a reshape reads
+them, so those of several products that make one gradient are summed once, as by TPU compilers.
 
     x[B, C] @ up[C, F/t] -> h[B, F/t]          nothing is moved
     h[B, F/t] @ down[F/t, C] -> y[B, C]        partial: an all-reduce of y over the tensor axis, or a reduce-scatter
@@ -43,18 +43,18 @@ def open_costs(
     region: Region, promise: Promise, mesh: Mesh, tensor_axes: frozenset[str], chip: Chip | None = None,
     ticks: Ticks | None = None,
 ) -> tuple[CollectiveCost, ...]:  # fmt: skip
-    """Return the collectives that a promise allows without a number: of activations, between stages, and to experts.
+    """Return the costs of collectives that a promise allows without a number: activations, stages, and experts.
 
     Args:
       region: the step as a graph (`plan/memory/peak.step_graph`).
-      promise: of the step.
-      mesh: of the layout.
-      tensor_axes: the axes that split weights where they are used.
-      chip: of the mesh, or None, which leaves out the times.
-      ticks: of a pipeline's program.
+      promise: the promise of the step.
+      mesh: the mesh of the layout.
+      tensor_axes: the axes that split weights during use.
+      chip: the chip of the mesh; None leaves out the times.
+      ticks: the ticks of a pipeline's program.
 
     Returns:
-      One for each kind and axes. Of ragged exchanges, whose rows the routing decides, the whole buffers count.
+      One cost for each kind and axes. A ragged exchange counts its full buffers, because the routing decides its rows.
     """
     words = {(one.kind, one.axes): one.what for one in promise.expected if one.shape is None}
     several = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
@@ -72,7 +72,7 @@ def open_costs(
 
 
 def _exchanges(region: Region, several: Sequence[str]) -> Iterator[_Moved]:
-    """Yield the permutes and all-to-alls that the program itself calls for."""
+    """Yield the permutes and all-to-alls that the program itself issues."""
     for op in region.ops:
         if op.name in EXCHANGES:
             named = op.params["axis_name"]
@@ -81,7 +81,7 @@ def _exchanges(region: Region, several: Sequence[str]) -> Iterator[_Moved]:
 
 
 def _sums(region: Region, axes: frozenset[str]) -> Iterator[_Moved]:
-    """Yield what is summed, or gathered, over axes that are left to the compiler."""
+    """Yield the sums and gathers over axes that are left to the compiler."""
     partial: dict[Value, tuple[str, ...]] = {}
     for op in region.ops if axes else ():
         over = {partial[one] for one in op.ins if one in partial}
@@ -92,7 +92,7 @@ def _sums(region: Region, axes: frozenset[str]) -> Iterator[_Moved]:
             if one in partial:
                 scattered = op.name == "sharding_constraint" and set(_axes(op.outs[0])) & set(partial[one])
                 yield _Moved("reduce-scatter" if scattered else "all-reduce", partial.pop(one), device_bytes(one))
-                # Whoever reads it next reads the sum.
+                # The next operation reads the sum.
         if op.outs and (contracted := tuple(sorted(_contracted(op) & axes))):
             partial[op.outs[0]] = contracted
         if op.name == "sharding_constraint":
@@ -105,14 +105,14 @@ def _sums(region: Region, axes: frozenset[str]) -> Iterator[_Moved]:
 
 
 def _stays_partial(op: Op, partial: Mapping[Value, tuple[str, ...]]) -> bool:
-    """Whether parts of sums go through an operation, to be added up later."""
+    """Return True if an operation may run on parts of sums, which are added up later."""
     if op.name in _LINEAR:
         return True
     return op.name in _ADDS and len(op.ins) == 2 and len({partial.get(one) for one in op.ins}) == 1
 
 
 def _contracted(op: Op) -> set[str]:
-    """The axes over which an operation leaves parts of sums: those that split what it adds up."""
+    """Return the axes over which an operation leaves parts of sums: those that split its contracted dimensions."""
     if op.name == "dot_general":
         (left, right), _ = op.params["dimension_numbers"]
         return {
@@ -123,7 +123,7 @@ def _contracted(op: Op) -> set[str]:
         }
     if op.name == "reduce_sum":
         return {axis for dim in op.params["axes"] for axis in op.ins[0].split[dim]}
-    if op.name == "gather":  # rows of a table whose rows are split: each device has those of its part
+    if op.name == "gather":  # a lookup in a table whose rows are split: each device has some of them
         skipped = op.params["dimension_numbers"].collapsed_slice_dims
         return {axis for dim in skipped for axis in op.ins[0].split[dim]}
     return set()

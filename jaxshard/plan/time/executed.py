@@ -1,4 +1,4 @@
-"""How often each part of a step runs, in the graph from which memory is estimated too."""
+"""Count how often each part of a step runs, in the graph that the estimate of memory uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXCHANGES = {
     "all_to_all": "all-to-all",
     "ragged_all_to_all": "ragged-all-to-all",
 }
-"""Collectives that a program states and a promise leaves open, by the names of their primitives."""
+"""Collectives in a traced program that are promised "as needed", by the names of their primitives."""
 
 
 def executed(
@@ -22,14 +22,14 @@ def executed(
 ) -> Iterator[tuple[Region, float]]:
     """Yield a region and the bodies of its loops and branches, each with how often it runs in a step.
 
-    Of several branches the one with the most FLOPs counts. A `while` loop counts once, because nobody knows how often
-    it runs, but for the exchange of tokens in windows, which runs as often as an even routing needs.
+    Only the branch with the most FLOPs counts. A `while` loop counts once, because its trip count is unknown, except
+    for the exchange of tokens in windows, which runs as often as an even routing needs.
 
     Args:
-      region: of the graph of a step.
-      ticks: of a pipeline's program (`ticks_of`): how often the conditionals of its loop run.
+      region: a region of the graph of a step.
+      ticks: the ticks of a pipeline's program (`ticks_of`), with how often the conditionals of its loop run.
       times: how often the region itself runs.
-      shares: of the executions of the region those in which its first conditionals run.
+      shares: for the first conditionals of the region, the share of its executions in which they run.
     """
     yield region, times
     left = list(shares)
@@ -44,14 +44,14 @@ def executed(
 
 
 def _shares(loop: Op, ticks: Ticks | None) -> Sequence[float]:
-    """How often the conditionals of a loop run, if it is that over the ticks of a pipeline."""
+    """Return how often the conditionals of a loop run, if it is the tick loop of a pipeline; else ()."""
     conditionals = sum(one.name == "cond" for one in loop.regions[0].ops)
-    is_ticks = ticks and (loop.params.get("length"), conditionals) == (ticks.turns, len(ticks.shares))
+    is_ticks = ticks and (loop.params.get("length"), conditionals) == (ticks.length, len(ticks.shares))
     return ticks.shares if ticks and is_ticks else ()
 
 
 def _iterations(loop: Op) -> int:
-    """How often a loop runs; that over windows of tokens, if all devices have as many, the rows over a window's."""
+    """Return the trip count of a loop; that over windows of tokens assumes as many tokens on each device."""
     if loop.name == "scan":
         return int(loop.params["length"])
     inside = [op for body, _ in executed(loop.regions[0]) for op in body.ops]

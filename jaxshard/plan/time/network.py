@@ -1,12 +1,12 @@
-"""Times of collectives: latency and bandwidth on a torus of links, in islands of GPUs, and on the network outside.
+"""Estimate the time of collectives: latency and bandwidth on a torus, in islands of GPUs, and on the network outside.
 
-An all-gather of B bytes in all over a ring of n devices moves B (n - 1) / n bytes into each of them, half from either
-side. With links of W bytes per second and direction that takes B (n - 1) / (2 W n) seconds, and the latency of
-n / 2 hops. A line, which is a dimension of the torus that is not closed, has one link at its ends: B (n - 1) / (W n).
-Over several dimensions of a torus all of their links work. A reduce-scatter takes as long as the all-gather back, an
+An all-gather of B bytes over a ring of n devices moves B (n - 1) / n bytes into each device, half from either side.
+With links of W bytes per second and direction that takes B (n - 1) / (2 W n) seconds, and the latency of n / 2 hops. A
+line, which is a dimension of the torus without wrap-around links, has one link at its ends: B (n - 1) / (W n). Over
+several dimensions of a torus all links are used. A reduce-scatter takes as long as the all-gather of its result, an
 all-reduce as long as both.
 
-Over slices, or islands of GPUs, each of m devices inside moves its part, B / m, between k of them: B (k - 1) / (k m)
+Over k slices, or islands of GPUs, of m devices each, a device moves its part, B / m, between them: B (k - 1) / (k m)
 bytes through its own port.
 
 Sources: jax-ml.github.io/scaling-book/sharding (rings, lines, several dimensions, all-to-all), NVIDIA's nccl-tests,
@@ -44,20 +44,20 @@ EFFICIENCY: dict[str, Range] = {
     # Over 256 GPUs in hosts with 8 ports of 50 GB/s: 340 GB/s and 200 GB/s (NVIDIA/nccl issue 1218).
     "ib": (0.85, 0.5),
 }
-"""The share of the published bandwidth that collectives reach: at best, and as the slowest public measurement says."""
+"""The share of the published bandwidth that collectives reach: at best, and in the slowest public measurement."""
 
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """Collectives of one kind over the same axes, in a step.
+    """The bytes and seconds of all collectives of one kind over the same axes in a step.
 
     Attributes:
       kind: such as "all-gather".
       axes: the mesh axes.
-      count: how often they run, in a step.
-      bytes: that come into each device by all of them.
-      array_bytes: of the whole arrays, as `js.plan.summary` counts a compiled program's.
-      seconds: of all of them one after the other, at best and at worst.
+      count: executions per step.
+      bytes: bytes that each device receives.
+      array_bytes: bytes of the unscattered arrays, as `js.plan.summary` counts those of a compiled program.
+      seconds: the time of all of them one after the other, at best and at worst.
       link: the slowest link that they use: "ici", "dcn", "nvlink" or "ib"; "" on an unknown chip.
       what: the arrays in words.
     """
@@ -73,12 +73,12 @@ class CollectiveCost:
 
 
 class Group(NamedTuple):
-    """The devices that one collective joins.
+    """The shape of the devices of one collective.
 
     Attributes:
-      inside: per dimension of the torus that they reach along, its size and whether it is a ring; of GPUs the number of
+      inside: for each dimension of the torus that they cover, its size and whether it is a ring; for GPUs the number of
         them in an island, as one ring.
-      outside: how many slices or islands they are in.
+      outside: the number of slices or islands.
     """
 
     inside: tuple[tuple[int, bool], ...]
@@ -86,24 +86,24 @@ class Group(NamedTuple):
 
     @property
     def members(self) -> int:
-        """The number of them inside one slice or island."""
+        """The number of devices inside one slice or island."""
         return math.prod(size for size, _ in self.inside)
 
 
 def collective_costs(promise: Promise, mesh: Mesh, chip: Chip | None) -> tuple[CollectiveCost, ...]:
-    """Return what the promised collectives of a step cost.
+    """Estimate the bytes and seconds of the promised collectives of a step.
 
-    Of the collectives that a compiler may choose between (an all-reduce in place of a reduce-scatter) those that the
-    layout calls for are counted, as often as they may run. What a promise leaves open, sums of activations over tensor
-    axes and tokens on their way to experts, is not in it: `collective_cost` makes one of known bytes.
+    If a compiler may choose between collectives (an all-reduce in place of a reduce-scatter), the one that the layout
+    implies counts, as often as it may run. Collectives without a promised size are not in the result: sums of
+    activations over tensor axes, and exchanges of tokens. `collective_cost` estimates one of known bytes.
 
     Args:
-      promise: of the step.
-      mesh: its devices; their coordinates, slices and numbers say what lies between them.
-      chip: of the mesh, or None, which leaves out the times.
+      promise: the promise of the step.
+      mesh: the mesh; coordinates, slices and ids of its devices tell which links connect them.
+      chip: the chip of the mesh; None leaves out the times.
 
     Returns:
-      One for all weights, gradients and so on that go over the same axes in the same way, in the promise's order.
+      One cost for all weights, gradients and so on of the same kind and axes, in the promise's order.
 
     Example:
         mesh = js.plan.planned_mesh("v5e:2x4", data=8)
@@ -130,17 +130,20 @@ def collective_cost(
     count: int = 1,
     what: str = "",
 ) -> CollectiveCost:
-    """Return what a collective over mesh axes costs.
+    """Estimate the bytes and seconds of a collective over mesh axes.
 
     Args:
       kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all" or "collective-permute".
-      axes: over which it goes.
-      size: bytes of the array: the gathered one, the one before it is scattered, the one that is summed; of an
-        all-to-all or permute that of one device.
-      mesh: the devices.
-      chip: of the mesh, or None, which leaves out the time.
+      axes: the mesh axes.
+      size: bytes of the array: the gathered one, the one before it is scattered, or the summed one; for an all-to-all
+        or a permute that of one device.
+      mesh: the mesh.
+      chip: the chip of the mesh; None leaves out the time.
       count: how often it runs.
       what: the array in words.
+
+    Returns:
+      The cost of all `count` executions, for one device.
 
     Example:
       cost = js.plan.collective_cost("all-gather", ("data",), 2**30, mesh, js.plan.chip("TPU v5e"))
@@ -159,7 +162,7 @@ def collective_cost(
 
 
 def group_of(mesh: Mesh, axes: Sequence[str], network: Network) -> Group:
-    """Return what lies between the devices that a collective over mesh axes joins.
+    """Return the shape on the network of the devices of a collective over mesh axes.
 
     Devices without coordinates, on a network that is a torus, count as a line.
     """
@@ -184,22 +187,22 @@ def group_of(mesh: Mesh, axes: Sequence[str], network: Network) -> Group:
 
 
 def _extents(places: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """How many places there are along every dimension."""
+    """Return the number of different coordinates along each dimension."""
     return tuple(len(set(along)) for along in zip(*places, strict=True))
 
 
 def collective_seconds(kind: str, size: float, group: Group, network: Network) -> Range:
     """Return the time of one collective, at best and at worst.
 
-    At best links inside and outside are busy at the same time, at worst one after the other; `EFFICIENCY` has the share
-    of the bandwidth. Over an axis that covers several dimensions of a torus TPUs have no reduce-scatter: at worst it is
-    an all-reduce.
+    At best the links inside and outside are used at the same time, at worst one after the other; `EFFICIENCY` has the
+    share of the bandwidth that they reach. Over an axis that covers several dimensions of a torus TPUs have no
+    reduce-scatter: at worst it is an all-reduce.
 
     Args:
       kind: as for `collective_cost`.
       size: as for `collective_cost`.
-      group: the devices.
-      network: what joins them.
+      group: the shape of its devices.
+      network: the links between them.
     """
     inside, outside = _inside(kind, size, group, network), _outside(kind, size, group, network)
     steps = {"all-reduce": 2}.get(kind, 1)
@@ -213,7 +216,7 @@ def collective_seconds(kind: str, size: float, group: Group, network: Network) -
 
 
 def _inside(kind: str, size: float, group: Group, network: Network) -> float:
-    """Seconds on the links inside a slice or an island, at their full bandwidth."""
+    """Return the seconds on the links inside a slice or an island, at their full bandwidth."""
     count, width = group.members, network.bandwidth
     if count == 1:
         return 0.0
@@ -224,14 +227,14 @@ def _inside(kind: str, size: float, group: Group, network: Network) -> float:
     if network.island:
         return moved * (2 if kind == "all-reduce" else 1) / width
     if exchanges:
-        # Half of the devices send half of what they have over the middle of the longest dimension.
+        # Half of the devices send half of their data over the middle of the longest dimension.
         return max(size * extent / (4 * (2 if closed else 1) * width) for extent, closed in group.inside)
     links = sum(2 if closed else 1 for _, closed in group.inside)
     return moved * (2 if kind == "all-reduce" else 1) / (links * width)
 
 
 def _outside(kind: str, size: float, group: Group, network: Network) -> float:
-    """Seconds on the ports to other slices or islands, at their full bandwidth."""
+    """Return the seconds on the ports to other slices or islands, at their full bandwidth."""
     if group.outside == 1:
         return 0.0
     if kind == "collective-permute":
@@ -243,7 +246,7 @@ def _outside(kind: str, size: float, group: Group, network: Network) -> float:
 
 
 def _chosen(expected: Iterable[Expected]) -> Iterator[Expected]:
-    """Of each array's promised collectives those that the layout calls for, where a compiler may choose others."""
+    """Yield the promised collectives that the layout implies, without the alternatives that a compiler may choose."""
     sure = [one for one in expected if one.is_counted and one.limit is None and not one.pooled]
     yield from sure
     scattered_singly = {one.what for one in sure if one.kind == "reduce-scatter"}
@@ -251,11 +254,11 @@ def _chosen(expected: Iterable[Expected]) -> Iterator[Expected]:
     for one in expected:
         if one.pooled and one.axes and one.shape is not None and one.instead_of in ("", one.what):
             forms.setdefault((one.what, one.shape), []).append(one)
-    # Between slices a promise does not tell a sum from a scattered sum: where weights are gathered, it is scattered.
+    # Between slices a promise does not tell a sum from a scattered sum: if weights are gathered, it is scattered.
     scattered = any(one.what.startswith(("weight", "new parameter")) for one in expected)
     sums = "reduce-scatter" if scattered else "all-reduce"
     for (what, _), ones in forms.items():
-        # What may become of one collective over all axes that reach several slices.
+        # The forms of one collective over all axes that cross slices.
         kind = sums if what.startswith("gradient") else "all-gather"
         kind = kind if len({one.kind for one in ones}) > 1 else ones[0].kind
         axes = tuple(dict.fromkeys(axis for one in ones for axis in one.axes))
@@ -264,7 +267,7 @@ def _chosen(expected: Iterable[Expected]) -> Iterator[Expected]:
 
 
 def join_costs(costs: Sequence[CollectiveCost]) -> CollectiveCost:
-    """Join several collectives of the same kind over the same axes to one."""
+    """Add up the costs of several collectives of the same kind over the same axes."""
     words = costs[0].what if len(costs) == 1 else f"{costs[0].what} and {len(costs) - 1} more"
     return CollectiveCost(
         costs[0].kind,

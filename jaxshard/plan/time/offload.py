@@ -1,9 +1,9 @@
-"""What a remat policy moves to the host's memory and back, and how long that keeps a device waiting.
+"""Estimate the time of activations that a remat policy offloads to host memory.
 
-Activations leave while the forward pass computes, and come back while the backward pass does: copies that XLA runs
-beside products. A device waits for what these don't cover. That they do run beside them published steps show:
-llama3.1-8b on v6e-8, whose recipe offloads 22 GB of each chip, takes 3.44 seconds; without any copies it would take 3.1
-at best (`benchmarks/step_times.py`), and the copies one after the other take 1.4.
+XLA copies activations to the host during the forward pass, and back during the backward pass, while products run. A
+device waits only for the rest of the copies. Published steps show the overlap: llama3.1-8b on v6e-8, whose recipe
+offloads 22 GB of each chip, takes 3.44 seconds; without any copies it would take at least 3.1
+(`benchmarks/step_times.py`), and the copies alone take 1.4.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from jaxshard.plan.time.executed import executed
 from jaxshard.plan.time.product import device_bytes
 
 PASSES = (12.0, 17.0)
-"""How often what is offloaded goes through the device's memory, each way.
+"""How often offloaded arrays go through the device's memory, each way.
 
-The copies themselves run beside products, but for them arrays are laid out anew. What that costs the estimates of the
-TPU's compiler say (JAX 0.12): 13 passes for what goes into the blocks of Llama 3 70B on v5p:8x8x8 (20.98e9 cycles with
-it on the host, 20.81e9 without), 17 for query, key, value and projection of 8B on v5e:16x16 (10.26e9; 9.94e9 where they
-are computed again, which is 0.34e9 more work).
+The copies themselves overlap with products, but arrays change their layout for them. The estimates of the TPU's
+compiler (JAX 0.12) show the cost: 13 passes for the inputs of the blocks of Llama 3 70B on v5p:8x8x8 (20.98e9 cycles
+with them on the host, 20.81e9 without), 17 for query, key, value and projection of 8B on v5e:16x16 (10.26e9; 9.94e9 if
+they are recomputed, which is 0.34e9 more work).
 """
 
 _FORWARD = 0.25
-"""The share of a step's products that the forward pass computes, at least: all of it is computed again, and the
-backward pass has twice as much."""
+"""The smallest share of a step's products in the forward pass: all of it is recomputed, and the backward pass has twice
+as much."""
 
 
 class Offload(NamedTuple):
-    """Bytes that one device moves in a step: to its host's memory, and from there."""
+    """The bytes that one device moves in a step to host memory and back."""
 
     out: int
     back: int
@@ -40,7 +40,7 @@ NONE = Offload(0, 0)
 
 
 def offload_of(region: Region) -> Offload:
-    """Count the bytes that a traced step, as a graph, moves between a device and its host."""
+    """Count the bytes that the graph of a traced step moves between a device and its host."""
     moved = {True: 0.0, False: 0.0}  # to the host, and back
     for body, times in executed(region):
         for op in body.ops:
@@ -51,10 +51,10 @@ def offload_of(region: Region) -> Offload:
 
 
 def offload_seconds(moved: Offload, chip: Chip, products: float) -> float:
-    """Return how long a device waits for its host's memory.
+    """Return the seconds that a device waits for copies to and from host memory.
 
     Args:
-      moved: in a step.
+      moved: the bytes in a step.
       chip: the device.
       products: seconds of the step's products.
     """
@@ -63,6 +63,6 @@ def offload_seconds(moved: Offload, chip: Chip, products: float) -> float:
 
 
 def offload_traffic(moved: Offload, chip: Chip) -> tuple[float, float]:
-    """Return the seconds that the device's own memory spends on what is offloaded, at best and at worst."""
+    """Return the seconds that offloaded arrays take of the device's own memory bandwidth, at best and at worst."""
     low, high = (sum(moved) * passes / chip.hbm_bandwidth for passes in PASSES)
     return low, high

@@ -1,8 +1,8 @@
-"""The ticks of a pipeline: how often each event of the tick loop runs, and how long devices idle.
+"""Count the ticks of a pipeline: how often each event of the tick loop runs, and how long devices idle.
 
-The loop (`engines/pipeline/tick_loop.py`) has a conditional for each event. In a tick all devices run it, or none, and
-those with nothing to do compute on whatever there is. So the program's products, counted by events, are useful work and
-bubble together.
+The loop (`engines/pipeline/tick_loop.py`) has a conditional for each event. In a tick either all devices run it or
+none, and devices without work compute on placeholder data. So the program's products, counted by events, are useful
+work and bubble together.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Ticks(NamedTuple):
     """The loop over the ticks of a schedule.
 
     Attributes:
-      turns: how many the loop has.
-      shares: for each conditional in its body, in their order, the share of the turns in which it runs.
+      length: the number of ticks.
+      shares: for each conditional in the loop's body, in their order, the share of the ticks in which it runs.
     """
 
-    turns: int
+    length: int
     shares: tuple[float, ...]
 
 
@@ -46,8 +46,8 @@ def ticks_of(engine: Engine, layout: Layout) -> Ticks | None:
 def bubble_of(engine: Engine, layout: Layout) -> float:
     """Return the idle share of an engine's schedule, in lockstep; 0 for engines without one.
 
-    A backward pass that keeps only what goes into its blocks computes their forward pass again: it costs three times
-    the forward.
+    A backward pass that keeps only the inputs of blocks recomputes their forward pass: it costs three times the
+    forward.
     """
     table = getattr(engine, "table", None)
     if table is None:

@@ -1,7 +1,7 @@
-"""One matrix product of a step: the FLOPs, the bytes and the dimensions that one device computes with.
+"""Measure one matrix product of a step: its FLOPs, bytes and dimensions on one device.
 
-A TPU's matrix unit multiplies tiles of 128 or 256 rows and columns: of a product of which the contracted or an output
-dimension is smaller, such as the 128 of an attention head on a v6e, a part of the unit is idle
+A TPU's matrix unit multiplies tiles of 128 or 256 rows and columns. If the contracted or an output dimension is
+smaller, such as the 128 of an attention head on a v6e, a part of the unit is idle
 (jax-ml.github.io/scaling-book/tpus).
 """
 
@@ -24,16 +24,16 @@ Dims = tuple[int, int, int]
 
 
 class Product(NamedTuple):
-    """The products of one operation, each time it runs.
+    """The matrix products of one execution of an operation.
 
     Attributes:
-      kernel: the name of a kernel; "" for one without a name, and for a product that the program itself states.
-      shapes: of the operands, such as "[24576, 4096] x [4096, 14336]".
-      dtype: of the wider operand.
-      passes: how many bf16 passes its precision asks of a TPU.
+      kernel: the name of a kernel; "" for one without a name, and for a plain product.
+      shapes: the shapes of the operands, such as "[24576, 4096] x [4096, 14336]".
+      dtype: the dtype of the operand with more bits.
+      passes: the number of bf16 passes of a TPU at its precision.
       flops: two for every multiply-add.
-      bytes: of operands and results.
-      parts: the FLOPs and dimensions of each product, of which a kernel may have several.
+      bytes: bytes of operands and results.
+      parts: the FLOPs and dimensions of each product; a kernel may have several.
     """
 
     kernel: str
@@ -45,7 +45,7 @@ class Product(NamedTuple):
     parts: tuple[tuple[float, Dims], ...] = ()
 
     def fill(self, unit: int) -> float:
-        """Return the share of a matrix unit of so many rows and columns that the products fill."""
+        """Return the share of a matrix unit, of `unit` rows and columns, that the products fill."""
         busy = sum(flops / fill(dims, unit) for flops, dims in self.parts)
         return sum(flops for flops, _ in self.parts) / busy if busy else 1.0
 
@@ -67,8 +67,8 @@ def product_of(op: Op, visited: float = 1.0) -> Product | None:
     """Return the product that an operation computes; None for any other operation.
 
     Args:
-      op: of the graph of a step.
-      visited: the share of a Pallas kernel's grid that it computes.
+      op: an operation of the graph of a step.
+      visited: the share of a Pallas kernel's grid that is computed.
     """
     ins, outs = ([jax.ShapeDtypeStruct(one.shard, one.dtype) for one in some] for some in (op.ins, op.outs))
     if op.name == "pallas_call":
@@ -79,12 +79,12 @@ def product_of(op: Op, visited: float = 1.0) -> Product | None:
 
 
 def device_bytes(*values: Value) -> int:
-    """Return the bytes that values take on one device."""
+    """Return the bytes of values on one device."""
     return sum(0 if one.dtype is None else bytes_of(one.shard, one.dtype) for one in values)
 
 
 def _product(name: str, params: Mapping[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> Product | None:
-    """Return a product by arrays, or their shapes; None where a primitive is no product."""
+    """Return the product of a primitive with such operands; None if the primitive is no product."""
     groups = 1
     match name:
         case "dot_general":
@@ -92,7 +92,7 @@ def _product(name: str, params: Mapping[str, Any], ins: Sequence[Any], outs: Seq
         case "ragged_dot_general":
             numbers = params["ragged_dot_dimension_numbers"]
             (left, right), (batch, _) = numbers.dot_dimension_numbers
-            # Where the rows of all groups are contracted, each group's result is of its own rows alone.
+            # If the rows of all groups are contracted, each group's result comes from its own rows alone.
             groups = outs[0].shape[0] if set(numbers.lhs_ragged_dimensions) & set(left) else 1
         case "conv_general_dilated":
             left, right, batch = (), contracted_kernel_dims(dict(params)), ()
@@ -100,7 +100,7 @@ def _product(name: str, params: Mapping[str, Any], ins: Sequence[Any], outs: Seq
             return None
     a, b, out = *ins[:2], outs[0]
     contracted = math.prod(b.shape[dim] for dim in right)
-    if left:  # of an operand that is split there and one that is not, each device uses its part
+    if left:  # if only one operand is split there, each device uses its part of the other
         contracted = min(contracted, math.prod(a.shape[dim] for dim in left))
     many = math.prod(a.shape[dim] for dim in batch)
     rows = max(1, math.prod(a.shape) // (many * (contracted if left else 1)))
@@ -108,13 +108,13 @@ def _product(name: str, params: Mapping[str, Any], ins: Sequence[Any], outs: Seq
     columns = max(1, size // (many * rows)) if left else out.shape[-1]
     flops = 2.0 * size * contracted / groups
     moved = sum(bytes_of(one.shape, one.dtype) for one in (a, b, out)) / groups
-    wider = max((a.dtype, b.dtype), key=lambda dtype: dtype.itemsize)
+    dtype = max((a.dtype, b.dtype), key=lambda dtype: dtype.itemsize)
     shapes = f"{list(a.shape)} x {list(b.shape)}"
-    return Product("", shapes, str(wider), _passes(params), flops, moved, ((flops, (rows, contracted, columns)),))
+    return Product("", shapes, str(dtype), _passes(params), flops, moved, ((flops, (rows, contracted, columns)),))
 
 
 def _kernel(op: Op, visited: float) -> Product | None:
-    """Return the products of a Pallas kernel: of its body, at each place of its grid where the mask is not empty."""
+    """Return the products of a Pallas kernel: those of its body, times the grid points that its mask does not empty."""
     body = list(_in_kernel(open_jaxpr(op.params["jaxpr"])[0]))
     estimate = op.params.get("cost_estimate")
     if estimate is None and not body:
@@ -147,7 +147,7 @@ def _in_kernel(jaxpr: Any) -> Iterable[Product]:
 
 
 def _cudnn(op: Op) -> Product:
-    """Attention by cuDNN: two products forward, five backward; half of the logits where it is causal."""
+    """Return the products of cuDNN's attention: two forward, five backward, half of the logits if it is causal."""
     query, key = op.ins[:2]
     forward = op.name == "dot_product_attention_fwd_wrapper"
     # Undocumented: the layout BTNH and the mask types of jax._src.cudnn.fused_attention_stablehlo.
@@ -158,6 +158,6 @@ def _cudnn(op: Op) -> Product:
 
 
 def _passes(params: Mapping[str, Any]) -> int:
-    """How many bf16 passes a precision asks of a TPU: its lax.Precision, or a pair of them."""
+    """Return the number of bf16 passes of a TPU at a precision, a lax.Precision or a pair of them."""
     names = str(params.get("precision")).upper()
     return 6 if "HIGHEST" in names else 3 if "HIGH" in names else 1

@@ -1,7 +1,7 @@
-"""The matrix products that each device computes in a step, from its traced program, what is computed again included.
+"""List the matrix products that each device computes in a step, recomputation included, from its traced program.
 
-A traced step has `shard_map`s, in which shapes are those of one device along the manual axes, scans over blocks, and in
-the backward pass the blocks' forward pass once more. So the FLOPs here are those of the hardware, not of the model:
+A traced step has `shard_map`s with the shapes of one device along manual axes, scans over blocks, and in the backward
+pass the recomputed forward pass of blocks. So the FLOPs here are those of the hardware, not of the model:
 
     dot_general [24576, 4096] x [4096, 14336] in a scan of 32 blocks     32 times 2 * 24576 * 4096 * 14336 FLOPs
 """
@@ -22,37 +22,36 @@ from jaxshard.cost.hardware import Chip
 from jaxshard.layers.attention.attention import SCOPE
 from jaxshard.plan.memory.graph import Op, Region
 from jaxshard.plan.time.executed import executed
+from jaxshard.plan.time.network import Range
 from jaxshard.plan.time.pipeline import Ticks
 from jaxshard.plan.time.product import Product, product_of
 from jaxshard.proofs.walk import Domain, Place, walk
 
-Range = tuple[float, float]
-
 _LIBRARIES = {"jax", "flax", "optax"}
 
 TRAFFIC: Range = (2.1, 4.1)
-"""How often the operands and results of a product go through the memory, beside its multiplications.
+"""How often the operands and results of a product go through the memory.
 
-Once each for the product itself; the rest stands for what is done to them between two products (norms, gates,
-rotations, casts, copies), which is proportional to them. The middle, 3.1, is the one number that is calibrated: on the
-published step times of Llama 3.1 8B on 8 chips of v6e and of AXLearn's 7B on 1,024 of v5e, by least squares of the two
-relative errors (`benchmarks/step_times.py --calibrate`). The range, a third to both sides, is assumed.
+Once each for the product itself; the rest is for the operations between two products (norms, gates, rotations, casts,
+copies), whose traffic is proportional to it. The middle, 3.1, is the only calibrated number: by least squares of the
+relative errors on two published step times, Llama 3.1 8B on 8 chips of v6e and AXLearn's 7B on 1,024 of v5e
+(`benchmarks/step_times.py --calibrate`). The range, a third to both sides, is assumed.
 """
 
 
 @dataclass(frozen=True)
 class ProductCost:
-    """Equal products of a step, on one device.
+    """The FLOPs, bytes and seconds of equal matrix products of a step, on one device.
 
     Attributes:
-      where: the user's line that asks for it, such as "llama.py:236", or the kernel's name.
-      shapes: of the operands, such as "[24576, 4096] x [4096, 14336]".
-      dtype: of the wider operand.
-      count: how often it runs in a step.
-      flops: of all of them, two for every multiply-add.
-      bytes: of operands and results of all of them, through the memory once each.
-      compute: seconds in which the matrix unit is busy with all of them; 0 on an unknown chip.
-      seconds: of all of them, at best and at worst, with what the memory moves for them; (0, 0) on an unknown chip.
+      where: the user's source line, such as "llama.py:236", or the kernel's name.
+      shapes: the shapes of the operands, such as "[24576, 4096] x [4096, 14336]".
+      dtype: the dtype of the operand with more bits.
+      count: executions per step.
+      flops: FLOPs of all of them, two for every multiply-add.
+      bytes: bytes of operands and results of all of them, each counted once.
+      compute: seconds of the matrix unit for all of them; 0 on an unknown chip.
+      seconds: seconds of all of them, memory traffic included, at best and at worst; (0, 0) on an unknown chip.
 
     Example:
         longest = js.plan.predict(layout, loss_fn, batch, tx=tx, estimate=True).products[0]
@@ -70,7 +69,7 @@ class ProductCost:
 
 
 class _Source(NamedTuple):
-    """An equation, and its operands as far as they are constant arrays of the program."""
+    """An equation, with those of its operands that are constant arrays of the program (None for the others)."""
 
     equation: Any
     constants: Sequence[Any]
@@ -79,18 +78,18 @@ class _Source(NamedTuple):
 def product_costs(
     region: Region, program: Any, chip: Chip | None = None, *, gpu: bool = False, ticks: Ticks | None = None
 ) -> tuple[ProductCost, ...]:
-    """Return the products of a step on each device, those that take longest first.
+    """Estimate FLOPs, bytes and seconds of the matrix products of a step on each device, the longest first.
 
     Args:
       region: the step as a graph (`plan/memory/peak.step_graph`).
-      program: the jaxpr of which that is the graph; it has the source lines.
-      chip: of the mesh, or None, which leaves out the times.
-      gpu: attention is one kernel, whose logits never leave the chip, although the program shows their products: what
-        is traced for GPUs that are not here.
-      ticks: of a pipeline's program (`ticks_of`).
+      program: the jaxpr of that graph, which has the source lines.
+      chip: the chip of the mesh; None leaves out the times.
+      gpu: True for planned GPUs: attention runs as one kernel, whose logits never leave the chip, although the traced
+        program has their products.
+      ticks: the ticks of a pipeline's program (`ticks_of`).
 
     Returns:
-      One for all equal products of one line.
+      One cost for all equal products of one source line.
     """
     sources = _sources(program)
     found: dict[tuple[Any, ...], list[tuple[float, Product]]] = {}
@@ -107,12 +106,12 @@ def product_costs(
 
 
 def compute_seconds(chip: Chip, flops: float, dtype: str, *, passes: int = 1, fill: float = 1.0) -> float:
-    """Return how long a chip's matrix unit is busy with a product, at the rate that large products reach.
+    """Return the seconds of a chip's matrix unit for a product, at the rate that large products reach.
 
     Args:
-      chip: that computes it.
-      flops: of it.
-      dtype: of the wider operand.
+      chip: the chip.
+      flops: the FLOPs of the product.
+      dtype: the dtype of the operand with more bits.
       passes: as for `Chip.rate`.
       fill: the share of the matrix unit that its dimensions fill.
     """
@@ -131,7 +130,7 @@ def _cost(where: str, ones: Sequence[tuple[float, Product]], chip: Chip | None) 
 
 
 def _sources(program: Any) -> dict[int, _Source]:
-    """The equations of a program by the identity of their parameters, which operations of its graph keep."""
+    """Return the equations of a program by the identity of their parameters, which its graph shares."""
     arrays: dict[int, Any] = {}
     found: dict[int, _Source] = {}
 
@@ -155,9 +154,9 @@ _FOLLOWED = {*CALLS, "scan", "while", "cond", "shard_map"}
 
 
 def _visited(op: Op, sources: dict[int, _Source]) -> float:
-    """The share of a kernel's grid that it computes: of splash attention the blocks that its mask does not empty.
+    """Return the share of a kernel's grid that is computed: for splash attention the blocks with visible elements.
 
-    Its second scalar operand says for each block whether it is empty (0), partly or completely visible.
+    Its second scalar operand is 0 for each block that the mask empties.
     """
     name = str(op.params.get("name")) if op.name == "pallas_call" else ""
     if name.startswith("splash") and op.params["grid_mapping"].num_index_operands > 1:
@@ -168,7 +167,7 @@ def _visited(op: Op, sources: dict[int, _Source]) -> float:
 
 
 def _where(equation: Any) -> str:
-    """The line of the user's model, or of a ready-made one, that asks for an equation; else that of our code."""
+    """Return the source line of an equation in the user's model or a ready-made one; else in other code of ours."""
     lines = [(file, line) for file, line, _ in equation_frames(equation) if not _LIBRARIES & set(Path(file).parts)]
     own = [
         (file, line) for file, line in lines if not is_jaxshard_file(file) or "/models/" in file or "/layers/" in file

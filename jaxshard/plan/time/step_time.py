@@ -1,12 +1,12 @@
-"""The time of a step as a range, with its parts, and what follows from it: utilization, tokens per second, price.
+"""Estimate the time of a step as a range, with its parts, and from it utilization, tokens per second and price.
 
-    step = products + what only moves memory + communication that nothing hides + bubble + host
+    step = products + memory traffic + exposed communication + bubble + host
 
-Products run at the rate that large ones reach by public measurements (`Chip.reached`). The range is as wide as what
-nobody knows before the run: what moves through the memory between them (`TRAFFIC` in `products`), what the network's
-links reach (`EFFICIENCY` in `network`), and what the compiler runs at the same time as communication. At best it hides
-all that does not stand between two products, at worst nothing: TPU compilers overlap gathers of weights in a loop over
-blocks, but sums over a whole torus stood alone in the programs that were read (benchmarks/README.md, "synchronous").
+Products run at the rate that large ones reach in public measurements (`Chip.reached`). The range covers the unknowns
+before a run: memory traffic between products (`TRAFFIC` in `products`), the bandwidth that collectives reach
+(`EFFICIENCY` in `network`), and how much communication the compiler overlaps with products. At best it overlaps all
+communication that no product waits for, at worst none: TPU compilers overlap gathers of weights in a loop over blocks,
+but not the sums over a full torus in the programs that were read (benchmarks/README.md, "synchronous").
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from dataclasses import dataclass
 
 from jaxshard.core.layout import Layout, human_bytes
 from jaxshard.cost.hardware import Chip
-from jaxshard.plan.time.network import CollectiveCost
+from jaxshard.plan.time.network import CollectiveCost, Range
 from jaxshard.plan.time.offload import NONE, Offload, offload_seconds, offload_traffic
 from jaxshard.plan.time.products import TRAFFIC, ProductCost
-
-Range = tuple[float, float]
 
 HOST: Range = (0.0, 2e-3)
 """Seconds of a step in which devices wait for their host: it dispatches ahead, so at best none."""
@@ -32,11 +30,11 @@ class StepTime:
 
     Attributes:
       compute: matrix products, at the rate that large ones reach.
-      memory_bound: what moves through the memory beside them, for the optimizer's update, and for what is offloaded.
-      exposed_communication: collectives, and copies to the host's memory and back, that nothing hides.
+      memory_bound: memory traffic of other operations, of the optimizer's update and of offloaded arrays.
+      exposed_communication: collectives and copies to and from host memory that do not overlap with products.
       bubble: idle time of a pipeline.
       host: waiting for the host.
-      assumptions: what the range rests on, in sentences.
+      assumptions: the assumptions of the range, in sentences.
 
     Example:
         mesh = js.plan.planned_mesh("v5e:2x4", data=8)
@@ -82,17 +80,17 @@ def step_time(
     bubble: float = 0.0,
     offload: Offload = NONE,
 ) -> StepTime:
-    """Return the time of a step from its parts.
+    """Estimate the time of a step from its products and collectives.
 
     Args:
-      products: of `product_costs`, with the same chip.
-      collectives: of `collective_costs`. Those of weights and gradients may run beside products, all others (sums of
-        activations, exchanges of tokens) stand between two of them.
-      chip: of the mesh.
+      products: the result of `product_costs`, with the same chip.
+      collectives: the result of `collective_costs`. Those of weights and gradients may overlap with products; products
+        wait for all others (sums of activations, exchanges of tokens).
+      chip: the chip of the mesh.
       update: bytes that the optimizer's update moves (`update_bytes`).
       bubble: the idle share of a pipeline's schedule (`bubble_of`). Products of its program are useful work and bubble
         together.
-      offload: what goes to the host's memory and back (`plan/time/offload.py`), beside products as far as they last.
+      offload: bytes to host memory and back (`plan/time/offload.py`), which overlap with products.
 
     Example:
         mesh, chip = js.plan.planned_mesh("v5e:2x4", data=8), js.plan.chip("TPU v5e")
@@ -114,17 +112,17 @@ def step_time(
     updating = update / chip.hbm_bandwidth
     assumptions = [
         f"products run at {chip.reached:.0%} of {chip.name}'s peak, {chip.peak_flops / 1e12:.0f} TFLOP/s in bf16",
-        f"what they read and write goes through the memory {TRAFFIC[0]:g} to {TRAFFIC[1]:g} times",
-        "at best all communication of weights and gradients runs beside products, at worst none",
+        f"their operands and results go through the memory {TRAFFIC[0]:g} to {TRAFFIC[1]:g} times",
+        "at best all communication of weights and gradients overlaps with products, at worst none",
     ]
     if offload.out:
-        assumptions.append(f"{human_bytes(offload.out)} go to the host's memory and back beside products")
+        assumptions.append(f"{human_bytes(offload.out)} go to the host's memory and back while products run")
     if bubble:
         assumptions.append(f"the schedule idles {bubble:.1%} of the time")
-    beside = [(seconds - busy) * (1 - bubble) for seconds in spent]
+    traffic = [(seconds - busy) * (1 - bubble) for seconds in spent]
     return StepTime(
         compute=(busy * (1 - bubble), busy * (1 - bubble)),
-        memory_bound=(beside[0] + updating + layouts[0], beside[1] + 2 * updating + layouts[1]),
+        memory_bound=(traffic[0] + updating + layouts[0], traffic[1] + 2 * updating + layouts[1]),
         exposed_communication=exposed,
         bubble=(bubble * spent[0], bubble * spent[1]),
         assumptions=tuple(assumptions),
@@ -147,23 +145,23 @@ def mfu_range(model_flops: float, time: StepTime, chip: Chip, devices: int) -> R
     """Return the model FLOPs utilization, at worst and at best.
 
     Args:
-      model_flops: of a step of all devices (`train_flops`).
-      time: of the step.
-      chip: of the mesh.
-      devices: how many of them there are.
+      model_flops: the FLOPs of a step on all devices (`train_flops`).
+      time: the time of the step.
+      chip: the chip of the mesh.
+      devices: the number of devices.
     """
     peak = chip.peak_flops * devices
     return model_flops / time.high / peak, model_flops / time.low / peak
 
 
 def price_range(tokens: int, time: StepTime, devices: int, price: float) -> Range:
-    """Return what a billion tokens cost, at best and at worst.
+    """Return the price of a billion tokens, at best and at worst.
 
     Args:
-      tokens: of a batch.
-      time: of the step.
-      devices: how many there are.
-      price: of one device for an hour, in any currency.
+      tokens: the tokens of a batch.
+      time: the time of the step.
+      devices: the number of devices.
+      price: the price of one device for an hour, in any currency.
 
     Example:
       >>> from jaxshard.plan.time.step_time import StepTime
@@ -175,7 +173,7 @@ def price_range(tokens: int, time: StepTime, devices: int, price: float) -> Rang
 
 
 def _role(one: CollectiveCost) -> str:
-    """What a collective is for: "gather" of weights, "reduce" of gradients (or parameters at the end), "between"."""
+    """Classify a collective: "gather" of weights, "reduce" of gradients or new parameters, or "between" products."""
     word = one.what.split(" ")[0]
     if word == "weight":
         return "gather"

@@ -76,7 +76,7 @@ def test_a_loop_whose_turns_the_data_decide_has_no_count():
     assert (unknown.kind, unknown.count, unknown.bytes) == ("collective-permute", None, None)
     text = table(summary([known, unknown]))
     assert "collective-permute  data      ?      ?" in text
-    assert "count ?: inside a loop whose number of turns is only known while it runs" in text
+    assert "count ?: inside a loop whose trip count is only known while it runs" in text
     (row,) = summary([unknown, unknown])
     assert row.as_dict() == {"kind": "collective-permute", "axis": "data", "count": None, "bytes": None}
 

@@ -41,7 +41,7 @@ def test_a_step_of_fsdp_is_as_promised_and_each_array_is_known():
     ("line", "why"),
     [
         (gather(name="third"), "state.params['up']: 3 times; fsdp gathers each weight 2 times at most"),
-        (gather("moment", name="m"), "moments of the optimizer stay where they are"),
+        (gather("moment", name="m"), "no strategy communicates moments of the optimizer"),
         (ACTIVATIONS, "activation gathered over data: every device gets the rows of all"),
         (EXCHANGE, "activation moved by all-to-all over data: no strategy promises that"),
         (SUM.replace("%s ", "%s2 "), "by its shape the gradient of state.params['up']: 2 times; fsdp sums it once"),
@@ -88,7 +88,7 @@ def test_arrays_that_do_not_rest_as_the_strategy_says_are_named():
     (line,) = audit_program(text, DATA, strategy="fsdp").comparison.misplaced
     assert line == "batch['weights']: every device along data is given the rows of all"
     _, found = whys(*FSDP, strategy="ddp")
-    assert "state.params['up'] is split over data: ddp keeps it whole there" in found.comparison.misplaced
+    assert "state.params['up'] is split over data: ddp keeps it replicated there" in found.comparison.misplaced
 
 
 def test_a_name_that_does_not_tell_what_an_axis_splits_is_refused_with_the_names_that_do():
