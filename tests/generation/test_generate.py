@@ -79,14 +79,6 @@ def test_a_model_of_the_users_own_with_a_window_that_its_rows_outgrow():
     assert drawn == likeliest(model, PROMPTS[:1], 12, forward(model))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["fsdp", "context", "pipeline"])
-def test_a_model_of_the_users_own_on_several_devices_with_prompts_of_different_lengths(layout):
-    model, rows = own_model(), [*PROMPTS, [8, 8, 8]]
-    drawn = js.generate(model, params_of(model), layout_of(model, layout), rows, length=12, readout=readout)
-    assert drawn == likeliest(model, rows, 12, forward(model))
-
-
 def in_a_loop(q, k, v, **options):
     return jax.lax.scan(lambda y, _: (js.attention(y, k, v, **options), None), q, None, length=2)[0]
 

@@ -39,7 +39,7 @@ def assert_same(make, call):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", [None, MASK], ids=["whole", "padded"])
-@pytest.mark.parametrize("dropout", [0.0, pytest.param(0.3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_linen(mask, dropout):
     """Dropout draws the bits that Flax draws."""
 
@@ -51,7 +51,7 @@ def test_linen(mask, dropout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("causal", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.parametrize("causal", [True, False])
 def test_nnx(causal):
     def make(**given):
         layer = nnx.MultiHeadAttention(4, 16, rngs=nnx.Rngs(0), decode=False, **given)
