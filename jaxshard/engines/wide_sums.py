@@ -33,10 +33,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal
 
 from jaxshard.core.compat import cast_primitive, equation_context, scan_counts
-from jaxshard.core.jaxpr import CALLS, Program, open_jaxpr
+from jaxshard.core.jaxpr import CALLS, Program, equations_inside, open_jaxpr
 
 _mark = cast_primitive("sum_in")
 
@@ -204,9 +204,7 @@ def _only_drops_ones(eqn: Any) -> bool:
 
 
 def _has_mark(eqn: Any) -> bool:
-    return eqn.primitive is _mark or any(
-        _has_mark(inner) for program in jaxprs_in_params(eqn.params) for inner in open_jaxpr(program)[0].eqns
-    )
+    return any(inner.primitive is _mark for inner in equations_inside(eqn))
 
 
 def _is_float(atom: Any) -> bool:

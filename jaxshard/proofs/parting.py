@@ -20,8 +20,8 @@ from jax.extend.core import jaxprs_in_params
 from jaxshard.core.compat import equation_frames, newly_manual_axes
 from jaxshard.core.jaxpr import open_jaxpr
 from jaxshard.core.our_code import package_folder, users_frame
-from jaxshard.proofs.equal import Axes, Difference, axes_named, collective_of, differences
-from jaxshard.proofs.walk import Place, walk
+from jaxshard.proofs.equal import Axes, Difference, Differences, axes_named, collective_of
+from jaxshard.proofs.walk import Around, Place, walk
 
 CHOICES = {"cond": "which branch lax.cond takes", "while": "how often lax.while_loop iterates"}
 """Primitives on which devices may decide differently, and how an error message names the decision."""
@@ -85,30 +85,41 @@ def read_partings(program: Any) -> Reading:
     Args:
       program: a jaxpr of global arrays, closed or not, such as `jitted.trace(*args).jaxpr`.
     """
-    partings: list[Parting] = []
-    choices: dict[Choice, None] = {}
+    reader = _Reader()
+    if _has_choices_to_read(program):
+        jaxpr, _ = open_jaxpr(program)
+        walk(program, [Difference()] * len(jaxpr.invars), reader)
+    return Reading(reader.partings, tuple(reader.choices))
 
-    def visit(place: Place, facts: list[Difference]) -> None:
+
+class _Reader(Differences):
+    """Collects what is in branches and loops on which devices may decide differently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.partings: list[Parting] = []
+        self.choices: dict[Choice, None] = {}
+
+    def conclude(self, place: Place, operands: list[Difference], results: list[Difference]) -> list[Difference]:
         decisive = [one for one in place.around if one.choice is not None and one.choice.over]
-        if not decisive:
-            return
+        if place.settled and decisive:
+            self.read(place, decisive)
+        return results
+
+    def read(self, place: Place, decisive: list[Around]) -> None:
+        """Record an equation inside branches and loops on which devices may decide differently."""
         sizes, manual = _mesh_around(place)
         kind = collective_of(place.equation)
         if kind is None:
             if manual < sizes.keys() or not _maps_around(place):
-                choices[Choice(_line(decisive[-1].equation), decisive[-1].choice.over)] = None
+                self.choices[Choice(_line(decisive[-1].equation), decisive[-1].choice.over)] = None
             return
         axes = frozenset(sizes) if kind in _PAIRWISE else axes_named(place.equation) & sizes.keys()
         # Report only the outermost branch that may separate devices of this collective.
         for one in decisive:
             if differ := one.choice.over & axes:
-                partings.append(Parting(one.equation, differ, place.equation, axes_named(place.equation)))
+                self.partings.append(Parting(one.equation, differ, place.equation, axes_named(place.equation)))
                 break
-
-    if _has_choices_to_read(program):
-        jaxpr, _ = open_jaxpr(program)
-        walk(program, [Difference()] * len(jaxpr.invars), differences(), visit)
-    return Reading(partings, tuple(choices))
 
 
 def check_together(program: Any, what: str) -> tuple[Choice, ...]:

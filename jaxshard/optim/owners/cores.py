@@ -20,10 +20,10 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal
 
 from jaxshard.core.compat import replace_equations
-from jaxshard.core.jaxpr import eliminate_dead_code, inline_calls, needed_equations, open_jaxpr
+from jaxshard.core.jaxpr import all_equations, eliminate_dead_code, inline_calls, needed_equations, open_jaxpr
 from jaxshard.core.keys import is_key
 from jaxshard.core.primitives import ELEMENTWISE, SAME
 from jaxshard.core.tree import abstract, path_str, same_structure
@@ -99,7 +99,9 @@ def find_cores(tx: Any, params: PyTree, leaves: Collection[int]) -> TracedUpdate
     except (AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError):
         # A transform called without its extra arguments may raise anything; the step passes them and reports errors.
         return None
-    if not (same_structure(updates, params) and same_structure(before, state)) or not _may_multiply(closed):
+    if not (same_structure(updates, params) and same_structure(before, state)):
+        return None
+    if not any(map(multiplies_matrices, all_equations(closed))):  # a cheap check: most optimizers multiply none
         return None
     flat, consts = open_jaxpr(inline_calls(closed))
     needed, _ = needed_equations(flat.eqns, flat.outvars, set())
@@ -126,14 +128,6 @@ def find_cores(tx: Any, params: PyTree, leaves: Collection[int]) -> TracedUpdate
             else:
                 made.refused[leaf] = core
     return made if made.cores else None
-
-
-def _may_multiply(program: Any) -> bool:
-    """Return whether a jaxpr or any jaxpr inside it multiplies matrices; a cheap check, as most optimizers do not."""
-    return any(
-        multiplies_matrices(eqn) or any(map(_may_multiply, jaxprs_in_params(eqn.params)))
-        for eqn in open_jaxpr(program)[0].eqns
-    )
 
 
 class _Walked(NamedTuple):
