@@ -251,7 +251,7 @@ def module_name(path: Path) -> str:
 
 
 def room_of(path: Path) -> str:
-    """The folder at the root of the package in which a file lies. `__main__` belongs to the commands, which it starts."""
+    """The folder at the root of the package in which a file lies; the file `__main__` starts the commands."""
     room = path.relative_to(PACKAGE).with_suffix("").parts[0]
     return "commands" if room == "__main__" else room
 

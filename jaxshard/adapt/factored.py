@@ -22,8 +22,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxshard.core.jaxpr import CALLS, PLAIN_CALLS, Program, bind, checkpoint_again, equations_inside, evaluate
-from jaxshard.core.jaxpr import is_checkpoint
+from jaxshard.core.jaxpr import (
+    CALLS,
+    PLAIN_CALLS,
+    Program,
+    bind,
+    checkpoint_again,
+    equations_inside,
+    evaluate,
+    is_checkpoint,
+)
 from jaxshard.core.low_rank import WEIGHT, LowRank, bind_weight, has_low_rank, map_low_rank
 from jaxshard.core.types import PyTree
 

@@ -1,7 +1,7 @@
 """Compare two jaxprs: are they the same equations on the same operands?
 
 A comparison of two traces of one function on inputs of different shapes shows what depends on the shapes:
-`n + x.shape[0]` is `n + 16` in one trace and `n + 32` in the other, while `0.9 * teacher + 0.1 * w` is the same in both.
+`n + x.shape[0]` is `n + 16` in one trace and `n + 32` in the other; `0.9 * teacher + 0.1 * w` is the same in both.
 """
 
 from __future__ import annotations

@@ -147,9 +147,7 @@ class Domain(Generic[Fact]):
         raise NotImplementedError
 
 
-def walk(
-    program: Any, facts: Sequence[Fact], domain: Domain[Fact], *, around: tuple[Around, ...] = ()
-) -> list[Fact]:
+def walk(program: Any, facts: Sequence[Fact], domain: Domain[Fact], *, around: tuple[Around, ...] = ()) -> list[Fact]:
     """Return the facts about the results of a jaxpr.
 
     Args:
@@ -229,8 +227,8 @@ class _Walker(Generic[Fact]):
         return self.domain.conclude(place, facts, results)
 
     def results(self, place: Place, facts: list[Fact]) -> list[Fact]:
-        if place.name in _CONTROL_FLOW:
-            return _CONTROL_FLOW[place.name](self, place, self.domain.enter(place, facts))
+        if place.name in CONTROL_FLOW:
+            return CONTROL_FLOW[place.name](self, place, self.domain.enter(place, facts))
         if place.name in CALLS:
             return self.inside(place, place.parameter(CALLS[place.name]), self.domain.enter(place, facts))
         found = self.domain.rule(place, facts)
@@ -310,8 +308,9 @@ def _scan(walker: _Walker[Any], place: Place, facts: list[Any]) -> list[Any]:
     return walker.domain.leave(place, [*carry, *iterate(carry, settled=True)[in_carry:]])
 
 
-_CONTROL_FLOW: dict[str, Callable[[_Walker[Any], Place, list[Any]], list[Any]]] = {
+CONTROL_FLOW: dict[str, Callable[[_Walker[Any], Place, list[Any]], list[Any]]] = {
     "cond": _cond,
     "while": _while,
     "scan": _scan,
 }
+"""Equations whose jaxprs run any number of times, or only if a predicate says so."""

@@ -27,6 +27,7 @@ from jaxshard.optim.proof.elementwise import is_elementwise_except_totals
 from jaxshard.optim.proof.facts import Context, Origin, origin_of
 from jaxshard.optim.proof.marked import Marked, is_marked
 from jaxshard.optim.proof.report import Reason, describe
+from jaxshard.proofs.walk import Place
 
 _COUNTS = 64
 """Step counts below this are tried, to detect transforms that act differently every n-th step."""
@@ -259,7 +260,7 @@ def _transforms(tx: Any, params: PyTree) -> dict[str, tuple[str, list[str]]]:
     context = Context((), (), (), stop_file=__file__)
     found: dict[str, tuple[str, list[str]]] = {}
     for equation in open_jaxpr(program)[0].eqns:
-        origin = origin_of(equation, context, "")
+        origin = origin_of(Place((equation,)), context, "")
         names = _operations([equation, *equations_inside(equation)])
         if origin.transform and names:
             where, seen = found.get(origin.transform, ("", []))
