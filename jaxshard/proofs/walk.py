@@ -173,6 +173,11 @@ def walk(program: Any, facts: Sequence[Fact], domain: Domain[Fact], *, around: t
     return _Walker(domain).program(programs, facts, around, settled=True)
 
 
+def walk_equation(equation: Any, facts: Sequence[Fact], domain: Domain[Fact]) -> list[Fact]:
+    """Return the facts about the results of one equation from the facts about its operands."""
+    return _Walker(domain).equation(Place((equation,)), list(facts))
+
+
 class _Walker(Generic[Fact]):
     def __init__(self, domain: Domain[Fact]):
         self.domain = domain
