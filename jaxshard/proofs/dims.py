@@ -9,6 +9,12 @@ from typing import Any
 from jaxshard.core.factorizations import FACTORIZATIONS
 from jaxshard.core.primitives import ELEMENTWISE, SAME
 
+SCANNED = {
+    "cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis", "cumlogsumexp": "axis",
+    "sort": "dimension", "top_k": "axis", "approx_top_k": "reduction_dimension",
+}  # fmt: skip
+"""Primitives that mix elements along one dimension and keep the others, and the parameter that names the dimension."""
+
 
 def follow_dim(equation: Any, operand: int, dim: int) -> int | None:
     """Return the dimension of an equation's results whose entry i depends on entry i of this dimension alone.
@@ -29,19 +35,14 @@ def follow_dim(equation: Any, operand: int, dim: int) -> int | None:
     name, params = equation.primitive.name, equation.params
     if name in ELEMENTWISE or name in SAME:
         return dim
-    if name in _ALONG:
-        return dim if params[_ALONG[name]] != dim else None
+    if name in SCANNED or name == "concatenate":
+        along = params[SCANNED.get(name, "dimension")] % len(equation.invars[operand].aval.shape)
+        return dim if dim != along else None
     if name in FACTORIZATIONS:
         return dim if dim < len(equation.invars[0].aval.shape) - 2 else None
     if name.startswith("reduce") or name in ("argmax", "argmin"):
         return _without(params["dimensions" if name == "reduce" else "axes"], dim)
     return _MOVES[name](equation, operand, dim) if name in _MOVES else None
-
-
-_ALONG = dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"), "axis") | dict.fromkeys(
-    ("concatenate", "sort"), "dimension"
-)
-"""Primitives that combine entries along one dimension, and the parameter that names it."""
 
 
 def _without(gone: Any, dim: int) -> int | None:
@@ -68,7 +69,7 @@ def _gather(equation: Any, operand: int, dim: int) -> int | None:
     if operand == 1:
         return of_indices[dim] if dim < len(of_indices) else None
     if dim in numbers.operand_batching_dims:
-        return of_indices[numbers.start_indices_batching_dims[list(numbers.operand_batching_dims).index(dim)]]
+        return int(of_indices[numbers.start_indices_batching_dims[list(numbers.operand_batching_dims).index(dim)]])
     gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     if dim in gone or dim in numbers.start_index_map or equation.params["slice_sizes"][dim] != x[dim]:
         return None

@@ -14,20 +14,20 @@ from jaxshard.proofs.walk import Domain, Place, walk, walk_equation
 class _Source(NamedTuple):
     """The argument that a value equals; or one row of it, in the scans with these ids that go over its rows."""
 
-    index: int
+    argument: int
     scans: tuple[int, ...] = ()
 
 
 def handed_through(program: Any) -> list[int | None]:
     """Return for each result of a program the index of the argument that it equals; None for a computed result."""
     arguments = map(_Source, range(len(open_jaxpr(program)[0].invars)))
-    return [None if one is None else one.index for one in walk(program, list(arguments), _Sources())]
+    return [None if one is None else one.argument for one in walk(program, list(arguments), _Sources())]
 
 
 def operands_handed_through(eqn: Any) -> list[int | None]:
     """Return for each result of an equation the index of the operand that it equals; None for a computed result."""
     operands = map(_Source, range(len(eqn.invars)))
-    return [None if one is None else one.index for one in walk_equation(eqn, list(operands), _Sources())]
+    return [None if one is None else one.argument for one in walk_equation(eqn, list(operands), _Sources())]
 
 
 class _Sources(Domain[_Source | None]):

@@ -15,10 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jax.extend.core import jaxprs_in_params
-
 from jaxshard.core.compat import equation_frames, newly_manual_axes
-from jaxshard.core.jaxpr import open_jaxpr
+from jaxshard.core.jaxpr import all_equations, open_jaxpr
 from jaxshard.core.our_code import package_folder, users_frame
 from jaxshard.proofs.equal import Axes, Difference, Differences, axes_named, collective_of
 from jaxshard.proofs.walk import Around, Place, walk
@@ -86,7 +84,7 @@ def read_partings(program: Any) -> Reading:
       program: a jaxpr of global arrays, closed or not, such as `jitted.trace(*args).jaxpr`.
     """
     reader = _Reader()
-    if _has_choices_to_read(program):
+    if any(equation.primitive.name in CHOICES for equation in all_equations(program)):  # most programs have none
         jaxpr, _ = open_jaxpr(program)
         walk(program, [Difference()] * len(jaxpr.invars), reader)
     return Reading(reader.partings, tuple(reader.choices))
@@ -149,43 +147,6 @@ def check_together(program: Any, what: str) -> tuple[Choice, ...]:
         f"of zero. Or decide for all devices together: jax.lax.pmax(predicate, {tuple(axes)}). Or use js.auto(), under "
         "which the loss, outside of any shard_map, sees all rows and takes one branch."
     )
-
-
-def _has_choices_to_read(program: Any) -> bool:
-    """Whether a program has a `cond` or `while` that matters; most programs have none, and need not be walked.
-
-    What is around an equation says what matters: "automatic" where the compiler places collectives over some axes, so
-    that any `cond` does; "manual" where it does not; "choice" in a `cond` or `while`, where any collective does.
-    """
-    seen: set[tuple[int, str]] = set()
-    programs = [(program, "automatic")]
-    while programs:
-        one, inside = programs.pop()
-        if (id(one), inside) in seen:
-            continue
-        seen.add((id(one), inside))
-        for equation in open_jaxpr(one)[0].eqns:
-            if _is_choice_to_read(equation, inside):
-                return True
-            programs += [(inner, _around(equation, inside)) for inner in jaxprs_in_params(equation.params)]
-    return False
-
-
-def _is_choice_to_read(equation: Any, inside: str) -> bool:
-    if inside == "choice":
-        return collective_of(equation) is not None
-    return inside == "automatic" and equation.primitive.name in CHOICES
-
-
-def _around(equation: Any, inside: str) -> str:
-    name = equation.primitive.name
-    if inside == "choice" or name in CHOICES:
-        return "choice"
-    if name != "shard_map":
-        return inside
-    sizes = dict(equation.params["mesh"].shape)
-    automatic = sizes.keys() - newly_manual_axes(equation.params)
-    return "automatic" if any(sizes[axis] > 1 for axis in automatic) else "manual"
 
 
 def _maps_around(place: Place) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ from jaxshard.core import compat, primitives
 from jaxshard.core.jaxpr import CALLS, open_jaxpr
 from jaxshard.core.keys import key_impl_of
 from jaxshard.engines import wide_sums
+from jaxshard.proofs import dims
 from jaxshard.proofs.walk import CONTROL_FLOW
 
 MESH = js.make_mesh(jax.devices()[:1], data=1)
@@ -119,11 +120,12 @@ TABLES = {
     "positionwise": positionwise.KEPT
     | positionwise.EACH_ELEMENT
     | positionwise.REDUCTIONS
-    | set(positionwise.SCANNED)
+    | set(dims.SCANNED)
     | positionwise.SHARDED_SUMS
     | positionwise.WITHOUT_RESULT
     | set(rules._RULES)
     | {"sort", "top_k", "reduce_sum", "reduce_max", "integer_pow", "sqrt", "rsqrt", "square", "custom_vjp_call"},
+    "dims": set(dims._MOVES),
     "wide_sums": wide_sums._LINEAR | wide_sums._SUMS | {"scan", "cond"},
 }
 

@@ -21,10 +21,10 @@ from jaxshard.adapt.positionwise.facts import (
 )
 from jaxshard.adapt.positionwise.indexing import dynamic_update_slice, gather, scatter, slice_of
 from jaxshard.adapt.positionwise.pair import Pair
-from jaxshard.adapt.positionwise.primitives import EACH_ELEMENT, KEPT, REDUCTIONS, SCANNED, SHARDED_SUMS, WITHOUT_RESULT
+from jaxshard.adapt.positionwise.primitives import EACH_ELEMENT, KEPT, REDUCTIONS, SHARDED_SUMS, WITHOUT_RESULT
 from jaxshard.adapt.positionwise.shares import combine_numbers, combine_shares, is_share, refuse, sum_of
 from jaxshard.core.marks import MARK
-from jaxshard.proofs.dims import follow_dim
+from jaxshard.proofs.dims import SCANNED, follow_dim
 
 _ORDERINGS = frozenset({"sort", "top_k", "approx_top_k"})
 
@@ -157,7 +157,7 @@ def _scanned(pair: Pair, facts: list[Fact]) -> list[Fact]:
             raise refuse(pair, fact)
     check_degrees(facts)
     positions = same_positions([fact for fact in facts if fact.kind is Kind.ALONG])
-    if positions.dim == pair.params[SCANNED[pair.name]] % len(pair.shapes(0)[0]):
+    if follow_dim(pair.one, 0, positions.dim) is None:
         raise Mixes("goes over the positions in their order", "experts" if pair.name in _ORDERINGS else "auto")
     return [positions] * results
 

@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 from jaxshard.core.compat import equation_frames
 from jaxshard.core.jaxpr import CALLS
+from jaxshard.core.our_code import short_path
 from jaxshard.core.text_table import first_words
 from jaxshard.proofs.walk import Place
 
@@ -161,13 +162,8 @@ def origin_of(place: Place, context: Context, text: str) -> Origin:
         for file, line, function in frames:
             parts = function.replace(".<locals>", "").split(".")
             if len(parts) > 1 and parts[-1].lstrip("_").startswith(("update", "init")):
-                return Origin(primitive, text, parts[-2], f"{_short(file)}:{line}")
+                return Origin(primitive, text, parts[-2], f"{short_path(file)}:{line}")
         if frames:
             file, line, function = frames[0]
-            return Origin(primitive, text, function.replace(".<locals>", ""), f"{_short(file)}:{line}")
+            return Origin(primitive, text, function.replace(".<locals>", ""), f"{short_path(file)}:{line}")
     return Origin(primitive, text)
-
-
-def _short(file: str) -> str:
-    path = file.replace("\\", "/")
-    return path.split("site-packages/")[-1] if "site-packages/" in path else "/".join(path.split("/")[-2:])
