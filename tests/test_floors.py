@@ -14,13 +14,13 @@ from pathlib import Path
 import jaxshard
 
 FLOORS = {
-    8: ("__main__",),
-    7: ("__init__", "commands"),
-    6: ("plan", "hf"),
-    5: ("checks", "checkpoint", "generation"),
-    4: ("training",),
-    3: ("engines", "models", "data"),
-    2: ("adapt", "layers", "schedules", "optim", "distributed", "cost", "proofs"),
+    8: ("__main__", "__init__", "commands"),
+    7: ("plan", "hf"),
+    6: ("checks", "checkpoint", "generation"),
+    5: ("training",),
+    4: ("engines", "models", "data"),
+    3: ("adapt", "layers", "optim"),
+    2: ("proofs", "schedules", "distributed", "cost"),
     1: ("core",),
 }
 
@@ -244,8 +244,9 @@ def module_name(path: Path) -> str:
 
 
 def room_of(path: Path) -> str:
-    """The folder at the root of the package in which a file lies; its own name for a file at the root."""
-    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+    """The folder at the root of the package in which a file lies; the file `__main__` starts the commands."""
+    room = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    return "commands" if room == "__main__" else room
 
 
 def room_of_module(module: str) -> str:

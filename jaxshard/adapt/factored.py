@@ -21,10 +21,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Literal, jaxprs_in_params
 
-from jaxshard.core.compat import equation_context
-from jaxshard.core.jaxpr import CALLS, PLAIN_CALLS, Program, checkpoint_again, is_checkpoint, open_jaxpr
+from jaxshard.core.jaxpr import (
+    CALLS,
+    PLAIN_CALLS,
+    Program,
+    bind,
+    checkpoint_again,
+    equations_inside,
+    evaluate,
+    is_checkpoint,
+)
 from jaxshard.core.low_rank import WEIGHT, LowRank, bind_weight, has_low_rank, map_low_rank
 from jaxshard.core.types import PyTree
 
@@ -43,7 +50,7 @@ def factor_products(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
 def run_factored(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
     """Run a function that calls `bind_weight`, with the products of these weights computed in two steps."""
     program = Program.trace(fn, *args)
-    return program.results([_whole(x) for x in _run(program.closed, jax.tree.leaves(args))])
+    return program.results([_whole(x) for x in evaluate(program.closed, jax.tree.leaves(args), _results)])
 
 
 @jax.tree_util.register_dataclass
@@ -75,21 +82,6 @@ def _whole(x: Any) -> Any:
     return x.whole() if isinstance(x, _Factored) else x
 
 
-def _run(program: Any, args: Sequence[Any]) -> list[Any]:
-    """Evaluate a jaxpr whose arguments and results may be `_Factored`."""
-    jaxpr, consts = open_jaxpr(program)
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
-        with equation_context(eqn):
-            env.update(zip(eqn.outvars, _results(eqn, operands), strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
 def _results(eqn: Any, operands: list[Any]) -> list[Any]:
     """Evaluate an equation; keep its result `_Factored` if it makes, transposes or casts a weight."""
     name, params = eqn.primitive.name, eqn.params
@@ -99,7 +91,7 @@ def _results(eqn: Any, operands: list[Any]) -> list[Any]:
             return [_Factored(x, tuple(range(x.base.ndim)), x.dtype)]
     elif any(isinstance(x, _Factored) for x in operands) or _makes_weight(eqn):
         if name in PLAIN_CALLS:
-            return _run(params[CALLS[name]], operands)
+            return evaluate(params[CALLS[name]], operands, _results)
         if is_checkpoint(eqn):
             return _run_checkpoint(eqn, operands)
         if name == "dot_general":
@@ -109,21 +101,16 @@ def _results(eqn: Any, operands: list[Any]) -> list[Any]:
             return [replace(w, order=tuple(w.order[dim] for dim in params["permutation"]))]
         if name == "convert_element_type" and operands[0].may_become(params["new_dtype"]):
             return [replace(operands[0], dtype=params["new_dtype"])]
-    made = eqn.primitive.bind(*map(_whole, operands), **eqn.primitive.get_bind_params(params))
-    return list(made) if eqn.primitive.multiple_results else [made]
+    return bind(eqn, list(map(_whole, operands)))
 
 
 def _makes_weight(eqn: Any) -> bool:
-    return any(
-        inner.primitive is WEIGHT or _makes_weight(inner)
-        for program in jaxprs_in_params(eqn.params)
-        for inner in open_jaxpr(program)[0].eqns
-    )
+    return any(inner.primitive is WEIGHT for inner in equations_inside(eqn))
 
 
 def _run_checkpoint(eqn: Any, operands: list[Any]) -> list[Any]:
     def body(*operands: Any) -> list[Any]:
-        return [_whole(x) for x in _run(eqn.params["jaxpr"], operands)]
+        return [_whole(x) for x in evaluate(eqn.params["jaxpr"], operands, _results)]
 
     return checkpoint_again(eqn, body, eqn.params["policy"])(*operands)
 

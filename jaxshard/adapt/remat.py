@@ -17,11 +17,10 @@ from typing import Any, Literal, cast
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh
 
 from jaxshard.core.constrain import CONSTRAINED
-from jaxshard.core.jaxpr import open_jaxpr
+from jaxshard.core.jaxpr import all_equations
 from jaxshard.core.low_rank import WEIGHT
 from jaxshard.core.scaled import STEPS
 from jaxshard.core.types import PyTree
@@ -183,13 +182,7 @@ def names_in(program: Any) -> set[str]:
 
     The names in the forward rule of a custom_vjp function are only in the jaxpr of the gradient.
     """
-    names: set[str] = set()
-    for eqn in open_jaxpr(program)[0].eqns:
-        if eqn.primitive.name == "name":
-            names.add(eqn.params["name"])
-        for inner in jaxprs_in_params(eqn.params):
-            names |= names_in(inner)
-    return names
+    return {eqn.params["name"] for eqn in all_equations(program) if eqn.primitive.name == "name"}
 
 
 def name_tree(tree: PyTree, name: str) -> PyTree:

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxshard.core.handed_through import handed_through
 from jaxshard.core.jaxpr import Program
 from jaxshard.core.tree import path_str, raise_all
 from jaxshard.core.types import PyTree
+from jaxshard.proofs.handed_through import handed_through
 
 Values = list[tuple[str, Any]]
 """(path, array) of parameters after a loss."""

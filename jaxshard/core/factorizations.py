@@ -15,9 +15,8 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import jaxprs_in_params
 
-from jaxshard.core.jaxpr import bind, open_jaxpr, replay
+from jaxshard.core.jaxpr import all_equations, bind, equations_inside, open_jaxpr, replay
 
 FACTORIZATIONS = frozenset({
     "cholesky", "eig", "eigh", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd",
@@ -32,18 +31,11 @@ def one_matrix_at_a_time(program: Any) -> Any:
     The results are the same, bit for bit if the library factorizes matrices one by one, as LAPACK does. Calls are
     inlined. A batch that the compiler would have split over devices is gathered.
     """
-    return _with_loops(program) if _factorizes_several(program) else program
+    return _with_loops(program) if any(map(_batch, all_equations(program))) else program
 
 
 def _with_loops(program: Any) -> Any:
     return jax.make_jaxpr(lambda *args: replay(program, args, _loop))(*open_jaxpr(program)[0].in_avals)
-
-
-def _factorizes_several(program: Any) -> bool:
-    return any(
-        _batch(eqn) or any(map(_factorizes_several, jaxprs_in_params(eqn.params)))
-        for eqn in open_jaxpr(program)[0].eqns
-    )
 
 
 def _batch(eqn: Any) -> tuple[int, ...]:
@@ -60,7 +52,7 @@ def _loop(eqn: Any, operands: list[Any]) -> list[Any] | None:
         flat = [x.reshape(math.prod(batch), *x.shape[len(batch) :]) for x in operands]
         made = lax.map(lambda matrices: bind(eqn, matrices), flat)
         return [x.reshape(*batch, *x.shape[1:]) for x in made]
-    if any(map(_factorizes_several, jaxprs_in_params(eqn.params))):
+    if any(map(_batch, equations_inside(eqn))):
         params = {name: _in_param(value) for name, value in eqn.params.items()}
         return bind(eqn.replace(params=params), operands)
     return None

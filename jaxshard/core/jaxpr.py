@@ -20,12 +20,12 @@ differences between versions, are in core/compat.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
 
 from jaxshard.core.compat import dce_jaxpr, equation_context, replace_equations, without_callbacks
 from jaxshard.core.types import PyTree
@@ -156,6 +156,19 @@ def _as_array(x: Any, atom: Any) -> Any:
 def open_jaxpr(program: Any) -> tuple[Any, tuple[Any, ...]]:
     """Return (jaxpr, constants) of a jaxpr, closed or not; 0.12 has one class for both."""
     return getattr(program, "jaxpr", program), tuple(getattr(program, "consts", ()))
+
+
+def all_equations(program: Any) -> Iterator[Any]:
+    """Yield the equations of a jaxpr, each before those of the jaxprs inside it."""
+    for equation in open_jaxpr(program)[0].eqns:
+        yield equation
+        yield from equations_inside(equation)
+
+
+def equations_inside(equation: Any) -> Iterator[Any]:
+    """Yield the equations of the jaxprs in the parameters of an equation, such as the body of a loop."""
+    for program in jaxprs_in_params(equation.params):
+        yield from all_equations(program)
 
 
 def eliminate_dead_code(program: Any) -> tuple[Any, list[bool]]:

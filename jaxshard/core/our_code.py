@@ -40,6 +40,12 @@ def is_jaxshard_file(file: str | Path) -> bool:
     return Path(file).is_relative_to(_JAXSHARD)
 
 
+def short_path(file: str) -> str:
+    """Return the path of a source file in its installed package, or else its folder and name."""
+    path = file.replace("\\", "/")
+    return path.split("site-packages/")[-1] if "site-packages/" in path else "/".join(path.split("/")[-2:])
+
+
 def users_line(frames: Sequence[str]) -> str:
     """Choose the frame to show: the innermost frame of the user's code, or else the innermost frame.
 

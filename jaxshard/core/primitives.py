@@ -12,9 +12,8 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxprs_in_params
 
-from jaxshard.core.jaxpr import open_jaxpr
+from jaxshard.core.jaxpr import all_equations
 
 SAME = {
     "copy", "copy_p", "device_put", "optimization_barrier", "pcast", "pvary", "sharding_constraint", "stop_gradient",
@@ -62,7 +61,4 @@ def evaluate(name: str, params: dict[str, Any], numbers: Sequence[float | None],
 
 def draws_random_bits(program: Any) -> bool:
     """Return whether a jaxpr, or an inner jaxpr, draws random numbers."""
-    return any(
-        equation.primitive.name in GENERATORS or any(map(draws_random_bits, jaxprs_in_params(equation.params)))
-        for equation in open_jaxpr(program)[0].eqns
-    )
+    return any(equation.primitive.name in GENERATORS for equation in all_equations(program))

@@ -21,10 +21,10 @@ from typing import Any
 import jax
 
 from jaxshard.adapt.remat import save_no_weights
-from jaxshard.core.handed_through import operands_handed_through
 from jaxshard.core.jaxpr import CALLS, PLAIN_CALLS, Program, bind, checkpoint_again, evaluate, is_checkpoint
 from jaxshard.core.low_rank import WEIGHT
 from jaxshard.core.types import PyTree
+from jaxshard.proofs.handed_through import operands_handed_through
 
 _CONTROL = ("scan", "while", "cond")
 

@@ -33,10 +33,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal
 
-from jaxshard.core.compat import cast_primitive, equation_context, scan_counts
-from jaxshard.core.jaxpr import CALLS, Program, open_jaxpr
+from jaxshard.core.compat import cast_primitive, scan_counts
+from jaxshard.core.jaxpr import CALLS, Program, bind, equations_inside, evaluate, open_jaxpr
 
 _mark = cast_primitive("sum_in")
 
@@ -84,45 +84,51 @@ def widen_sums(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _run(program: Any, args: Sequence[Any], outs: Dtypes) -> list[Any]:
     """Evaluate a program with results in the wanted dtypes; arguments may have other dtypes than their variables."""
-    jaxpr, consts = open_jaxpr(program)
+    jaxpr, _ = open_jaxpr(program)
     wanted = _find_wanted(jaxpr, outs)
-    values: dict[Any, Any] = {}  # in the dtypes that they have
 
-    def read(atom: Any, dtype: Any = None) -> Any:
-        if isinstance(atom, Literal):
-            value, own = atom.val, None
-        else:
-            value, own = values[atom], getattr(atom.aval, "dtype", None)
+    def rule(eqn: Any, values: list[Any]) -> list[Any]:
+        return _evaluate(eqn, values, [wanted.get(var) for var in eqn.outvars])
+
+    return _cast(jaxpr.outvars, evaluate(program, args, rule), outs)
+
+
+def _cast(atoms: Sequence[Any], values: Sequence[Any], dtypes: Dtypes) -> list[Any]:
+    """Cast the values of variables, which may have other dtypes than these, to the wanted or else their own dtypes."""
+
+    def cast(atom: Any, value: Any, dtype: Any) -> Any:
         if dtype is not None and _is_float(atom):
             return lax.convert_element_type(value, dtype)
+        own = None if isinstance(atom, Literal) else getattr(atom.aval, "dtype", None)
         return value if own is None or value.dtype == own else value.astype(own)
 
-    values.update(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    for eqn in jaxpr.eqns:
-        with equation_context(eqn):
-            results = _evaluate(eqn, [wanted.get(var) for var in eqn.outvars], read)
-        values.update(zip(eqn.outvars, results, strict=True))
-    return [read(atom, dtype) for atom, dtype in zip(jaxpr.outvars, outs, strict=True)]
+    return [cast(*one) for one in zip(atoms, values, dtypes, strict=True)]
 
 
-def _evaluate(eqn: Any, wanted: Dtypes, read: Callable[..., Any]) -> Sequence[Any]:
+def _evaluate(eqn: Any, values: Sequence[Any], wanted: Dtypes) -> list[Any]:
     """Return the results of an equation, in the wanted dtypes if its primitive is supported."""
-    primitive, params, operands = eqn.primitive, eqn.params, list(map(read, eqn.invars))
+    primitive, params = eqn.primitive, eqn.params
+
+    def read(dtypes: Dtypes) -> list[Any]:
+        return _cast(eqn.invars, values, dtypes)
+
+    operands = read([None] * len(values))
     name, dtype = primitive.name, wanted[0] if wanted else None
+    wide = [dtype] * len(values)
     if primitive is _mark:
-        return [read(eqn.invars[0], params["dtype"])]
+        return read([params["dtype"]])
     if name in _CALLS and (any(wanted) or _has_mark(eqn)):
         inner, ins = params[_CALLS[name]], _wanted_inputs(eqn, wanted)
-        operands = [read(atom, dtype) for atom, dtype in zip(eqn.invars, ins, strict=True)]
+        operands = read(ins)
         params = params | {_CALLS[name]: _widen_program(inner, ins, wanted)}
     elif name == "cond" and (any(wanted) or _has_mark(eqn)):
         branches = (_widen_program(inner, [None] * len(operands[1:]), wanted) for inner in params["branches"])
         params = params | {"branches": tuple(branches)}
     elif dtype is not None and name == "scatter-add":
         names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
-        return [lax.scatter_add(*(read(atom, dtype) for atom in eqn.invars), **{name: params[name] for name in names})]
+        return [lax.scatter_add(*read(wide), **{name: params[name] for name in names})]
     elif dtype is not None and name == "convert_element_type":
-        return [lax.convert_element_type(read(eqn.invars[0], dtype), dtype)]
+        return [lax.convert_element_type(read(wide)[0], dtype)]
     elif (
         dtype is not None and name == "reduce_sum" and _is_narrower(dtype, eqn.outvars[0]) and not _only_drops_ones(eqn)
     ):
@@ -130,9 +136,8 @@ def _evaluate(eqn: Any, wanted: Dtypes, read: Callable[..., Any]) -> Sequence[An
     elif dtype is not None and "preferred_element_type" in params:
         params = params | {"preferred_element_type": dtype}
     elif dtype is not None and name in _LINEAR | _SUMS:
-        operands = [read(atom, dtype) for atom in eqn.invars]
-    results = primitive.bind(*operands, **primitive.get_bind_params(params))
-    return results if primitive.multiple_results else [results]
+        operands = read(wide)
+    return bind(eqn.replace(params=params), operands)
 
 
 def _narrow_sum(x: jax.Array, dims: Sequence[int], dtype: Any) -> jax.Array:
@@ -204,9 +209,7 @@ def _only_drops_ones(eqn: Any) -> bool:
 
 
 def _has_mark(eqn: Any) -> bool:
-    return eqn.primitive is _mark or any(
-        _has_mark(inner) for program in jaxprs_in_params(eqn.params) for inner in open_jaxpr(program)[0].eqns
-    )
+    return any(inner.primitive is _mark for inner in equations_inside(eqn))
 
 
 def _is_float(atom: Any) -> bool:

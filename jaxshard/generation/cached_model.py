@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxshard.adapt.positionwise.prove import find_mixing
 from jaxshard.adapt.stacked import Stacked, check_block
 from jaxshard.core.cache import Cache, Slots, Stored
-from jaxshard.core.jaxpr import open_jaxpr
+from jaxshard.core.jaxpr import all_equations, equations_inside
 from jaxshard.core.layout import Layout
 from jaxshard.core.loss import Mean
 from jaxshard.core.marks import MARK, show_marks
@@ -236,14 +235,10 @@ class CachedModel:
             )
 
 
-def _attends_in_a_loop(program: Any, inside: bool = False) -> bool:
-    for eqn in open_jaxpr(program)[0].eqns:
-        if inside and eqn.primitive is MARK and eqn.params["name"] == "js.attention":
-            return True
-        loop = inside or eqn.primitive.name in ("scan", "while")
-        if any(_attends_in_a_loop(inner, loop) for inner in jaxprs_in_params(eqn.params)):
-            return True
-    return False
+def _attends_in_a_loop(program: Any) -> bool:
+    loops = (eqn for eqn in all_equations(program) if eqn.primitive.name in ("scan", "while"))
+    inside = (eqn for loop in loops for eqn in equations_inside(loop))
+    return any(eqn.primitive is MARK and eqn.params["name"] == "js.attention" for eqn in inside)
 
 
 def make_batch(tokens_BT: Any, starts_B: jax.Array | None) -> dict[str, Any]:

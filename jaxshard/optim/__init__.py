@@ -3,7 +3,7 @@
     in make_step                 adam8bit, averaged, master, per_block, stochastic_round, and any transform of optax
     in a shard_map of your own   zero1, zero2, fsdp (`zero`, which splits arrays as `parts` says), tensor, clipping
 
-The proofs about a transform are in `proof/`. Imports `core/` only.
+The proofs about a transform are in `proof/`. Imports `core/` and `proofs/`.
 """
 
 from jaxshard.optim.averaging import AveragedState as AveragedState

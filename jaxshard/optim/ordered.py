@@ -7,16 +7,15 @@ replaced by `stack_totals`, which adds one scalar per device in a fixed order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
-from jaxshard.core.jaxpr import inline_calls, open_jaxpr, replay
+from jaxshard.core.jaxpr import equations_inside, inline_calls, open_jaxpr, replay
 from jaxshard.core.layout import Layout
 from jaxshard.core.ordered_sums import stack_totals
 from jaxshard.core.transform import as_transform
@@ -79,7 +78,7 @@ class _Specs:
 
     def follow(self, equation: Any) -> PartitionSpec | None:
         """Return the spec of the first operand that has one; call it for every equation, in order."""
-        if any(map(_sums_an_array, _inner_equations(equation))):
+        if any(map(_sums_an_array, equations_inside(equation))):
             raise ValueError(
                 "reduction='ordered': the optimizer sums over parameters inside a branch or a loop "
                 f"({equation.primitive.name}), where it can't be ordered; use reduction='native'"
@@ -97,10 +96,3 @@ class _Specs:
 def _sums_an_array(equation: Any) -> bool:
     """Return whether an equation sums an array to a scalar; partial sums were refused before."""
     return equation.primitive.name == "reduce_sum" and bool(equation.invars[0].aval.shape)
-
-
-def _inner_equations(equation: Any) -> Iterator[Any]:
-    for program in jaxprs_in_params(equation.params):
-        for inner in open_jaxpr(program)[0].eqns:
-            yield inner
-            yield from _inner_equations(inner)

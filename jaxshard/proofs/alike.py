@@ -1,85 +1,146 @@
-"""Compare two jaxprs: do they compute a result by the same equations with the same literals?
+"""Compare two jaxprs: are they the same equations on the same operands?
 
-It compares two traces of one function on inputs of different shapes: `n + x.shape[0]` is `n + 16` in one trace and
-`n + 32` in the other, while `0.9 * teacher + 0.1 * w` is the same in both.
+A comparison of two traces of one function on inputs of different shapes shows what depends on the shapes:
+`n + x.shape[0]` is `n + 16` in one trace and `n + 32` in the other; `0.9 * teacher + 0.1 * w` is the same in both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend import core
 
-from jaxshard.core.jaxpr import inline_calls, open_jaxpr, results_alone
+from jaxshard.core.compat import without_callbacks
+from jaxshard.core.jaxpr import inline_calls, open_jaxpr, results_alone, variables
 
-_COMPARED = (bool, int, float, complex, str, bytes, type(None), np.dtype, np.generic)
-"""Types of equation parameters that are compared; others, such as functions, may differ from trace to trace."""
+_FUNCTIONS = frozenset({"name", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "computation"})
+"""Parameters with functions, which differ from trace to trace, or their names; a jaxpr stands next to each of them."""
+
+
+class Difference(NamedTuple):
+    """The first difference between two jaxprs.
+
+    Attributes:
+      what: "inputs" if they have other numbers of inputs, "equation" if an equation is another one, "operands" if it
+        has other operands, "length" if one jaxpr has more equations, "results" if it returns other variables.
+      equations: the equation in both jaxprs; none for inputs, and for results that no equation computes.
+    """
+
+    what: Literal["inputs", "equation", "operands", "length", "results"]
+    equations: tuple[Any, ...] = ()
+
+
+def first_difference(
+    one: Any, other: Any, same: Callable[[Any, Any], bool], same_literals: Callable[[Any, Any], bool] | None = None
+) -> Difference | None:
+    """Return the first difference between two jaxprs (not closed); None if they are the same.
+
+    Args:
+      one, other: the jaxprs.
+      same: compares the parameters and results of two equations with one primitive and the same operands.
+      same_literals: compares the values of two literals; by default all are the same.
+    """
+    twins: dict[Any, Any] = {}
+
+    def are_twins(these: Sequence[Any], those: Sequence[Any]) -> bool:
+        return len(these) == len(those) and all(map(is_twin, these, those))
+
+    def is_twin(this: Any, that: Any) -> bool:
+        if isinstance(this, core.Literal) and isinstance(that, core.Literal):
+            return same_literals is None or same_literals(this, that)
+        return not isinstance(this, core.Literal) and twins.get(this) is that
+
+    for these, those in ((one.constvars, other.constvars), (one.invars, other.invars)):
+        if len(these) != len(those):
+            return Difference("inputs")
+        twins.update(zip(these, those, strict=True))
+    for pair in zip(one.eqns, other.eqns, strict=False):
+        a, b = pair
+        if a.primitive is not b.primitive or (len(a.invars), len(a.outvars)) != (len(b.invars), len(b.outvars)):
+            return Difference("equation", pair)
+        if not are_twins(a.invars, b.invars):
+            return Difference("operands", pair)
+        if not same(a, b):
+            return Difference("equation", pair)
+        twins.update(zip(a.outvars, b.outvars, strict=True))
+    if len(one.eqns) != len(other.eqns):
+        longer = max(one.eqns, other.eqns, key=len)[min(len(one.eqns), len(other.eqns))]
+        return Difference("length", (longer, longer))
+    if not are_twins(one.outvars, other.outvars):
+        made = [eqn for eqn in one.eqns if not set(eqn.outvars).isdisjoint(variables(one.outvars))]
+        return Difference("results", tuple(made[-1:] * 2))
+    return None
+
+
+def same_programs(
+    one: Any,
+    other: Any,
+    *,
+    same_type: Callable[[Any, Any], bool] | None = None,
+    ignored: frozenset[str] = frozenset(),
+) -> bool:
+    """Return whether two jaxprs consist of the same equations, with the same literals, constants and parameters.
+
+    Args:
+      one, other: the jaxprs, closed or not.
+      same_type: compares the types of two variables; by default their shapes and dtypes.
+      ignored: the names of parameters that are not compared.
+    """
+    (a, a_consts), (b, b_consts) = open_jaxpr(one), open_jaxpr(other)
+    are_same = same_type or _same_type
+
+    def same_types(ones: Sequence[Any], others: Sequence[Any]) -> bool:
+        return len(ones) == len(others) and all(are_same(x.aval, y.aval) for x, y in zip(ones, others, strict=True))
+
+    def same_parameters(x: Any, y: Any) -> bool:
+        if x is y:
+            return True
+        if isinstance(x, (tuple, list)) and isinstance(y, (tuple, list)):
+            return len(x) == len(y) and all(map(same_parameters, x, y))
+        if hasattr(x, "eqns") or hasattr(x, "jaxpr"):
+            return same_programs(x, y, same_type=same_type, ignored=ignored)
+        return type(x) is type(y) and repr(x) == repr(y)
+
+    def same_equations(x: Any, y: Any) -> bool:
+        compared = x.params.keys() - ignored - _FUNCTIONS
+        alike = x.params.keys() == y.params.keys() and all(same_parameters(x.params[n], y.params[n]) for n in compared)
+        return alike and same_types(x.outvars, y.outvars)
+
+    def same_literals(x: Any, y: Any) -> bool:
+        return are_same(x.aval, y.aval) and _equal(x.val, y.val)
+
+    inputs = same_types([*a.constvars, *a.invars], [*b.constvars, *b.invars])
+    constants = len(a_consts) == len(b_consts) and all(map(_equal, a_consts, b_consts))
+    return inputs and constants and first_difference(a, b, same_equations, same_literals) is None
 
 
 def made_alike(one: Any, other: Any, result: int) -> bool:
-    """Return whether two jaxprs compute a result by the same equations with the same literals.
+    """Return whether two traces of a function compute a result by the same equations with the same literals.
 
     Args:
       one: a closed jaxpr.
       other: a closed jaxpr with as many inputs and results, whose shapes may differ.
       result: the index of the result.
     """
-    one, other = _alone(one, result), _alone(other, result)
-    return _same(open_jaxpr(one)[0], open_jaxpr(other)[0], (one.consts, other.consts))
+    return same_programs(_alone(one, result), _alone(other, result), ignored=frozenset({"callback"}))
 
 
 def _alone(program: Any, index: int) -> Any:
     """Return the program of one result, calls opened."""
-    alone, _ = results_alone(program, [open_jaxpr(program)[0].outvars[index]])
+    alone, _ = results_alone(without_callbacks(program), [open_jaxpr(program)[0].outvars[index]])
     opened = inline_calls(alone)
     return results_alone(opened, open_jaxpr(opened)[0].outvars)[0]
 
 
-def _same(one: Any, other: Any, consts: tuple[Sequence[Any], Sequence[Any]] = ((), ())) -> bool:
-    """Return whether two jaxprs are equal up to the names of their variables."""
-    if len(one.invars) != len(other.invars) or len(one.outvars) != len(other.outvars):
-        return False
-    names: dict[Any, Any] = dict(zip(one.invars, other.invars))
-    values = dict(zip(one.constvars, consts[0])), dict(zip(other.constvars, consts[1]))
-    names |= dict(zip(one.constvars, other.constvars))
-
-    def same_atoms(a: Any, b: Any) -> bool:
-        if any(isinstance(atom, Literal) for atom in (a, b)):
-            return type(a) is type(b) and _equal(a.val, b.val)
-        known: Any = names.get(a)
-        if known is not b or a.aval != b.aval:
-            return False
-        return a not in values[0] or _equal(values[0][a], values[1].get(b))
-
-    # Skip equations without results, such as callbacks: no result depends on them.
-    equations = [[eqn for eqn in jaxpr.eqns if eqn.outvars] for jaxpr in (one, other)]
-    if len(equations[0]) != len(equations[1]):
-        return False
-    for a, b in zip(*equations):
-        if a.primitive is not b.primitive or len(a.invars) != len(b.invars) or len(a.outvars) != len(b.outvars):
-            return False
-        if not all(map(same_atoms, a.invars, b.invars)) or not _same_parameters(a.params, b.params):
-            return False
-        names |= dict(zip(a.outvars, b.outvars))
-    return all(map(same_atoms, one.outvars, other.outvars))
-
-
-def _same_parameters(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return bool(one.keys() == other.keys()) and all(_same_parameters(one[name], other[name]) for name in one)
-    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
-        return len(one) == len(other) and all(map(_same_parameters, one, other))
-    if hasattr(open_jaxpr(one)[0], "eqns") and hasattr(open_jaxpr(other)[0], "eqns"):
-        (a, of_a), (b, of_b) = open_jaxpr(one), open_jaxpr(other)
-        return _same(a, b, (of_a, of_b))
-    return not isinstance(one, _COMPARED) or bool(one == other)
+def _same_type(one: Any, other: Any) -> bool:
+    return all(getattr(one, name, None) == getattr(other, name, None) for name in ("shape", "dtype"))
 
 
 def _equal(one: Any, other: Any) -> bool:
     """Return whether two literals or constants are equal; tracers, which have no value yet, are compared by shape."""
-    if any(isinstance(x, jax.core.Tracer) for x in (one, other)):
+    if one is other or any(isinstance(x, jax.core.Tracer) for x in (one, other)):
         return bool(np.shape(one) == np.shape(other))
     return bool(np.array_equal(np.asarray(one), np.asarray(other)))

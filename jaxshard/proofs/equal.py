@@ -21,7 +21,6 @@ name "microbatch": it reaches every value that depends on the micro-batch, and n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -73,7 +72,7 @@ def differing(program: Any, facts: Sequence[Axes], manual: Axes = EQUAL) -> list
       facts: for each of its flat inputs the axes over which it may differ.
       manual: the axes of the `shard_map` in which the program was traced; results of callbacks differ over these.
     """
-    return [fact.over for fact in walk(program, list(map(Difference, facts)), differences(manual))]
+    return [fact.over for fact in walk(program, list(map(Difference, facts)), Differences(manual))]
 
 
 def differing_results(fn: Callable[..., PyTree], args: tuple[PyTree, ...], facts: PyTree, manual: Axes) -> PyTree:
@@ -98,22 +97,79 @@ def differing_results(fn: Callable[..., PyTree], args: tuple[PyTree, ...], facts
     return results
 
 
-def differences(manual: Axes = EQUAL) -> Domain[Difference]:
-    """Make the domain.
+class Differences(Domain[Difference]):
+    """The domain.
 
     Args:
       manual: the axes of the `shard_map` in which the program was traced; none if it was traced outside.
     """
-    return Domain(
-        literal=lambda value: Difference(),
-        constant=lambda array: Difference(),
-        join=_join,
-        rule=partial(_rule, manual),
-        choose=lambda choice, result: result._replace(over=result.over | choice.over),
-        unknown=lambda place, facts: place.joined(Difference(_over(facts))),
-        enter=_enter,
-        leave=_leave,
-    )
+
+    def __init__(self, manual: Axes = EQUAL):
+        self.manual = manual
+
+    def value(self, values: Sequence[Any], place: Place) -> Difference:
+        """Return that the numbers in a program are equal on all devices."""
+        return Difference()
+
+    def join(self, place: Place, facts: Sequence[Difference]) -> Difference:
+        """Unite the axes; forget the shards unless all facts say the same about them."""
+        shards = {fact.shards for fact in facts if fact.shards != ()} or {()}
+        return Difference(_over(facts), shards.pop() if len(shards) == 1 else None)
+
+    def choose(self, place: Place, choice: Difference, facts: list[Difference]) -> list[Difference]:
+        """Add the axes over which the choice differs."""
+        return [fact._replace(over=fact.over | choice.over) for fact in facts]
+
+    def unknown(self, place: Place, facts: list[Difference]) -> list[Difference]:
+        """Return that the results differ wherever an operand does."""
+        return place.joined(Difference(_over(facts)))
+
+    def rule(self, place: Place, facts: list[Difference]) -> list[Difference] | None:
+        """Return the differences after a collective or another primitive that the domain knows."""
+        equation, name, before = place.equation, place.name, _over(facts)
+        if name in _CALLBACKS or name in _REFERENCES:
+            # The host of every device may return another value: differ over all axes of the shard_maps around.
+            made = (newly_manual_axes(one.equation.params) for one in place.around if _is_shard_map(one.equation))
+            return place.joined(Difference(before.union(self.manual, *made)))
+        if name in SAME:
+            return facts if len(facts) == len(equation.outvars) else None
+        if name == "broadcast_in_dim" and equation.invars[0].aval.shape == ():
+            return [Difference(before, shards=())]
+        if name == "axis_index":
+            return place.joined(Difference(axes_named(equation)))
+        if (kind := collective_of(equation)) is None:
+            return None
+        axes = axes_named(equation)
+        equals = kind in SUMS and equation.params.get("axis_index_groups") is None
+        return place.joined(Difference(before - axes if equals else before | axes))
+
+    def enter(self, place: Place, facts: list[Difference]) -> list[Difference]:
+        """Return the differences of one row of a scan, or within one shard."""
+        if place.name == "scan":
+            kept = sum(scan_counts(place.equation.params))
+            return facts[:kept] + [_with_spec(fact, _row_of) for fact in facts[kept:]]
+        if not _is_shard_map(place.equation):
+            return facts
+
+        def shard(fact: Difference, spec: Any) -> Difference:
+            # The shards are known if the array is split here as the shard_map that returned it had split it.
+            if fact.shards is not None and fact.shards[:1] in ((), (tuple(spec),)):
+                return Difference(fact.over.union(*fact.shards[1:]))
+            return Difference(fact.over | _split_over(place, spec))
+
+        return [shard(fact, spec) for fact, spec in zip(facts, place.equation.params["in_specs"], strict=True)]
+
+    def leave(self, place: Place, facts: list[Difference]) -> list[Difference]:
+        """Return the differences of stacked rows, or of the array of all shards."""
+        if not _is_shard_map(place.equation):
+            _, kept = scan_counts(place.equation.params)
+            return facts[:kept] + [_with_spec(fact, _Rows) for fact in facts[kept:]]
+
+        def assemble(fact: Difference, spec: Any) -> Difference:
+            split = _split_over(place, spec)
+            return Difference(fact.over - split, (tuple(spec), fact.over & split) if split else None)
+
+        return [assemble(fact, spec) for fact, spec in zip(facts, place.equation.params["out_specs"], strict=True)]
 
 
 def collective_of(equation: Any) -> str | None:
@@ -136,30 +192,6 @@ def _over(facts: Sequence[Difference]) -> Axes:
     return EQUAL.union(*(fact.over for fact in facts))
 
 
-def _join(facts: Sequence[Difference]) -> Difference:
-    shards = {fact.shards for fact in facts if fact.shards != ()} or {()}
-    return Difference(_over(facts), shards.pop() if len(shards) == 1 else None)
-
-
-def _rule(manual: Axes, place: Place, facts: list[Difference]) -> list[Difference] | None:
-    equation, name, before = place.equation, place.name, _over(facts)
-    if name in _CALLBACKS or name in _REFERENCES:
-        # The host of every device may return another value: differ over all axes of the shard_maps around.
-        made = (newly_manual_axes(one.equation.params) for one in place.around if _is_shard_map(one.equation))
-        return place.joined(Difference(before.union(manual, *made)))
-    if name in SAME:
-        return facts if len(facts) == len(equation.outvars) else None
-    if name == "broadcast_in_dim" and equation.invars[0].aval.shape == ():
-        return [Difference(before, shards=())]
-    if name == "axis_index":
-        return place.joined(Difference(axes_named(equation)))
-    if (kind := collective_of(equation)) is None:
-        return None
-    axes = axes_named(equation)
-    equals = kind in SUMS and equation.params.get("axis_index_groups") is None
-    return place.joined(Difference(before - axes if equals else before | axes))
-
-
 def _is_shard_map(equation: Any) -> bool:
     return bool(equation.primitive.name == "shard_map")
 
@@ -178,32 +210,6 @@ class _Rows(NamedTuple):
 
 def _row_of(spec: Any) -> Any:
     return spec.row if isinstance(spec, _Rows) else None
-
-
-def _enter(place: Place, facts: list[Difference]) -> list[Difference]:
-    if not _is_shard_map(place.equation):
-        kept = sum(scan_counts(place.equation.params))
-        return facts[:kept] + [_with_spec(fact, _row_of) for fact in facts[kept:]]
-
-    def shard(fact: Difference, spec: Any) -> Difference:
-        # The shards are known if the array is split here as the shard_map that returned it had split it.
-        if fact.shards is not None and fact.shards[:1] in ((), (tuple(spec),)):
-            return Difference(fact.over.union(*fact.shards[1:]))
-        return Difference(fact.over | _split_over(place, spec))
-
-    return [shard(fact, spec) for fact, spec in zip(facts, place.equation.params["in_specs"], strict=True)]
-
-
-def _leave(place: Place, facts: list[Difference]) -> list[Difference]:
-    if not _is_shard_map(place.equation):
-        _, kept = scan_counts(place.equation.params)
-        return facts[:kept] + [_with_spec(fact, _Rows) for fact in facts[kept:]]
-
-    def assemble(fact: Difference, spec: Any) -> Difference:
-        split = _split_over(place, spec)
-        return Difference(fact.over - split, (tuple(spec), fact.over & split) if split else None)
-
-    return [assemble(fact, spec) for fact, spec in zip(facts, place.equation.params["out_specs"], strict=True)]
 
 
 def _with_spec(fact: Difference, change: Callable[[Any], Any]) -> Difference:

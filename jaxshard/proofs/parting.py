@@ -15,13 +15,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jax.extend.core import jaxprs_in_params
-
 from jaxshard.core.compat import equation_frames, newly_manual_axes
-from jaxshard.core.jaxpr import open_jaxpr
+from jaxshard.core.jaxpr import all_equations, open_jaxpr
 from jaxshard.core.our_code import package_folder, users_frame
-from jaxshard.proofs.equal import Axes, Difference, axes_named, collective_of, differences
-from jaxshard.proofs.walk import Place, walk
+from jaxshard.proofs.equal import Axes, Difference, Differences, axes_named, collective_of
+from jaxshard.proofs.walk import Around, Place, walk
 
 CHOICES = {"cond": "which branch lax.cond takes", "while": "how often lax.while_loop iterates"}
 """Primitives on which devices may decide differently, and how an error message names the decision."""
@@ -85,30 +83,41 @@ def read_partings(program: Any) -> Reading:
     Args:
       program: a jaxpr of global arrays, closed or not, such as `jitted.trace(*args).jaxpr`.
     """
-    partings: list[Parting] = []
-    choices: dict[Choice, None] = {}
+    reader = _Reader()
+    if any(equation.primitive.name in CHOICES for equation in all_equations(program)):  # most programs have none
+        jaxpr, _ = open_jaxpr(program)
+        walk(program, [Difference()] * len(jaxpr.invars), reader)
+    return Reading(reader.partings, tuple(reader.choices))
 
-    def visit(place: Place, facts: list[Difference]) -> None:
+
+class _Reader(Differences):
+    """Collects what is in branches and loops on which devices may decide differently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.partings: list[Parting] = []
+        self.choices: dict[Choice, None] = {}
+
+    def conclude(self, place: Place, operands: list[Difference], results: list[Difference]) -> list[Difference]:
         decisive = [one for one in place.around if one.choice is not None and one.choice.over]
-        if not decisive:
-            return
+        if place.settled and decisive:
+            self.read(place, decisive)
+        return results
+
+    def read(self, place: Place, decisive: list[Around]) -> None:
+        """Record an equation inside branches and loops on which devices may decide differently."""
         sizes, manual = _mesh_around(place)
         kind = collective_of(place.equation)
         if kind is None:
             if manual < sizes.keys() or not _maps_around(place):
-                choices[Choice(_line(decisive[-1].equation), decisive[-1].choice.over)] = None
+                self.choices[Choice(_line(decisive[-1].equation), decisive[-1].choice.over)] = None
             return
         axes = frozenset(sizes) if kind in _PAIRWISE else axes_named(place.equation) & sizes.keys()
         # Report only the outermost branch that may separate devices of this collective.
         for one in decisive:
             if differ := one.choice.over & axes:
-                partings.append(Parting(one.equation, differ, place.equation, axes_named(place.equation)))
+                self.partings.append(Parting(one.equation, differ, place.equation, axes_named(place.equation)))
                 break
-
-    if _has_choices_to_read(program):
-        jaxpr, _ = open_jaxpr(program)
-        walk(program, [Difference()] * len(jaxpr.invars), differences(), visit)
-    return Reading(partings, tuple(choices))
 
 
 def check_together(program: Any, what: str) -> tuple[Choice, ...]:
@@ -138,43 +147,6 @@ def check_together(program: Any, what: str) -> tuple[Choice, ...]:
         f"of zero. Or decide for all devices together: jax.lax.pmax(predicate, {tuple(axes)}). Or use js.auto(), under "
         "which the loss, outside of any shard_map, sees all rows and takes one branch."
     )
-
-
-def _has_choices_to_read(program: Any) -> bool:
-    """Whether a program has a `cond` or `while` that matters; most programs have none, and need not be walked.
-
-    What is around an equation says what matters: "automatic" where the compiler places collectives over some axes, so
-    that any `cond` does; "manual" where it does not; "choice" in a `cond` or `while`, where any collective does.
-    """
-    seen: set[tuple[int, str]] = set()
-    programs = [(program, "automatic")]
-    while programs:
-        one, inside = programs.pop()
-        if (id(one), inside) in seen:
-            continue
-        seen.add((id(one), inside))
-        for equation in open_jaxpr(one)[0].eqns:
-            if _is_choice_to_read(equation, inside):
-                return True
-            programs += [(inner, _around(equation, inside)) for inner in jaxprs_in_params(equation.params)]
-    return False
-
-
-def _is_choice_to_read(equation: Any, inside: str) -> bool:
-    if inside == "choice":
-        return collective_of(equation) is not None
-    return inside == "automatic" and equation.primitive.name in CHOICES
-
-
-def _around(equation: Any, inside: str) -> str:
-    name = equation.primitive.name
-    if inside == "choice" or name in CHOICES:
-        return "choice"
-    if name != "shard_map":
-        return inside
-    sizes = dict(equation.params["mesh"].shape)
-    automatic = sizes.keys() - newly_manual_axes(equation.params)
-    return "automatic" if any(sizes[axis] > 1 for axis in automatic) else "manual"
 
 
 def _maps_around(place: Place) -> list[dict[str, Any]]:

@@ -10,18 +10,22 @@ results. The walk handles every equation that contains a jaxpr: calls, `jax.chec
 
 The facts about a loop's carry are joined until a fixpoint is reached: they then hold before every iteration. Facts must
 be hashable, and repeated joins must reach a fixpoint.
+
+A single trace can't show whether a literal such as 24 is a constant or the size of an array. So two traces of one
+function, on inputs of different shapes, may be walked together: every `Place` has an equation of each, and every value
+of the program is read in both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from jax.extend.core import Literal, jaxprs_in_params
 
 from jaxshard.core.compat import scan_counts
 from jaxshard.core.jaxpr import CALLS, open_jaxpr
+from jaxshard.proofs.alike import Difference, first_difference
 
 Fact = TypeVar("Fact", bound=Hashable)
 
@@ -42,75 +46,136 @@ class Place(NamedTuple):
     """An equation and the equations that contain it.
 
     Attributes:
-      equation: the equation.
+      equations: the equation in each of the programs that are walked together; none for the results of a program.
       around: the equations that contain it, the outermost first.
+      settled: False as long as the facts about the carry of a loop around it may still change.
     """
 
-    equation: Any
-    around: tuple[Around, ...]
+    equations: tuple[Any, ...]
+    around: tuple[Around, ...] = ()
+    settled: bool = True
+
+    @property
+    def equation(self) -> Any:
+        """Return the equation in the first program; None for the results of a program."""
+        return self.equations[0] if self.equations else None
+
+    @property
+    def twin(self) -> Any:
+        """Return the equation in the last program."""
+        return self.equations[-1] if self.equations else None
 
     @property
     def name(self) -> str:
         """Return the name of the equation's primitive."""
         return str(self.equation.primitive.name)
 
+    def parameter(self, name: str) -> tuple[Any, ...]:
+        """Return a parameter of the equation, such as its jaxpr, in each of the programs."""
+        return tuple(one.params[name] for one in self.equations)
+
     def joined(self, fact: Fact) -> list[Fact]:
         """Return the same fact about every result."""
         return [fact] * len(self.equation.outvars)
 
 
-def _unchanged(place: Place, facts: list[Any]) -> list[Any]:
-    return facts
+class Refused(Exception):
+    """Raised by a method of a domain for an equation about whose results it can't claim anything."""
 
 
-@dataclass(frozen=True)
 class Domain(Generic[Fact]):
     """A kind of facts, and the rules by which equations change them (the transfer functions).
 
-    Attributes:
-      literal: returns the fact about a literal of the jaxpr.
-      constant: returns the fact about an array that the traced function closed over.
-      join: combines several facts, any of which may hold for a value.
-      rule: returns the facts about the results of an equation from the facts about its operands. It returns None for
-        control flow and calls, whose programs the walk follows, and for primitives that the domain does not know.
-      choose: combines the fact about the predicate of a `cond` or `while` with the fact about one of its results. By
-        default they are joined.
-      unknown: returns the facts about the results of a primitive that the domain does not know. By default the facts
-        about all operands are joined.
-      enter: turns the facts about the operands of a `scan` or `shard_map` into facts about the inputs of its jaxpr (one
-        row, one shard).
-      leave: turns the facts about the results of that jaxpr into facts about the results of the equation.
+    A subclass defines `value`, `join` and `rule`. The other methods have defaults for facts about the origin of values.
     """
 
-    literal: Callable[[Any], Fact]
-    constant: Callable[[Any], Fact]
-    join: Callable[[Sequence[Fact]], Fact]
-    rule: Callable[[Place, list[Fact]], list[Fact] | None]
-    choose: Callable[[Fact, Fact], Fact] | None = None
-    unknown: Callable[[Place, list[Fact]], list[Fact]] | None = None
-    enter: Callable[[Place, list[Fact]], list[Fact]] = _unchanged
-    leave: Callable[[Place, list[Fact]], list[Fact]] = _unchanged
+    def value(self, values: Sequence[Any], place: Place) -> Fact:
+        """Return the fact about a literal, or an array that the traced function closed over, read by an equation.
+
+        Args:
+          values: the number or array in each of the programs.
+          place: the equation that reads it.
+        """
+        raise NotImplementedError
+
+    def join(self, place: Place, facts: Sequence[Fact]) -> Fact:
+        """Return the fact about a value for which any of several facts may hold."""
+        raise NotImplementedError
+
+    def rule(self, place: Place, facts: list[Fact]) -> list[Fact] | None:
+        """Return the facts about the results of an equation from the facts about its operands.
+
+        It is not asked for calls, branches and loops, whose programs the walk follows. Return None for a `shard_map` to
+        follow its program as well, and for primitives that the domain does not know.
+        """
+        raise NotImplementedError
+
+    def unknown(self, place: Place, facts: list[Fact]) -> list[Fact]:
+        """Return the facts about the results of a primitive that the domain does not know."""
+        return place.joined(self.join(place, facts))
+
+    def enter(self, place: Place, facts: list[Fact]) -> list[Fact]:
+        """Turn facts about operands into facts about the inputs of a jaxpr: one row of a `scan`, one shard."""
+        return facts
+
+    def leave(self, place: Place, facts: list[Fact]) -> list[Fact]:
+        """Turn facts about the results of the jaxpr of a `scan` or `shard_map` into facts about its own results."""
+        return facts
+
+    def choose(self, place: Place, choice: Fact, facts: list[Fact]) -> list[Fact]:
+        """Combine the fact about the predicate of a `cond` or `while` with the facts about its results."""
+        return [self.join(place, [choice, fact]) for fact in facts]
+
+    def conclude(self, place: Place, operands: list[Fact], results: list[Fact]) -> list[Fact]:
+        """Return the final facts about the results of any equation, after those in the jaxprs inside it.
+
+        If `place.settled`, the facts hold in every iteration of the loops around it, and the equation is concluded once
+        for each call of its jaxpr.
+        """
+        return results
+
+    def refused(self, place: Place, facts: list[Fact], refusal: Refused) -> list[Fact]:
+        """Return the facts about results with which to go on after a refusal; by default the walk ends."""
+        raise refusal
+
+    def same(self, place: Place) -> bool:
+        """Return whether two equations with one primitive, on the same operands, are the same in both programs."""
+        return True
+
+    def differ(self, place: Place, difference: Difference, results: Sequence[tuple[Any, Any]]) -> list[Fact]:
+        """Return the facts about the results, variables of both jaxprs, of two programs that are not the same."""
+        raise NotImplementedError
 
 
-Visit = Callable[[Place, list[Any]], None]
-"""`visit(place, facts of its operands)`, called for every equation with its final facts."""
-
-
-def walk(program: Any, facts: Sequence[Fact], domain: Domain[Fact], visit: Visit | None = None) -> list[Fact]:
+def walk(program: Any, facts: Sequence[Fact], domain: Domain[Fact], *, around: tuple[Around, ...] = ()) -> list[Fact]:
     """Return the facts about the results of a jaxpr.
 
     Args:
-      program: a jaxpr, closed or not, such as `jax.make_jaxpr(fn)(*args)`.
+      program: a jaxpr, closed or not, such as `jax.make_jaxpr(fn)(*args)`; or a tuple of two, to walk them together.
       facts: one fact for each of its flat inputs.
       domain: the kind of facts.
-      visit: called for every equation, those of inner jaxprs included, with facts that hold in every iteration of the
-        loops around it. A jaxpr that several equations call is visited once for each call.
+      around: the equations that contain the program.
 
     Example:
-        union = Domain(lambda value: NONE, lambda value: NONE, lambda facts: NONE.union(*facts), lambda *_: None)
-        walk(jax.make_jaxpr(fn)(x, y), [frozenset("x"), frozenset("y")], union)
+        class Reach(Domain[frozenset[str]]):                      # on which inputs a value depends
+            def value(self, values, place):
+                return frozenset()
+
+            def join(self, place, facts):
+                return frozenset().union(*facts)
+
+            def rule(self, place, facts):
+                return None
+
+        walk(jax.make_jaxpr(fn)(x, y), [frozenset("x"), frozenset("y")], Reach())
     """
-    return _Walker(domain).program(program, facts, (), visit)
+    programs = program if isinstance(program, tuple) else (program,)
+    return _Walker(domain).program(programs, facts, around, settled=True)
+
+
+def walk_equation(equation: Any, facts: Sequence[Fact], domain: Domain[Fact]) -> list[Fact]:
+    """Return the facts about the results of one equation from the facts about its operands."""
+    return _Walker(domain).equation(Place((equation,)), list(facts))
 
 
 class _Walker(Generic[Fact]):
@@ -121,121 +186,136 @@ class _Walker(Generic[Fact]):
         self.seen: dict[Any, tuple[Any, list[Fact]]] = {}
 
     def program(
-        self, program: Any, facts: Sequence[Fact], around: tuple[Around, ...], visit: Visit | None
+        self, programs: tuple[Any, ...], facts: Sequence[Fact], around: tuple[Around, ...], *, settled: bool
     ) -> list[Fact]:
-        """Return the facts about the results of a program at some place."""
-        key = id(program), tuple(facts), tuple((id(one.equation), one.choice) for one in around)
-        if visit is None and key in self.seen:
+        """Return the facts about the results of a program, or of two at once, at some place."""
+        key = tuple(map(id, programs)), tuple(facts), tuple((id(one.equation), one.choice) for one in around)
+        if not settled and key in self.seen:
             return self.seen[key][1]
-        jaxpr, consts = open_jaxpr(program)
-        known: dict[Any, Fact] = {}
-        if consts:
-            known.update(zip(jaxpr.constvars, map(self.domain.constant, consts), strict=True))
-        known.update(zip(jaxpr.invars, facts, strict=True))
-
-        def read(atom: Any) -> Fact:
-            return self.domain.literal(atom.val) if isinstance(atom, Literal) else known[atom]
-
-        for equation in jaxpr.eqns:
-            place, operands = Place(equation, around), [read(atom) for atom in equation.invars]
-            if visit is not None:
-                visit(place, operands)
-            known.update(zip(equation.outvars, self.equation(place, operands, visit), strict=True))
-        results = [read(atom) for atom in jaxpr.outvars]
-        self.seen[key] = program, results
+        results = self.run(programs, facts, around, settled)
+        self.seen[key] = programs, results
         return results
 
-    def equation(self, place: Place, facts: list[Fact], visit: Visit | None) -> list[Fact]:
+    def run(
+        self, programs: tuple[Any, ...], facts: Sequence[Fact], around: tuple[Around, ...], settled: bool
+    ) -> list[Fact]:
+        jaxprs, consts = zip(*map(open_jaxpr, programs), strict=True)
+        outs = list(zip(*(jaxpr.outvars for jaxpr in jaxprs), strict=False))
+
+        def is_same(*equations: Any) -> bool:
+            return self.domain.same(Place(equations, around, settled))
+
+        if len(jaxprs) == 2 and (difference := first_difference(*jaxprs, is_same)):
+            return self.domain.differ(Place(difference.equations, around, settled), difference, outs)
+        values = dict(zip(jaxprs[0].constvars, zip(*consts, strict=True)))
+        known: dict[Any, Fact] = dict(zip(jaxprs[0].invars, facts, strict=True))
+
+        def read(atoms: tuple[Any, ...], place: Place) -> Fact:
+            if isinstance(atoms[0], Literal):
+                return self.domain.value([atom.val for atom in atoms], place)
+            if atoms[0] not in known:
+                known[atoms[0]] = self.domain.value(values[atoms[0]], place)
+            return known[atoms[0]]
+
+        for equations in zip(*(jaxpr.eqns for jaxpr in jaxprs), strict=True):
+            place = Place(equations, around, settled)
+            operands = [read(atoms, place) for atoms in zip(*(one.invars for one in equations), strict=True)]
+            known.update(zip(equations[0].outvars, self.equation(place, operands), strict=True))
+        return [read(atoms, Place((), around, settled)) for atoms in outs]
+
+    def equation(self, place: Place, facts: list[Fact]) -> list[Fact]:
         """Return the facts about the results of an equation."""
+        try:
+            results = self.results(place, facts)
+        except Refused as refusal:
+            return self.domain.refused(place, facts, refusal)
+        return self.domain.conclude(place, facts, results)
+
+    def results(self, place: Place, facts: list[Fact]) -> list[Fact]:
+        if place.name in CONTROL_FLOW:
+            return CONTROL_FLOW[place.name](self, place, self.domain.enter(place, facts))
+        if place.name in CALLS:
+            return self.inside(place, place.parameter(CALLS[place.name]), self.domain.enter(place, facts))
         found = self.domain.rule(place, facts)
         if found is not None:
             return found
-        if place.name in _CONTROL_FLOW:
-            return _CONTROL_FLOW[place.name](self, place, facts, visit)
-        if place.name in CALLS:
-            return self.inside(place, place.equation.params[CALLS[place.name]], facts, visit)
-        return self.unknown(place, facts, visit)
+        if place.name == "shard_map":
+            results = self.inside(place, place.parameter("jaxpr"), self.domain.enter(place, facts))
+            return self.domain.leave(place, results)
+        return self.unknown(place, facts)
 
     def inside(
-        self, place: Place, program: Any, facts: Sequence[Fact], visit: Visit | None, choice: Fact | None = None
+        self,
+        place: Place,
+        programs: tuple[Any, ...],
+        facts: Sequence[Fact],
+        *,
+        choice: Fact | None = None,
+        settled: bool = True,
     ) -> list[Fact]:
-        return self.program(program, facts, (*place.around, Around(place.equation, choice)), visit)
+        """Return the facts about the results of a jaxpr of an equation, or of that jaxpr in both programs."""
+        around = (*place.around, Around(place.equation, choice))
+        return self.program(programs, facts, around, settled=settled and place.settled)
 
-    def unknown(self, place: Place, facts: list[Fact], visit: Visit | None) -> list[Fact]:
+    def unknown(self, place: Place, facts: list[Fact]) -> list[Fact]:
         """Handle a primitive that the domain does not know.
 
         A primitive that contains one jaxpr, with as many inputs and results as the primitive has, is taken for a call.
         """
-        programs = list(jaxprs_in_params(place.equation.params))
-        sizes = [(len(jaxpr.invars), len(jaxpr.outvars)) for jaxpr, _ in map(open_jaxpr, programs)]
+        programs = list(zip(*(jaxprs_in_params(one.params) for one in place.equations), strict=True))
+        sizes = [(len(jaxpr.invars), len(jaxpr.outvars)) for jaxpr, _ in (open_jaxpr(one[0]) for one in programs)]
         if sizes == [(len(facts), len(place.equation.outvars))]:
-            return self.inside(place, programs[0], facts, visit)
-        if visit is not None:
-            for program, (inputs, _) in zip(programs, sizes, strict=True):
-                self.inside(place, program, [self.domain.join(facts)] * inputs, visit)
-        unknown = self.domain.unknown
-        return place.joined(self.domain.join(facts)) if unknown is None else unknown(place, facts)
+            return self.inside(place, programs[0], facts)
+        for one, (inputs, _) in zip(programs, sizes, strict=True):
+            self.inside(place, one, [self.domain.join(place, facts)] * inputs)
+        return self.domain.unknown(place, facts)
 
-    def join(self, *facts: Sequence[Fact]) -> list[Fact]:
+    def join(self, place: Place, *facts: Sequence[Fact]) -> list[Fact]:
         """Join lists of facts elementwise."""
-        return [one[0] if len(set(one)) == 1 else self.domain.join(one) for one in zip(*facts, strict=True)]
+        return [one[0] if len(set(one)) == 1 else self.domain.join(place, one) for one in zip(*facts, strict=True)]
 
-    def choose(self, choice: Fact, results: list[Fact]) -> list[Fact]:
-        """Combine the facts about results with the fact about the predicate on which they depend."""
-        choose = self.domain.choose
-        return [self.domain.join([choice, one]) if choose is None else choose(choice, one) for one in results]
-
-    def settle(self, body: Callable[[list[Fact]], list[Fact]], carry: list[Fact]) -> list[Fact]:
+    def settle(self, place: Place, body: Callable[[list[Fact]], list[Fact]], carry: list[Fact]) -> list[Fact]:
         """Return the fixpoint of a loop's carry: facts that hold before every iteration."""
-        while (joined := self.join(carry, body(carry))) != carry:
+        while (joined := self.join(place, carry, body(carry))) != carry:
             carry = joined
         return carry
 
 
-def _cond(walker: _Walker[Any], place: Place, facts: list[Any], visit: Visit | None) -> list[Any]:
+def _cond(walker: _Walker[Any], place: Place, facts: list[Any]) -> list[Any]:
     choice, *operands = facts
-    ways = [walker.inside(place, one, operands, visit, choice) for one in place.equation.params["branches"]]
-    return walker.choose(choice, walker.join(*ways))
+    branches = zip(*place.parameter("branches"), strict=True)
+    ways = [walker.inside(place, one, operands, choice=choice) for one in branches]
+    return walker.domain.choose(place, choice, walker.join(place, *ways))
 
 
-def _while(walker: _Walker[Any], place: Place, facts: list[Any], visit: Visit | None) -> list[Any]:
-    params = place.equation.params
-    in_test, in_body = params["cond_nconsts"], params["body_nconsts"]
-    test, body, carry = facts[:in_test], facts[in_test : in_test + in_body], facts[in_test + in_body :]
-
-    def iterate(carry: list[Any], visit: Visit | None = None, choice: Any = None) -> list[Any]:
-        return walker.inside(place, params["body_jaxpr"], [*body, *carry], visit, choice)
-
-    carry = walker.settle(iterate, carry)
-    # Visit both jaxprs with the fact about the test, which decides how often they run and is known only now.
-    (choice,) = walker.inside(place, params["cond_jaxpr"], [*test, *carry], None)
-    if visit is not None:
-        walker.inside(place, params["cond_jaxpr"], [*test, *carry], visit, choice)
-        iterate(carry, visit, choice)
-    return walker.choose(choice, carry)
+def _while(walker: _Walker[Any], place: Place, facts: list[Any]) -> list[Any]:
+    in_test, in_body = place.equation.params["cond_nconsts"], place.equation.params["body_nconsts"]
+    of_test, of_body, carry = facts[:in_test], facts[in_test : in_test + in_body], facts[in_test + in_body :]
+    test, body = place.parameter("cond_jaxpr"), place.parameter("body_jaxpr")
+    carry = walker.settle(place, lambda carry: walker.inside(place, body, [*of_body, *carry], settled=False), carry)
+    # The fact about the test, which decides how often both jaxprs run, is known only now.
+    (choice,) = walker.inside(place, test, [*of_test, *carry], settled=False)
+    results = walker.domain.choose(place, choice, carry)
+    walker.inside(place, test, [*of_test, *carry], choice=choice)
+    walker.inside(place, body, [*of_body, *carry], choice=choice)
+    return results
 
 
-def _scan(walker: _Walker[Any], place: Place, facts: list[Any], visit: Visit | None) -> list[Any]:
+def _scan(walker: _Walker[Any], place: Place, facts: list[Any]) -> list[Any]:
     in_consts, in_carry = scan_counts(place.equation.params)
-    entered = walker.domain.enter(place, facts)
-    consts, carry, rows = entered[:in_consts], entered[in_consts:][:in_carry], entered[in_consts + in_carry :]
+    consts, carry, rows = facts[:in_consts], facts[in_consts:][:in_carry], facts[in_consts + in_carry :]
 
-    def iterate(carry: list[Any], visit: Visit | None = None) -> list[Any]:
-        return walker.inside(place, place.equation.params["jaxpr"], [*consts, *carry, *rows], visit)
+    def iterate(carry: list[Any], *, settled: bool) -> list[Any]:
+        return walker.inside(place, place.parameter("jaxpr"), [*consts, *carry, *rows], settled=settled)
 
-    # Visit the body only after the fixpoint: facts of earlier iterations may claim too much.
-    carry = walker.settle(lambda carry: iterate(carry)[:in_carry], carry)
-    return walker.domain.leave(place, [*carry, *iterate(carry, visit)[in_carry:]])
-
-
-def _shard_map(walker: _Walker[Any], place: Place, facts: list[Any], visit: Visit | None) -> list[Any]:
-    entered = walker.domain.enter(place, facts)
-    return walker.domain.leave(place, walker.inside(place, place.equation.params["jaxpr"], entered, visit))
+    carry = walker.settle(place, lambda carry: iterate(carry, settled=False)[:in_carry], carry)
+    # Only now do the facts hold in every iteration; those of earlier walks may claim too much.
+    return walker.domain.leave(place, [*carry, *iterate(carry, settled=True)[in_carry:]])
 
 
-_CONTROL_FLOW: dict[str, Callable[[_Walker[Any], Place, list[Any], Visit | None], list[Any]]] = {
+CONTROL_FLOW: dict[str, Callable[[_Walker[Any], Place, list[Any]], list[Any]]] = {
     "cond": _cond,
     "while": _while,
     "scan": _scan,
-    "shard_map": _shard_map,
 }
+"""Equations whose jaxprs run any number of times, or only if a predicate says so."""

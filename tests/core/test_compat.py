@@ -21,14 +21,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxshard as js
 from jaxshard.adapt.positionwise import primitives as positionwise
-from jaxshard.adapt.positionwise import rules, walk
+from jaxshard.adapt.positionwise import rules
 from jaxshard.adapt.remat import make_save_policy
 from jaxshard.checks.collectives import weight_uses
 from jaxshard.core import compat, primitives
 from jaxshard.core.jaxpr import CALLS, open_jaxpr
 from jaxshard.core.keys import key_impl_of
 from jaxshard.engines import wide_sums
-from jaxshard.optim.proof import dependence
+from jaxshard.proofs import dims
+from jaxshard.proofs.walk import CONTROL_FLOW
 
 MESH = js.make_mesh(jax.devices()[:1], data=1)
 X = np.ones((4, 2), np.float32)
@@ -113,18 +114,18 @@ TABLES = {
     "ARITHMETIC": set(primitives.ARITHMETIC),
     "ELEMENTWISE": set(primitives.ELEMENTWISE),
     "GENERATORS": set(primitives.GENERATORS),
-    "CONTROL_FLOW": set(dependence.CONTROL_FLOW),
-    "dependence": {"cond", "while", "scan", "psum", "psum_invariant", "rng_uniform", "infeed", "reduce_sum"}
+    "CONTROL_FLOW": set(CONTROL_FLOW) | {"shard_map"},
+    "dependence": {"psum", "psum_invariant", "rng_uniform", "infeed", "reduce_sum"}
     | {"add", "sub", "add_any", "mul", "div", "neg", "real", "convert_element_type", "select_n"},
     "positionwise": positionwise.KEPT
     | positionwise.EACH_ELEMENT
     | positionwise.REDUCTIONS
-    | set(positionwise.SCANNED)
+    | set(dims.SCANNED)
     | positionwise.SHARDED_SUMS
     | positionwise.WITHOUT_RESULT
     | set(rules._RULES)
-    | set(walk._PROGRAMS)
     | {"sort", "top_k", "reduce_sum", "reduce_max", "integer_pow", "sqrt", "rsqrt", "square", "custom_vjp_call"},
+    "dims": set(dims._MOVES),
     "wide_sums": wide_sums._LINEAR | wide_sums._SUMS | {"scan", "cond"},
 }
 

@@ -1,7 +1,7 @@
 """Prove that a loss treats every position independently, so that each device can run it on its own positions.
 
     prove       the entry: trace the loss, check its results, return the findings
-    walk        walk two jaxprs at once, into their calls, loops and branches
+    walk        the domain of `proofs/walk.py`: the facts of both jaxprs, and what is refused
     rules       the rule of each primitive: how positions move from operands to results; indexing has gather and scatter
     backward    the backward passes of custom_vjp functions
     shares      the operations that are allowed on partial sums and maxima over positions

@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxshard.adapt.positionwise.facts import SAME, Fact, Kind
-from jaxshard.adapt.positionwise.pair import Pair
 from jaxshard.adapt.positionwise.shares import is_share
 
 
-def is_custom_vjp(pair: Pair) -> bool:
+def is_custom_vjp(eqn: Any) -> bool:
     """Return whether an equation calls a `jax.custom_vjp` function."""
-    return pair.name.startswith("custom_vjp_call")
+    return bool(eqn.primitive.name.startswith("custom_vjp_call"))
 
 
 def is_float(dtype: Any) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from jaxshard.adapt.positionwise.facts import SAME, Fact, Kind, Mixes
 from jaxshard.adapt.positionwise.pair import Pair
 from jaxshard.adapt.positionwise.shares import is_share, refuse
+from jaxshard.proofs.dims import follow_dim
 
 
 def check_degrees(facts: Sequence[Fact]) -> None:
@@ -33,8 +34,12 @@ def check_same(pair: Pair, facts: Sequence[Fact]) -> None:
             raise Mixes("selects elements by the number of positions", "number")
 
 
-def moved(pair: Pair, facts: list[Fact], dim: Callable[[int], int]) -> Fact:
-    """Return the fact of the first operand with its dimension moved by `dim`; the others only select elements."""
+def moved(pair: Pair, facts: list[Fact]) -> Fact:
+    """Return the fact of the first operand, whose dimensions are moved; the other operands only select elements."""
     fact, *others = facts
     check_same(pair, others)
-    return fact._replace(dim=dim(fact.dim)) if fact.kind is Kind.ALONG else fact
+    if fact.kind is not Kind.ALONG:
+        return fact
+    to = follow_dim(pair.one, 0, fact.dim)
+    assert to is not None, "positions have no dimension of size 1, and slices of them were refused"
+    return fact._replace(dim=to)

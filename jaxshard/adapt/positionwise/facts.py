@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
+from jaxshard.proofs.walk import Refused
+
 
 class Kind(Enum):
     """The kinds of the table at the top of the file."""
@@ -78,7 +80,7 @@ def constant_along(dim: int) -> Fact:
     return Fact(Kind.ALONG, dim, 0, 0)
 
 
-class Mixes(Exception):
+class Mixes(Refused):
     """Raised for an equation that gives a wrong result on a part of the positions.
 
     Args:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from jaxshard.adapt.positionwise.checks import check_degrees, check_same, moved, plain
+from jaxshard.adapt.positionwise.checks import check_degrees, check_same, plain
 from jaxshard.adapt.positionwise.facts import SAME, Fact, Kind, Mixes, same_positions
 from jaxshard.adapt.positionwise.pair import Pair
 from jaxshard.adapt.positionwise.shares import is_share, refuse, sum_of
+from jaxshard.proofs.dims import follow_dim
 
 
 def gather(pair: Pair, facts: list[Fact]) -> list[Fact]:
@@ -15,28 +16,19 @@ def gather(pair: Pair, facts: list[Fact]) -> list[Fact]:
     for fact in facts:
         if is_share(fact):
             raise refuse(pair, fact)
-    shape = pair.out_shapes()[0]
-    # The dimensions of the result that come from the indices: one for each dimension of the indices except the last.
-    rows = [dim for dim in range(len(shape)) if dim not in numbers.offset_dims]
     found: list[Fact] = []
     if indices.kind is Kind.ALONG:
-        if indices.dim == len(pair.shapes(1)[0]) - 1:
+        if (to := follow_dim(pair.one, 1, indices.dim)) is None:
             raise Mixes("makes one index of the values of several positions")
-        found.append(indices._replace(dim=rows[indices.dim]))
+        found.append(indices._replace(dim=to))
     if table.kind is Kind.ALONG:
-        dim = table.dim
-        if dim in numbers.operand_batching_dims:
-            of_indices = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(dim)]
-            found.append(table._replace(dim=rows[of_indices]))
-            if indices.kind is not Kind.ALONG or indices.dim != of_indices:
-                raise Mixes("takes positions by the values of other positions", "gather")
-        elif dim in numbers.start_index_map or not pair.is_whole(0, dim, sizes, pair.two.params["slice_sizes"]):
+        batched = table.dim in numbers.operand_batching_dims
+        to = follow_dim(pair.one, 0, table.dim)
+        if to is None or not (batched or pair.is_whole(0, table.dim, sizes, pair.two.params["slice_sizes"])):
             raise Mixes("takes positions by their index", "gather")
-        else:
-            kept = [
-                d for d in range(len(sizes)) if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-            ]
-            found.append(table._replace(dim=numbers.offset_dims[kept.index(dim)]))
+        found.append(table._replace(dim=to))
+        if batched and indices.kind is not Kind.ALONG:
+            raise Mixes("takes positions by the values of other positions", "gather")
     check_degrees(facts)
     if not found:
         return [SAME]
@@ -56,7 +48,8 @@ def slice_of(pair: Pair, facts: list[Fact]) -> list[Fact]:
     one, two = (eqn.params.get("start_indices", ()) for eqn in (pair.one, pair.two))
     if any(a != b for a, b in zip(one, two, strict=True)):
         raise Mixes("selects elements by the number of positions", "number")
-    return [moved(pair, [fact, *starts], lambda dim: dim)]
+    check_same(pair, starts)
+    return [fact]
 
 
 def dynamic_update_slice(pair: Pair, facts: list[Fact]) -> list[Fact]:

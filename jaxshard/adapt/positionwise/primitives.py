@@ -22,12 +22,6 @@ REDUCTIONS = frozenset(
 )  # fmt: skip
 """Reductions, over the dimensions in the parameter "axes" ("dimensions" for `reduce`)."""
 
-SCANNED = {
-    "cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis", "cumlogsumexp": "axis",
-    "sort": "dimension", "top_k": "axis", "approx_top_k": "reduction_dimension",
-}  # fmt: skip
-"""Primitives that mix elements along one dimension and keep the shape, and the parameter that names the dimension."""
-
 SHARDED_SUMS = frozenset({"psum", "psum_invariant"})
 
 WITHOUT_RESULT = frozenset({"debug_callback", "debug_print"})

@@ -10,7 +10,7 @@ import jax
 
 from jaxshard.adapt.positionwise.facts import SAME, Fact, Kind, along
 from jaxshard.adapt.positionwise.report import FIXES, Finding, locate
-from jaxshard.adapt.positionwise.walk import Walk
+from jaxshard.adapt.positionwise.walk import Positions
 from jaxshard.core.loss import Loss, Max, Mean, Sum, as_loss
 from jaxshard.core.marks import show_marks
 from jaxshard.core.model_state import is_declared
@@ -61,12 +61,12 @@ def find_mixing(
     results: Any = jax.tree.structure(out)
     if results != jax.tree.structure(other):
         return [Finding("the loss", "returns other metrics on a part of the positions", "the loss", "", "", "")]
-    walk = Walk(length, parts, axes)
+    positions = Positions(length, parts, axes)
     facts = [SAME if dim is None else along(dim) for dim in dims]
-    found = results.unflatten(walk.closed(one, two, facts))
-    if not walk.findings:  # after a finding the facts about the results are guesses
-        _check_results(walk, found)
-    return walk.findings
+    found = results.unflatten(positions.walk(one, two, facts))
+    if not positions.findings:  # after a finding the facts about the results are guesses
+        _check_results(positions, found)
+    return positions.findings
 
 
 def returning_loss(loss_fn: Callable[..., Any]) -> Callable[..., Loss]:
@@ -91,11 +91,11 @@ def _common_length(args: PyTree, dims: Sequence[int | None], parts: int) -> int:
     return length
 
 
-def _check_results(walk: Walk, loss: Any) -> None:
+def _check_results(positions: Positions, loss: Any) -> None:
     """Add a finding for every result that can't be combined over devices.
 
     Args:
-      walk: the walk, to whose findings they are added.
+      positions: the domain, to whose findings they are added.
       loss: a `js.Loss` with facts in place of arrays.
     """
     for name, metric in ({"the loss": loss.value} | loss.metrics).items():
@@ -103,18 +103,20 @@ def _check_results(walk: Walk, loss: Any) -> None:
             cause = next((fact.cause for fact in facts if fact.cause is not None), None)
             where, via = ("the loss", "") if cause is None else locate([cause.pair.one, *reversed(cause.calls)])
             fix = FIXES["sum"]
-            walk.findings.append(
+            positions.findings.append(
                 Finding(name if name == "the loss" else f"the metric {name!r}", text, where, via, "", fix)
             )
     for path, fact in jax.tree_util.tree_leaves_with_path(loss.state, is_leaf=_is_state):
         if is_declared(fact):
             for text, _ in _why_not_combined(fact):
-                walk.findings.append(Finding(f"the state {path_str(path)}", text, "the loss", "", "", FIXES["sum"]))
+                positions.findings.append(
+                    Finding(f"the state {path_str(path)}", text, "the loss", "", "", FIXES["sum"])
+                )
         elif fact.kind is not Kind.LOST and not (
             fact.kind in (Kind.SAME, Kind.SUM) and (fact.zero or fact.shares == 1)
         ):
             text = "is not the mean of its values on all devices"
-            walk.findings.append(Finding(f"the state {path_str(path)}", text, "the loss", "", "", ""))
+            positions.findings.append(Finding(f"the state {path_str(path)}", text, "the loss", "", "", ""))
 
 
 def _is_fact(x: Any) -> bool:

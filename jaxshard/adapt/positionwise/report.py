@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jaxshard.adapt.positionwise.facts import Mixes
 from jaxshard.adapt.positionwise.pair import Pair
 from jaxshard.core.compat import equation_frames
-from jaxshard.core.our_code import is_jaxshard_file, package_folder
+from jaxshard.core.our_code import is_jaxshard_file, package_folder, short_path
 
 _MODELS = package_folder("jaxshard.models")
 _PROOF = package_folder("jaxshard.adapt.positionwise")
@@ -92,8 +92,8 @@ def locate(equations: Sequence[Any]) -> tuple[str, str]:
     for eqn in equations:
         for file, line in own_frames(eqn):
             if not _is_library(file):
-                return f"{_short(file)}:{line}", via
-            via = via or f"{_short(file)}:{line}"
+                return f"{short_path(file)}:{line}", via
+            via = via or f"{short_path(file)}:{line}"
     return via or "the loss", ""
 
 
@@ -118,11 +118,6 @@ def _is_library(file: str) -> bool:
     if is_jaxshard_file(file):
         return not file.startswith(str(_MODELS))
     return any(f"/site-packages/{name}/" in file.replace("\\", "/") for name in ("flax", "optax", "jaxtyping"))
-
-
-def _short(file: str) -> str:
-    path = file.replace("\\", "/")
-    return path.split("site-packages/")[-1] if "site-packages/" in path else "/".join(path.split("/")[-2:])
 
 
 def explain(findings: Sequence[Finding], axes: Sequence[str]) -> str:

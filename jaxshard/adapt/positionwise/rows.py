@@ -1,7 +1,7 @@
 """Means that do not add up over the rows: `js.Mean(nats.sum(), 32)`, whose weight is 32 for any part of a batch.
 
-The loss is traced for all rows and for one of n equal parts of them, and `Walk` follows both, with rows in the place of
-positions. So of every total and weight is known how n parts add up, or nothing:
+The loss is traced for all rows and for one of n equal parts of them, and `Positions` follows both, with rows in the
+place of positions. So of every total and weight is known how n parts add up, or nothing:
 
     total, weight                            n parts add up to          the mean of the parts is
     nats.sum(), nats.size or mask.sum()      1 and 1 times as much      right
@@ -23,15 +23,15 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from jaxshard.adapt.positionwise.facts import LOST, SAME, Fact, Kind, along, guess
-from jaxshard.adapt.positionwise.pair import Pair
+from jaxshard.adapt.positionwise.facts import LOST, SAME, Fact, Kind, Mixes, along, guess
 from jaxshard.adapt.positionwise.prove import returning_loss
 from jaxshard.adapt.positionwise.rules import has_rule
 from jaxshard.adapt.positionwise.shares import is_share
-from jaxshard.adapt.positionwise.walk import Walk
+from jaxshard.adapt.positionwise.walk import Positions
 from jaxshard.core.jaxpr import open_jaxpr, results_alone, trace_or_none
 from jaxshard.core.loss import Loss, Mean, explain_weight
 from jaxshard.core.types import PyTree
+from jaxshard.proofs.walk import Place
 
 _ROW_BY_ROW = frozenset({"iota", "random_bits", "random_split", "random_gamma", "rng_bit_generator", "gather"})
 """They number rows, draw for them, or look something up for them (`log_p[jnp.arange(rows), labels]`).
@@ -51,37 +51,47 @@ _COLLECTIVES = frozenset(
 """Of the user's own, such as a total that is summed over devices already: what adds up how is theirs to say."""
 
 
-class _RowWalk(Walk):
-    """A walk that knows nothing of what follows from something that mixes rows."""
+class _Rows(Positions):
+    """A domain that knows nothing of what follows from something that mixes rows, and records nothing."""
 
-    def equation(self, pair: Pair, facts: list[Fact]) -> list[Fact]:
-        """Return that nothing is known of what the loss itself sums over devices; else what `Walk` does."""
-        if pair.name in _COLLECTIVES and any(fact != SAME for fact in facts):
-            return [LOST] * len(pair.one.outvars)
-        return super().equation(pair, facts)
+    def rule(self, place: Place, facts: list[Fact]) -> list[Fact] | None:
+        """Return that nothing is known of what the loss itself sums over devices; else what `Positions` does."""
+        if place.name in _COLLECTIVES and any(fact != SAME for fact in facts):
+            return place.joined(LOST)
+        return super().rule(place, facts)
 
-    def after_refusal(self, pair: Pair, facts: Sequence[Fact]) -> list[Fact]:
+    def after_refusal(self, place: Place, facts: Sequence[Fact]) -> list[Fact]:
         """Take it that an unknown operation goes row by row, as looking something up by the number of a row does."""
-        made = [guess(*pair.out_shapes(index), self.parts) for index in range(len(pair.one.outvars))]
+        pair = self.pair(place)
+        made = [guess(*pair.out_shapes(index), self.parts) for index in range(len(place.equation.outvars))]
         counted = any(fact.degree for fact in facts)
-        if pair.name in _COMPARISONS or (pair.name == "add" and _is_integer(pair)):
+        if place.name in _COMPARISONS or (place.name == "add" and _is_integer(place.equation)):
             trusted = True  # of numbers of rows and how many there are
         else:
-            trusted = not counted and (pair.name in _ROW_BY_ROW or not has_rule(pair.name))
+            trusted = not counted and (place.name in _ROW_BY_ROW or not has_rule(place.name))
         known = not any(is_share(fact) or fact.kind is Kind.LOST for fact in facts)
         if trusted and known and all(fact.kind is Kind.ALONG for fact in made):
             return made
-        return [LOST] * len(made)
+        return place.joined(LOST)
 
     def guess(self, one: Sequence[int], two: Sequence[int]) -> Fact:
         """Return that nothing is known."""
         return LOST
 
-    def constant(self, var: Any, twin: Any, value: Any, other: Any, jaxpr: Any) -> Fact:
+    def value(self, values: Sequence[Any], place: Place) -> Fact:
         """Take whole numbers and flags for the rows, such as `np.arange(rows)`, for their numbers."""
-        numbers = var.aval.dtype.kind in "iub" and var.aval.shape != twin.aval.shape
-        found = guess(var.aval.shape, twin.aval.shape, self.parts) if numbers else LOST
-        return found if found.kind is Kind.ALONG else super().constant(var, twin, value, other, jaxpr)
+        shapes = [np.shape(x) for x in values]
+        if shapes[0] != shapes[1] and values[0].dtype.kind in "iub":
+            found = guess(shapes[0], shapes[1], self.parts)
+            if found.kind is Kind.ALONG:
+                return found
+        return super().value(values, place)
+
+    def note(self, place: Place, refusal: Mixes) -> None:
+        """Record nothing: nobody reads it."""
+
+    def check_backward(self, place: Place, facts: list[Fact], results: list[Fact]) -> None:
+        """Check nothing: backward passes make no totals."""
 
 
 def find_unequal_means(
@@ -129,9 +139,8 @@ def find_unequal_means(
     one, other = trace(size * parts)
     if one is None or structure != other:
         return []
-    # Silent: nobody reads what the walk refuses, and backward passes make no totals.
-    walk = _RowWalk(size * parts, parts, silent=1)
-    facts = _means(structure.unflatten(walk.closed(one, two, [along(0) if found else SAME for found in has_rows])))
+    domain = _Rows(size * parts, parts)
+    facts = _means(structure.unflatten(domain.walk(one, two, [along(0) if found else SAME for found in has_rows])))
     means = _means(structure.unflatten(open_jaxpr(one)[0].outvars))
     return [name + text for name, mean in facts.items() for text in _explain(mean, _numbers(one, means[name]), parts)]
 
@@ -169,8 +178,8 @@ def _means(loss: Any) -> dict[str, Mean]:
     return {name: mean for name, mean in found.items() if isinstance(mean, Mean)}
 
 
-def _is_integer(pair: Pair) -> bool:
-    return bool(np.issubdtype(pair.one.outvars[0].aval.dtype, np.integer))
+def _is_integer(eqn: Any) -> bool:
+    return bool(np.issubdtype(eqn.outvars[0].aval.dtype, np.integer))
 
 
 def _reads(program: Any, atom: Any, rows: Sequence[Any]) -> bool:

@@ -21,9 +21,10 @@ from jaxshard.adapt.positionwise.facts import (
 )
 from jaxshard.adapt.positionwise.indexing import dynamic_update_slice, gather, scatter, slice_of
 from jaxshard.adapt.positionwise.pair import Pair
-from jaxshard.adapt.positionwise.primitives import EACH_ELEMENT, KEPT, REDUCTIONS, SCANNED, SHARDED_SUMS, WITHOUT_RESULT
+from jaxshard.adapt.positionwise.primitives import EACH_ELEMENT, KEPT, REDUCTIONS, SHARDED_SUMS, WITHOUT_RESULT
 from jaxshard.adapt.positionwise.shares import combine_numbers, combine_shares, is_share, refuse, sum_of
 from jaxshard.core.marks import MARK
+from jaxshard.proofs.dims import SCANNED, follow_dim
 
 _ORDERINGS = frozenset({"sort", "top_k", "approx_top_k"})
 
@@ -107,14 +108,8 @@ def _reshape(pair: Pair, facts: list[Fact]) -> list[Fact]:
     return [found]
 
 
-def _transpose(pair: Pair, facts: list[Fact]) -> list[Fact]:
-    return [moved(pair, facts, pair.params["permutation"].index)]
-
-
-def _squeeze(pair: Pair, facts: list[Fact]) -> list[Fact]:
-    rank = len(pair.shapes(0)[0])
-    gone = {dim % rank for dim in pair.params["dimensions"]}
-    return [moved(pair, facts, lambda dim: dim - sum(other < dim for other in gone))]
+def _reordered(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    return [moved(pair, facts)]
 
 
 def _rev(pair: Pair, facts: list[Fact]) -> list[Fact]:
@@ -124,7 +119,6 @@ def _rev(pair: Pair, facts: list[Fact]) -> list[Fact]:
 
 
 def _reduce(pair: Pair, facts: list[Fact]) -> list[Fact]:
-    axes: tuple[int, ...] = pair.params["dimensions" if pair.name == "reduce" else "axes"]
     results = len(pair.one.outvars)
     if pair.name == "reduce":  # operands, then their initial values
         facts = facts[: len(facts) // 2]
@@ -138,8 +132,8 @@ def _reduce(pair: Pair, facts: list[Fact]) -> list[Fact]:
         zero = pair.name == "reduce_sum" and facts[0].zero
         return [SAME._replace(degree=_only_degree(pair, facts), zero=zero)] * results
     fact = same_positions(positions)
-    if fact.dim not in axes:
-        return [fact._replace(dim=fact.dim - sum(axis < fact.dim for axis in axes))] * results
+    if (to := follow_dim(pair.one, 0, fact.dim)) is not None:
+        return [fact._replace(dim=to)] * results
     if pair.name == "reduce_sum":
         return [Fact(Kind.SUM)]
     if pair.name == "reduce_max":
@@ -163,13 +157,13 @@ def _scanned(pair: Pair, facts: list[Fact]) -> list[Fact]:
             raise refuse(pair, fact)
     check_degrees(facts)
     positions = same_positions([fact for fact in facts if fact.kind is Kind.ALONG])
-    if positions.dim == pair.params[SCANNED[pair.name]] % len(pair.shapes(0)[0]):
+    if follow_dim(pair.one, 0, positions.dim) is None:
         raise Mixes("goes over the positions in their order", "experts" if pair.name in _ORDERINGS else "auto")
     return [positions] * results
 
 
 def _dot_general(pair: Pair, facts: list[Fact]) -> list[Fact]:
-    (contract, batch) = pair.params["dimension_numbers"]
+    (contract, _) = pair.params["dimension_numbers"]
     left, right = facts
     kinds = [fact.kind for fact in facts]
     if any(map(is_share, facts)):
@@ -184,19 +178,14 @@ def _dot_general(pair: Pair, facts: list[Fact]) -> list[Fact]:
     for side, fact in enumerate(facts):
         if fact.kind is not Kind.ALONG:
             continue
-        if fact.dim in contract[side]:
+        if (to := follow_dim(pair.one, side, fact.dim)) is None:
             place = contract[side].index(fact.dim)
             other = facts[1 - side]
             if other.kind is not Kind.ALONG or other.dim != contract[1 - side][place]:
                 raise Mixes("sums products of positions with an array that has none", "sum")
             same_positions([fact, other._replace(dim=fact.dim)])
             return [Fact(Kind.SUM)]
-        if fact.dim in batch[side]:
-            found.append(fact._replace(dim=batch[side].index(fact.dim)))
-            continue
-        free = [dim for dim in range(len(pair.shapes(side)[0])) if dim not in (*contract[side], *batch[side])]
-        before = len(batch[0]) if side == 0 else len(pair.out_shapes()[0]) - len(free)
-        found.append(fact._replace(dim=before + free.index(fact.dim)))
+        found.append(fact._replace(dim=to))
     if len({fact.dim for fact in found}) > 1:
         raise Mixes("multiplies positions with other positions", "attention")
     return [same_positions(found)]
@@ -370,8 +359,8 @@ def _unknown(pair: Pair, facts: list[Fact]) -> list[Fact]:
 _RULES: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
-    "transpose": _transpose,
-    "squeeze": _squeeze,
+    "transpose": _reordered,
+    "squeeze": _reordered,
     "rev": _rev,
     "dot_general": _dot_general,
     "gather": gather,

@@ -16,22 +16,23 @@ one result instead of both.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal
 
 from jaxshard.core.compat import replace_equations
-from jaxshard.core.jaxpr import eliminate_dead_code, inline_calls, needed_equations, open_jaxpr
+from jaxshard.core.jaxpr import all_equations, eliminate_dead_code, inline_calls, needed_equations, open_jaxpr
 from jaxshard.core.keys import is_key
 from jaxshard.core.primitives import ELEMENTWISE, SAME
 from jaxshard.core.tree import abstract, path_str, same_structure
 from jaxshard.core.types import PyTree
 from jaxshard.optim.proof.facts import Context
 from jaxshard.optim.proof.own_array import Outputs, input_reaches, outputs_of
-from jaxshard.optim.proof.reach import Flow, Reach, bit, follow, is_whole_sum, leaves_of, multiplies_matrices, read
+from jaxshard.optim.proof.reach import Flow, Reach, bit, is_whole_sum, leaves_of, multiplies_matrices
 from jaxshard.optim.proof.traced import traced_update
+from jaxshard.proofs.walk import walk
 
 
 class Core(NamedTuple):
@@ -99,58 +100,32 @@ def find_cores(tx: Any, params: PyTree, leaves: Collection[int]) -> TracedUpdate
     except (AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError):
         # A transform called without its extra arguments may raise anything; the step passes them and reports errors.
         return None
-    if not (same_structure(updates, params) and same_structure(before, state)) or not _may_multiply(closed):
+    if not (same_structure(updates, params) and same_structure(before, state)):
+        return None
+    if not any(map(multiplies_matrices, all_equations(closed))):  # a cheap check: most optimizers multiply none
         return None
     flat, consts = open_jaxpr(inline_calls(closed))
     needed, _ = needed_equations(flat.eqns, flat.outvars, set())
     jaxpr = replace_equations(flat, [*flat.constvars, *flat.invars], flat.outvars, needed).replace(constvars=())
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     outputs = outputs_of(params, before)
-    context = Context(tuple(map(path_str, paths)), (), (), __file__)
+    flow = Flow(Context(tuple(map(path_str, paths)), (), (), __file__))
     given = [*[Reach()] * len(consts), *input_reaches(len(paths), outputs)]
-    walked = _Walked.of(jaxpr, given, context)
-    reaches = [read(atom, walked.known) for atom in jaxpr.outvars]
+    reaches = walk(jaxpr, given, flow)
     if not all(one.within(owner) for one, owner in zip(reaches, outputs.owners, strict=True)):
         return None
+    known = dict(zip(jaxpr.invars, given, strict=True)) | flow.known
     made = TracedUpdate(jaxpr, consts, jax.tree.structure((updates, state)), len(paths), outputs, {}, {})
-    products = 0
-    for flow in walked.flows:
-        products |= flow.products
-    for leaf in leaves_of(products):
+    for leaf in leaves_of(flow.products):
         if leaf not in leaves:
             made.refused[leaf] = "it is replicated"
         else:
-            core = _find_core(made, walked, leaf)
+            core = _find_core(made, known, leaf)
             if isinstance(core, Core):
                 made.cores[leaf] = core
             else:
                 made.refused[leaf] = core
     return made if made.cores else None
-
-
-def _may_multiply(program: Any) -> bool:
-    """Return whether a jaxpr or any jaxpr inside it multiplies matrices; a cheap check, as most optimizers do not."""
-    return any(
-        multiplies_matrices(eqn) or any(map(_may_multiply, jaxprs_in_params(eqn.params)))
-        for eqn in open_jaxpr(program)[0].eqns
-    )
-
-
-class _Walked(NamedTuple):
-    """For every variable of a jaxpr the parameters that it depends on (`Reach`), and the flow of each equation."""
-
-    known: dict[Any, Reach]
-    flows: list[Flow]
-
-    @classmethod
-    def of(cls, jaxpr: Any, given: Sequence[Reach], context: Context) -> _Walked:
-        known: dict[Any, Reach] = dict(zip(jaxpr.invars, given, strict=True))
-        flows = []
-        for eqn in jaxpr.eqns:
-            flow = follow(eqn, [read(atom, known) for atom in eqn.invars], context)
-            known.update(zip(eqn.outvars, flow.reaches, strict=True))
-            flows.append(flow)
-        return cls(known, flows)
 
 
 class _Part(NamedTuple):
@@ -163,7 +138,7 @@ class _Part(NamedTuple):
     new_states: list[Any]
 
 
-def _find_core(made: TracedUpdate, walked: _Walked, leaf: int) -> Core | str:
+def _find_core(made: TracedUpdate, known: Mapping[Any, Reach], leaf: int) -> Core | str:
     """Find the core of a parameter; return a message if it has none."""
     jaxpr, shape, own = made.jaxpr, made.jaxpr.outvars[leaf].aval.shape, bit(leaf)
 
@@ -171,7 +146,7 @@ def _find_core(made: TracedUpdate, walked: _Walked, leaf: int) -> Core | str:
         """Return whether a value depends on this parameter's arrays, or is a scalar that depends on nothing else."""
         if isinstance(atom, Literal):
             return False
-        reach = walked.known[atom]
+        reach = known[atom]
         return reach.arrays == own or (not reach.arrays and reach.numbers == own)
 
     eqns = jaxpr.eqns
@@ -208,7 +183,7 @@ def _find_core(made: TracedUpdate, walked: _Walked, leaf: int) -> Core | str:
     ]
     if not parts:
         return "its core uses state that is neither of its shape nor its own"
-    return _extract(made, walked, leaf, min(parts, key=_bytes_moved))
+    return _extract(made, known, leaf, min(parts, key=_bytes_moved))
 
 
 def _new_states(made: TracedUpdate, leaf: int) -> list[Any]:
@@ -275,25 +250,25 @@ def _bound(made: TracedUpdate, numbers: set[int], leaf: int, shape: tuple[int, .
     return _Part(numbers, ins, states, outs, new_states) if fits and plain and outs else None
 
 
-def _extract(made: TracedUpdate, walked: _Walked, leaf: int, part: _Part) -> Core | str:
+def _extract(made: TracedUpdate, known: Mapping[Any, Reach], leaf: int, part: _Part) -> Core | str:
     """Build the jaxpr of a core from its inputs, states, and shared values that depend on no parameter's array."""
     jaxpr, own = made.jaxpr, bit(leaf)
     states = [made.state_inputs()[number] for number in part.states]
     # Scalars that depend on other parameters (a global norm) are computed outside and passed in.
-    cut = {var for var, reach in walked.known.items() if not reach.arrays and reach.numbers and reach.numbers != own}
+    cut = {var for var, reach in known.items() if not reach.arrays and reach.numbers and reach.numbers != own}
     given = {*part.ins, *states, *cut}
     results = [*part.outs, *part.new_states]
     eqns, named = needed_equations(jaxpr.eqns, results, given)
     made_here = {var for eqn in eqns for var in eqn.outvars} - given
-    free = [var for var in walked.known if var in named and var not in made_here]
+    free = [var for var in known if var in named and var not in made_here]
     rest = [var for var in free if var not in part.ins and var not in states]
     shorter, used = eliminate_dead_code(replace_equations(jaxpr, [*part.ins, *states, *rest], results, eqns))
     kept = iter(shorter.invars)
     every = [next(kept) if use else var for var, use in zip([*part.ins, *states, *rest], used, strict=True)]
     fixed = len(part.ins) + len(states)
     shared = [var for var, use in zip(rest, used[fixed:], strict=True) if use]
-    if strangers := [var for var in shared if walked.known[var].arrays]:
-        names = [made.outputs.names[one] for one in leaves_of(walked.known[strangers[0]].arrays)]
+    if strangers := [var for var in shared if known[var].arrays]:
+        names = [made.outputs.names[one] for one in leaves_of(known[strangers[0]].arrays)]
         return f"its core reads arrays of {', '.join(names)} inside a branch or a loop"
     invars = [*every[:fixed], *(var for var, use in zip(every[fixed:], used[fixed:], strict=True) if use)]
     program = replace_equations(shorter, invars, shorter.outvars, shorter.eqns)

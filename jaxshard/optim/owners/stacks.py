@@ -12,8 +12,9 @@ from jax.sharding import Mesh
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import Placement, axes_of
 from jaxshard.optim.owners.cores import Core, TracedUpdate
+from jaxshard.optim.owners.flops import product_flops
 from jaxshard.optim.owners.owners import OwnedStack
-from jaxshard.optim.owners.same import product_flops, same_program
+from jaxshard.proofs.alike import same_programs
 
 
 class Matrix(NamedTuple):
@@ -70,7 +71,7 @@ def _alike(one: Matrix, other: Matrix) -> bool:
         kinds = [(tuple(x.aval.shape), x.aval.dtype) for x in (*core.ins, *core.outs)]
         return matrix.slices, matrix.sliced, place.view, place.store, kinds, len(core.ins), len(core.states)
 
-    return facts(one) == facts(other) and same_program(one.program, other.program)
+    return facts(one) == facts(other) and same_programs(one.program, other.program)
 
 
 def _common(made: TracedUpdate, members: Sequence[Matrix]) -> tuple[bool, ...]:

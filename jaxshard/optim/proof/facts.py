@@ -27,10 +27,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxshard.core.compat import equation_frames
+from jaxshard.core.jaxpr import CALLS
+from jaxshard.core.our_code import short_path
 from jaxshard.core.text_table import first_words
+from jaxshard.proofs.walk import Place
 
 
 class Kind(IntEnum):
@@ -100,8 +103,6 @@ class Context(NamedTuple):
       stop_file: The file at whose frames the transform's part of a traceback ends.
       totals: Whether a sum over all elements of all parameters counts as UNIFORM, without any axes. This is right for
         global arrays, which are padded, reshaped or stacked, but not split.
-      call: The outermost call around the program. JAX caches jaxprs of jitted functions with the traceback of their
-        first caller, so this call identifies the transform more reliably than the equations inside.
     """
 
     names: tuple[str, ...]
@@ -109,7 +110,6 @@ class Context(NamedTuple):
     axes: tuple[str, ...]
     stop_file: str
     totals: bool = False
-    call: Any = None
 
     def some_names(self, params: Iterable[int]) -> str:
         """Return the paths of some parameters as text; only the first three are named."""
@@ -126,7 +126,7 @@ def mixed(influences: Iterable[int], why: Origin | None) -> Fact:
     return Fact(Kind.MIXED, influences=frozenset(influences), why=why)
 
 
-def join(equation: Any, one: Fact, other: Fact, context: Context) -> Fact:
+def join(place: Place, one: Fact, other: Fact, context: Context) -> Fact:
     """Return the strongest fact about a value for which either of two facts holds.
 
     It is sound because it only weakens: the kind is at least as high in the diagram as both, influences are united, and
@@ -143,30 +143,27 @@ def join(equation: Any, one: Fact, other: Fact, context: Context) -> Fact:
         return high._replace(influences=influences, padding=padding)
     if low.kind is Kind.INDEPENDENT:
         return mixed(influences, low.why)
-    return mixed(influences, origin_of(equation, context, f"mixes {context.some_names(influences)}"))
+    return mixed(influences, origin_of(place, context, f"mixes {context.some_names(influences)}"))
 
 
-def origin_of(equation: Any, context: Context, text: str) -> Origin:
+def origin_of(place: Place, context: Context, text: str) -> Origin:
     """Find the transform and the line that made an equation: the innermost update or init function outside of JAX.
 
     The name of the transform comes from the function's qualified name, such as "scale_by_adam.<locals>.update_fn".
-    `equation` may be None, for a constant.
     """
-    primitive = "a constant" if equation is None else equation.primitive.name
-    for candidate in (context.call, equation):
-        frames = [] if candidate is None else equation_frames(candidate)
+    primitive = "a constant" if place.equation is None else place.name
+    # JAX caches jaxprs of jitted functions with the traceback of their first caller, so the outermost call around an
+    # equation identifies the transform more reliably than the equation itself.
+    calls = [one.equation for one in place.around if one.equation.primitive.name in CALLS]
+    for candidate in (*calls[:1], *place.equations[:1]):
+        frames = equation_frames(candidate)
         end = next((i for i, (file, _, _) in enumerate(frames) if file == context.stop_file), len(frames))
         frames = [frame for frame in frames[:end] if "/jax/" not in frame[0].replace("\\", "/")]
         for file, line, function in frames:
             parts = function.replace(".<locals>", "").split(".")
             if len(parts) > 1 and parts[-1].lstrip("_").startswith(("update", "init")):
-                return Origin(primitive, text, parts[-2], f"{_short(file)}:{line}")
+                return Origin(primitive, text, parts[-2], f"{short_path(file)}:{line}")
         if frames:
             file, line, function = frames[0]
-            return Origin(primitive, text, function.replace(".<locals>", ""), f"{_short(file)}:{line}")
+            return Origin(primitive, text, function.replace(".<locals>", ""), f"{short_path(file)}:{line}")
     return Origin(primitive, text)
-
-
-def _short(file: str) -> str:
-    path = file.replace("\\", "/")
-    return path.split("site-packages/")[-1] if "site-packages/" in path else "/".join(path.split("/")[-2:])

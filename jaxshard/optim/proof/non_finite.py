@@ -12,12 +12,11 @@ from typing import Any
 
 import jax
 import optax
-from jax.extend.core import Literal, jaxprs_in_params
 
-from jaxshard.core.jaxpr import open_jaxpr
 from jaxshard.core.tree import abstract
 from jaxshard.core.types import PyTree
 from jaxshard.optim.proof.traced import traced_update
+from jaxshard.proofs.walk import Domain, Place, walk
 
 
 def handles_non_finite(tx: optax.GradientTransformation, params: PyTree) -> bool:
@@ -36,24 +35,27 @@ def handles_non_finite(tx: optax.GradientTransformation, params: PyTree) -> bool
     except (NameError, TypeError, ValueError):  # the step traces it with all arguments, and reports errors
         return False
     rest = len(program.in_avals) - len(jax.tree.leaves(params))
-    return _contains_test(program, [True] * len(jax.tree.leaves(params)) + [False] * rest)
+    tests = _Tests()
+    walk(program, [True] * len(jax.tree.leaves(params)) + [False] * rest, tests)
+    return tests.found
 
 
-def _contains_test(program: Any, depends: Sequence[bool]) -> bool:
-    """Return whether a jaxpr tests a value that depends on the inputs for which `depends` is True."""
-    jaxpr, _ = open_jaxpr(program)
-    found = {var for var, marked in zip(jaxpr.invars, depends, strict=True) if marked}
-    for equation in jaxpr.eqns:
-        marks = [not isinstance(atom, Literal) and atom in found for atom in equation.invars]
-        if not any(marks):
-            continue
-        name, operands = equation.primitive.name, equation.invars
-        if name == "is_finite" or (name == "ne" and operands[0] is operands[1]):
-            return True
-        for inner in jaxprs_in_params(equation.params):
-            # The inputs of a call are its operands. Loops and branches pass only some operands: mark all inputs.
-            count = len(open_jaxpr(inner)[0].invars)
-            if _contains_test(inner, marks if count == len(marks) else [True] * count):
-                return True
-        found.update(equation.outvars)
-    return False
+class _Tests(Domain[bool]):
+    """Whether a value depends on gradients; finds the tests of such values."""
+
+    found = False
+
+    def value(self, values: Sequence[Any], place: Place) -> bool:
+        return False
+
+    def join(self, place: Place, facts: Sequence[bool]) -> bool:
+        return any(facts)
+
+    def rule(self, place: Place, facts: list[bool]) -> None:
+        return None
+
+    def conclude(self, place: Place, operands: list[bool], results: list[bool]) -> list[bool]:
+        atoms = place.equation.invars
+        is_test = place.name == "is_finite" or (place.name == "ne" and atoms[0] is atoms[1])
+        self.found |= is_test and any(operands)
+        return results

@@ -20,9 +20,10 @@ from jaxshard.core.tree import abstract, path_str, same_structure
 from jaxshard.core.types import PyTree
 from jaxshard.optim.proof.elementwise import check_elementwise
 from jaxshard.optim.proof.facts import Context, Origin
-from jaxshard.optim.proof.reach import Flow, Reach, bit, leaves_of, walk
+from jaxshard.optim.proof.reach import Flow, Reach, bit, leaves_of
 from jaxshard.optim.proof.report import Reason, describe
 from jaxshard.optim.proof.trace import param_at_end
+from jaxshard.proofs.walk import walk
 
 Kind = Literal["elementwise", "own array", "global"]
 
@@ -113,21 +114,34 @@ def check_own_array(tx: Any, params: PyTree, *, extra_args: Mapping[str, Any] | 
     context = Context(names, (), (), __file__)
     outputs = outputs_of(params, before)
     given = input_reaches(len(names), outputs, len(jax.tree.leaves(arrays)))
-    flow = _walk_steps(program, given, outputs, len(names), context)
-    first = walk(init, [Reach(bit(leaf)) for leaf in range(len(names))], context)
-    return _judge(tx, params, extra, flow, first, outputs, names)
+    flow = Flow(context)
+    reaches = _walk_steps(program, given, outputs, len(names), flow)
+    first = walk(init, [Reach(bit(leaf)) for leaf in range(len(names))], Flow(context))
+    after = list(zip(outputs.names, outputs.owners, reaches, strict=True))
+    initial = zip(outputs.names[len(names) :], outputs.owners[len(names) :], first, strict=True)
+    reasons = tuple(
+        Reason(name, reach.why or Origin(name, "depends on arrays of another parameter"))
+        for name, owner, reach in (*after, *initial)
+        if not reach.within(owner)
+    )
+    products = tuple(names[leaf] for leaf in leaves_of(flow.products))
+    if reasons:
+        return Dependence("global", reasons, products=products)
+    kind: Kind = "elementwise" if check_elementwise(tx, params, extra_args=extra) else "own array"
+    totals = tuple(name for leaf, name in enumerate(names) if reaches[leaf].numbers & ~bit(leaf))
+    return Dependence(kind, totals=totals, products=products)
 
 
-def _walk_steps(program: Any, given: list[Reach], outputs: Outputs, count: int, context: Context) -> Flow:
-    """Return the flow after any number of steps, since scalars of one step are in the state of the next."""
+def _walk_steps(program: Any, given: list[Reach], outputs: Outputs, count: int, flow: Flow) -> list[Reach]:
+    """Return the reaches after any number of steps, since scalars of one step are in the state of the next."""
     while True:
-        flow = walk(program, given, context)
+        reaches = walk(program, given, flow)
         after = list(given)
-        for place, (owner, reach) in enumerate(zip(outputs.owners[count:], flow.reaches[count:], strict=True), count):
+        for place, (owner, reach) in enumerate(zip(outputs.owners[count:], reaches[count:], strict=True), count):
             numbers = after[place].numbers | (reach.numbers if owner is None else 0)
             after[place] = after[place]._replace(numbers=numbers)
         if after == given:
-            return flow
+            return reaches
         given = after
 
 
@@ -150,26 +164,6 @@ def input_reaches(count: int, outputs: Outputs, extra: int = 0) -> list[Reach]:
     leaves = [Reach(bit(leaf)) for leaf in range(count)]
     state = [Reach(bit(owner)) for owner in outputs.owners[count:]]
     return [*leaves, *state, *leaves, *[Reach()] * extra]
-
-
-def _judge(
-    tx: Any, params: PyTree, extra: Mapping[str, Any], flow: Flow, first: Flow, outputs: Outputs, names: tuple[str, ...]
-) -> Dependence:
-    count = len(names)
-    after = list(zip(outputs.names, outputs.owners, flow.reaches, strict=True))
-    before = list(zip(outputs.names[count:], outputs.owners[count:], first.reaches, strict=True))
-    reasons = tuple(
-        Reason(name, reach.why or Origin(name, "depends on arrays of another parameter"))
-        for name, owner, reach in (*after, *before)
-        if not reach.within(owner)
-    )
-    products = tuple(names[leaf] for leaf in leaves_of(flow.products))
-    if reasons:
-        return Dependence("global", reasons, products=products)
-    kind: Kind = "elementwise" if check_elementwise(tx, params, extra_args=extra) else "own array"
-    updates = enumerate(flow.reaches[:count])
-    totals = tuple(names[leaf] for leaf, reach in updates if reach.numbers & ~bit(leaf))
-    return Dependence(kind, totals=totals, products=products)
 
 
 def _untraced(text: str) -> Dependence:

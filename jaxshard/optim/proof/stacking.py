@@ -11,15 +11,14 @@ check reads jaxprs and compares updates, never names or classes:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxprs_in_params
 
-from jaxshard.core.jaxpr import CALLS, open_jaxpr
+from jaxshard.core.jaxpr import CALLS, all_equations, equations_inside, open_jaxpr
 from jaxshard.core.primitives import ELEMENTWISE, RESHAPES, SAME, draws_random_bits
 from jaxshard.core.transform import as_transform
 from jaxshard.core.tree import BLOCKS, map_with_path, path_str
@@ -28,6 +27,7 @@ from jaxshard.optim.proof.elementwise import is_elementwise_except_totals
 from jaxshard.optim.proof.facts import Context, Origin, origin_of
 from jaxshard.optim.proof.marked import Marked, is_marked
 from jaxshard.optim.proof.report import Reason, describe
+from jaxshard.proofs.walk import Place
 
 _COUNTS = 64
 """Step counts below this are tried, to detect transforms that act differently every n-th step."""
@@ -77,7 +77,7 @@ def stacking_changes(tx: Any, params: PyTree, stacked: str = BLOCKS) -> tuple[Re
             return _blame(tx, shapes, "draws random numbers for arrays as they are stacked")
         tiny = shapes.shrink()
         trees = (together, alone, shapes.mark_stacked(tiny))
-        operations = [list(_operations(_trace_update(tx, tree))) for tree in trees]
+        operations = [_operations(all_equations(_trace_update(tx, tree))) for tree in trees]
         if operations[0] != operations[1]:
             return _blame(tx, shapes, "computes something else for arrays that are stacked than for those of one block")
         if operations[0] != operations[2]:
@@ -158,18 +158,9 @@ def _trace_update(tx: Any, params: PyTree) -> Any:
     return jax.make_jaxpr(tx.update)(params, jax.eval_shape(tx.init, params), params)
 
 
-def _operations(program: Any) -> Iterator[str]:
-    """Yield the names of the operations of a jaxpr, those of inner jaxprs included."""
-    for equation in open_jaxpr(program)[0].eqns:
-        yield from _operations_of(equation)
-
-
-def _operations_of(equation: Any) -> Iterator[str]:
-    # Leave out reshapes and broadcasts: their number depends on the rank of an array.
-    if equation.primitive.name not in RESHAPES | SAME:
-        yield equation.primitive.name
-    for inner in jaxprs_in_params(equation.params):
-        yield from _operations(inner)
+def _operations(equations: Iterable[Any]) -> list[str]:
+    """List the names of operations without reshapes and broadcasts, whose number depends on the rank of an array."""
+    return [name for equation in equations if (name := equation.primitive.name) not in RESHAPES | SAME]
 
 
 # The same numbers?
@@ -269,8 +260,8 @@ def _transforms(tx: Any, params: PyTree) -> dict[str, tuple[str, list[str]]]:
     context = Context((), (), (), stop_file=__file__)
     found: dict[str, tuple[str, list[str]]] = {}
     for equation in open_jaxpr(program)[0].eqns:
-        origin = origin_of(equation, context, "")
-        names = [*_operations_of(equation)]
+        origin = origin_of(Place((equation,)), context, "")
+        names = _operations([equation, *equations_inside(equation)])
         if origin.transform and names:
             where, seen = found.get(origin.transform, ("", []))
             mixes = not ELEMENTWISE.issuperset(names) and ELEMENTWISE.issuperset(seen)

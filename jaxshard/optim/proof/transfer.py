@@ -1,8 +1,8 @@
 """The transfer functions of the elementwise proof: from facts about an equation's inputs to facts about its outputs.
 
-Equations come in pairs, `eqn` and `twin`: the same operation in the traces at two sets of shapes. The result of an
-operation that defines its own shape (random bits, iota) is INDEPENDENT only if the shape is the same in both traces.
-The result of an unknown operation is MIXED.
+A `Place` has the same operation in the traces at two sets of shapes, `equation` and `twin`. The result of an operation
+that defines its own shape (random bits, iota) is INDEPENDENT only if the shape is the same in both traces. The result
+of an unknown operation is MIXED.
 """
 
 from __future__ import annotations
@@ -14,28 +14,29 @@ import numpy as np
 
 from jaxshard.core.primitives import ELEMENTWISE, RESHAPES, SAME, evaluate
 from jaxshard.optim.proof.facts import Context, Fact, Kind, all_influences, mixed, origin_of
+from jaxshard.proofs.walk import Place
 
 _ORDERS = ("permutation", "broadcast_dimensions", "dimensions")
 """The parameters of reshapes that contain the new order of dimensions."""
 
 
-def transfer(eqn: Any, twin: Any, facts: list[Fact], context: Context) -> list[Fact]:
+def transfer(place: Place, facts: list[Fact], context: Context) -> list[Fact]:
     """Return the facts about the outputs of an equation that contains no jaxpr (no call, branch or loop)."""
-    name = eqn.primitive.name
+    eqn, name = place.equation, place.name
     if name in SAME:
         return facts
     if name in ("psum", "psum_invariant"):
-        return [_sum_over_devices(eqn, fact, context) for fact in facts]
+        return [_sum_over_devices(place, fact, context) for fact in facts]
     # bitcast_convert_type of f32 to u8 adds a dimension, over which even a UNIFORM value differs.
     if name in ELEMENTWISE and len(eqn.outvars[0].aval.shape) == max(len(x.aval.shape) for x in eqn.invars):
-        term = _linear(eqn, facts) or _linear(eqn, _scalars_as_partial_sums(eqn, twin, facts, context))
-        return [term or elementwise(eqn, twin, [_completed(fact, context) for fact in facts], context)]
-    if len(facts) == 1 and (fact := _move_or_reduce(eqn, twin, facts[0], context)):
+        term = _linear(eqn, facts) or _linear(eqn, _scalars_as_partial_sums(place, facts, context))
+        return [term or elementwise(place, [_completed(fact, context) for fact in facts], context)]
+    if len(facts) == 1 and (fact := _move_or_reduce(place, facts[0], context)):
         return [fact]
-    return [_unknown(eqn, twin, facts, context)] * len(eqn.outvars)
+    return [_unknown(place, facts, context)] * len(eqn.outvars)
 
 
-def elementwise(eqn: Any, twin: Any, facts: list[Fact], context: Context, out: int = 0) -> Fact:
+def elementwise(place: Place, facts: list[Fact], context: Context, out: int = 0) -> Fact:
     """Return the fact about output `out` of an operation whose element i depends on element i of every input.
 
     A function of elements i of one parameter's arrays and of UNIFORM scalars is again ELEMENTWISE. Elements of two
@@ -47,19 +48,19 @@ def elementwise(eqn: Any, twin: Any, facts: list[Fact], context: Context, out: i
     if worst.kind in (Kind.MIXED, Kind.PARTIAL_SUM):
         return mixed(influences, worst.why)
     if worst.kind is Kind.UNIFORM:
-        return Fact(Kind.UNIFORM, influences=influences, padding=_padding(eqn, facts))
+        return Fact(Kind.UNIFORM, influences=influences, padding=_padding(place.equation, facts))
     if worst.kind is Kind.INDEPENDENT:
         return Fact(Kind.INDEPENDENT, influences=influences, why=worst.why)
     owners = {fact.param for fact in facts if fact.param is not None}
     if len(owners) > 1:
-        return mixed(influences, origin_of(eqn, context, f"mixes {context.some_names(owners)}"))
+        return mixed(influences, origin_of(place, context, f"mixes {context.some_names(owners)}"))
     independent = next((fact for fact in facts if fact.kind is Kind.INDEPENDENT), None)
     if independent is not None:
         return mixed(influences, independent.why)
     (owner,) = owners
-    if (eqn.outvars[out].aval.shape, twin.outvars[out].aval.shape) != context.shapes[owner]:
-        return mixed(influences, origin_of(eqn, context, f"changes the shape of {context.some_names(owners)}"))
-    return Fact(Kind.ELEMENTWISE, owner, influences, _padding(eqn, facts))
+    if (place.equation.outvars[out].aval.shape, place.twin.outvars[out].aval.shape) != context.shapes[owner]:
+        return mixed(influences, origin_of(place, context, f"changes the shape of {context.some_names(owners)}"))
+    return Fact(Kind.ELEMENTWISE, owner, influences, _padding(place.equation, facts))
 
 
 def _padding(eqn: Any, facts: list[Fact]) -> float | None:
@@ -78,11 +79,11 @@ def _padding(eqn: Any, facts: list[Fact]) -> float | None:
     return None if None in numbers else evaluate(name, eqn.params, numbers, eqn.outvars[0].aval.dtype)
 
 
-def _move_or_reduce(eqn: Any, twin: Any, fact: Fact, context: Context) -> Fact | None:
+def _move_or_reduce(place: Place, fact: Fact, context: Context) -> Fact | None:
     """Return the fact after a reshape, transpose, broadcast or reduction that keeps the claim; None if it may not."""
-    name, x, out = eqn.primitive.name, eqn.invars[0], eqn.outvars[0]
+    eqn, name = place.equation, place.name
     if name in RESHAPES:
-        keeps_shape = x.aval.shape == out.aval.shape and twin.invars[0].aval.shape == twin.outvars[0].aval.shape
+        keeps_shape = all(one.invars[0].aval.shape == one.outvars[0].aval.shape for one in place.equations)
         order = next((eqn.params[key] for key in _ORDERS if eqn.params.get(key) is not None), ())
         stays = keeps_shape and list(order) == sorted(order)
         return fact if stays or fact.kind in (Kind.UNIFORM, Kind.INDEPENDENT) else None
@@ -99,10 +100,10 @@ def _move_or_reduce(eqn: Any, twin: Any, fact: Fact, context: Context) -> Fact |
         # The last shard is padded with zeros. Unless the padding is still zero here, each padded element would add f(0)
         # to the sum.
         text = f"sums {names} with padding that may not be zero: sum before changing gradients"
-        return mixed(fact.influences, origin_of(eqn, context, text))
+        return mixed(fact.influences, origin_of(place, context, text))
     text = f"sums a part of {names}, and uses that before lax.psum over {context.axes}"
     summed = frozenset() if fact.param is None else frozenset({fact.param})
-    return Fact(Kind.PARTIAL_SUM, influences=fact.influences, summed=summed, why=origin_of(eqn, context, text))
+    return Fact(Kind.PARTIAL_SUM, influences=fact.influences, summed=summed, why=origin_of(place, context, text))
 
 
 def reduces_all(eqn: Any) -> bool:
@@ -128,7 +129,7 @@ def _linear(eqn: Any, facts: list[Fact]) -> Fact | None:
     return term._replace(influences=all_influences(facts), summed=summed)
 
 
-def _scalars_as_partial_sums(eqn: Any, twin: Any, facts: list[Fact], context: Context) -> list[Fact]:
+def _scalars_as_partial_sums(place: Place, facts: list[Fact], context: Context) -> list[Fact]:
     """With `Context.totals`, treat scalar parameters in an addition as sums over their single element.
 
     So sum(w**2) + scale**2 + ... is recognised as a sum over all parameters. An addition that involves only one
@@ -136,7 +137,7 @@ def _scalars_as_partial_sums(eqn: Any, twin: Any, facts: list[Fact], context: Co
     """
     params = {fact.param for fact in facts if fact.kind is Kind.ELEMENTWISE}
     alone = len(params) == 1 and not any(fact.kind is Kind.PARTIAL_SUM for fact in facts)
-    if not context.totals or eqn.primitive.name not in ("add", "add_any") or alone:
+    if not context.totals or place.name not in ("add", "add_any") or alone:
         return facts
 
     def as_sum(fact: Fact, x: Any, y: Any) -> Fact:
@@ -144,7 +145,7 @@ def _scalars_as_partial_sums(eqn: Any, twin: Any, facts: list[Fact], context: Co
             return fact
         return Fact(Kind.PARTIAL_SUM, influences=fact.influences, summed=frozenset({fact.param}))
 
-    return [as_sum(*each) for each in zip(facts, eqn.invars, twin.invars, strict=True)]
+    return [as_sum(*each) for each in zip(facts, place.equation.invars, place.twin.invars, strict=True)]
 
 
 def _completed(fact: Fact, context: Context) -> Fact:
@@ -156,34 +157,35 @@ def _completed(fact: Fact, context: Context) -> Fact:
     return Fact(Kind.UNIFORM, influences=fact.influences) if total else fact
 
 
-def _sum_over_devices(eqn: Any, fact: Fact, context: Context) -> Fact:
+def _sum_over_devices(place: Place, fact: Fact, context: Context) -> Fact:
     """Return the fact after `lax.psum`: a PARTIAL_SUM is complete once summed over all axes that split the arrays."""
-    axes = eqn.params["axes"]
+    axes = place.equation.params["axes"]
     if fact.kind is Kind.MIXED:
         return fact
-    in_groups = eqn.params.get("axis_index_groups") is not None
+    in_groups = place.equation.params.get("axis_index_groups") is not None
     if fact.kind is Kind.PARTIAL_SUM and set(axes) >= set(context.axes) and not in_groups:
         return Fact(Kind.UNIFORM, influences=fact.influences)
     text = f"sums over {axes} a value that is not a partial sum over {context.axes}"
-    return mixed(fact.influences, origin_of(eqn, context, text))
+    return mixed(fact.influences, origin_of(place, context, text))
 
 
-def _unknown(eqn: Any, twin: Any, facts: list[Fact], context: Context) -> Fact:
+def _unknown(place: Place, facts: list[Fact], context: Context) -> Fact:
     """Return the fact about an output of any other operation, which may mix its inputs and depend on their shapes."""
     influences = all_influences(facts)
     worst = max(facts, key=lambda fact: fact.kind, default=Fact(Kind.UNIFORM))
     if worst.kind is Kind.MIXED:
         return worst._replace(influences=influences)
-    if eqn.effects or eqn.primitive.name in ("rng_uniform", "infeed"):  # axis_index has an effect, too
-        return mixed(influences, origin_of(eqn, context, "has side effects or depends on the device"))
+    eqn, twin = place.equation, place.twin
+    if eqn.effects or place.name in ("rng_uniform", "infeed"):  # axis_index has an effect, too
+        return mixed(influences, origin_of(place, context, "has side effects or depends on the device"))
     if worst.kind is Kind.PARTIAL_SUM:
         return mixed(influences, worst.why)
     arrays = [*eqn.invars, *eqn.outvars]
     if worst.kind is Kind.ELEMENTWISE:
         if all(x.aval.shape == () for x in arrays):  # there is one element to mix
-            return elementwise(eqn, twin, facts, context)._replace(padding=None)
-        return mixed(influences, origin_of(eqn, context, f"mixes elements of {context.some_names(influences)}"))
+            return elementwise(place, facts, context)._replace(padding=None)
+        return mixed(influences, origin_of(place, context, f"mixes elements of {context.some_names(influences)}"))
     if [x.aval.shape for x in arrays] != [x.aval.shape for x in (*twin.invars, *twin.outvars)]:
-        return mixed(influences, origin_of(eqn, context, "depends on the shape of the parameters"))
-    why = worst.why or origin_of(eqn, context, "gives an array of its own")
+        return mixed(influences, origin_of(place, context, "depends on the shape of the parameters"))
+    why = worst.why or origin_of(place, context, "gives an array of its own")
     return Fact(Kind.INDEPENDENT, influences=influences, why=why)

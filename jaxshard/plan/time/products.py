@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxshard.core.compat import equation_frames
-from jaxshard.core.jaxpr import CALLS, open_jaxpr
+from jaxshard.core.jaxpr import open_jaxpr
 from jaxshard.core.our_code import is_jaxshard_file
 from jaxshard.cost.hardware import Chip
 from jaxshard.layers.attention.attention import SCOPE
@@ -130,27 +130,37 @@ def _cost(where: str, ones: Sequence[tuple[float, Product]], chip: Chip | None) 
 
 
 def _sources(program: Any) -> dict[int, _Source]:
-    """Return the equations of a program by the identity of their parameters, which its graph shares."""
-    arrays: dict[int, Any] = {}
-    found: dict[int, _Source] = {}
+    """Return the equations of a program by the identity of their parameters, which operations of its graph keep."""
+    constants = _Constants()
+    walk(program, [None] * len(open_jaxpr(program)[0].invars), constants)
+    return constants.found
 
-    def constant(value: Any) -> int:
-        arrays[id(value)] = value
+
+class _Constants(Domain[int | None]):
+    """Finds the equations that read constant arrays of a program; a fact is the id of such an array."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[int, Any] = {}
+        self.found: dict[int, _Source] = {}
+
+    def value(self, values: Sequence[Any], place: Place) -> int | None:
+        (value,) = values
+        if not np.ndim(value):
+            return None
+        self.arrays[id(value)] = value
         return id(value)
 
-    def rule(place: Place, facts: list[int | None]) -> list[int | None] | None:
-        return None if place.name in _FOLLOWED else place.joined(None)
+    def join(self, place: Place, facts: Sequence[int | None]) -> None:
+        return None
 
-    def visit(place: Place, facts: list[int | None]) -> None:
-        constants = [None if fact is None else arrays[fact] for fact in facts]
-        found.setdefault(id(place.equation.params), _Source(place.equation, constants))
+    def rule(self, place: Place, facts: list[int | None]) -> list[int | None] | None:
+        return None if place.name == "shard_map" else place.joined(None)
 
-    domain: Domain[int | None] = Domain(lambda value: None, constant, lambda facts: None, rule)
-    walk(program, [None] * len(open_jaxpr(program)[0].invars), domain, visit)
-    return found
-
-
-_FOLLOWED = {*CALLS, "scan", "while", "cond", "shard_map"}
+    def conclude(self, place: Place, operands: list[int | None], results: list[int | None]) -> list[int | None]:
+        if place.settled:
+            constants = [None if fact is None else self.arrays[fact] for fact in operands]
+            self.found.setdefault(id(place.equation.params), _Source(place.equation, constants))
+        return results
 
 
 def _visited(op: Op, sources: dict[int, _Source]) -> float:

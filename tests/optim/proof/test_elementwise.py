@@ -299,6 +299,17 @@ def test_views() -> None:
         optim.check_elementwise(optax.sgd(0.1), params, views={"v": params["w"]})
 
 
+def test_a_result_that_is_chosen_by_shape_is_seen() -> None:
+    """Both traces have the same equations (none), but one returns the gradient and the other the state."""
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        return jax.tree.map(lambda g, s: g if g.shape[0] > 4 else s, grads, state), state
+
+    tx = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+    report = js.optim.check_elementwise(tx, {"w": jax.ShapeDtypeStruct((4, 2), jnp.float32)})
+    assert not report and "depends on the shape of the parameters" in str(report)
+
+
 def test_a_bitcast_that_adds_a_dimension_gives_other_bytes_along_it() -> None:
     def by_bytes(u: jax.Array) -> jax.Array:
         return u * jax.lax.bitcast_convert_type(jnp.sqrt(jnp.float32(2)), jnp.uint8).astype(u.dtype)

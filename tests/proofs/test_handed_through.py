@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxshard.core.handed_through import handed_through
+from jaxshard.proofs.handed_through import handed_through
 
 
 @jax.custom_jvp
@@ -39,3 +39,15 @@ def test_which_results_are_arguments(name):
 def test_slices_that_a_scan_hands_on_are_what_it_was_given():
     program = jax.make_jaxpr(lambda xs: lax.scan(lambda c, x: (c + x, x), 0.0, xs, reverse=True))(jnp.arange(3.0))
     assert list(handed_through(program)) == [None, 0]
+
+
+def test_rows_of_one_scan_are_not_those_of_another():
+    """The inner scan stacks copies of a row of the outer one, and hands its own rows on."""
+
+    def fn(xs):
+        def row(c, x):
+            return c, lax.scan(lambda d, one: (d, (one, x)), 0.0, x)[1]
+
+        return lax.scan(row, 0.0, xs)[1]
+
+    assert list(handed_through(jax.make_jaxpr(fn)(jnp.ones((3, 3))))) == [0, None]
