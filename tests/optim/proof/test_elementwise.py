@@ -306,7 +306,7 @@ def test_a_result_that_is_chosen_by_shape_is_seen() -> None:
         return jax.tree.map(lambda g, s: g if g.shape[0] > 4 else s, grads, state), state
 
     tx = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
-    report = js.optim.check_elementwise(tx, {"w": jax.ShapeDtypeStruct((4, 2), jnp.float32)})
+    report = optim.check_elementwise(tx, {"w": jax.ShapeDtypeStruct((4, 2), jnp.float32)})
     assert not report and "depends on the shape of the parameters" in str(report)
 
 
