@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from jaxshard.core.average import Average as Average
     from jaxshard.core.constrain import constrain as constrain
     from jaxshard.core.context import context as context
-    from jaxshard.core.cross_entropy import cross_entropy as cross_entropy
     from jaxshard.core.keys import row_keys as row_keys
     from jaxshard.core.layout import Layout as Layout
     from jaxshard.core.loss import Loss as Loss
@@ -61,8 +60,6 @@ if TYPE_CHECKING:
     from jaxshard.core.mesh import simulate_devices as simulate_devices
     from jaxshard.core.placement import Placement as Placement
     from jaxshard.core.placement import View as View
-    from jaxshard.core.positions import positions as positions
-    from jaxshard.core.row_axes import row_axes as row_axes
     from jaxshard.core.rules import RULES as RULES
     from jaxshard.core.strategy import Strategy as Strategy
     from jaxshard.core.strategy import batch as batch
@@ -85,10 +82,13 @@ if TYPE_CHECKING:
     from jaxshard.engines.auto import auto as auto
     from jaxshard.engines.explicit import explicit as explicit
     from jaxshard.engines.pipeline.engine import pipelined as pipelined
+    from jaxshard.engines.row_axes import row_axes as row_axes
     from jaxshard.generation.generate import generate as generate
     from jaxshard.layers.attention.attention import attention as attention
+    from jaxshard.layers.cross_entropy import cross_entropy as cross_entropy
     from jaxshard.layers.head_loss import head_loss as head_loss
     from jaxshard.layers.moe.moe import moe as moe
+    from jaxshard.layers.positions import positions as positions
     from jaxshard.optim.layout import layout as layout
     from jaxshard.optim.local import local as local
     from jaxshard.training import metrics as metrics
@@ -149,7 +149,7 @@ _NAMES = {
     "checks.replicas": ("ReplicaWatch", "ReplicasDiffer", "check_replicas"),
     "core.constrain": ("constrain",),
     "core.context": ("context",),
-    "core.cross_entropy": ("cross_entropy",),
+    "layers.cross_entropy": ("cross_entropy",),
     "core.keys": ("row_keys",),
     "core.layout": ("Layout",),
     "core.average": ("Average",),
@@ -157,8 +157,8 @@ _NAMES = {
     "core.low_rank": ("merge_lora",),
     "core.mesh": ("make_mesh", "simulate_devices"),
     "core.placement": ("Placement", "View"),
-    "core.positions": ("positions",),
-    "core.row_axes": ("row_axes",),
+    "layers.positions": ("positions",),
+    "engines.row_axes": ("row_axes",),
     "core.rules": ("RULES",),
     "core.strategy": (
         "Strategy",

@@ -21,6 +21,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from jaxshard.adapt.model_state import next_state
 from jaxshard.checks.causes import Bind, find_causes, loss_of_parts
 from jaxshard.checks.collectives.inserted import warn_of_inserted
 from jaxshard.checks.difference import Difference, compare_losses, compare_trees, to_numpy
@@ -32,7 +33,6 @@ from jaxshard.core.keys import typed_key
 from jaxshard.core.layout import Layout, join_model, put_back, select, split_model
 from jaxshard.core.loss import Loss, Mean, as_loss
 from jaxshard.core.mesh import axis_size, mesh_str
-from jaxshard.core.model_state import next_state
 from jaxshard.core.settings import no_mesh, own_settings
 from jaxshard.core.stored import unstore
 from jaxshard.core.strategy import Strategy

@@ -5,7 +5,7 @@ parameters, `js.hsdp` each shard once per group, `js.fsdp` arrays too small to b
 key. Nothing in a training step compares these copies. A bit that flips in one of them, or a device or host that
 computes a wrong value, goes unnoticed and spreads.
 
-Here each device adds up the bits of its own copies (`core/bit_sums.py`) to a checksum of 32 bits for each array:
+Here each device adds up the bits of its own copies (`checks/bit_sums.py`) to a checksum of 32 bits for each array:
 
     array                   device 0    device 1    device 2    device 3
     params/w     replicated 83a1..      83a1..      71c0..      83a1..      device 2 differs from the other 3
@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxshard.core.bit_sums import bit_sum
+from jaxshard.checks.bit_sums import bit_sum
 from jaxshard.core.counts import check_count
 from jaxshard.core.layout import Layout, check_layout
 from jaxshard.core.mesh import axis_size
@@ -90,8 +90,8 @@ def check_replicas(run: TrainState, layout: Layout) -> None:
     """Raise unless all copies of every replicated array are equal, bit by bit.
 
     Every process calls it with the same run. A change inside one element is always found, any other is missed with a
-    probability of 2**-32 (`core/bit_sums.py`). Only copies are compared: an array that is wrong in the same way on all
-    devices is not found, nor one with a single copy. `js.ReplicaWatch` does the same during `js.fit`.
+    probability of 2**-32 (`checks/bit_sums.py`). Only copies are compared: an array that is wrong in the same way on
+    all devices is not found, nor one with a single copy. `js.ReplicaWatch` does the same during `js.fit`.
 
     Each device reads its copies once. In several processes 4 bytes for each array and device are gathered. The first
     call for a layout compiles. It waits for the run to be computed.

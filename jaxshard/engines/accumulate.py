@@ -19,14 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxshard.adapt.model_state import next_state
 from jaxshard.core.loss import Loss, Max, Mean, Sum, sum_dtype, weighted_sum
-from jaxshard.core.model_state import next_state
-from jaxshard.core.row_axes import taking_turns
 from jaxshard.core.types import PyTree
 from jaxshard.core.unsuited import Unsuited
 from jaxshard.engines.engine import Outcome
 from jaxshard.engines.joint import Weights, joint_in_force
 from jaxshard.engines.part import Cut, Part
+from jaxshard.engines.row_axes import taking_turns
 from jaxshard.engines.state_rules import StateRules
 
 LossOf = Callable[[PyTree, PyTree, PyTree, PyTree, Any], Loss]

@@ -13,10 +13,10 @@ from jaxshard.core.known_model import KnownModel
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_size, mesh_inside
 from jaxshard.core.placement import spec_entry
-from jaxshard.core.positions import take_part
 from jaxshard.core.strategy_parts import Context
 from jaxshard.core.tree import map_with_path, path_str, raise_all
 from jaxshard.core.types import PyTree
+from jaxshard.layers.positions import take_part
 
 
 def split_batch(layout: Layout, model: KnownModel | None, batch: PyTree) -> PyTree:

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxshard.adapt.closure import check_closure
+from jaxshard.adapt.model_state import check_averages
 from jaxshard.adapt.objective import Objective, OfBlocks, OfModule
 from jaxshard.adapt.offer import Offer, offering
 from jaxshard.adapt.remat import RematPolicy, check_host_memory, check_names, checkpoint_body, make_save_policy
@@ -33,13 +34,12 @@ from jaxshard.core.keys import advance
 from jaxshard.core.known_model import KnownModel
 from jaxshard.core.layout import Layout, human_bytes, join_model, split_model
 from jaxshard.core.loss import Loss, as_loss
-from jaxshard.core.model_state import check_averages
 from jaxshard.core.placement import Placement, axes_of
 from jaxshard.core.tree import BLOCKS, map_with_path, path_str, raise_all
 from jaxshard.core.types import PyTree
 from jaxshard.core.unsuited import Unsuited
-from jaxshard.core.weight_chunks import Offered, offer_chunks
 from jaxshard.engines.pending import Pending, run_on_pending
+from jaxshard.layers.weight_chunks import Offered, offer_chunks
 
 
 class Move(NamedTuple):

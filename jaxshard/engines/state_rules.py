@@ -9,7 +9,7 @@ there is one of these rules, found once when a step is traced:
     "once"   proven equal everywhere                     taken once
     "mean"   any other floating array                    the mean over micro-batches and devices
 
-Any other array is refused by its path. `core/model_state.py` then makes the new state from the combined arrays.
+Any other array is refused by its path. `adapt/model_state.py` then makes the new state from the combined arrays.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxshard.adapt.model_state import is_declared, next_state
 from jaxshard.core.collectives import NATIVE, Sums, all_max, sum_scalar
 from jaxshard.core.jaxpr import Program, results_alone
 from jaxshard.core.keys import keys_of, words_of
 from jaxshard.core.layout import Layout
 from jaxshard.core.loss import Loss, Max, Mean, Sum, lowest_value
-from jaxshard.core.model_state import is_declared, next_state
 from jaxshard.core.placement import Placement, axes_of
 from jaxshard.core.text_table import first_words
 from jaxshard.core.tree import abstract, path_str, raise_all

@@ -24,10 +24,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxshard.core.constrain import TOKENS, constrain, is_split, split_count
-from jaxshard.core.cross_entropy import compute_nats, in_vocabulary, spoil
 from jaxshard.core.loss import Loss, Mean
 from jaxshard.core.marks import is_marking
-from jaxshard.core.weight_chunks import Chunks, cut_weight, parts_in_use
+from jaxshard.layers.cross_entropy import compute_nats, in_vocabulary, spoil
+from jaxshard.layers.weight_chunks import Chunks, cut_weight, parts_in_use
 
 _ONE_CHUNK = 2**25
 """The most logits on a device that are computed in one chunk: 128 MiB in f32."""

@@ -32,10 +32,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxshard.adapt.stacked import Stacked
 from jaxshard.core.loss import Loss, Mean
-from jaxshard.core.positions import count_in_row
 from jaxshard.core.tree import BLOCKS
 from jaxshard.core.types import PyTree
 from jaxshard.layers.head_loss import head_loss
+from jaxshard.layers.positions import count_in_row
 
 _Arguments = ParamSpec("_Arguments")
 _Model = TypeVar("_Model", bound="Decoder")

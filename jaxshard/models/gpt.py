@@ -14,9 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxshard.core.constrain import constrain
 from jaxshard.core.keys import row_keys
-from jaxshard.core.positions import count_in_row, has_part, positions
 from jaxshard.core.types import PyTree
 from jaxshard.layers.attention.attention import attention
+from jaxshard.layers.positions import count_in_row, has_part, positions
 from jaxshard.models.decoder import Decoder, Rows, remember_arguments
 from jaxshard.models.parts import (
     HEADS,

@@ -16,9 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxshard.core.constrain import constrain
-from jaxshard.core.positions import positions
 from jaxshard.core.types import PyTree
 from jaxshard.layers.attention.attention import attention
+from jaxshard.layers.positions import positions
 from jaxshard.models.decoder import Decoder, Rows, remember_arguments
 from jaxshard.models.parts import (
     HEADS,

@@ -27,11 +27,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxshard.adapt.stacked import Stacked
 from jaxshard.core.constrain import constrain
 from jaxshard.core.loss import Loss, Mean, Sum, as_loss
-from jaxshard.core.positions import count_in_row, sum_in_row
 from jaxshard.core.tree import BLOCKS, map_with_path, path_str
 from jaxshard.core.types import PyTree
 from jaxshard.layers.moe.moe import moe as route
 from jaxshard.layers.moe.routing import Routing, Scores
+from jaxshard.layers.positions import count_in_row, sum_in_row
 from jaxshard.models.decoder import Decoder, join_rows, remember_arguments, split_rows
 from jaxshard.models.llama import Attention, gated_mlp, llama
 from jaxshard.models.parts import (

@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 
+from jaxshard.adapt.model_state import is_declared
 from jaxshard.adapt.positionwise.facts import SAME, Fact, Kind, along
 from jaxshard.adapt.positionwise.report import FIXES, Finding, locate
 from jaxshard.adapt.positionwise.walk import Positions
 from jaxshard.core.loss import Loss, Max, Mean, Sum, as_loss
 from jaxshard.core.marks import show_marks
-from jaxshard.core.model_state import is_declared
 from jaxshard.core.tree import path_str
 from jaxshard.core.types import PyTree
 

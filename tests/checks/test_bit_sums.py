@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxshard.core.bit_sums import bit_sum
+from jaxshard.checks.bit_sums import bit_sum
 
 DTYPES = ["float32", "bfloat16", "float8_e4m3fn", "int32", "uint8"]
 OTHERS = ["float16", "float8_e5m2", "uint32", "int16", "int8"]
