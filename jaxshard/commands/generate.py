@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,10 +10,10 @@ from rich.text import Text
 
 from jaxshard.checkpoint.reader import describe, restore
 from jaxshard.commands.devices import choose_devices
-from jaxshard.commands.doctor import versions
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.flags import Generate, Sharding
-from jaxshard.commands.parallel import Parallel, make_parallel, read_axes
+from jaxshard.commands.packages import versions
+from jaxshard.commands.parallel import Parallel, make_parallel
 from jaxshard.commands.pretrained import folder_of, is_pretrained
 from jaxshard.commands.program import name_with_changes, named_size, read_changes
 from jaxshard.commands.result import write_json
@@ -123,11 +122,9 @@ class _Source(NamedTuple):
 
 
 def _make_parallel(flags: Generate) -> Parallel:
-    """Make the mesh; without accelerators as many CPU devices are simulated as it needs, else one."""
-    sizes = [] if flags.mesh is None else list(read_axes(flags.mesh).values())
-    devices = flags.devices or (math.prod(sizes) if sizes and min(sizes) > 0 else None)
-    found = choose_devices(devices)
-    if flags.mesh is None and devices is None and found[0].platform == "cpu":
+    """Make the mesh; without --mesh and accelerators, of one CPU device per process."""
+    devices = flags.devices
+    if flags.mesh is None and devices is None and choose_devices(None)[0].platform == "cpu":
         devices = process_count_and_id()[0]
     return make_parallel(Sharding(mesh=flags.mesh, strategy=flags.strategy, devices=devices))
 

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from jaxshard.commands.doctor import versions
 from jaxshard.commands.flags import Train
 from jaxshard.commands.low_rank import add_factors, read_factors
 from jaxshard.commands.optimizer import make_optimizer
+from jaxshard.commands.packages import versions
 from jaxshard.commands.parallel import Parallel
 from jaxshard.commands.pretrained import find_pretrained
 from jaxshard.commands.program import name_with_changes, read_changes, size_of

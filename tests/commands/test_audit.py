@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jaxshard.commands.main import main
-from tests.checks.programs.texts import FSDP, GROUPS, gather, step_text
+from tests.checks.programs.texts import FSDP, gather, step_text
 from tests.toys import quick_compile
 
 MODEL = """
@@ -225,25 +225,3 @@ def test_the_text_of_anyones_step(tmp_path, capsys):
     file.write_text("module @jit_step {}")
     assert main(["audit", *flags]) == 2
     assert "this is StableHLO" in capsys.readouterr().err
-
-
-def test_what_a_sparse_core_runs_is_in_the_table_of_a_text(tmp_path, capsys):
-    """As libtpu prints it for v6e and TPU7x: a start of a custom call, whose computation holds the collective."""
-    called = f"""%called (q: f32[1024,64]) -> f32[1024,512] {{
-  %q = f32[1024,64]{{1,0}} parameter(0)
-  ROOT %c = f32[1024,512]{{1,0}} all-gather(%q), {GROUPS}, dimensions={{1}}
-}}, execution_thread="sparsecore"
-
-"""
-    state = "((f32[1024,64]{1,0}), f32[1024,512]{1,0}, s32[8])"
-    lines = [
-        '%s = ((), (), (s32[8], s32[0])) custom-call-start(), async_execution_thread="sparsecore", '
-        'custom_call_target="offload", called_computations={%called}',
-        f"%u = {state} custom-call-update(%s, %kernel)",
-        "%d = f32[1024,512]{1,0} custom-call-done(%u)",
-    ]
-    file = tmp_path / "step.txt"
-    file.write_text(step_text(*lines).replace("ENTRY", f"{called}ENTRY"))
-    assert main(["audit", "--hlo", str(file), "--mesh", "data=8", "--json", "-"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["collectives"]
-    assert (row["kind"], row["axis"], row["bytes"]) == ("all-gather", "data", 1024 * 512 * 4)

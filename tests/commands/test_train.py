@@ -270,7 +270,7 @@ def test_the_bar_of_a_terminal_shows_step_loss_speed_and_time_left():
         show(Record(1, {"loss": 5.371}, 0.5, {"tokens_per_second": 4096.0}))
         show(Record(2, {"loss": 4.25}, 0.5, {"tokens_per_second": 4096.0}, {"loss": 4.5}))
     shown = re.sub("\x1b\\[[\\d;?]*[A-Za-z]", "", screen.getvalue())
-    assert re.search(r"2/200 loss 4\.250  4,096 tokens/s  0:\d\d left\n", shown)
+    assert re.search(r"2/200 loss 4\.250  4,096 tokens/s  0:00:\d\d left\n", shown)
     assert "step 2: held-out loss 4.5000" in shown
 
 
