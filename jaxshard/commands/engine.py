@@ -53,7 +53,7 @@ class Plan(NamedTuple):
 def make_engine(
     flags: Sharding, plan: Plan, *, remat: str | None, precision: PrecisionName | None, ordered: bool
 ) -> tuple[Engine, int | None]:
-    """Make the engine; what the engine itself refuses is refused in its own words.
+    """Make the engine, which refuses combinations of arguments by its own messages.
 
     Returns:
       The engine, and the chunks per device of a pipeline; None without one.
@@ -97,7 +97,9 @@ def _make_pipelined(flags: Sharding, plan: Plan, policy: RematPolicy | None, **o
     engine = pipelined(
         microbatches=sizes.microbatches or next(fitting, stages),
         schedule=table or flags.schedule or "interleaved",
-        stash="layer" if policy in (None, "nothing") else policy,  # a block's input, from which it is recomputed
+        stash="layer"
+        if policy in (None, "nothing")
+        else policy,  # the input of each block, which is recomputed from it
         **options,
     )
     return engine, sizes.chunks or (2 if not one_chunk and (plan.depth or 0) >= 2 * stages else 1)
@@ -114,7 +116,7 @@ def _read_table(flags: Sharding, stages: int) -> Schedule | None:
 
 
 def check_table(table: Schedule, file: str, given: Mapping[str, int | None]) -> None:
-    """Raise ValueError unless the sizes that were given are those of a table that was read from a file."""
+    """Raise ValueError if a given size differs from that of a table read from a file."""
     for name, number in given.items():
         if number not in (None, own := getattr(table, name)):
             raise ValueError(f"{name} {number}: {file} is a table for {name}={own}; leave {name} out, or give that")

@@ -33,7 +33,7 @@ from jaxshard.models.sizes import SIZES
 from jaxshard.training.state import init
 
 _LENGTH = 64
-"""New tokens where --length is not given, and as many positions are left."""
+"""The default of --length, if the model has as many positions."""
 _BYTES = 256
 """The vocabulary of models that `jaxshard train` made of text, whose tokens are its bytes."""
 
@@ -79,7 +79,7 @@ def run(flags: Generate) -> None:
 
 
 class _Source(NamedTuple):
-    """Where a model comes from: its name, what is changed of it, and the folder of a run that was saved."""
+    """The source of a model: its name, the value of --change, and the folder of a saved run."""
 
     target: str
     change: str | None
@@ -106,7 +106,7 @@ class _Source(NamedTuple):
         return made
 
     def _trained_with(self) -> dict[str, Any]:
-        """The numbers of a run of `jaxshard train` that its model was built with."""
+        """Return the arguments that the model of a saved run was built with."""
         if self.checkpoint is None:
             return {}
         data = describe(self.checkpoint).data
@@ -130,7 +130,7 @@ def _make_parallel(flags: Generate) -> Parallel:
 
 
 def _tokenizer(source: _Source, file: Path | None) -> Tokenizer | Bytes | None:
-    """Return what makes tokens of text: of the flag, of the model's folder, or bytes; None where there is none."""
+    """Return the tokenizer of the flag, of the model's folder, or of bytes; None if there is none."""
     if file is not None:
         return tokenizer(file)
     if source.folder is not None:

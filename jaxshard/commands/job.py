@@ -1,4 +1,4 @@
-"""`Job`: all that the flags of `jaxshard train` decide, before anything is computed."""
+"""`Job`: the model, data, optimizer and layout of `jaxshard train`, before anything is computed."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Job:
     Attributes:
       flags: of the command.
       how: mesh, strategy and engine.
-      name: the name of the ready-made size, with what was changed of it.
-      size: the size's numbers, and its recipe with those that were given by flags.
+      name: the name of the ready-made size, with the value of --change.
+      size: the ready-made size, with the numbers that flags replace.
       data: the tokens.
       base: the model whose weights it begins with, or None.
       seq: tokens in a row.
@@ -39,7 +39,7 @@ class Job:
       vocab: the rows of the model's token embedding.
       network: the model.
       tx: the optimizer.
-      layout: where every array lives.
+      layout: the placement of every array.
       source: the batches to train on.
       rows: the shapes and dtypes of a global batch.
       held_out: the batches to evaluate on.
@@ -74,7 +74,7 @@ class Job:
         self.data = load_data(console, flags, self.base)
         self._check_rows()
         self.tokens = recipe.batch * self.seq
-        # Rows may be shorter than those that a pretrained model takes, which may have an array of that length.
+        # A pretrained model may have an array of its own length of rows, and be trained on shorter ones.
         corpus = self.data.corpus
         own = {"vocab": corpus.vocab} if self.base is None else {"vocab": self.base.vocab, "seq": self.base.seq}
         self.vocab, self.network = own["vocab"], self.size.model(**own)
@@ -101,7 +101,7 @@ class Job:
 
     @property
     def sequence(self) -> dict[str, Any]:
-        """The facts that decide the batches and the optimizer's steps, to go on with the same ones."""
+        """The facts that decide the batches and the optimizer's steps; saved to compare them on --resume."""
         recipe: Any = self.size.recipe
         corpus = self.data.corpus
         return {
@@ -122,7 +122,7 @@ class Job:
     def about(self) -> dict[str, Any]:
         """The facts that the command writes into its JSON object."""
         about = self.how.about
-        if "remat" in about:  # of an engine that takes what the model states where it is not told
+        if "remat" in about:  # the model states it for an engine that has no own
             about["remat"] = about["remat"] or self.network.remat
         optimizer = {name: self.sequence[name] for name in ("optimizer", "decay")}
         return {
@@ -169,7 +169,7 @@ class Job:
 
 
 def _describe_packing(packing: dict[str, float]) -> str:
-    """Say in a line how documents fill rows."""
+    """Write in a line how documents fill rows."""
     return (
         f"{packing['documents']:,} documents of {packing['tokens_per_document']:.1f} tokens, {packing['cut']:,} cut, "
         f"in {packing['rows']:,} rows; {packing['padding']:.1%} padding, {packing['learned']:.1%} learned"

@@ -1,4 +1,4 @@
-"""Compare the installed packages with what is required: versions, and packages that are missing or do not fit."""
+"""Compare installed packages with requirements: versions, missing packages and packages that do not fit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def missing_packages() -> list[str]:
 
 
 def judge_versions(packages: Sequence[str]) -> Iterator[Finding]:
-    """Compare Python and what is installed with what some packages require."""
+    """Compare Python and the installed packages with the requirements of some packages."""
     mine, wrong = platform.python_version(), dict[str, Finding]()
     for package in packages:
         wanted = "".join(metadata.metadata(package).get_all("Requires-Python", []))

@@ -47,7 +47,7 @@ class Parallel(NamedTuple):
 
     Attributes:
       mesh: the mesh over the chosen devices.
-      strategy: the data strategy, composed with those of the axes context, expert, tensor and pipe.
+      strategy: the data strategy, composed with the strategies of the axes context, expert, tensor and pipe.
       engine: computes the gradient.
       rows_multiple: the rows of a batch must be a multiple of it: micro-batches times data shards.
       seq_multiple: the tokens in a row must be a multiple of it: two chunks for each device of the context axes.
@@ -116,9 +116,9 @@ def make_parallel(
 
     Args:
       flags: the flags. In the mesh an axis tensor adds tensor parallelism, an axis pipe a pipeline, an axis context
-        shards the tokens of rows, and an axis expert the experts of a model that has some. The devices of the last two
-        also share what the data strategy shards.
-      remat: the value of --remat; by default what the model states, or "nothing" in a pipeline.
+        shards the tokens of rows, and an axis expert the experts of a model that has some. The data strategy
+        shards over the last two axes as well.
+      remat: the value of --remat; by default the model's own, or "nothing" in a pipeline.
       precision: the dtype of weights where they are used and of the sums of gradients; by default f32.
       ordered: add over devices in one fixed order.
       topology: makes the mesh of absent chips from the sizes of axes.
@@ -225,7 +225,7 @@ def _read_rule(text: str, axes: Mapping[str, int], *, is_known: bool) -> Rule:
 
 
 def _mesh_axes(flags: Sharding, name: str, groups: tuple[str, ...]) -> dict[str, int]:
-    """Return the axes in --mesh, and those of the data strategy with size 1 if all devices are on other axes."""
+    """Return the axes in --mesh; add the axes of the data strategy, of size 1, if it names none of them."""
     wanted = dict.fromkeys(groups, 2) | {"data": -1}
     if flags.mesh is None:
         return wanted

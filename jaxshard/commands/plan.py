@@ -37,7 +37,7 @@ _COMPARED: tuple[StrategyName, ...] = ("ddp", "zero1", "zero2", "fsdp")
 
 
 def run(flags: Plan) -> None:
-    """Predict a step and print what it needs."""
+    """Predict a step and print its memory, communication and time."""
     console = start(flags)
     with usage_errors():
         limits = None if flags.chip is None else chip_named(flags.chip)

@@ -1,4 +1,4 @@
-"""`--model hf:PATH`: a model of Hugging Face's whose weights a training begins with."""
+"""`--model hf:PATH`: read a model of Hugging Face, whose weights a training begins with."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Pretrained(NamedTuple):
         return load(self.folder, layout, dtype="float32")
 
     def check_vocab(self, vocab: int, of: str) -> str:
-        """Compare the model's vocabulary with that of the tokens; return a note about rows that no token uses.
+        """Compare the model's vocabulary with the tokenizer's; return a note about unused rows.
 
         Raises:
           ValueError: it differs, other than by rows that make it a multiple of 64.
@@ -90,7 +90,7 @@ def folder_of(name: str) -> Path:
 
 
 def pretrained_size(name: str) -> Size:
-    """Describe the model of "hf:PATH" as a ready-made size, whose numbers are those of its config.json.
+    """Describe the model of "hf:PATH" as a ready-made size, with the numbers in its config.json.
 
     Raises:
       FileNotFoundError, ValueError: as `js.hf.model`.

@@ -1,4 +1,4 @@
-"""The program that a command looks at: a ready-made size, or what a function of the user's own file returns."""
+"""Make the program that a command looks at: of a ready-made size, or of a function in the user's own file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Program(NamedTuple):
 
 
 def size_of(model: str, change: str | None, *, seq: int | None, batch: int | None, rows_multiple: int) -> Size:
-    """Look up a ready-made size, or the model of "hf:PATH", and replace its numbers by those that are given.
+    """Look up a ready-made size, or the model of "hf:PATH", and replace some of its numbers.
 
     Without --batch the recipe's number of rows is rounded up to a multiple of `rows_multiple`.
 
@@ -83,12 +83,12 @@ def depth_of(target: str, change: str | None = None) -> int | None:
 
 
 def is_known(target: str) -> bool:
-    """Return True for a ready-made size and "hf:PATH", False for what may be a user's function."""
+    """Return True for a ready-made size and "hf:PATH", False for anything that may be a user's function."""
     return target in SIZES or is_pretrained(target)
 
 
 def name_with_changes(model: str, change: str | None) -> str:
-    """Return a size's name with what was changed of it: "llama-1m (depth=2)"."""
+    """Write a size's name with the value of --change: "llama-1m (depth=2)"."""
     return model if change is None else f"{model} ({change})"
 
 
@@ -140,7 +140,7 @@ def program_of(
         "package.module:make", where `make` is a function without arguments that returns (init_fn, loss_fn, tx, batch).
       change: arguments of a ready-made size that are replaced, see `read_changes`.
       rows: the rows of a ready-made size's batch; by default the recipe's number.
-      seq: the tokens in a row of a ready-made size's batch; by default what the size says.
+      seq: the tokens in a row of a ready-made size's batch; by default the size's number.
       seed: draws the tokens of a ready-made size; None for a batch of shapes alone, which takes no memory.
       rows_multiple: the recipe's number of rows is rounded up to a multiple of it.
 
@@ -229,7 +229,7 @@ def _find_function(module: ModuleType, name: str, target: str) -> Callable[[], A
 
 
 def _check_program(made: Any, target: str) -> Program:
-    """Check what the user's function returned; the UsageError says what was received."""
+    """Check the result of the user's function; raise UsageError with what was received."""
     if not isinstance(made, tuple) or len(made) not in (4, len(Program._fields)):
         what = f"{len(made)} things" if isinstance(made, tuple) else type(made).__name__
         raise UsageError(f"{target} returned {what}, expected (init_fn, loss_fn, tx, batch)")

@@ -165,11 +165,11 @@ class Saving(NamedTuple):
 
 
 def compare_facts(saved: dict[str, Any], facts: dict[str, Any], which: str) -> list[str]:
-    """Compare the facts of a run with those of the saved one.
+    """Compare the facts of this run with the facts of the saved run.
 
     Args:
       saved: the facts that were saved.
-      facts: those of now.
+      facts: of this run.
       which: the saved run, and the flag that asked for it.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What the commands print: facts at the start, the progress of a training, tables at its end."""
+"""Print facts at the start of a command, the progress of a training, and tables at its end."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def facts(console: Console, rows: dict[str, str]) -> None:
 
 
 def printable(text: Any) -> str:
-    """Replace what would command a terminal, in the text of a model or of a stranger's file."""
+    """Replace control characters in text of a model or of a file, which could command the terminal."""
     return "".join(one if one.isprintable() or one in "\n\t" else "\N{REPLACEMENT CHARACTER}" for one in str(text))
 
 
@@ -98,7 +98,7 @@ def working(console: Console, what: str) -> Iterator[Callable[[str], None]]:
 def progress(console: Console, steps: int) -> Iterator[Callable[[Record], None]]:
     """Yield a callback for `js.fit` that shows step, loss, speed and time left.
 
-    On a terminal this is a live bar, elsewhere about ten lines over the whole run.
+    On a terminal this is a live bar, elsewhere about ten lines in all.
 
     Args:
       console: where it is shown.

@@ -164,7 +164,7 @@ def _compare_copies(
     Args:
       every: steps between comparisons, or None.
       layout: of the run.
-      intervals: steps between saves; what is saved was compared, too.
+      intervals: steps between saves; every run is compared before it is saved.
     """
     if every is None:
         return [], {}
@@ -213,7 +213,7 @@ def _look_at(job: Job, run: TrainState, evaluations: list[dict[str, Any]], lengt
 
 
 def _bad_step_policy(flags: Train, checkpointer: Checkpointer | None, run: TrainState) -> BadSteps:
-    """Return what `fit` does about a bad step; for a rollback save the first state, to which it may go back."""
+    """Return the policy of `fit` for bad steps; for a rollback save the first state, to which it may go back."""
     if flags.bad_steps != "rollback":
         return flags.bad_steps
     assert checkpointer is not None, "_check_flags refuses --bad-steps rollback without --checkpoint"
