@@ -10,11 +10,11 @@ from rich.console import Console
 
 from jaxshard.commands.flags import Train
 from jaxshard.commands.low_rank import add_factors, read_factors
+from jaxshard.commands.named_model import NamedModel
 from jaxshard.commands.optimizer import make_optimizer
 from jaxshard.commands.packages import versions
 from jaxshard.commands.parallel import Parallel
-from jaxshard.commands.pretrained import find_pretrained
-from jaxshard.commands.program import name_with_changes, read_changes, size_of
+from jaxshard.commands.pretrained import Pretrained
 from jaxshard.commands.result import predicted_bytes
 from jaxshard.commands.stops import Stops, ends_of_text
 from jaxshard.commands.training_data import load_data
@@ -51,8 +51,8 @@ class Job:
 
     def __init__(self, console: Console, flags: Train, how: Parallel) -> None:
         self.flags, self.how = flags, how
-        model, changes = flags.model, read_changes(flags.model, flags.change)
-        size = size_of(model, flags.change, seq=flags.seq, batch=flags.batch, rows_multiple=how.rows_multiple)
+        named = NamedModel(flags.model, flags.change)
+        size = named.resize(seq=flags.seq, batch=flags.batch, rows_multiple=how.rows_multiple)
         given: dict[str, Any] = {
             "steps": flags.steps,
             "learning_rate": flags.lr,
@@ -61,9 +61,11 @@ class Job:
         }
         recipe: Any = size.recipe._replace(**{name: value for name, value in given.items() if value is not None})
         self.size, self.seq = size._replace(recipe=recipe), size.shape["seq"]
-        if "vocab" in changes:
+        if "vocab" in named.changes:
             raise ValueError(f"--change {flags.change}: the vocabulary is that of the corpus; leave vocab out")
-        self.name, self.base = name_with_changes(model, flags.change), find_pretrained(model, changes)
+        folder, shape = named.folder, named.shape
+        self.name = str(named)
+        self.base = None if folder is None else Pretrained(folder, shape["vocab"], shape["seq"])
         if flags.lora is not None:
             if self.base is None:
                 raise ValueError(

@@ -9,9 +9,10 @@ from rich.text import Text
 from jaxshard.checks.parity import DIFFERS, parity
 from jaxshard.commands.errors import refusals, usage_errors
 from jaxshard.commands.flags import Parity as ParityFlags
+from jaxshard.commands.named_model import NamedModel
 from jaxshard.commands.packages import versions
 from jaxshard.commands.parallel import make_parallel
-from jaxshard.commands.program import Program, depth_of, is_known, named_size, program_of, read_changes
+from jaxshard.commands.program import Program, program_of
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, start, working
 
@@ -27,8 +28,9 @@ def run(flags: ParityFlags) -> int:
     """
     console = start(flags)
     with usage_errors():
-        how = make_parallel(flags, depth=depth_of(flags.target, flags.change), batch=flags.batch)
-    program = _small_program(flags, how.rows_multiple)
+        named = NamedModel(flags.target, flags.change)
+        how = make_parallel(flags, depth=named.depth, batch=flags.batch)
+    program = _small_program(flags, named, how.rows_multiple)
     facts(console, how.shown | {"model": program.name})
     started = time.perf_counter()
     with working(console, "running both"), refusals():
@@ -52,12 +54,11 @@ def run(flags: ParityFlags) -> int:
     return 0 if report.ok else 1
 
 
-def _small_program(flags: ParityFlags, rows_multiple: int) -> Program:
+def _small_program(flags: ParityFlags, named: NamedModel, rows_multiple: int) -> Program:
     """Make the program; the batch of a ready-made size is small."""
-    target, change = flags.target, flags.change
-    if not is_known(target):
-        return program_of(target, change, rows=flags.batch)
+    if not named.is_known:
+        return program_of(*named, rows=flags.batch)
     with usage_errors():
-        seq = None if "seq" in read_changes(target, change) else min(_SEQ, named_size(target).shape["seq"])
+        seq = None if "seq" in named.changes else min(_SEQ, named.size.shape["seq"])
     rows = flags.batch or _ROWS + -_ROWS % rows_multiple
-    return program_of(target, change, rows=rows, seq=seq, seed=flags.seed, rows_multiple=rows_multiple)
+    return program_of(*named, rows=rows, seq=seq, seed=flags.seed)

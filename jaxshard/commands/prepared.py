@@ -9,8 +9,9 @@ from jax.sharding import Mesh
 
 from jaxshard.commands.errors import refusals, usage_errors
 from jaxshard.commands.flags import Audit, Plan
+from jaxshard.commands.named_model import NamedModel
 from jaxshard.commands.parallel import Parallel, make_parallel
-from jaxshard.commands.program import Program, depth_of, program_of
+from jaxshard.commands.program import Program, program_of
 from jaxshard.core.layout import Layout
 from jaxshard.core.tree import abstract
 from jaxshard.core.types import PyTree
@@ -38,7 +39,7 @@ def prepare(flags: Audit | Plan, topology: Callable[..., Mesh] | None) -> Prepar
       UsageError: flags that do not fit together, to the model or to the devices; a batch that they do not divide.
     """
     with usage_errors():
-        depth = depth_of(flags.target, flags.change)
+        depth = NamedModel(flags.target, flags.change).depth
         how = make_parallel(
             flags, remat=flags.remat, precision=flags.precision, topology=topology, depth=depth, batch=flags.batch
         )

@@ -17,9 +17,9 @@ from jaxshard.checks.replicas import ReplicaWatch, check_replicas
 from jaxshard.commands.errors import refusals, usage_errors
 from jaxshard.commands.flags import Train
 from jaxshard.commands.job import Job
+from jaxshard.commands.named_model import NamedModel
 from jaxshard.commands.outputs import check_folder
 from jaxshard.commands.parallel import make_parallel
-from jaxshard.commands.program import depth_of
 from jaxshard.commands.result import count_experts, describe_step, draw_sample, summarize, write_json
 from jaxshard.commands.saving import Start, check_residuals, make_saving
 from jaxshard.commands.terminal import facts, progress, start, tables, working
@@ -62,7 +62,7 @@ def run(flags: Train) -> None:
             remat=flags.remat,
             precision=flags.precision,
             ordered=flags.ordered,
-            depth=depth_of(flags.model, flags.change),
+            depth=NamedModel(flags.model, flags.change).depth,
             batch=flags.batch,
         )
         facts(console, how.shown)
