@@ -160,7 +160,8 @@ class Saving(NamedTuple):
             shown["checkpoint"] = f"{self.folder}, every {self.every} steps; {begins}"
         if memory is not None:
             begins = "no run is there yet" if recalled is None else f"goes on from step {int(recalled.step)}"
-            shown["memory"] = f"{memory.folder}, every {memory.every} steps; {begins}"
+            often = "after every step" if memory.every == 1 else f"every {memory.every} steps"
+            shown["memory"] = f"{memory.folder}, {often}; {begins}"
         return shown
 
 

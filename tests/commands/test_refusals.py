@@ -79,6 +79,8 @@ REFUSED |= {
     "train --optimizer lionn": r"--optimizer lionn: optax, .* have no such optimizer; did you mean lion\?",
     "train --optimizer lion,weight_decy=1": r"--optimizer lion, with .* did you mean weight_decay\? Use one of b1, b2",
     "train --optimizer lion,b1=x": r"--optimizer lion, with b1=x: give a number",
+    "train --optimizer nothing-like-it": "use a name such as adamw, lion or muon",
+    "train --optimizer sgd,nesterov=3": "write on or off",
     "train --decay linaer": r"--decay linaer: did you mean linear\?",
     "train --clip 0": "--clip 0: give a number above 0",
     "train --rule vocab": "--rule vocab: write a logical axis and tensor, .* or replicated, such as vocab=replicated",

@@ -164,7 +164,7 @@ def test_a_run_in_memory_is_one_of_the_same_training_and_as_new_as_the_checkpoin
     saves.begin(layout(), FACTS).memory.save(at(4))
     begin = saves.begin(layout(), FACTS | {"lr": 0.2})
     assert begin.step == 4 and begin.notes == ["the run so far had --lr 0.1, now it is 0.2: the learning rate changes"]
-    assert begin.shown["memory"].endswith("every 1 steps; goes on from step 4")
+    assert begin.shown["memory"].endswith("after every step; goes on from step 4")
     with pytest.raises(ValueError, match=r"--memory-every: the run in .* has --seed 0, now it is 1"):
         saves.begin(layout(), FACTS | {"seed": 1})
     js.save(tmp_path / "run", at(5), layout(), data=FACTS)
