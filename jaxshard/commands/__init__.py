@@ -1,7 +1,7 @@
 """The command line: every command is a file with a function `run`, which `main` finds.
 
     words ── parse.py ──> flags.py: a dataclass for each command ──> the command's run(flags)
-                          parallel.py, engine.py, optimizer.py, named_model.py, program.py: turn its values into those of js
+                          parallel.py, engine.py, optimizer.py, named_model.py, program.py: values of js
                           terminal.py, result.py: print facts and tables, write the JSON object
 
 Before `run` nothing imports JAX. Imports `core/`, `adapt/`, `cost/`, `schedules/`, `distributed/`, `optim/`, `data/`,
