@@ -46,6 +46,7 @@ from jaxshard.engines.just_in_time import users_code
 from jaxshard.optim.layout import layout
 from jaxshard.optim.local import local_of
 from jaxshard.training.extra_args import find_extra_args, take_fast_gradients
+from jaxshard.training.metrics.writer import finite
 from jaxshard.training.placing import put_stored
 from jaxshard.training.state import TrainState, init, run_key
 from jaxshard.training.step import Step
@@ -136,6 +137,17 @@ class Parity:
             f"shown for {len(self.batches)} batches: {', '.join(self.batches)}",
             "not shown: that no other batch differs; js.auto() with one micro-batch is right for any loss",
         )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report for JSON; a number that is not finite is None."""
+        arrays = [
+            {name: getattr(one, name) for name in ("what", "leaf", "allowed", "ok")} | {"difference": finite(one.error)}
+            for one in self.differences
+        ]
+        report = {name: list(getattr(self, name)) for name in ("why", "notes", "batches")}
+        losses = dict(zip(("sharded", "one_device"), map(finite, self.losses)))
+        failures = [one.name for one in self.failures]
+        return {"ok": self.ok, "loss": losses, "arrays": arrays, "failures": failures} | report
 
     def table(self) -> list[str]:
         """Return the lines between headline and remarks: the loss, then a line per leaf, each with its verdict."""

@@ -1,34 +1,34 @@
-"""`jaxshard audit`: what a compiled step communicates, against what the strategy promises."""
+"""`jaxshard audit`: compare the collectives of a compiled step with the promises of its strategy."""
 
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from jaxshard.checks.collectives.compare import audit as audit_step
-from jaxshard.checks.collectives.comparison import Comparison
 from jaxshard.checks.programs.report import audit_program
 from jaxshard.commands.errors import refusals, refuse, usage_errors
 from jaxshard.commands.flags import Audit
-from jaxshard.commands.parallel import Topology, read_axes
+from jaxshard.commands.parallel import read_axes
 from jaxshard.commands.prepared import prepare
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, start, working
+from jaxshard.plan.topology import topology_mesh
 
 _OF_A_STEP = (
     "engine", "schedule", "chunks", "context", "devices", "change", "batch", "seq", "remat", "precision", "topology"
 )  # fmt: skip
-"""Flags that have a say in how a step is compiled."""
+"""Flags about how a step is compiled."""
 
 
 def run(flags: Audit) -> int:
-    """Compare the collectives of a compiled step with the promised ones.
+    """Compare the collectives of a compiled step with the promises of its strategy.
 
     Returns:
-      1 if there is a collective that was not promised, or a promised kind that could not be read, else 0.
+      1 if there is a collective without a promise, or a promised kind that could not be read, else 0.
     """
     console = start(flags)
     with usage_errors():
@@ -36,7 +36,7 @@ def run(flags: Audit) -> int:
             return _audit_text(console, flags, flags.hlo)
         if not flags.target:
             raise ValueError("name a model or a function, such as gpt-1m or file.py:function, or give --hlo FILE")
-    prepared = prepare(flags, None if flags.topology is None else Topology(flags.topology))
+    prepared = prepare(flags, None if flags.topology is None else partial(topology_mesh, flags.topology))
     step = prepared.step()
     facts(console, prepared.how.shown | {"model": prepared.program.name})
     started = time.perf_counter()
@@ -45,12 +45,12 @@ def run(flags: Audit) -> int:
     seconds = time.perf_counter() - started
     console.print(f"\n{comparison if flags.all else comparison.short()}\n\n{comparison.verdict}")
     about = {"model": prepared.program.name, "topology": flags.topology} | prepared.how.about
-    write_json(flags.json, about | _numbers(comparison) | {"compile_seconds": seconds})
+    write_json(flags.json, about | comparison.as_dict() | {"compile_seconds": seconds})
     return 0 if comparison.ok else 1
 
 
 def _audit_text(console: Console, flags: Audit, hlo: Path) -> int:
-    """Audit the text of a compiled step; 1 where a strategy is named and broken, else 0."""
+    """Audit the text of a compiled step; return 1 if a strategy is named and broken, else 0."""
     if flags.target:
         raise ValueError(f"give {flags.target} or --hlo, not both: --hlo audits a step that is compiled already")
     compiling = {name: getattr(flags, name) for name in _OF_A_STEP}
@@ -65,13 +65,3 @@ def _audit_text(console: Console, flags: Audit, hlo: Path) -> int:
     console.print(f"{hlo}: {found.text(all=flags.all)}\n\n{found.outcome}")
     write_json(flags.json, {"file": str(hlo)} | found.as_dict())
     return 0 if found.ok else 1
-
-
-def _numbers(comparison: Comparison) -> dict[str, Any]:
-    return comparison.as_dict() | {
-        "collectives": comparison.rows(),
-        "promised_bytes": comparison.promised_bytes,
-        "found_bytes": comparison.found_bytes,
-        "needed_bytes": comparison.needed_bytes,
-        "widened_bytes": comparison.widened_bytes,
-    }

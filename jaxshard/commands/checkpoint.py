@@ -44,12 +44,12 @@ def _folders(root: Path, step: int | None) -> dict[int, Path]:
     """The folders of the steps to look at, incomplete ones included."""
     folders = step_folders(root)
     if not folders or (step is not None and step not in folders):
-        step_folder(root, step)  # says what is wrong
+        step_folder(root, step)  # raises the error that fits
     return folders if step is None else {step: folders[step]}
 
 
 def _describe_step(folder: Path, *, deep: bool) -> dict[str, Any]:
-    """Describe a step by its manifest and the names of its files; `deep` compares every byte and every array too."""
+    """Describe a step by its manifest and the names of its files; with `deep` compare every byte, too."""
     manifest, problems = try_manifest(folder)
     if manifest is None:
         return {"step": int(folder.name), "problems": problems}
@@ -72,7 +72,7 @@ def _mesh_text(mesh: Any) -> str:
 
 
 def _show(console: Console, folder: Path) -> dict[str, Any]:
-    """Print what a step holds, and return it for the result; nothing without a manifest that can be read."""
+    """Print the contents of a step, and return them for the result; do nothing without a readable manifest."""
     manifest, _ = try_manifest(folder)
     if manifest is None:
         return {}

@@ -1,4 +1,4 @@
-"""Flags in a file: `--config run.toml` reads them, by the same names, and `--save-config run.toml` writes them."""
+"""Read flags from a TOML file (`--config`), by the same names, and write them (`--save-config`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which devices a command runs on: accelerators where there are any, else simulated CPU devices."""
+"""Choose the devices of a command: accelerators if there are any, otherwise simulated CPU devices."""
 
 from __future__ import annotations
 
@@ -9,55 +9,60 @@ import jax
 from jaxshard.core.compat import backend_is_initialized, default_devices, process_count_and_id
 
 SIMULATED = 8
-"""The number of simulated CPU devices where none is asked for."""
+"""The number of simulated CPU devices if no number is asked for."""
 MOST_SIMULATED = 4096
-"""More in one process are refused: the runtime of the CPU makes threads and memory for each."""
+"""The most in one process: the CPU runtime makes threads and memory for each."""
 
 
-def choose_devices(count: int | None) -> list[jax.Device]:
+def choose_devices(count: int | None, mesh_size: int | None = None) -> list[jax.Device]:
     """Choose devices of the default backend; call it before anything touches a device.
 
-    Without an accelerator, and where JAX_PLATFORMS asks for one that is not there, CPU devices are simulated: `count`
-    of them, else as many as JAX_NUM_CPU_DEVICES or XLA_FLAGS say, else eight. Several processes share `count`, or the
-    eight, equally: each gives its own first devices. What the environment says holds for each process.
+    Without an accelerator, also if JAX_PLATFORMS asks for an absent one, CPU devices are simulated: `count`, or as many
+    as the mesh needs, or the number in JAX_NUM_CPU_DEVICES or XLA_FLAGS, or eight. Several processes share the number
+    equally, except the one in the environment, which is for each process.
 
     Args:
-      count: how many devices, over all processes; None for all there are.
+      count: how many devices, over all processes; None for all accelerators.
+      mesh_size: the devices of the mesh if all its sizes are given; simulated devices follow it.
 
     Raises:
-      ValueError: a count above what is there, or that the processes do not divide.
+      ValueError: more devices than there are, or a number that the processes do not divide.
     """
-    processes = process_count_and_id()[0]
-    if count is not None and count // processes > MOST_SIMULATED and not backend_is_initialized():
-        raise ValueError(f"--devices {count}: at most {MOST_SIMULATED} devices can be simulated in a process")
-    if count is not None and count % processes:
-        raise ValueError(_indivisible(f"--devices {count}", processes))
-    eight = count is None and not backend_is_initialized() and not _is_simulated()
-    if not backend_is_initialized() and (count is not None or eight):
-        jax.config.update("jax_num_cpu_devices", max(1, (count or SIMULATED) // processes))
+    processes, wanted = process_count_and_id()[0], count or mesh_size
+    named = f"--devices {count}" if count else f"{wanted or SIMULATED} simulated CPU devices"
+    is_simulated_anew = not backend_is_initialized() and (wanted is not None or not _is_simulated())
+    if is_simulated_anew:
+        each = (wanted or SIMULATED) // processes
+        if each > MOST_SIMULATED:
+            raise ValueError(f"{named}: at most {MOST_SIMULATED} devices can be simulated in a process")
+        jax.config.update("jax_num_cpu_devices", max(1, each))
     found = default_devices()
     if found is None:
         jax.config.update("jax_platforms", "cpu")
         found = jax.devices()
-    if eight and SIMULATED % processes and found[0].platform == "cpu":
-        raise ValueError(_indivisible(f"{SIMULATED} simulated CPU devices", processes))
-    if count is None:
+    platform = found[0].platform
+    if count is None and platform != "cpu":
         return found
-    if count > len(found):
+    if (wanted or (SIMULATED if is_simulated_anew else 0)) % processes:
         raise ValueError(
-            f"--devices {count}: there are {len(found)} {found[0].platform} device(s); ask for at most {len(found)}, "
-            "or set JAX_PLATFORMS=cpu to simulate them"
+            f"{named} can't be divided over {processes} processes; give --devices a multiple of {processes}"
         )
-    chosen: list[jax.Device] = []
-    for process in range(processes):
-        chosen += [device for device in found if device.process_index == process][: count // processes]
-    if len(chosen) < count:
-        raise ValueError(f"--devices {count}: not each of {processes} processes has {count // processes} of them")
+    if wanted is None:
+        return found
+    if wanted > len(found):
+        raise ValueError(
+            f"{named}: there are {len(found)} {platform} device(s); ask for at most {len(found)}, or set "
+            "JAX_PLATFORMS=cpu to simulate them"
+        )
+    of_each = [[one for one in found if one.process_index == process] for process in range(processes)]
+    chosen = [one for own in of_each for one in own[: wanted // processes]]
+    if len(chosen) < wanted:
+        raise ValueError(f"{named}: not each of {processes} processes has {wanted // processes} of them")
     return chosen
 
 
 def describe(devices: list[jax.Device]) -> str:
-    """Describe devices, such as "8 simulated CPU devices" or "16 x NVIDIA H100 80GB HBM3 in 2 processes"."""
+    """Describe devices: "8 simulated CPU devices", or "16 x NVIDIA H100 80GB HBM3 in 2 processes"."""
     processes = len({device.process_index for device in devices})
     where = f" in {processes} processes" if processes > 1 else ""
     if devices[0].platform != "cpu":
@@ -65,11 +70,7 @@ def describe(devices: list[jax.Device]) -> str:
     return "1 CPU device" if len(devices) == 1 else f"{len(devices)} simulated CPU devices{where}"
 
 
-def _indivisible(what: str, processes: int) -> str:
-    return f"{what} can't be divided over {processes} processes; give --devices a multiple of {processes}"
-
-
 def _is_simulated() -> bool:
-    """True if the number of CPU devices was set, by JAX's own configuration or by XLA's flag."""
+    """Return True if JAX's configuration or XLA's flag sets the number of CPU devices."""
     flagged = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     return flagged or getattr(jax.config, "jax_num_cpu_devices", -1) > 0

@@ -1,4 +1,4 @@
-"""The engine of a step by its flags: `--engine`, `--microbatches`, `--remat`, `--wire`, `--schedule` and `--chunks`."""
+"""Make the engine of a step from flags: `--engine`, `--microbatches`, `--remat`, `--wire`, `--schedule`, `--chunks`."""
 
 from __future__ import annotations
 
@@ -6,30 +6,25 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-import jax
 import jax.numpy as jnp
 
-from jaxshard.adapt.remat import Kept, RematPolicy, offloaded
+from jaxshard.adapt.remat import Kept, RematPolicy
 from jaxshard.commands.errors import refuse
 from jaxshard.commands.flags import PrecisionName, Sharding
 from jaxshard.commands.pairs import read_pairs, readers_of
 from jaxshard.commands.values import read_choice
-from jaxshard.core.layout import Layout
-from jaxshard.core.wire import Scaled, fp8, int8
+from jaxshard.core.wire import fp8, int8
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine
 from jaxshard.engines.explicit import explicit
 from jaxshard.engines.pipeline.engine import pipelined
 from jaxshard.schedules.named import ONE_CHUNK, full_name
 from jaxshard.schedules.schedule import Schedule
-from jaxshard.training.state import TrainState
-
-_ENGINES: dict[str, Callable[..., Engine]] = {"explicit": explicit, "auto": auto}
 
 _REMAT_NAMES = "everything", "dots", "nothing"
 
 _MICROBATCHES_PER_STAGE = 4, 3, 2, 1
-"""The default of --microbatches in a pipeline: the first of these that divides the batch; 4 idles an eighth at most."""
+"""The default of --microbatches in a pipeline: the first that divides the batch; with 4 an eighth at most is idle."""
 
 _FORMATS: dict[str, Callable[..., Any]] = {"int8": int8, "fp8": fp8, "bf16": lambda **options: jnp.bfloat16}
 
@@ -45,8 +40,8 @@ class Plan(NamedTuple):
     Attributes:
       axes: the axes of the mesh with their sizes.
       shards: the devices that share the rows of a batch.
-      depth: the number of blocks of the model, or None where it is not known.
-      batch: the rows of a step, or None where they are not known.
+      depth: the number of blocks of the model, or None if unknown.
+      batch: the rows of a step, or None if unknown.
     """
 
     axes: Mapping[str, int]
@@ -58,7 +53,7 @@ class Plan(NamedTuple):
 def make_engine(
     flags: Sharding, plan: Plan, *, remat: str | None, precision: PrecisionName | None, ordered: bool
 ) -> tuple[Engine, int | None]:
-    """Make the engine.
+    """Make the engine, which refuses combinations of arguments by its own messages.
 
     Returns:
       The engine, and the chunks per device of a pipeline; None without one.
@@ -67,35 +62,32 @@ def make_engine(
       ValueError: flags that do not fit together.
     """
     policy = None if remat is None else read_remat(remat)
-    if ordered:
-        _check_ordered(flags, plan.axes)
+    name = flags.engine or ("pipelined" if "pipe" in plan.axes else "explicit")
     wire = {} if flags.wire is None else read_wire(flags.wire)
-    _check_wire(flags, wire, ordered, "pipe" in plan.axes)
+    if ordered and name != "explicit":
+        raise ValueError(f"--ordered: only the engine explicit adds in one order, not {name}; leave one of them out")
+    if wire and name == "auto":
+        raise ValueError(f"--wire {flags.wire}: under --engine auto the compiler sends what it likes; leave one out")
     if "pipe" in plan.axes:
+        if name != "pipelined":
+            raise ValueError(f"--engine {name}: a mesh with the axis pipe needs the engine pipelined; leave one out")
         return _make_pipelined(flags, plan, policy, precision=precision, **wire)
     refuse(
         f"is for a pipeline, but --mesh {flags.mesh or 'data=-1'} has no axis pipe; write --mesh data=-1,pipe=2, or "
         "leave the flag out",
-        engine="pipelined" if flags.engine == "pipelined" else None,
+        engine=name if name == "pipelined" else None,
         schedule=flags.schedule,
         chunks=flags.chunks,
     )
-    order = {"reduction": "ordered"} if ordered else {}
-    make = _ENGINES[flags.engine or "explicit"]
-    return make(microbatches=flags.microbatches or 1, remat=policy, precision=precision, **order, **wire), None
+    options: dict[str, Any] = {"microbatches": flags.microbatches or 1, "remat": policy, "precision": precision}
+    if name == "auto":
+        return auto(**options), None
+    # A gradient with feedback is reduced once in a step.
+    options["scatter"] = "end" if getattr(wire.get("reduce_dtype"), "feedback", False) else "each"
+    return explicit(**options, reduction="ordered" if ordered else "native", **wire), None
 
 
 def _make_pipelined(flags: Sharding, plan: Plan, policy: RematPolicy | None, **options: Any) -> tuple[Engine, int]:
-    if flags.engine not in (None, "pipelined"):
-        raise ValueError(
-            f"--engine {flags.engine}: a mesh with the axis pipe runs under engine pipelined; leave out the flag or "
-            "the axis"
-        )
-    if names := offloaded(policy):
-        raise ValueError(
-            f"--remat: a pipeline keeps activations on the devices, so {', '.join(names)} can't be offloaded; take "
-            "save, or a mesh without the axis pipe"
-        )
     stages = plan.axes["pipe"]
     table = _read_table(flags, stages)
     sizes = table or flags
@@ -105,29 +97,33 @@ def _make_pipelined(flags: Sharding, plan: Plan, policy: RematPolicy | None, **o
     engine = pipelined(
         microbatches=sizes.microbatches or next(fitting, stages),
         schedule=table or flags.schedule or "interleaved",
-        stash="layer" if policy in (None, "nothing") else policy,  # a block's input, from which it is recomputed
+        stash="layer"
+        if policy in (None, "nothing")
+        else policy,  # the input of each block, which is recomputed from it
         **options,
     )
     return engine, sizes.chunks or (2 if not one_chunk and (plan.depth or 0) >= 2 * stages else 1)
 
 
 def _read_table(flags: Sharding, stages: int) -> Schedule | None:
-    """The user's own table where --schedule is a file; ValueError where other flags contradict it."""
+    """Read the user's own table if --schedule is a file; raise ValueError if other flags contradict it."""
     if flags.schedule is None or not flags.schedule.endswith(".csv"):
         return None
     table = Schedule.from_csv(Path(flags.schedule))
-    asked = {"pipe": (table.stages, stages)}
-    asked |= {name: (getattr(table, name), getattr(flags, name)) for name in ("microbatches", "chunks")}
-    for name, (own, given) in asked.items():
-        if given not in (None, own):
-            raise ValueError(
-                f"--schedule {flags.schedule} is a table for {name}={own}, but {name}={given} was asked for"
-            )
+    given = {"stages": stages, "microbatches": flags.microbatches, "chunks": flags.chunks}
+    check_table(table, flags.schedule, given)
     return table
 
 
+def check_table(table: Schedule, file: str, given: Mapping[str, int | None]) -> None:
+    """Raise ValueError if a given size differs from that of a table read from a file."""
+    for name, number in given.items():
+        if number not in (None, own := getattr(table, name)):
+            raise ValueError(f"{name} {number}: {file} is a table for {name}={own}; leave {name} out, or give that")
+
+
 def read_remat(text: str) -> RematPolicy:
-    """Read the value of --remat: a policy by its name, or whether each named activation is saved.
+    """Read the value of --remat: the name of a policy, or what to do with each named activation.
 
         >>> read_remat("attention_out=save,block_in=offload")
         {'attention_out': 'save', 'block_in': 'offload'}
@@ -146,76 +142,28 @@ def read_remat(text: str) -> RematPolicy:
 
 
 def read_wire(text: str) -> dict[str, Any]:
-    """Read the value of --wire: the arguments of `js.explicit` that it stands for.
+    """Read the value of --wire: arguments of `js.explicit` and `js.pipelined`.
 
         >>> read_wire("weights=fp8,block=128")
         {'gather_dtype': Scaled(dtype='float8_e3m4', block=128, feedback=False)}
 
     Raises:
-      ValueError: it is not understood, or has feedback for something else than gradients in 8 bits.
+      ValueError: it is not understood, or has feedback for anything but gradients in 8 bits.
     """
     formats = dict.fromkeys(("gradients", "weights"), read_choice(list(_FORMATS)))
     options = read_pairs("--wire", text, formats | readers_of(int8), _WIRE)
-    sent = {name: _FORMATS[options.pop(name)] for name in formats if name in options}
+    sent = {name: options.pop(name) for name in formats if name in options}
     feedback = options.pop("feedback", False)
-    if feedback and sent.get("gradients") not in (int8, fp8):
+    if feedback and sent.get("gradients") not in ("int8", "fp8"):
         raise ValueError(f"--wire {text}: feedback is for gradients in int8 or fp8; {_WIRE}")
     if not sent:
         raise ValueError(f"--wire {text}: there are neither gradients nor weights; {_WIRE}")
-    arguments: dict[str, Any] = {"scatter": "end"} if feedback else {}
+    arguments = {}
     try:
-        if make := sent.get("gradients"):
-            arguments["reduce_dtype"] = make(**options, feedback=feedback)
-        if make := sent.get("weights"):
-            arguments["gather_dtype"] = make(**options)
+        if "gradients" in sent:
+            arguments["reduce_dtype"] = _FORMATS[sent["gradients"]](**options, feedback=feedback)
+        if "weights" in sent:
+            arguments["gather_dtype"] = _FORMATS[sent["weights"]](**options)
     except ValueError as error:
         raise ValueError(f"--wire {text}: {error}; {_WIRE}") from error
     return arguments
-
-
-def check_feedback(engine: Engine, layout: Layout, run: TrainState | None, memory_every: int | None) -> None:
-    """Raise ValueError where residuals of gradients would be lost.
-
-    Args:
-      engine: of the training.
-      layout: of the training.
-      run: what it goes on from; None if it starts.
-      memory_every: how often it is kept in memory; None for never.
-    """
-    carries = bool(jax.tree.leaves(engine.residuals(layout)))
-    if carries and memory_every is not None:
-        raise ValueError(
-            "--wire ...,feedback=on: --memory-every keeps no residuals of gradients; leave out one of them, or save "
-            "with --checkpoint"
-        )
-    if run is not None and jax.tree.leaves(run.residuals) and not carries:
-        raise ValueError(
-            "--resume: the run was trained with --wire gradients=int8,feedback=on and has residuals of gradients; go "
-            "on with that flag"
-        )
-
-
-def _check_wire(flags: Sharding, wire: Mapping[str, Any], ordered: bool, piped: bool) -> None:
-    """Raise ValueError for flags that contradict --wire."""
-    if wire and flags.engine == "auto":
-        raise ValueError(f"--wire {flags.wire}: under --engine auto the compiler sends what it likes; leave one out")
-    if ordered and isinstance(wire.get("reduce_dtype"), Scaled):
-        raise ValueError(
-            f"--ordered: --wire {flags.wire} adds gradients in one order by itself; leave out --ordered, or gradients="
-        )
-    if piped and "scatter" in wire:
-        raise ValueError(f"--wire {flags.wire}: a pipeline keeps no residuals of gradients; leave out feedback=on")
-
-
-def _check_ordered(flags: Sharding, axes: Mapping[str, int]) -> None:
-    form, other_engine = flags.context or "gather", flags.engine not in (None, "explicit")
-    if "context" in axes and form in ("gather", "usp"):
-        raise ValueError(
-            f"--ordered: --context {form} gathers keys and values, whose gradients the hardware sums in its own order; "
-            "use --context ulysses, or leave out --ordered"
-        )
-    if other_engine or not {"expert", "tensor", "pipe"}.isdisjoint(axes):
-        raise ValueError(
-            "--ordered: only the engine explicit adds in one order, and without the axes tensor, pipe and expert; "
-            f"leave out {f'--engine {flags.engine}' if other_engine else 'these axes'}, or --ordered"
-        )

@@ -1,4 +1,4 @@
-"""Errors that the user can put right, told in one line instead of a traceback."""
+"""Errors that the user can correct, printed in one line instead of a traceback."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class UsageError(Exception):
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """Turn the errors by which the library refuses its input into a `UsageError`.
+    """Turn errors about wrong input into a `UsageError`.
 
-    Only for the preparation of a command, which does nothing but check what the user asked for. What goes wrong later
-    is a fault and keeps its traceback.
+    Only for the preparation of a command, which checks flags and data. A later error is a fault and keeps its
+    traceback.
     """
     try:
         yield
@@ -35,9 +35,9 @@ def usage_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Turn errors that the library itself raised into a `UsageError`, where the user's own functions run too.
+    """Turn errors that the library raised into a `UsageError`, in a block that also runs the user's functions.
 
-    An error raised in the user's code is a fault of theirs and keeps its traceback.
+    An error from the user's code keeps its traceback.
     """
     try:
         yield

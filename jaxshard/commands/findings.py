@@ -1,6 +1,6 @@
 """Known bad combinations of packages, settings and hosts, each with its remedy, for `jaxshard doctor`.
 
-Every function takes what it judges as arguments and returns `Finding`s, so that it can be tried with any environment.
+Every function takes the facts as arguments and yields `Finding`s, so that tests can try any environment.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ LOCK = Path("/tmp/libtpu_lockfile")
 
 
 class Finding(NamedTuple):
-    """Something that does not work, or may not.
+    """A problem, or a possible one.
 
     Attributes:
-      level: "broken" for what stops every run, "warning" for what stops or slows some.
-      what: what is wrong, with the value that was found.
+      level: "broken" if it stops every run, "warning" if it stops or slows some.
+      what: the problem, with the value that was found.
       remedy: what to do.
     """
 
@@ -50,7 +50,7 @@ def warning(what: str, remedy: str) -> Finding:
 
 
 def judge_settings(environ: Mapping[str, str], interfaces: Sequence[str], has_accelerator: bool) -> Iterator[Finding]:
-    """Judge environment variables; nothing that they start is touched.
+    """Find bad environment variables; read them only.
 
     Args:
       environ: the variables.
@@ -85,7 +85,7 @@ def judge_settings(environ: Mapping[str, str], interfaces: Sequence[str], has_ac
 
 
 def judge_packages(installed: Callable[[str], str | None], environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Judge packages that disturb each other though each fits what it requires.
+    """Find packages that disturb each other although their requirements are met.
 
     Args:
       installed: the version of a package, or None.
@@ -110,7 +110,7 @@ def judge_packages(installed: Callable[[str], str | None], environ: Mapping[str,
 
 
 def judge_machine(machine: Machine, *, processes: int, has_gpu: bool) -> Iterator[Finding]:
-    """Judge a host that `processes` processes compute together on, or others with it."""
+    """Find limits of a host that are too low for a run of so many processes."""
     together = processes > 1 or has_gpu
     if machine.shared is not None and machine.shared < _LEAST_SHARED and together:
         yield warning(
@@ -134,7 +134,7 @@ def judge_machine(machine: Machine, *, processes: int, has_gpu: bool) -> Iterato
 
 
 def judge_leftovers(folders: Mapping[Path, int]) -> Iterator[Finding]:
-    """Judge what launches that were killed have left in memory: folders, with their bytes."""
+    """Find memory that killed launches have left: folders, with their bytes."""
     for folder, size in folders.items():
         yield warning(
             f"{folder} holds {human_bytes(size)} of memory for a run whose launcher was killed",
@@ -143,7 +143,7 @@ def judge_leftovers(folders: Mapping[Path, int]) -> Iterator[Finding]:
 
 
 def judge_hosts(hosts: Sequence[Host]) -> Iterator[Finding]:
-    """Judge what the processes of a run say of each other."""
+    """Find hosts that do not reach each other, and clocks that differ."""
     for host in hosts:
         who = f"process {host.process} on {host.name}"
         if host.unreached:
@@ -156,7 +156,7 @@ def judge_hosts(hosts: Sequence[Host]) -> Iterator[Finding]:
 
 
 def judge_libtpu(environ: Mapping[str, str], lock: Path, chips: Sequence[Path]) -> Iterator[Finding]:
-    """Judge whether this process may load libtpu and use the chips.
+    """Find other processes that hold libtpu or the chips.
 
     Args:
       environ: environment variables.

@@ -68,8 +68,8 @@ class Sharding(Flags):
     Attributes:
       mesh: axes and sizes: data=8 or data=2,tensor=2,pipe=2; also replica, context, expert; -1 is the rest
       strategy: ddp, zero1, zero2, fsdp (the default) or hsdp, which is fsdp within each group of an axis replica
-      rule: what the axis tensor does to a logical axis: vocab=replicated, mlp=tensor; as often as you like
-      sync_every: let each group of an axis replica train by itself, and average parameters every N steps (DiLoCo)
+      rule: what the axis tensor does to a logical axis: vocab=replicated, mlp=tensor; may be repeated
+      sync_every: train each group of an axis replica on its own, and average parameters every N steps (DiLoCo)
       sync_warmup: average gradients over the groups in the first N steps, such as those of the warm-up
       outer: optimizer of --sync-every: average (the default), or rate=0.7,momentum=0.9 for Nesterov momentum
       engine: explicit (the default) issues the collectives, auto leaves them to the compiler; or pipelined
@@ -207,7 +207,7 @@ class Saving(Flags):
       checkpoint_every: steps between saves; by default 10
       keep: so many of the newest saves stay; by default all
       fall_back: with --resume, go on from the newest step that is intact where newer ones are damaged
-      memory_every: steps between copies into memory, from which jaxshard launch --max-restarts goes on
+      memory_every: steps between copies into memory, for restarts by jaxshard launch --max-restarts
     """
 
     checkpoint: File = None
@@ -246,7 +246,7 @@ class Chips(Flags):
     """The chips.
 
     Attributes:
-      topology: chips that are not here: v5e:16x16, v5p:4x4x8, or h100:8x32 for 32 hosts of 8
+      topology: absent chips: v5e:16x16, v5p:4x4x8, or h100:8x32 for 32 hosts of 8
       slices: so many TPU slices, connected by the data center's network
       price: of one chip for an hour, for the price of a billion tokens
     """
@@ -260,9 +260,9 @@ class Chips(Flags):
 class Train(Compute, Data, Recipe, Saving, Output, Config):
     """Train a language model, sharded over a mesh.
 
-    It takes all accelerators, or 8 simulated CPU devices. Without any flag: a million parameters, the source of
-    Python's standard library, two minutes on two cores. Several processes (jaxshard launch, Slurm, Open MPI,
-    Kubernetes, TPU pods) train together; devices, rows and steps are those of all.
+    It takes all accelerators; without any it simulates the CPU devices that --mesh has, or 8. Without any flag: a
+    million parameters, the source of Python's standard library, two minutes on two cores. Several processes (jaxshard
+    launch, Slurm, Open MPI, Kubernetes, TPU pods) train together; devices, rows and steps are counted over all.
 
     Attributes:
       model: a ready-made size: gpt-1m, gpt-10m, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-1m, llama2-7b,
@@ -281,16 +281,16 @@ class Generate(Model, Config):
 
     jaxshard generate --model hf:PATH --prompt "Once upon a time" --length 64 --mesh data=2,tensor=4
 
-    Without an accelerator as many CPU devices are simulated as --mesh needs, or one. The JSON object has "tokens", one
+    Without an accelerator as many CPU devices are simulated as --mesh has, or one. The JSON object has "tokens", one
     list for each prompt with the prompt in it and the token that ended it, and "text", which leaves out what ended it.
 
     Attributes:
       model: hf:PATH, a folder that transformers wrote, or a ready-made size with --checkpoint
-      checkpoint: the folder in which jaxshard train saved a run of this model; its newest step is read
+      checkpoint: a folder where jaxshard train saved a run of this model; its newest step is read
       prompt: a text to continue; give it once for each.
       prompt_tokens: the tokens of a prompt, such as 1,5,9; give it once for each.
       tokenizer: a tokenizer.json, or a folder that has one; by default the model's, or bytes
-      length: the largest number of new tokens; by default 64, or what the model has positions for
+      length: the largest number of new tokens; by default 64, or fewer if the model has no more positions
       temperature: divides the logits; 0 takes the most likely token.
       top_k: draw from so many most likely tokens.
       top_p: draw from the fewest tokens whose probabilities add up to at least this
@@ -298,7 +298,7 @@ class Generate(Model, Config):
       mesh: axes and sizes, such as data=2,tensor=4.
       strategy: fsdp shards weights over the axis data and gathers a block at a time, ddp replicates them
       devices: use so many devices.
-      seed: of what is drawn at random.
+      seed: of the random draws.
     """
 
     model: Annotated[str, Kind("NAME")]
@@ -356,8 +356,8 @@ class Audit(Targeted, Compute, Config):
     jaxshard audit --hlo step.txt --mesh data=4,tensor=2 --strategy fsdp
 
     Attributes:
-      hlo: in place of TARGET the text of a compiled step, of as_text() or an XLA dump; needs --mesh
-      topology: compile for TPUs that are not here, such as v5e:2x4; needs libtpu
+      hlo: instead of TARGET the text of a compiled step, from as_text() or an XLA dump; needs --mesh
+      topology: compile for absent TPUs, such as v5e:2x4; needs libtpu
       all: print every surprise, collective and instruction; by default a summary
     """
 
@@ -376,7 +376,7 @@ class Parity(Targeted, Model, Sharding, Config):
 
     Attributes:
       batch: rows of a step over all devices; by default about 16
-      seed: of the parameters, the tokens, and what the loss draws
+      seed: of the parameters, the tokens, and the random draws of the loss
     """
 
     batch: Count = None
@@ -385,19 +385,19 @@ class Parity(Targeted, Model, Sharding, Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Targeted, Compute, Chips, Config):
-    """Predict memory, communication and time of a step on chips that are not here, and whether it fits.
+    """Predict memory, communication and time of a step on absent chips, and whether it fits.
 
     jaxshard plan llama3-8b --mesh data=256 --topology v5e:16x16 --precision bf16 --batch 256 --seq 8192
 
-    Nothing is computed and no array is made. Where the compiler of the chips is installed (libtpu for TPUs) memory is
-    what it assigns, and "judged_by" in the JSON object is "compiler"; otherwise memory is estimated. "fits" is true,
-    false, or null where only the compiler knows; "live_bytes" are live at once, "allocated_bytes" must fit.
+    Nothing is computed and no array is made. If the compiler of the chips is installed (libtpu for TPUs), it assigns
+    the memory, and "judged_by" in the JSON object is "compiler"; otherwise memory is estimated. "fits" is true, false,
+    or null if only the compiler knows; "live_bytes" are live at once, "allocated_bytes" must fit.
 
     Attributes:
       chip: predict for the limits of this chip, such as v5e or h100; without --topology for the devices here
       estimate: estimate memory, without a compiler.
       codegen: compile to the end, which takes minutes, and print the compiler's verdict with estimated cycles
-      plot: draw memory by role into this file, and shards, roofline and schedule beside it; needs matplotlib
+      plot: draw memory by role into this file, and more pictures next to it; needs matplotlib
     """
 
     chip: Text = None
@@ -408,12 +408,12 @@ class Plan(Targeted, Compute, Chips, Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Search(Targeted, Rows, Chips, Config):
-    """Rank the layouts of a model on chips that are not here, with reasons.
+    """Rank the layouts of a model on absent chips, with reasons.
 
     jaxshard search llama3-8b --topology v5e:16x16 --batch 256 --seq 8192 --precision bf16
 
     In the JSON object "plans" has them, the best first, each with its mesh, strategy, seconds, bytes, reason, and
-    "flags" with which jaxshard plan, audit and train do the same.
+    "flags" for jaxshard plan, audit and train.
 
     Attributes:
       compile: ask the compiler about the best until so many fit; 0 for none

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from rich.text import Text
 
 from jaxshard.checkpoint.reader import describe, restore
 from jaxshard.commands.devices import choose_devices
-from jaxshard.commands.doctor import versions
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.flags import Generate, Sharding
-from jaxshard.commands.parallel import Parallel, make_parallel, read_axes
-from jaxshard.commands.pretrained import folder_of, is_pretrained
-from jaxshard.commands.program import name_with_changes, named_size, read_changes
+from jaxshard.commands.named_model import NamedModel
+from jaxshard.commands.packages import versions
+from jaxshard.commands.parallel import Parallel, make_parallel
 from jaxshard.commands.result import write_json
 from jaxshard.commands.stops import Bytes, ends_of_text, parse_stops
 from jaxshard.commands.terminal import facts, printable, start, working
@@ -30,11 +27,10 @@ from jaxshard.generation.sampling import Sampling
 from jaxshard.hf.load import load as load_weights
 from jaxshard.hf.load import model as read_model
 from jaxshard.models.decoder import Decoder
-from jaxshard.models.sizes import SIZES
 from jaxshard.training.state import init
 
 _LENGTH = 64
-"""New tokens where --length is not given, and as many positions are left."""
+"""The default of --length, if the model has as many positions."""
 _BYTES = 256
 """The vocabulary of models that `jaxshard train` made of text, whose tokens are its bytes."""
 
@@ -47,20 +43,20 @@ def run(flags: Generate) -> None:
     console = start(flags, quiet=not is_first)
     with usage_errors():
         how = _make_parallel(flags)
-        source = _Source(flags.model, flags.change, flags.checkpoint)
-        words = _tokenizer(source, flags.tokenizer)
-        network = source.model()
+        named = NamedModel(flags.model, flags.change)
+        words, folder = _tokenizer(named, flags.tokenizer), named.folder
+        network = _make_model(named, flags.checkpoint)
         rows = _rows(flags, words)
-        stops = parse_stops(flags.stop, words, ends_of_text(words, source.folder))
+        stops = parse_stops(flags.stop, words, ends_of_text(words, folder))
         # No more than fit after the longest prompt.
         length = flags.length or max(1, min(_LENGTH, network.seq + 1 - max(map(len, rows))))
         layout = how.layout(network.init)
         Sampling(flags.temperature, flags.top_k, flags.top_p).check(has_key=True)
         check_request(network, layout, rows, length)
-        facts(console, {name: how.shown[name] for name in ("devices", "mesh", "strategy")} | {"model": source.name})
+        facts(console, {name: how.shown[name] for name in ("devices", "mesh", "strategy")} | {"model": str(named)})
     with working(console, "reading the weights"), usage_errors():
-        params = source.params(network, layout, flags.seed)
-    if flags.checkpoint is None and source.folder is None:
+        params = _read_params(flags, folder, network, layout)
+    if flags.checkpoint is None and folder is None:
         console.print(f"note: {flags.model} without --checkpoint: its weights are random, of --seed {flags.seed}")
     started = time.perf_counter()
     with working(console, "generating"), usage_errors():
@@ -73,75 +69,46 @@ def run(flags: Generate) -> None:
     texts = None if words is None else [stops.cut_text(row, n, words) for n, row in zip(lengths, tokens)]
     for shown in texts or [" ".join(map(str, stops.cut(row, n)[n:])) for n, row in zip(lengths, tokens)]:
         console.print("", Text(printable(shown)), sep="\n")
-    result = {"model": source.name} | {name: how.about[name] for name in ("mesh", "devices", "strategy")}
+    result = {"model": str(named)} | {name: how.about[name] for name in ("mesh", "devices", "strategy")}
     result |= {"tokens": tokens, "text": texts, "length": length, "stop": [*stops.tokens, *stops.texts]}
     result |= {name: getattr(flags, name) for name in ("temperature", "top_k", "top_p", "seed")}
     write_json(flags.json if is_first else None, result | {"seconds": seconds, "versions": versions()})
 
 
-class _Source(NamedTuple):
-    """Where a model comes from: its name, what is changed of it, and the folder of a run that was saved."""
+def _make_model(named: NamedModel, checkpoint: Path | None) -> Decoder:
+    """Build the model; a trained one has the length of rows that it was trained with, and is in f32."""
+    if named.folder is not None:
+        return read_model(named.folder, dtype=None if checkpoint is None else "float32", **named.changes)
+    data = None if checkpoint is None else describe(checkpoint).data
+    trained = {"seq": data["seq"]} if isinstance(data, dict) and isinstance(data.get("seq"), int) else {}
+    made: Decoder = named.model(**trained)
+    return made
 
-    target: str
-    change: str | None
-    checkpoint: Path | None
 
-    @property
-    def name(self) -> str:
-        return name_with_changes(self.target, self.change)
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder of a model of Hugging Face's; None for a ready-made size."""
-        return folder_of(self.target) if is_pretrained(self.target) else None
-
-    def model(self) -> Decoder:
-        """Build the model; one that was trained has the length of rows that it was trained with."""
-        changes = read_changes(self.target, self.change)
-        if self.folder is not None:  # trained in f32
-            return read_model(self.folder, dtype=None if self.checkpoint is None else "float32", **changes)
-        try:
-            made: Decoder = named_size(self.target).model(**self._trained_with() | changes)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"--change {self.change}: {error}") from error
-        return made
-
-    def _trained_with(self) -> dict[str, Any]:
-        """The numbers of a run of `jaxshard train` that its model was built with."""
-        if self.checkpoint is None:
-            return {}
-        data = describe(self.checkpoint).data
-        return {"seq": data["seq"]} if isinstance(data, dict) and isinstance(data.get("seq"), int) else {}
-
-    def params(self, network: Decoder, layout: Layout, seed: int) -> PyTree:
-        """Read the weights onto a layout; of a ready-made size without a checkpoint they are random."""
-        if self.checkpoint is not None:
-            return restore(self.checkpoint, layout).params
-        if self.folder is not None:
-            return load_weights(self.folder, layout)
-        return init(network.init, None, layout, seed).params
+def _read_params(flags: Generate, folder: Path | None, network: Decoder, layout: Layout) -> PyTree:
+    """Read the weights onto a layout; of a ready-made size without a checkpoint they are random."""
+    if flags.checkpoint is not None:
+        return restore(flags.checkpoint, layout).params
+    if folder is not None:
+        return load_weights(folder, layout)
+    return init(network.init, None, layout, flags.seed).params
 
 
 def _make_parallel(flags: Generate) -> Parallel:
-    """Make the mesh; without accelerators as many CPU devices are simulated as it needs, else one."""
-    sizes = [] if flags.mesh is None else list(read_axes(flags.mesh).values())
-    devices = flags.devices or (math.prod(sizes) if sizes and min(sizes) > 0 else None)
-    found = choose_devices(devices)
-    if flags.mesh is None and devices is None and found[0].platform == "cpu":
+    """Make the mesh; without --mesh and accelerators, of one CPU device per process."""
+    devices = flags.devices
+    if flags.mesh is None and devices is None and choose_devices(None)[0].platform == "cpu":
         devices = process_count_and_id()[0]
     return make_parallel(Sharding(mesh=flags.mesh, strategy=flags.strategy, devices=devices))
 
 
-def _tokenizer(source: _Source, file: Path | None) -> Tokenizer | Bytes | None:
-    """Return what makes tokens of text: of the flag, of the model's folder, or bytes; None where there is none."""
+def _tokenizer(named: NamedModel, file: Path | None) -> Tokenizer | Bytes | None:
+    """Return the tokenizer of the flag, of the model's folder, or of bytes; None if there is none."""
     if file is not None:
         return tokenizer(file)
-    if source.folder is not None:
-        return tokenizer(source.folder) if (source.folder / FILE).is_file() else None
-    if source.target not in SIZES:
-        return None  # refused by the model
-    shape = SIZES[source.target].shape | read_changes(source.target, source.change)
-    return Bytes() if shape.get("vocab") == _BYTES else None
+    if named.folder is not None:
+        return tokenizer(named.folder) if (named.folder / FILE).is_file() else None
+    return Bytes() if named.shape.get("vocab") == _BYTES else None
 
 
 def _rows(flags: Generate, words: Tokenizer | Bytes | None) -> list[list[int]]:

@@ -1,8 +1,8 @@
-"""What gloo prints about its connections, left out of the output of a process.
+"""Remove gloo's messages about connections from the output of a process.
 
 Processes on CPUs exchange arrays by gloo, which writes a line for each device to standard output, without a setting to
 turn that off: "[Gloo] Rank 0 is connected to 7 peer ranks. Expected number of connected peer ranks is : 7". Its threads
-write the pieces of their lines between each other's and between those of the program.
+mix the pieces of their lines with each other's and with the program's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Job`: all that the flags of `jaxshard train` decide, before anything is computed."""
+"""`Job`: the model, data, optimizer and layout of `jaxshard train`, before anything is computed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from jaxshard.commands.doctor import versions
 from jaxshard.commands.flags import Train
 from jaxshard.commands.low_rank import add_factors, read_factors
+from jaxshard.commands.named_model import NamedModel
 from jaxshard.commands.optimizer import make_optimizer
+from jaxshard.commands.packages import versions
 from jaxshard.commands.parallel import Parallel
-from jaxshard.commands.pretrained import find_pretrained
-from jaxshard.commands.program import name_with_changes, read_changes, size_of
+from jaxshard.commands.pretrained import Pretrained
 from jaxshard.commands.result import predicted_bytes
 from jaxshard.commands.stops import Stops, ends_of_text
 from jaxshard.commands.training_data import load_data
@@ -30,8 +30,8 @@ class Job:
     Attributes:
       flags: of the command.
       how: mesh, strategy and engine.
-      name: the name of the ready-made size, with what was changed of it.
-      size: the size's numbers, and its recipe with those that were given by flags.
+      name: the name of the ready-made size, with the value of --change.
+      size: the ready-made size, with the numbers that flags replace.
       data: the tokens.
       base: the model whose weights it begins with, or None.
       seq: tokens in a row.
@@ -39,7 +39,7 @@ class Job:
       vocab: the rows of the model's token embedding.
       network: the model.
       tx: the optimizer.
-      layout: where every array lives.
+      layout: the placement of every array.
       source: the batches to train on.
       rows: the shapes and dtypes of a global batch.
       held_out: the batches to evaluate on.
@@ -51,8 +51,8 @@ class Job:
 
     def __init__(self, console: Console, flags: Train, how: Parallel) -> None:
         self.flags, self.how = flags, how
-        model, changes = flags.model, read_changes(flags.model, flags.change)
-        size = size_of(model, flags.change, seq=flags.seq, batch=flags.batch, rows_multiple=how.rows_multiple)
+        named = NamedModel(flags.model, flags.change)
+        size = named.resize(seq=flags.seq, batch=flags.batch, rows_multiple=how.rows_multiple)
         given: dict[str, Any] = {
             "steps": flags.steps,
             "learning_rate": flags.lr,
@@ -61,9 +61,11 @@ class Job:
         }
         recipe: Any = size.recipe._replace(**{name: value for name, value in given.items() if value is not None})
         self.size, self.seq = size._replace(recipe=recipe), size.shape["seq"]
-        if "vocab" in changes:
+        if "vocab" in named.changes:
             raise ValueError(f"--change {flags.change}: the vocabulary is that of the corpus; leave vocab out")
-        self.name, self.base = name_with_changes(model, flags.change), find_pretrained(model, changes)
+        folder, shape = named.folder, named.shape
+        self.name = str(named)
+        self.base = None if folder is None else Pretrained(folder, shape["vocab"], shape["seq"])
         if flags.lora is not None:
             if self.base is None:
                 raise ValueError(
@@ -74,7 +76,7 @@ class Job:
         self.data = load_data(console, flags, self.base)
         self._check_rows()
         self.tokens = recipe.batch * self.seq
-        # Rows may be shorter than those that a pretrained model takes, which may have an array of that length.
+        # A pretrained model may have an array of its own length of rows, and be trained on shorter ones.
         corpus = self.data.corpus
         own = {"vocab": corpus.vocab} if self.base is None else {"vocab": self.base.vocab, "seq": self.base.seq}
         self.vocab, self.network = own["vocab"], self.size.model(**own)
@@ -101,7 +103,7 @@ class Job:
 
     @property
     def sequence(self) -> dict[str, Any]:
-        """The facts that decide the batches and the optimizer's steps, to go on with the same ones."""
+        """The facts that decide the batches and the optimizer's steps; saved to compare them on --resume."""
         recipe: Any = self.size.recipe
         corpus = self.data.corpus
         return {
@@ -122,7 +124,7 @@ class Job:
     def about(self) -> dict[str, Any]:
         """The facts that the command writes into its JSON object."""
         about = self.how.about
-        if "remat" in about:  # of an engine that takes what the model states where it is not told
+        if "remat" in about:  # the model states it for an engine that has no own
             about["remat"] = about["remat"] or self.network.remat
         optimizer = {name: self.sequence[name] for name in ("optimizer", "decay")}
         return {
@@ -169,7 +171,7 @@ class Job:
 
 
 def _describe_packing(packing: dict[str, float]) -> str:
-    """Say in a line how documents fill rows."""
+    """Write in a line how documents fill rows."""
     return (
         f"{packing['documents']:,} documents of {packing['tokens_per_document']:.1f} tokens, {packing['cut']:,} cut, "
         f"in {packing['rows']:,} rows; {packing['padding']:.1%} padding, {packing['learned']:.1%} learned"

@@ -41,7 +41,7 @@ def _find_program(command: tuple[str, ...]) -> str:
     """Find the file to run; UsageError if there is none."""
     if not command:
         raise UsageError("give the command after a double dash: jaxshard launch -n 2 -- jaxshard train")
-    # An environment that was not activated has its programs beside its Python, and not on PATH.
+    # The programs of an environment that was not activated are in the folder of its Python, not on PATH.
     program = shutil.which(command[0]) or shutil.which(command[0], path=os.path.dirname(sys.executable))
     if program is None:
         raise UsageError(f"{command[0]}: there is no such command on PATH; give its path, or install it")

@@ -1,4 +1,4 @@
-"""`--lora rank=8,...`: the low-rank factors that a training adds to a frozen model."""
+"""`--lora rank=8,...`: add low-rank factors to a frozen model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def add_factors(network: Decoder, text: str) -> Decoder:
 
 
 def _matrices_of_blocks(network: Decoder) -> tuple[str, ...]:
-    """Return the paths of the matrices that all rows of a block are multiplied with; routers choose, and stay."""
+    """Return the paths of the matrices in blocks, except those of routers."""
     shapes = jax.eval_shape(network.init, jax.random.key(0))
     found = (path for path in paths(shapes) if ends_with(path, "blocks/*/kernel"))
     return tuple(path for path in found if not ends_with(path, "router/kernel"))

@@ -37,7 +37,7 @@ class Machine(NamedTuple):
 
 
 def read_machine() -> Machine:
-    """Look at this host."""
+    """Read the memory, limits and network of this host."""
     memory, available = _read_memory()
     shared = shutil.disk_usage(_SHARED).total if _SHARED.is_dir() else None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -32,7 +32,7 @@ INTERRUPTED = 130
 """The exit status after Ctrl-C, as a shell says of a program that SIGINT ended."""
 
 CRASHED = 70
-"""The exit status after an error that is no refusal (EX_SOFTWARE of sysexits.h), unlike 1, by which checks fail."""
+"""The exit status after an unexpected error (EX_SOFTWARE of sysexits.h); 1 would say that a check failed."""
 
 _AGAIN = 0.02
 """Seconds after which a Ctrl-C that was lost comes again."""
@@ -44,14 +44,14 @@ def main(args: Sequence[str] | None = None) -> int:
     One of several processes does not return a status other than 0 but ends at once: the others may be waiting for it.
 
     Args:
-      args: the words after `jaxshard`; by default those of this process.
+      args: the words after `jaxshard`; by default `sys.argv[1:]`.
 
     Returns:
-      0, or what the command returned: 1 where a check failed. 1 also where a step was bad or a file could not be
-      written, 2 for wrong flags or data, where several processes were given different ones and where standard output
-      can't be written, 75 where one of several processes never came, 130 after Ctrl-C, each with a line on standard
-      error. 70, with a traceback, where the user's function raised. 141, without a line, where the reader of standard
-      output is gone, as under `| head -1`. Where another process failed, its status.
+      0, or 1 if a check failed. With a line on standard error: 1 for a bad step and a file that can't be written; 2 for
+      wrong flags or data, for processes that were given different ones, and for a standard output that can't be
+      written; 75 if one of several processes never came; 130 after Ctrl-C. With a traceback: 70 if the user's function
+      raised. Without a line: 141 if the reader of standard output is gone, as under `| head -1`. If another process
+      failed, its status.
     """
     words = sys.argv[1:] if args is None else list(args)
     try:
@@ -81,7 +81,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """The help of the command line as a whole."""
+    """Return the help of the command line, which lists the commands."""
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:<{width}}  {what}" for name, what in COMMANDS.items())
     return (

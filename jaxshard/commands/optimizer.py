@@ -1,4 +1,4 @@
-"""The optimizer of a training by its flags: `--optimizer`, `--lr`, `--warmup`, `--decay` and `--clip`."""
+"""Make the optimizer from flags: `--optimizer`, `--lr`, `--warmup`, `--decay` and `--clip`."""
 
 from __future__ import annotations
 

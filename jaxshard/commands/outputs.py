@@ -1,4 +1,4 @@
-"""The files and folders that a command will write, tried before it works, so that no work is lost."""
+"""Check before a command works that its files and folders can be written, so that no work is lost."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
-"""The flags of sharding as values: `Parallel` holds the mesh, the strategy over its axes, and the engine."""
+"""Make the mesh, strategy and engine of a step from flags: `Parallel`."""
 
 from __future__ import annotations
 
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import jax
 import optax
 from jax.sharding import Mesh
 
@@ -26,23 +25,21 @@ from jaxshard.core.rules import RULES, Fate, Rule
 from jaxshard.core.strategy import Strategy, compose, ddp, expert, fsdp, hsdp, pipeline, tensor, zero1, zero2
 from jaxshard.core.strategy_parts import Context, part_of
 from jaxshard.core.types import InitFn
-from jaxshard.core.wire import Scaled
 from jaxshard.engines.engine import Engine
 from jaxshard.optim.layout import layout
 from jaxshard.optim.local import local, local_of
-from jaxshard.plan.topology import topology_mesh
 
 _STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "ddp": ddp, "zero1": zero1, "zero2": zero2, "fsdp": fsdp, "hsdp": hsdp
 }  # fmt: skip
 
 CONTEXT_AXES = ("context", "context_heads")
-"""Axes in --mesh that shard rows. The second is for --context usp, which exchanges heads over it."""
+"""Axes in --mesh that shard the tokens of a row. The second is for --context usp, which exchanges heads over it."""
 
 _OUTER = "write average, or rate=1,momentum=0.4 for SGD with Nesterov momentum, or rate= alone for SGD"
 
 _FATES: dict[str, Fate] = {"tensor": "split", "replicated": "whole", "whole": "whole"}
-"""The values of --rule by the words of `js.tensor`."""
+"""The values of --rule, as `js.tensor` calls them."""
 
 
 class Parallel(NamedTuple):
@@ -50,12 +47,11 @@ class Parallel(NamedTuple):
 
     Attributes:
       mesh: the mesh over the chosen devices.
-      strategy: the data strategy, composed with those of the axes context, expert, tensor and pipe.
+      strategy: the data strategy, composed with the strategies of the axes context, expert, tensor and pipe.
       engine: computes the gradient.
-      rows_multiple: the number that the rows of a batch must be a multiple of: micro-batches times data shards.
-      seq_multiple: the same for the tokens in a row: two chunks for each device of the context.
+      rows_multiple: the rows of a batch must be a multiple of it: micro-batches times data shards.
+      seq_multiple: the tokens in a row must be a multiple of it: two chunks for each device of the context axes.
       strategy_name: the name of the data strategy.
-      devices: the devices in words.
     """
 
     mesh: Mesh
@@ -64,10 +60,9 @@ class Parallel(NamedTuple):
     rows_multiple: int
     seq_multiple: int
     strategy_name: str
-    devices: str
 
     def layout(self, init_fn: InitFn, tx: optax.GradientTransformation | None = None) -> Layout:
-        """Make the layout of a model and an optimizer; ValueError for a --rule that no parameter has."""
+        """Make the layout of a model and an optimizer; raise ValueError for a --rule that fits no parameter."""
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "tensor: rules without effect")
             try:
@@ -79,13 +74,16 @@ class Parallel(NamedTuple):
     def shown(self) -> dict[str, str]:
         """The facts that a command prints, by name."""
         about = self.about
-        engine = about["engine"] + (", sums in one order" if about.get("reduction", "native") != "native" else "")
-        engine += f", computes and reduces gradients in {dtype}" if (dtype := about.get("compute_dtype")) else ""
-        for what, sent in (("gradients", self.engine.reduce_dtype), ("weights", self.engine.gather_dtype)):
-            engine += f", {what} travel as {sent.name}" if isinstance(sent, Scaled) else ""
-        shown = {"devices": self.devices, "mesh": mesh_str(self.mesh), "strategy": self.strategy_name, "engine": engine}
+        names = ("reduction", "compute_dtype", "reduce_dtype", "gather_dtype")
+        choices = [f"{name} {about[name]}" for name in names if about.get(name, "native") != "native"]
+        shown = {
+            "devices": describe(list(self.mesh.devices.flat)),
+            "mesh": mesh_str(self.mesh),
+            "strategy": self.strategy_name,
+            "engine": ", ".join([about["engine"], *choices]),
+        }
         if replicas := local_of(self.strategy):
-            alike = f"; alike in the first {replicas.warmup}" if replicas.warmup else ""
+            alike = f"; gradients averaged in the first {replicas.warmup}" if replicas.warmup else ""
             shown["replicas"] = f"synchronised every {replicas.every} steps{alike}"
         if form := part_of(self.strategy, Context):
             shown["context"] = f"{form.how} over {' x '.join(form.axis)}"
@@ -104,78 +102,54 @@ class Parallel(NamedTuple):
         return about | self.engine.describe()
 
 
-class Topology(NamedTuple):
-    """Chips that are not here: the name, such as "v5e:2x4", how many slices, and the function that makes the mesh.
-
-    A `topology_mesh` compiles and holds no arrays; a `planned_mesh` needs no compiler.
-    """
-
-    name: str
-    slices: int = 1
-    make: Callable[..., Mesh] = topology_mesh
-
-    def mesh(self, axes: Mapping[str, int]) -> Mesh:
-        """Make the mesh."""
-        return self.make(self.name, num_slices=self.slices, **axes)
-
-    def __str__(self) -> str:
-        """Write "v5e:2x4", of several slices "2 x v5e:2x4"."""
-        return self.name if self.slices == 1 else f"{self.slices} x {self.name}"
-
-
 def make_parallel(
     flags: Sharding,
     *,
     remat: str | None = None,
     precision: PrecisionName | None = None,
     ordered: bool = False,
-    topology: Topology | None = None,
+    topology: Callable[..., Mesh] | None = None,
     depth: int | None = None,
     batch: int | None = None,
 ) -> Parallel:
     """Make mesh, strategy and engine; without --mesh all devices are on the axis data.
 
     Args:
-      flags: the flags. An axis tensor in the mesh adds tensor parallelism, an axis pipe a pipeline. An axis context
-        shards rows and an axis expert the experts of a model that has some: their devices also share what the data
-        strategy shards.
-      remat: the value of --remat; by default what the model states, or nothing in a pipeline.
-      precision: of weights where they are used, and of the sums of gradients; by default f32.
+      flags: the flags. In the mesh an axis tensor adds tensor parallelism, an axis pipe a pipeline, an axis context
+        shards the tokens of rows, and an axis expert the experts of a model that has some. The data strategy
+        shards over the last two axes as well.
+      remat: the value of --remat; by default the model's own, or "nothing" in a pipeline.
+      precision: the dtype of weights where they are used and of the sums of gradients; by default f32.
       ordered: add over devices in one fixed order.
-      topology: make the mesh of chips that are not here.
-      depth: the number of blocks where it is known, to choose the chunks of a pipeline.
-      batch: the rows of a step where they are known, to choose the micro-batches of a pipeline.
+      topology: makes the mesh of absent chips from the sizes of axes.
+      depth: the number of blocks if known, to choose the chunks of a pipeline.
+      batch: the rows of a step if known, to choose the micro-batches of a pipeline.
 
     Raises:
       ValueError: flags that do not fit together, or not to the devices.
     """
     name = flags.strategy or "fsdp"
     _check_synchronisation(flags, name)
-    data_axes = {"replica": 2, "data": -1} if name == "hsdp" or flags.sync_every else {"data": -1}
-    axes = _with_data_axes(flags, name, data_axes)
+    groups = ("replica",) if name == "hsdp" or flags.sync_every else ()
+    axes = _mesh_axes(flags, name, groups)
     if topology is None:
-        devices = choose_devices(flags.devices)
-        _check_count(flags, axes, devices)
-        mesh, where = make_mesh(devices, **axes), describe(devices)
+        size = math.prod(axes.values()) if min(axes.values()) > 0 else None
+        mesh = make_mesh(choose_devices(flags.devices, size), **axes)
     else:
         refuse("is for the devices that are here, and --topology names others; leave one out", devices=flags.devices)
-        mesh, where = topology.mesh(axes), str(topology)
-    *replicas, data = data_axes
-    rows_over = (*(_parts_of(data, axes) or (data,)), *(("expert",) if "expert" in axes else ()))
-    split = _context_axes(flags, axes)
-    shards = axis_size(mesh, (*replicas, *rows_over))
-    engine, chunks = make_engine(
-        flags, Plan(mesh.shape, shards, depth, batch), remat=remat, precision=precision, ordered=ordered
-    )
-    parts = [_data_strategy(flags, name, (*rows_over, *split))]
+        mesh = topology(**axes)
+    over_rows = (*_data_axes(axes), *(["expert"] if "expert" in axes else []))
+    split, shards = _context_axes(flags, axes), axis_size(mesh, (*groups, *over_rows))
+    plan = Plan(mesh.shape, shards, depth, batch)
+    engine, chunks = make_engine(flags, plan, remat=remat, precision=precision, ordered=ordered)
+    parts = [_data_strategy(flags, name, (*over_rows, *split))]
     parts += [context(split, how=flags.context or "gather")] if split else []
     parts += [expert()] if "expert" in axes else []
-    rules = [_read_rule(text, axes, depth is not None) for text in flags.rule]
+    rules = [_read_rule(text, axes, is_known=depth is not None) for text in flags.rule]
     parts += [tensor([*rules, *RULES])] if "tensor" in axes else []
     parts += [pipeline("pipe", chunks=chunks)] if chunks else []
     over = axis_size(mesh, split)
-    seq_multiple = 2 * over if over > 1 else 1
-    return Parallel(mesh, compose(*parts), engine, shards * engine.microbatches, seq_multiple, name, where)
+    return Parallel(mesh, compose(*parts), engine, shards * engine.microbatches, 2 * over if over > 1 else 1, name)
 
 
 def read_axes(text: str) -> dict[str, int]:
@@ -213,58 +187,10 @@ def read_outer(text: str | None) -> optax.GradientTransformation | None:
     return optax.sgd(given["rate"], momentum, nesterov=momentum is not None)
 
 
-def _data_strategy(flags: Sharding, name: str, shared: tuple[str, ...]) -> Strategy:
-    """Make the strategy over the axes of the data, and over the axis replica where there is one."""
-    axis = shared if len(shared) > 1 else shared[0]
-    if not flags.sync_every:
-        return _STRATEGIES[name](*(["replica"] if name == "hsdp" else []), axis)
-    replicas = local(
-        "replica",
-        every=flags.sync_every,
-        outer=read_outer(flags.outer),
-        warmup=flags.sync_warmup or 0,
-    )
-    return compose(_STRATEGIES[name](axis), replicas)
-
-
-def _read_rule(text: str, axes: Mapping[str, int], is_known: bool) -> Rule:
-    """Read a value of --rule as a rule of `js.tensor`; of a known model the names are known, too."""
-    name, _, axis = (one.strip() for one in text.rpartition("="))
-    is_name = name.isidentifier()
-    if not name or axis not in _FATES or (axis == "tensor" and not is_name):
-        near = "" if axis in _FATES else f"; {did_you_mean(axis, _FATES)}".removesuffix("; ")
-        raise ValueError(
-            f"--rule {text}: write a logical axis and tensor, the mesh axis that shards it, or replicated, such as "
-            f"vocab=replicated{near}"
-        )
-    names = [key for key, fate in RULES if key.isidentifier() and isinstance(fate, str)]
-    if is_known and is_name and name not in names:
-        raise ValueError(f"--rule {text}: ready-made models have no axis {name}; {one_of(name, names)}")
-    if "tensor" not in axes:
-        raise ValueError(f"--rule {text} is about the axis tensor; add it to --mesh, such as data=-1,tensor=2")
-    return (name, _FATES[axis])
-
-
-def _check_count(flags: Sharding, axes: Mapping[str, int], devices: Sequence[jax.Device]) -> None:
-    """Raise ValueError for a mesh of another number of devices than there are."""
-    needed = math.prod(axes.values())
-    if -1 in axes.values() or needed == len(devices) or min(axes.values()) < 1:
-        return
-    more = needed > len(devices) and devices[0].platform != "cpu"
-    way = "" if more else f", or give --devices {needed}"
-    raise ValueError(
-        f"--mesh {flags.mesh} needs {needed} devices, but there are {len(devices)}; set one size to -1, which takes "
-        f"what the others leave{way}"
-    )
-
-
 def _check_synchronisation(flags: Sharding, name: str) -> None:
     if not flags.sync_every:
-        refuse(
-            "is about how --sync-every synchronises; add --sync-every N",
-            sync_warmup=flags.sync_warmup,
-            outer=flags.outer,
-        )
+        why = "is about how --sync-every synchronises; add --sync-every N"
+        refuse(why, sync_warmup=flags.sync_warmup, outer=flags.outer)
     elif name == "hsdp":
         raise ValueError(
             f"--sync-every {flags.sync_every}: hsdp reduces gradients over the axis replica in every step; use "
@@ -272,39 +198,65 @@ def _check_synchronisation(flags: Sharding, name: str) -> None:
         )
 
 
-def _with_data_axes(flags: Sharding, name: str, data_axes: dict[str, int]) -> dict[str, int]:
-    """The axes in --mesh with those of the data strategy, of size 1 where all devices are on other axes."""
-    if flags.mesh is None:
-        return data_axes
-    axes = read_axes(flags.mesh)
-    given = [name for name in axes if name not in ("expert", "tensor", "pipe", *CONTEXT_AXES)]
-    if not given:
-        return dict.fromkeys(data_axes, 1) | axes
-    *replicas, data = data_axes
-    if set(given) not in (set(data_axes), {*replicas, *_parts_of(data, axes)}):
-        example = ",".join(f"{name}={count}" for name, count in data_axes.items())
+def _data_strategy(flags: Sharding, name: str, shared: tuple[str, ...]) -> Strategy:
+    """Make the strategy over the axes of the data, and over the axis replica if there is one."""
+    axis = shared if len(shared) > 1 else shared[0]
+    if not flags.sync_every:
+        return _STRATEGIES[name](*(["replica"] if name == "hsdp" else []), axis)
+    outer, warmup = read_outer(flags.outer), flags.sync_warmup or 0
+    return compose(_STRATEGIES[name](axis), local("replica", every=flags.sync_every, outer=outer, warmup=warmup))
+
+
+def _read_rule(text: str, axes: Mapping[str, int], *, is_known: bool) -> Rule:
+    """Read a value of --rule as a rule of `js.tensor`; the names of a known model are known, too."""
+    name, _, axis = (one.strip() for one in text.rpartition("="))
+    if not name or axis not in _FATES or (axis == "tensor" and not name.isidentifier()):
+        near = "" if axis in _FATES else f"; {did_you_mean(axis, _FATES)}".removesuffix("; ")
         raise ValueError(
-            f"--mesh {flags.mesh}: the strategy {name} needs the axes {' and '.join(data_axes)}, and tensor, "
-            f"pipe, context and expert if you like; write --mesh {example} or --mesh {example},tensor=2,pipe=2, or "
-            "choose another strategy"
+            f"--rule {text}: write a logical axis and tensor, the mesh axis that shards it, or replicated, such as "
+            f"vocab=replicated{near}"
+        )
+    names = [key for key, fate in RULES if key.isidentifier() and isinstance(fate, str)]
+    if is_known and name.isidentifier() and name not in names:
+        raise ValueError(f"--rule {text}: ready-made models have no axis {name}; {one_of(name, names)}")
+    if "tensor" not in axes:
+        raise ValueError(f"--rule {text} is about the axis tensor; add it to --mesh, such as data=-1,tensor=2")
+    return (name, _FATES[axis])
+
+
+def _mesh_axes(flags: Sharding, name: str, groups: tuple[str, ...]) -> dict[str, int]:
+    """Return the axes in --mesh; add the axes of the data strategy, of size 1, if it names none of them."""
+    wanted = dict.fromkeys(groups, 2) | {"data": -1}
+    if flags.mesh is None:
+        return wanted
+    axes = read_axes(flags.mesh)
+    given = {name for name in axes if name not in ("expert", "tensor", "pipe", *CONTEXT_AXES)}
+    if not given:
+        return dict.fromkeys(wanted, 1) | axes
+    if given not in (set(wanted), {*groups, *_data_axes(axes)}):
+        example = ",".join(f"{name}={count}" for name, count in wanted.items())
+        raise ValueError(
+            f"--mesh {flags.mesh}: the strategy {name} needs the axes {' and '.join(wanted)}, and tensor, pipe, "
+            f"context and expert if you like; write --mesh {example} or --mesh {example},tensor=2,pipe=2, or choose "
+            "another strategy"
         )
     return axes
 
 
-def _parts_of(data: str, axes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes in --mesh that one data axis is divided into, one for each dimension of a torus: data0, data1, ..."""
-    return tuple(name for name in axes if re.fullmatch(rf"{data}\d+", name))
+def _data_axes(axes: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the axis data, or the axes data0, data1, ... in its place, one for each dimension of a torus."""
+    return tuple(name for name in axes if re.fullmatch(r"data\d+", name)) or ("data",)
 
 
 def _context_axes(flags: Sharding, axes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes in --mesh that shard rows; ValueError where --context is for others."""
+    """Return the axes in --mesh that shard the tokens of rows; raise ValueError if --context needs others."""
     found = tuple(name for name in CONTEXT_AXES if name in axes)
-    wanted = CONTEXT_AXES if flags.context == "usp" else CONTEXT_AXES[:1] if flags.context or found else ()
+    form = flags.context or ("gather" if found else None)
+    wanted = CONTEXT_AXES[: 0 if form is None else 2 if form == "usp" else 1]
     if found != wanted:
-        form = flags.context or "gather"
-        example = ",".join(f"{name}=2" for name in (CONTEXT_AXES if form == "usp" else CONTEXT_AXES[:1]))
         raise ValueError(
             f"--context {form} needs in --mesh {' and '.join(wanted)}, which has {' and '.join(found) or 'neither'}; "
-            f"write --mesh data=-1,{example}" + ("" if form == "usp" else ", or --context usp for two axes")
+            f"write --mesh data=-1,{','.join(f'{name}=2' for name in wanted)}"
+            + ("" if form == "usp" else ", or --context usp for two axes")
         )
     return found

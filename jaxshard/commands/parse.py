@@ -1,9 +1,10 @@
-"""The words of a command line, and the entries of its --config, as the flags of a command."""
+"""Read the words of a command line, and the file that --config names, as the flags of a command."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import shutil
 import textwrap
@@ -30,7 +31,7 @@ class Flag(NamedTuple):
       group: the title above it in the help.
       help: its line in the help.
       kind: of its value.
-      default: its value where it is not given; `dataclasses.MISSING` if it must be given.
+      default: its value if it is not given; `dataclasses.MISSING` if it must be given.
       repeats: it may be given several times, and its value is a tuple.
       is_switch: it has no value of its own: --resume and --no-resume.
     """
@@ -46,6 +47,16 @@ class Flag(NamedTuple):
     def __str__(self) -> str:
         return self.kind.metavar if self.kind.is_positional else f"--{self.name.replace('_', '-')}"
 
+    def read(self, text: str) -> Any:
+        """Return the value of a text; raise UsageError if it is refused."""
+        # An empty text is that of a shell's variable that is not set; a text such as a prompt may be blank.
+        if not (text if self.repeats else text.strip()) and self.name != "command":
+            raise UsageError(f"{self} {text!r} is empty: give a value, or leave the flag out")
+        try:
+            return self.kind.read(text)
+        except ValueError as error:
+            raise UsageError(f"{self} {text}: {str(error).removeprefix(f'{text}: ')}") from error
+
 
 def parse(command: type[F], words: Sequence[str]) -> F:
     """Read the words after a command's name.
@@ -60,14 +71,16 @@ def parse(command: type[F], words: Sequence[str]) -> F:
     Raises:
       UsageError: a flag that does not exist or is missing, or a value that is refused.
     """
+    values = _read_words(command, words)
     flags = flags_of(command)
-    values = {name: _read(flags[name], given) for name, given in _split(command, words).items()}
     if file := values.get("config"):
-        entries = read_config(file, [name for name in flags if name not in ("config", "command")], _shown(command))
-        values = {name: _read(flags[name], given, f"{file}: ") for name, given in entries.items()} | values
-    if missing := [
-        str(flag) for flag in flags.values() if flag.default is dataclasses.MISSING and flag.name not in values
-    ]:
+        from_file = read_config(file, [name for name in flags if name not in ("config", "command")], _shown(command))
+        try:
+            values = _read_words(command, _words_of(flags, from_file)) | values
+        except UsageError as error:
+            raise UsageError(f"{file}: {error}") from error
+    missing = [str(one) for one in flags.values() if one.default is dataclasses.MISSING and one.name not in values]
+    if missing:
         raise UsageError(f"{' and '.join(missing)} must be given{_see_help(command)}")
     return command(**values)
 
@@ -119,71 +132,53 @@ def _read_attributes(body: str) -> dict[str, str]:
     return found
 
 
-def _split(command: type[Flags], words: Sequence[str]) -> dict[str, Any]:
-    """Return the texts that the words give to flags, by name; True or False for switches, and lists for several."""
-    end = words.index("--") if "--" in words else len(words)  # what follows is handed on as it is
+def _words_of(flags: dict[str, Flag], entries: dict[str, Any]) -> list[str]:
+    """Write the entries of a file as the words of a command line."""
+    words = []
+    for name, value in entries.items():
+        flag = str(flags[name])
+        if isinstance(value, bool) and flags[name].is_switch:
+            words.append(flag if value else flag.replace("--", "--no-"))
+        else:
+            values = value if isinstance(value, list) else [value]
+            words += [str(one) if flags[name].kind.is_positional else f"{flag}={one}" for one in values]
+    return words
+
+
+def _read_words(command: type[Flags], words: Sequence[str]) -> dict[str, Any]:
+    """Read the values that the words give, by the names of their fields."""
+    end = words.index("--") if "--" in words else len(words)  # the rest is handed on unchanged
     for word in words[:end]:
         try:
             os.fsencode(word).decode()
         except UnicodeDecodeError as error:
             raise UsageError(f"{word!r} is not UTF-8; rename the file, or give another one") from error
-    flags = flags_of(command).values()
-    parser = _make_parser(command, [flag for flag in flags if not flag.kind.is_positional])
+    flags = flags_of(command)
+    parser = _make_parser(command, [flag for flag in flags.values() if not flag.kind.is_positional])
     given, rest = parser.parse_known_args(words[:end])
     if unknown := next((word for word in rest if word.startswith("-")), None):
-        near = did_you_mean(unknown.partition("=")[0], map(str, flags))
+        near = did_you_mean(unknown.partition("=")[0], map(str, flags.values()))
         raise UsageError(f"there is no flag {unknown}" + (f"; {near}" if near else "") + _see_help(command))
-    return vars(given) | _place(command, [*rest, *words[end + 1 :]])
-
-
-def _place(command: type[Flags], words: Sequence[str]) -> dict[str, Any]:
-    """Return the words that are no flags by the names of the fields that they stand for."""
-    fields = [flag for flag in flags_of(command).values() if flag.kind.is_positional]
-    if fields and fields[-1].repeats:
-        return {fields[-1].name: list(words)}
-    if len(words) > len(fields):
-        takes = " ".join(map(str, fields)) or "flags alone"
-        raise UsageError(f"{words[len(fields)]} is one word too many: the command takes {takes}{_see_help(command)}")
-    return {flag.name: word for flag, word in zip(fields, words)}
-
-
-def _read(flag: Flag, given: Any, where: str = "") -> Any:
-    """Read the text of a flag, or a value from the file `where`.
-
-    Raises:
-      UsageError: it is refused.
-    """
-    if flag.is_switch:
-        if not isinstance(given, bool):
-            raise UsageError(f"{where}{flag} {given!r}: write true or false")
-        return given
-    if flag.repeats:
-        return tuple(_read_text(flag, text, where) for text in (given if isinstance(given, list) else [given]))
-    return _read_text(flag, given, where)
-
-
-def _read_text(flag: Flag, given: Any, where: str) -> Any:
-    text = str(given)
-    if not (text if flag.repeats else text.strip()) and flag.name != "command":
-        # As of a variable of the shell that is not set.
-        raise UsageError(f"{where}{flag} {text!r} is empty: give a value, or leave the flag out")
-    try:
-        return flag.kind.read(text)
-    except ValueError as error:
-        raise UsageError(f"{where}{flag} {text}: {str(error).removeprefix(f'{text}: ')}") from error
+    rest += words[end + 1 :]
+    places = [flag for flag in flags.values() if flag.kind.is_positional]
+    values = {name: tuple(value) if flags[name].repeats else value for name, value in vars(given).items()}
+    if places and places[-1].repeats:
+        return values | {places[-1].name: tuple(rest)}
+    if len(rest) > len(places):
+        takes = " ".join(map(str, places)) or "flags alone"
+        raise UsageError(f"{rest[len(places)]} is one word too many: the command takes {takes}{_see_help(command)}")
+    return values | {flag.name: flag.read(word) for flag, word in zip(places, rest)}
 
 
 class _Parser(argparse.ArgumentParser):
-    """Splits words into flags and their texts; its errors are a `UsageError`."""
+    """Reads flags; its errors are a `UsageError`."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
 
 def _make_parser(command: type[Flags], flags: Sequence[Flag], width: int = _WIDTH) -> _Parser:
-    def look(prog: str) -> argparse.HelpFormatter:
-        return argparse.RawDescriptionHelpFormatter(prog, max_help_position=_NAMES, width=width)
-
+    look = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=_NAMES, width=width)
     usage = [_shown(command), "[flags ...]"]
     for one in (flag for flag in flags if flag.kind.is_positional):
         usage.append(f"-- {one}" if one.repeats else str(one) if one.default is dataclasses.MISSING else f"[{one}]")
@@ -206,8 +201,11 @@ def _make_parser(command: type[Flags], flags: Sequence[Flag], width: int = _WIDT
             add(str(flag), action="store_true", help=text)
             add(str(flag).replace("--", "--no-"), dest=flag.name, action="store_false", help=argparse.SUPPRESS)
         else:
-            names = [name for name in (flag.kind.alias, str(flag)) if name]
-            add(*names, metavar=flag.kind.metavar, action="append" if flag.repeats else "store", help=text)
+            names, action = (
+                [name for name in (flag.kind.alias, str(flag)) if name],
+                "append" if flag.repeats else "store",
+            )
+            add(*names, metavar=flag.kind.metavar, action=action, type=flag.read, help=text)
     return parser
 
 

@@ -1,18 +1,19 @@
-"""`jaxshard plan`: the memory, communication and time of a step on chips that are not here."""
+"""`jaxshard plan`: predict memory, communication and time of a step on absent chips."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+from rich.console import Console
 
 from jaxshard.commands.errors import UsageError, refusals, refuse, usage_errors
 from jaxshard.commands.flags import Plan, StrategyName
-from jaxshard.commands.parallel import Topology
 from jaxshard.commands.prepared import Prepared, prepare
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, start, working
@@ -32,11 +33,11 @@ from jaxshard.schedules.plot import plot_schedule
 
 _SOME = "v5e:16x16 (TPUs) or h100:8x4 (4 hosts of 8 GPUs)"
 _COMPARED: tuple[StrategyName, ...] = ("ddp", "zero1", "zero2", "fsdp")
-"""Strategies over the same mesh, whose memory a picture shows beside that of the one that was asked for."""
+"""Strategies over the same mesh, whose memory a picture compares."""
 
 
 def run(flags: Plan) -> None:
-    """Predict a step and print what it needs."""
+    """Predict a step and print its memory, communication and time."""
     console = start(flags)
     with usage_errors():
         limits = None if flags.chip is None else chip_named(flags.chip)
@@ -47,11 +48,13 @@ def run(flags: Plan) -> None:
             refuse("asks the compiler, and --estimate does without; leave one out", codegen=flags.codegen)
     started = time.perf_counter()
     slices = flags.slices or 1
-    chips = None if flags.topology is None else Topology(flags.topology, slices, planned_mesh)
-    prepared = prepare(flags, chips)
+    topology = None if flags.topology is None else partial(planned_mesh, flags.topology, num_slices=slices)
+    prepared = prepare(flags, topology)
     if flags.topology is None and flags.chip is None:
         raise UsageError(f"for which chips? Add --topology, such as {_SOME}, or --chip for devices like these")
-    facts(console, prepared.how.shown | {"model": prepared.program.name, "batch": _sizes(prepared.rows)})
+    shown = {} if flags.topology is None else {"topology": f"{slices} x {flags.topology}"}
+    shown |= prepared.how.shown | {"model": prepared.program.name, "batch": _sizes(prepared.rows)}
+    facts(console, shown)
     words = "estimating" if flags.estimate else "asking the compiler, where there is one"
     with working(console, words), refusals():
         prediction = _predict(prepared, flags, limits)
@@ -60,21 +63,21 @@ def run(flags: Plan) -> None:
     result = {"model": prepared.program.name, "topology": flags.topology, "slices": slices} | prepared.how.about
     result |= prediction.as_dict() | {"predict_seconds": seconds}
     if flags.codegen and flags.topology is not None:
-        result |= {"compiled": _compile(console, prepared, Topology(flags.topology, slices))}
+        result |= {"compiled": _compile(console, prepared, flags.topology, slices)}
     write_json(flags.json, result)
     if flags.plot is not None:  # last: without matplotlib there are still the tables
         with working(console, "drawing"), usage_errors():
-            compared = {prepared.how.strategy_name: prediction}
-            for name in () if prepared.how.strategy_name == "hsdp" else _COMPARED:
-                if name not in compared:
-                    other = replace(flags, strategy=name)
-                    compared[name] = _predict(prepare(other, chips), other, limits)
+            own = prepared.how.strategy_name
+            compared = {own: prediction}
+            for name in _COMPARED if own in _COMPARED else ():
+                if name != own:
+                    compared[name] = _predict(prepare(replace(flags, strategy=name), topology), flags, limits)
             files = _draw(flags.plot, prepared, prediction, compared)
         console.print(f"\ndrawn: {', '.join(map(str, files))}")
 
 
 def _draw(plot: Path, prepared: Prepared, prediction: Prediction, compared: dict[str, Prediction]) -> list[Path]:
-    """Draw memory across strategies into the file, and beside it the roofline, the shards and the schedule."""
+    """Draw memory by strategy into the file; roofline, shards and schedule into files named after it."""
     figures: dict[str, Callable[[Path], None]] = {
         "": lambda file: write_picture(memory_figure(compared, title=prepared.program.name), file),
         "-shards": lambda file: write_picture(sharding_figure(prepared.layout), file),
@@ -105,9 +108,9 @@ def _sizes(rows: Any) -> str:
     return ", ".join(f"{path_str(path)} {list(x.shape)}".strip() for path, x in leaves)
 
 
-def _compile(console: Any, prepared: Prepared, topology: Topology) -> dict[str, Any]:
+def _compile(console: Console, prepared: Prepared, topology: str, slices: int) -> dict[str, Any]:
     """Compile to the end, for the estimated cycles; print and return the verdict."""
     with working(console, "compiling"), refusals():
-        verdict = compile_for(prepared.step(), prepared.rows, topology.name, num_slices=topology.slices, codegen=True)
+        verdict = compile_for(prepared.step(), prepared.rows, topology, num_slices=slices, codegen=True)
     console.print(f"\n{verdict}", soft_wrap=True, highlight=False, markup=False)
     return verdict.as_dict()

@@ -1,13 +1,17 @@
-"""A step that a command looks at before anything runs: how it runs, its program, its layout, and its batch's shapes."""
+"""Prepare a step that a command looks at before anything runs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
+
+from jax.sharding import Mesh
 
 from jaxshard.commands.errors import refusals, usage_errors
 from jaxshard.commands.flags import Audit, Plan
-from jaxshard.commands.parallel import Parallel, Topology, make_parallel
-from jaxshard.commands.program import Program, depth_of, program_of
+from jaxshard.commands.named_model import NamedModel
+from jaxshard.commands.parallel import Parallel, make_parallel
+from jaxshard.commands.program import Program, program_of
 from jaxshard.core.layout import Layout
 from jaxshard.core.tree import abstract
 from jaxshard.core.types import PyTree
@@ -15,7 +19,7 @@ from jaxshard.training.step import Step, make_step
 
 
 class Prepared(NamedTuple):
-    """A step by its parts; `rows` is the batch as shapes. Nothing is compiled, and no array is made."""
+    """The parts of a step; `rows` is the batch as shapes. Nothing is compiled, and no array is made."""
 
     how: Parallel
     program: Program
@@ -28,14 +32,14 @@ class Prepared(NamedTuple):
             return make_step(self.program.loss_fn, self.program.tx, self.layout, engine=self.how.engine)
 
 
-def prepare(flags: Audit | Plan, topology: Topology | None) -> Prepared:
+def prepare(flags: Audit | Plan, topology: Callable[..., Mesh] | None) -> Prepared:
     """Resolve the flags of a command that looks at a step.
 
     Raises:
       UsageError: flags that do not fit together, to the model or to the devices; a batch that they do not divide.
     """
     with usage_errors():
-        depth = depth_of(flags.target, flags.change)
+        depth = NamedModel(flags.target, flags.change).depth
         how = make_parallel(
             flags, remat=flags.remat, precision=flags.precision, topology=topology, depth=depth, batch=flags.batch
         )

@@ -1,4 +1,4 @@
-"""The program that a command looks at: a ready-made size, or what a function of the user's own file returns."""
+"""Make the program that a command looks at: of a ready-made size, or of a function in the user's own file."""
 
 from __future__ import annotations
 
@@ -16,14 +16,11 @@ import numpy as np
 import optax
 
 from jaxshard.commands.errors import UsageError, usage_errors
-from jaxshard.commands.pairs import read_pairs, readers_of
-from jaxshard.commands.pretrained import ROW, is_pretrained, pretrained_size
+from jaxshard.commands.named_model import NamedModel
 from jaxshard.core.local_path import check_local
 from jaxshard.core.near_words import one_of
 from jaxshard.core.transform import check_transform
 from jaxshard.core.types import InitFn, LossFn, PyTree
-from jaxshard.models.recipe import Size
-from jaxshard.models.rope import RopeScaling
 from jaxshard.models.sizes import SIZES
 
 _ORDER = "(init_fn, loss_fn, tx, batch)"
@@ -38,84 +35,6 @@ class Program(NamedTuple):
     tx: optax.GradientTransformation
     batch: PyTree
     name: str
-
-
-def size_of(model: str, change: str | None, *, seq: int | None, batch: int | None, rows_multiple: int) -> Size:
-    """Look up a ready-made size, or the model of "hf:PATH", and replace its numbers by those that are given.
-
-    Without --batch the recipe's number of rows is rounded up to a multiple of `rows_multiple`.
-
-    Raises:
-      ValueError: no such size or argument, or a length that the model does not take.
-    """
-    size, changes = named_size(model), read_changes(model, change)
-    try:
-        size.model(**changes)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"--change {change}: {error}") from error
-    if seq is not None and "seq" in changes:
-        raise ValueError(f"--seq {seq} and --change {change} both say seq; leave one out")
-    shape, recipe = size.shape | changes, size.recipe
-    if is_pretrained(model):
-        if seq is not None and seq > shape["seq"]:
-            raise ValueError(f"--seq {seq}: the model takes at most {shape['seq']} tokens in a row; give that or fewer")
-        seq = seq or min(ROW, shape["seq"])
-    recipe = recipe._replace(batch=batch or recipe.batch + -recipe.batch % rows_multiple)
-    return size._replace(shape=shape | {"seq": seq or shape["seq"]}, recipe=recipe)
-
-
-def named_size(model: str) -> Size:
-    """Look up a ready-made size, or describe the model of "hf:PATH".
-
-    Raises:
-      ValueError: there is no such size; or as `js.hf.model`.
-    """
-    if is_pretrained(model):
-        return pretrained_size(model)
-    if model not in SIZES:
-        raise ValueError(f"--model {model}: there is no such size; {one_of(model, SIZES)}, or hf:PATH")
-    return SIZES[model]
-
-
-def depth_of(target: str, change: str | None = None) -> int | None:
-    """Return the number of identical blocks of a ready-made size; None for others, and for a user's function."""
-    return (named_size(target).shape | read_changes(target, change)).get("depth") if is_known(target) else None
-
-
-def is_known(target: str) -> bool:
-    """Return True for a ready-made size and "hf:PATH", False for what may be a user's function."""
-    return target in SIZES or is_pretrained(target)
-
-
-def name_with_changes(model: str, change: str | None) -> str:
-    """Return a size's name with what was changed of it: "llama-1m (depth=2)"."""
-    return model if change is None else f"{model} ({change})"
-
-
-def read_changes(model: str, change: str | None) -> dict[str, Any]:
-    """Read the value of --change, arguments of a ready-made model.
-
-        >>> read_changes("llama-1m", "depth=4,tied=true,norm_epsilon=1e-6")
-        {'depth': 4, 'tied': True, 'norm_epsilon': 1e-06}
-
-    Raises:
-      ValueError: an argument that the model does not have, that comes twice, or with a value of another type.
-    """
-    if change is None:
-        return {}
-    readers = readers_of(named_size(model).make)
-    if "rope_scaling" in readers:
-        readers["rope_scaling"] = _read_scaling
-    return read_pairs("--change", change, readers, "write each argument once, such as depth=4")
-
-
-def _read_scaling(text: str) -> float | RopeScaling:
-    """Read the factor of a rope's scaling, or factor:low:high:original."""
-    try:
-        first, *others = [float(x) if set(x) & set(".en") else int(x) for x in text.split(":")]
-        return RopeScaling(first, *others) if others else first  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise ValueError("give a factor, or factor:low:high:original") from None
 
 
 def program_of(
@@ -138,9 +57,9 @@ def program_of(
     Args:
       target: a size such as "gpt-1m", "hf:PATH" for the shape of a folder's model, or "path/to/file.py:make" or
         "package.module:make", where `make` is a function without arguments that returns (init_fn, loss_fn, tx, batch).
-      change: arguments of a ready-made size that are replaced, see `read_changes`.
+      change: arguments of a ready-made size that are replaced, see `NamedModel.changes`.
       rows: the rows of a ready-made size's batch; by default the recipe's number.
-      seq: the tokens in a row of a ready-made size's batch; by default what the size says.
+      seq: the tokens in a row of a ready-made size's batch; by default the size's number.
       seed: draws the tokens of a ready-made size; None for a batch of shapes alone, which takes no memory.
       rows_multiple: the recipe's number of rows is rounded up to a multiple of it.
 
@@ -148,21 +67,22 @@ def program_of(
       UsageError: no such size, file, module or function, a function that returns something else, or `change`, `rows`
         or `seq` for a function.
     """
-    if not is_known(target) and ":" in target:
+    named = NamedModel(target, change)
+    if not named.is_known and ":" in target:
         return _users_own(target, (change, rows, seq) != (None, None, None))
-    if not is_known(target):
+    if not named.is_known:
         raise UsageError(
             f"{target}: there is no such size; {one_of(target, SIZES)}, or hf:PATH, or path/to/file.py:function "
             f"or package.module:function, {_RETURNS}"
         )
     with usage_errors():
-        size = size_of(target, change, seq=seq, batch=rows, rows_multiple=rows_multiple)
+        size = named.resize(seq=seq, batch=rows, rows_multiple=rows_multiple)
     model, shape = size.model(), (size.recipe.batch, size.shape["seq"] + 1)
     tokens: Any = jax.ShapeDtypeStruct(shape, np.int32)
     if seed is not None:
         tokens = np.random.default_rng(seed).integers(0, size.shape["vocab"], shape, np.int32)
     tx = model.optimizer(size.recipe.optimizer())
-    return Program(model.init, model.loss, tx, {"tokens": tokens}, name_with_changes(target, change))
+    return Program(model.init, model.loss, tx, {"tokens": tokens}, str(named))
 
 
 def _users_own(target: str, has_numbers: bool) -> Program:
@@ -229,7 +149,7 @@ def _find_function(module: ModuleType, name: str, target: str) -> Callable[[], A
 
 
 def _check_program(made: Any, target: str) -> Program:
-    """Check what the user's function returned; the UsageError says what was received."""
+    """Check the result of the user's function; raise UsageError with what was received."""
     if not isinstance(made, tuple) or len(made) not in (4, len(Program._fields)):
         what = f"{len(made)} things" if isinstance(made, tuple) else type(made).__name__
         raise UsageError(f"{target} returned {what}, expected (init_fn, loss_fn, tx, batch)")

@@ -1,10 +1,10 @@
-"""The result of a training run as plain values, for the JSON object and the tables at the end."""
+"""Describe a training run by plain values, for the JSON object and the tables at the end."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,13 @@ from jaxshard.commands.stops import Stops
 from jaxshard.commands.training_data import TrainingData
 from jaxshard.core.file_errors import naming
 from jaxshard.core.layout import Layout
-from jaxshard.generation.generate import check_request, generate
+from jaxshard.core.low_rank import has_low_rank
+from jaxshard.core.types import PyTree
+from jaxshard.engines.engine import Engine
+from jaxshard.generation.generate import generate
 from jaxshard.models.decoder import Decoder
+from jaxshard.models.moe import RoutedDecoder
+from jaxshard.training.evaluate import make_eval_step
 from jaxshard.training.metrics import finite
 from jaxshard.training.records import Record, mean_speed
 from jaxshard.training.state import TrainState
@@ -25,21 +30,24 @@ from jaxshard.training.state import TrainState
 _PROMPT_LENGTH = 32
 _TEMPERATURE = 0.8
 
+DEAD = 0.01
+"""An expert with a load under this share of the mean is dead."""
 
-def predicted_bytes(layout: Layout, batch: Any) -> dict[str, int]:
+
+def predicted_bytes(layout: Layout, batch: PyTree) -> dict[str, int]:
     """Predict the bytes per device of a step from its layout and the shapes of a global batch.
 
     Returns:
-      Bytes by role; "step_and_key", which have no role; and "arguments", what a step is given: all but the gradients.
+      Bytes by role; "step_and_key", which have no role; and "arguments" of the step: all but the gradients.
     """
     roles: dict[str, int] = {str(role): count for role, count in layout.bytes_per_device().items()}
-    resting = sum(roles.values()) - roles["grad"]
+    stored = sum(roles.values()) - roles["grad"]
     total, without_batch = layout.argument_bytes(batch), layout.argument_bytes(())
-    return roles | {"batch": total - without_batch, "step_and_key": without_batch - resting, "arguments": total}
+    return roles | {"batch": total - without_batch, "step_and_key": without_batch - stored, "arguments": total}
 
 
-def describe_step(compiled: jax.stages.Compiled, layout: Layout, batch: Any) -> dict[str, Any]:
-    """Describe a compiled step: its bytes per device, predicted and as the compiler says them, and its collectives.
+def describe_step(compiled: jax.stages.Compiled, layout: Layout, batch: PyTree) -> dict[str, Any]:
+    """Describe a compiled step: its collectives, and bytes per device, predicted and by the compiler.
 
     The compiler knows of arguments, and of temporaries, which hold the gradients.
     """
@@ -54,7 +62,7 @@ def describe_step(compiled: jax.stages.Compiled, layout: Layout, batch: Any) -> 
 def summarize(records: Collection[Record]) -> dict[str, Any]:
     """Summarize the records of a run since it was started: losses, evaluations and mean speeds.
 
-    A number that is not finite or not known is None, since JSON has no other word for it.
+    A number that is not finite or not known is None, because JSON has no other word for it.
     """
     latest = {record.step: record for record in records}.values()  # a step taken again after a rollback counts once
     evaluations = [{"step": record.step, **record.evaluation} for record in latest if record.evaluation is not None]
@@ -68,13 +76,27 @@ def summarize(records: Collection[Record]) -> dict[str, Any]:
     }
 
 
-def why_no_sample(network: Decoder, layout: Layout) -> str:
-    """Return why `js.generate` refuses a model, such as for a limit of capacity; "" where it does not."""
-    try:
-        check_request(network, layout, [[0]], 1)
-    except ValueError as error:
-        return str(error)
-    return ""
+def count_experts(
+    network: Decoder,
+    run: TrainState,
+    layout: Layout,
+    engine: Engine,
+    batches: Sequence[PyTree],
+    dropped: float | None,
+) -> dict[str, Any] | None:
+    """Count how often each expert is chosen in held-out batches.
+
+    Returns:
+      "load", for each block a list of the experts' loads divided by their mean; "dead", the names of experts that are
+      hardly chosen; "drop_rate" is `dropped`. None for a model without experts or with low-rank factors.
+    """
+    if not isinstance(network, RoutedDecoder) or not batches or has_low_rank(layout.shapes.params):
+        return None
+    step = make_eval_step(network.routing.evaluate, layout, engine=engine)
+    counts = np.asarray(sum(np.asarray(step(run, batch)["load"].value, np.float64) for batch in batches))
+    load = counts / np.mean(counts, -1, keepdims=True)
+    dead = [f"block {block} expert {expert}" for block, expert in np.argwhere(load < DEAD)]
+    return {"load": np.round(load, 4).tolist(), "dead": dead, "drop_rate": dropped}
 
 
 def draw_sample(
@@ -82,7 +104,7 @@ def draw_sample(
 ) -> dict[str, str] | None:
     """Let the model continue the first held-out tokens, until it draws a stop token.
 
-    The model's rows end somewhere: then it goes on from the second half of what it sees.
+    When the row is full, it goes on from the second half of the row.
 
     Returns:
       {"prompt", "text"}, the text of at most `length` new tokens without the stop token; None for a length of 0.

@@ -1,10 +1,11 @@
-"""`jaxshard schedule`: the table of a pipeline's schedule, the idle time of its devices, and what they store."""
+"""`jaxshard schedule`: print the table of a pipeline schedule, its idle time and its memory."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
 
+from jaxshard.commands.engine import check_table
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.flags import Schedule as ScheduleFlags
 from jaxshard.commands.result import write_json
@@ -35,16 +36,13 @@ def run(flags: ScheduleFlags) -> None:
 
 
 def _load_or_make(flags: ScheduleFlags) -> Schedule:
-    """Read the schedule from a file, whose sizes the flags must not contradict, or make the one of that name."""
+    """Read the schedule from a file, or make the named one."""
     name, file = flags.name, local_path(flags.name)
     if file.suffix == ".csv" and not file.is_file():
         raise ValueError(f"{name}: there is no such file; give the path of a CSV file, or one of {', '.join(NAMES)}")
     if file.is_file():
         loaded = Schedule.from_csv(name)
-        for size in ("stages", "microbatches", "chunks"):
-            number, own = getattr(flags, size), getattr(loaded, size)
-            if number not in (None, own):
-                raise ValueError(f"--{size} {number}: {name} has {own}; leave --{size} out")
+        check_table(loaded, name, {size: getattr(flags, size) for size in ("stages", "microbatches", "chunks")})
         return loaded
     full_name(name)
     if flags.stages is None or flags.microbatches is None:

@@ -1,4 +1,4 @@
-"""`jaxshard search`: layouts of a model on chips that are not here, ranked, with reasons."""
+"""`jaxshard search`: rank the layouts of a model on absent chips, with reasons."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(flags: Search) -> None:
 
 
 def _with_targets(program: Program) -> Any:
-    """The batch as shapes; a ready-made decoder's labels stand beside its tokens, so that rows can be split."""
+    """Return the batch as shapes; a ready-made decoder gets its targets as an array of their own, to split rows."""
     batch = abstract(program.batch)
     if ":" in program.name or set(batch) != {"tokens"}:
         return batch

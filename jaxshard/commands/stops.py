@@ -1,4 +1,4 @@
-"""Where generated text ends: at the model's end of text, and at the tokens and texts of --stop."""
+"""End generated text at the model's end of text, and at the tokens and texts of --stop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Bytes:
         return list(text.encode())
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of bytes; what is no text becomes replacement characters."""
+        """Return the text of bytes; invalid bytes become replacement characters."""
         return bytes(tokens).decode(errors="replace")
 
 
@@ -70,11 +70,11 @@ def ends_of_text(words: Tokenizer | Bytes | None, folder: Path | None) -> tuple[
 
 
 def parse_stops(given: Sequence[str], words: Tokenizer | Bytes | None, ends: tuple[int, ...]) -> Stops:
-    r"""Parse the values of --stop: token ids with commas between them, or texts, in which \n is a line break.
+    r"""Parse the values of --stop: token ids with commas between them, or texts; \n is a line break.
 
     Args:
       given: the values.
-      words: what makes tokens of text; None where there is no tokenizer.
+      words: the tokenizer, or None.
       ends: the tokens that end a text anyway.
 
     Raises:

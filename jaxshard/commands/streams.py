@@ -1,4 +1,4 @@
-"""Standard output and standard error that fail in a way that can be told apart from all other errors."""
+"""Tell failures of standard output and standard error apart from all other errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OutputError(Exception):
 
 
 class _Stream:
-    """A stream whose failures are an `OutputError`; all else is the stream's own."""
+    """A stream that raises `OutputError` if it can't be written, and else behaves as the given one."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream, self._name = stream, name
@@ -45,7 +45,7 @@ class _Stream:
             raise self._give_up(error) from None
 
     def _give_up(self, error: OSError) -> OutputError:
-        # What is left in the buffer goes nowhere, or Python complains about it when the process ends.
+        # Discard the rest of the buffer, or Python complains about it when the process ends.
         with contextlib.suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
@@ -59,7 +59,7 @@ def checked_streams() -> Iterator[None]:
 
     Raises:
       OutputError: a stream can't be written, at the latest when the context ends and flushes both.
-      UsageError: a stream is closed. The next file that is opened would take its place, and receive what is printed.
+      UsageError: a stream is closed. The next file that is opened would take its place, and receive the output.
     """
     names = {"stdout": "standard output", "stderr": "standard error"}
     for stream, name in names.items():

@@ -81,7 +81,7 @@ class _Signal(NamedTuple):
 _Events = SimpleQueue[_Ended | _Signal]
 
 _GIVEN: set[int] = set()
-"""Ports that this process gave before: what is left of processes that ended may still ask there."""
+"""Ports that this process gave before: remains of ended processes may still connect to them."""
 
 
 def run_together(
@@ -97,7 +97,7 @@ def run_together(
     `SECONDS_TO_END` later. SIGTERM, SIGINT and SIGHUP to this
     process are passed on, and SIGKILL follows `grace` seconds later or at the second signal. No process is left running
     and the caller's signal handlers are back on return. On Linux the processes also die with this one if it is killed,
-    but not what they have started themselves.
+    but not the processes that they have started.
 
     Args:
       command: the file to run and its arguments.
@@ -138,7 +138,7 @@ def _watch(processes: Sequence[_Process], events: _Events, grace: float) -> Outc
     """Wait for all processes to end, and end them as `run_together` says."""
     running, status = set(range(len(processes))), 0
     signaled: float | None = None  # when the first signal was passed on
-    due: list[tuple[float, int]] = []  # when those that are left get which signal
+    due: list[tuple[float, int]] = []  # (time, signal) for the processes that still run
     while running:
         try:
             event = events.get(timeout=max(0.0, due[0][0] - time.monotonic()) if due else None)
@@ -176,7 +176,7 @@ def _send_all(processes: Sequence[_Process], number: int) -> None:
 
 
 class _Process:
-    """One process, the threads that copy its output, and the one that reports its end."""
+    """One process, with threads that copy its output and report its end."""
 
     def __init__(self, index: int, command: Sequence[str], environment: Mapping[str, str], events: _Events) -> None:
         self._index, self._events = index, events
@@ -198,7 +198,7 @@ class _Process:
         self._waiter = _start_thread(self._wait)
 
     def send(self, number: int) -> None:
-        """Send a signal to the process and what it started, unless it has ended."""
+        """Send a signal to the process group, unless the process has ended."""
         with self._lock:
             if self._popen.returncode is None:
                 _signal_group(self._popen.pid, number)
@@ -228,7 +228,7 @@ def _signal_group(leader: int, number: int) -> None:
 
 
 def _argv(command: Sequence[str]) -> list[str]:
-    """The command, on Linux behind the wrapper."""
+    """Return the command, on Linux started by the wrapper."""
     if not sys.platform.startswith("linux"):
         return list(command)
     return [sys.executable, "-I", "-S", "-c", _WRAPPER, str(os.getpid()), *command]
@@ -245,9 +245,9 @@ _WRITING = threading.Lock()
 
 
 def _copy_lines(source: IO[bytes], target: int, index: int) -> None:
-    """Copy whole lines, each with the number of its process; drop what can't be written because nobody reads it.
+    """Copy lines, each with the number of its process; drop a line if the reader is gone.
 
-    What gloo says of its connections is left out.
+    Gloo's messages about connections are left out.
     """
     without_gloo = GlooFilter()
     with source:
@@ -289,7 +289,7 @@ def _reserved_port() -> Iterator[int]:
     kind, host = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "")
     with contextlib.ExitStack() as reserved:
         port = 0
-        while not port or port in _GIVEN:  # one that was given before stays bound meanwhile
+        while not port or port in _GIVEN:  # a port that was given before stays bound here
             one = reserved.enter_context(socket.socket(kind))
             if kind == socket.AF_INET6:
                 one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)

@@ -1,23 +1,25 @@
-"""What the commands print: facts at the start, the progress of a training, tables at its end."""
+"""Print facts at the start of a command, the progress of a training, and tables at its end."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
+from jaxshard.checks.collectives.counts import bytes_str, number_str
 from jaxshard.commands.config import write_config
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.flags import Config, Flags, Result
 from jaxshard.commands.outputs import check_files
 from jaxshard.core.layout import human_bytes
-from jaxshard.core.text_table import align_columns
+from jaxshard.core.text_table import Table, first_words
 
 if TYPE_CHECKING:  # `jaxshard doctor` prints even where Flax does not import
     from jaxshard.training.records import Record
@@ -73,7 +75,7 @@ def facts(console: Console, rows: dict[str, str]) -> None:
 
 
 def printable(text: Any) -> str:
-    """Replace what would command a terminal, in the text of a model or of a stranger's file."""
+    """Replace control characters in text of a model or of a file, which could command the terminal."""
     return "".join(one if one.isprintable() or one in "\n\t" else "\N{REPLACEMENT CHARACTER}" for one in str(text))
 
 
@@ -96,7 +98,7 @@ def working(console: Console, what: str) -> Iterator[Callable[[str], None]]:
 def progress(console: Console, steps: int) -> Iterator[Callable[[Record], None]]:
     """Yield a callback for `js.fit` that shows step, loss, speed and time left.
 
-    On a terminal this is a live bar, elsewhere about ten lines over the whole run.
+    On a terminal this is a live bar, elsewhere about ten lines in all.
 
     Args:
       console: where it is shown.
@@ -116,7 +118,7 @@ def progress(console: Console, steps: int) -> Iterator[Callable[[Record], None]]
         recent.append(record)
         left = (time.perf_counter() - started) / (record.step - before) * (steps - record.step)
         speed = mean_speed(recent, "tokens_per_second")
-        status = f"loss {record.metrics['loss']:.3f}  {speed:,.0f} tokens/s  {_clock(left)} left"
+        status = f"loss {record.metrics['loss']:.3f}  {speed:,.0f} tokens/s  {timedelta(seconds=int(left))} left"
         bar.update(task, completed=record.step, status=status)
         if bar.disable and (record.step % max(1, steps // _PROGRESS_LINES) == 0 or record.step in (before + 1, steps)):
             console.print(f"  step {record.step}/{steps}  {status}")
@@ -133,12 +135,9 @@ def tables(console: Console, result: dict[str, Any]) -> None:
     """Print the end of a training run from its JSON object: losses, speed, bytes, collectives and a sample."""
     console.print()
     facts(console, _outcome(result) if result["losses"] else {"steps": "none was left to take"})
-    if result["experts"]:
-        facts(console, _describe_experts(result["experts"]))
-    console.print()
-    _print_table(console, _bytes_rows(result["bytes_per_device"]), "<>>")
-    console.print()
-    _print_table(console, _collectives_rows(result["collectives"]), "<>>>")
+    facts(console, _describe_experts(result["experts"]) if result["experts"] else {})
+    for table in (_bytes_table(result["bytes_per_device"]), _collectives_table(result["collectives"])):
+        console.print("", *(f"  {line}" for line in table.lines), sep="\n")
     if sample := result["sample"]:
         # Characters that the console's encoding lacks are replaced.
         parts = (sample[part].encode(console.encoding, errors="replace") for part in ("prompt", "text"))
@@ -148,66 +147,38 @@ def tables(console: Console, result: dict[str, Any]) -> None:
 
 
 def _outcome(result: dict[str, Any]) -> dict[str, str]:
-    """Losses, speed and time of the steps that were taken, as facts."""
-    losses, held_out = result["losses"], result["loss_eval"]
-    loss = f"first {_number(losses[0])}, last {_number(losses[-1])}"
-    if result["evaluations"]:
-        loss += f", held-out {_number(held_out)}"
-    speed = f"{result['tokens_per_second']:,.0f} tokens/s, {_flops(result['flops_per_second'])}"
+    """Write losses, speed and time of the steps that were taken, as facts."""
+    losses = ["not finite" if loss is None else f"{loss:.4f}" for loss in (*result["losses"], result["loss_eval"])]
+    held_out = f", held-out {losses[-1]}" if result["evaluations"] else ""
+    speed = f"{result['tokens_per_second']:,.0f} tokens/s, {result['flops_per_second'] / 1e9:,.1f} GFLOP/s"
     if result["mfu"] is not None:
-        speed += f", {result['mfu']:.1%} of what the chips can do"
-    times = f"{len(losses)} steps in {result['train_seconds']:.1f} s, compiled in {result['compile_seconds']:.1f} s"
-    outcome = {"loss": f"{loss} nats per {result['corpus']['unit']}", "speed": speed, "time": times}
+        speed += f", {result['mfu']:.1%} of the chips' peak"
+    times = f"{len(losses) - 1} steps in {result['train_seconds']:.1f} s, compiled in {result['compile_seconds']:.1f} s"
+    unit = f"nats per {result['corpus']['unit']}"
+    outcome = {"loss": f"first {losses[0]}, last {losses[-2]}{held_out} {unit}", "speed": speed, "time": times}
     if bad := result["bad_steps"]:
         outcome["bad steps"] = f"left out: {', '.join(map(str, bad))}"
     return outcome
 
 
 def _describe_experts(experts: dict[str, Any]) -> dict[str, str]:
-    """Write the loads of experts as facts: from the least to the most of each block, and who is dead."""
+    """Write the smallest and largest load of the experts in each block, and the dead experts, as facts."""
     blocks = [f"{min(block):.2f} to {max(block):.2f}" for block in experts["load"]]
-    dead: list[str] = experts["dead"]
-    shown = ", ".join(dead[:8]) + (f" and {len(dead) - 8} more" if len(dead) > 8 else "")
     lost = "" if experts["drop_rate"] is None else f"; {experts['drop_rate']:.2%} of the choices dropped"
-    return {"experts": f"load {', '.join(blocks)} of the mean{lost}", "dead experts": shown or "none"}
+    dead = first_words(experts["dead"], most=8) or "none"
+    return {"experts": f"load {', '.join(blocks)} of the mean{lost}", "dead experts": dead}
 
 
-def _bytes_rows(sizes: dict[str, dict[str, int]]) -> Iterator[tuple[str, ...]]:
-    yield "bytes per device", "predicted", "compiled"
-    for key, name in _ROLES.items():
-        known = [sizes[column].get(key) for column in ("predicted", "compiled")]
-        if any(known):
-            yield name, *("" if size is None else human_bytes(size) for size in known)
+def _bytes_table(sizes: dict[str, dict[str, int]]) -> Table:
+    columns = sizes["predicted"], sizes["compiled"]
+    rows = [
+        (name, *(human_bytes(column[key]) if column.get(key) else "" for column in columns))
+        for key, name in _ROLES.items()
+        if any(column.get(key) for column in columns)
+    ]
+    return Table(rows, "<>>", ("bytes per device", "predicted", "compiled"))
 
 
-def _collectives_rows(rows: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    yield "collectives per step", "axis", "count", "bytes"
-    for row in rows:
-        count = "?" if row["count"] is None else f"{row['count']:,}"
-        size = "?" if row["bytes"] is None else human_bytes(row["bytes"])
-        yield row["kind"], row["axis"], count, size
-    if not rows:
-        yield "none", "", "", ""
-
-
-def _print_table(console: Console, rows: Iterable[Sequence[str]], sides: str) -> None:
-    """Print aligned columns, the heading dimmed."""
-    heading, *lines = align_columns(rows, sides)
-    console.print(Text(f"  {heading}", "dim"))
-    for line in lines:
-        console.print(f"  {line}")
-
-
-def _flops(rate: float) -> str:
-    """Format a rate with its unit, such as "15.0 GFLOP/s"."""
-    unit, name = next((pair for pair in ((1e15, "P"), (1e12, "T"), (1e9, "G")) if rate >= pair[0]), (1e6, "M"))
-    return f"{rate / unit:.1f} {name}FLOP/s"
-
-
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"
-
-
-def _clock(seconds: float) -> str:
-    hours, minutes = divmod(int(seconds) // 60, 60)
-    return (f"{hours}:{minutes:02d}" if hours else f"{minutes}") + f":{int(seconds) % 60:02d}"
+def _collectives_table(rows: list[dict[str, Any]]) -> Table:
+    cells = [(row["kind"], row["axis"], bytes_str(row["bytes"]), number_str(row["count"])) for row in rows]
+    return Table(cells or [("none", "", "", "")], "<<>>", ("collectives per step", "axis", "bytes", "count"))

@@ -4,37 +4,37 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from rich.console import Console
 
 from jaxshard.checkpoint.checkpointer import Checkpointer
-from jaxshard.checkpoint.memory.checkpointer import MemoryCheckpointer
-from jaxshard.commands.engine import check_feedback
+from jaxshard.checks.replicas import ReplicaWatch, check_replicas
 from jaxshard.commands.errors import refusals, usage_errors
-from jaxshard.commands.experts import count_experts
 from jaxshard.commands.flags import Train
 from jaxshard.commands.job import Job
+from jaxshard.commands.named_model import NamedModel
 from jaxshard.commands.outputs import check_folder
 from jaxshard.commands.parallel import make_parallel
-from jaxshard.commands.program import depth_of
-from jaxshard.commands.replicas import make_copies
-from jaxshard.commands.result import describe_step, draw_sample, summarize, why_no_sample, write_json
-from jaxshard.commands.saving import Saving, check_export, describe_memory, make_saving
+from jaxshard.commands.result import count_experts, describe_step, draw_sample, summarize, write_json
+from jaxshard.commands.saving import Start, check_residuals, make_saving
 from jaxshard.commands.terminal import facts, progress, start, tables, working
 from jaxshard.core.compat import process_count_and_id
-from jaxshard.core.types import PyTree
+from jaxshard.core.layout import Layout, human_bytes
 from jaxshard.data.batches import batches
 from jaxshard.distributed.cluster import initialize
 from jaxshard.distributed.hard_exit import restore_sigterm
 from jaxshard.distributed.preemption import Preemption
 from jaxshard.distributed.watchdog import Watchdog
+from jaxshard.generation.generate import check_request
+from jaxshard.hf.config import make_config
+from jaxshard.hf.folder import CONFIG
 from jaxshard.hf.save import save
+from jaxshard.models.decoder import Decoder
 from jaxshard.training import metrics
 from jaxshard.training.evaluate import evaluate, make_eval_step
 from jaxshard.training.fit import PROFILE_SCHEMES, fit
@@ -45,73 +45,43 @@ from jaxshard.training.records import Record
 from jaxshard.training.state import TrainState, init
 from jaxshard.training.step import Step, make_step
 
-_FILES = ("json", "log", "tensorboard", "profile", "save_config")
-_RECORDS: dict[str, Any] = dict.fromkeys((*_FILES, "wandb", "mlflow"))
-"""Outputs that only the first of several processes writes."""
-
-
-class _Start(NamedTuple):
-    """The state that a training starts from.
-
-    Attributes:
-      run: the saved run, or None for a new one.
-      weights: those that a new run begins with, or None.
-      memory: what keeps the run in memory, or None.
-      saver: the context of what saves the run; of None if nothing does.
-      recalled: the run came from memory.
-    """
-
-    run: TrainState | None
-    weights: PyTree
-    memory: MemoryCheckpointer | None
-    saver: AbstractContextManager[Checkpointer | None]
-    recalled: bool
-
-    @property
-    def step(self) -> int:
-        """The number of steps that were taken."""
-        return 0 if self.run is None else int(self.run.step)
-
 
 def run(flags: Train) -> None:
     """Train a ready-made model, print how it goes, and write what was asked for."""
     with usage_errors():
         initialize()
     restore_sigterm()  # until there is a run to save
-    written = [Path(getattr(flags, name)) for name in _FILES if getattr(flags, name) is not None]
     is_first = process_count_and_id()[1] == 0
     console = start(flags, quiet=not is_first)
-    if not is_first:
-        flags = replace(flags, **_RECORDS)
     with usage_errors():
         _check_flags(flags)
-        saves = make_saving(flags, others=written)
+        written = (flags.json, flags.log, flags.tensorboard, flags.profile, flags.save_config)
+        saves = make_saving(flags, others=[Path(one) for one in written if one is not None])
         how = make_parallel(
             flags,
             remat=flags.remat,
             precision=flags.precision,
             ordered=flags.ordered,
-            depth=depth_of(flags.model, flags.change),
+            depth=NamedModel(flags.model, flags.change).depth,
             batch=flags.batch,
         )
         facts(console, how.shown)
         job = Job(console, flags, how)
-        check_export(flags.export, job.network)
-        copies = make_copies(flags.check_replicas, job.layout, saves)
-        begin = _find_start(console, job, saves)
-        check_feedback(how.engine, job.layout, begin.run, saves.memory_every)
+        _check_export(flags.export, job.network)
+        load, is_frozen = None if job.base is None else job.base.load, flags.lora is not None
+        begin = saves.begin(job.layout, job.sequence, load, frozen=is_frozen)
+        check_residuals(how.engine, job.layout, begin)
+        comparisons, compared = _compare_copies(flags.check_replicas, job.layout, saves.intervals)
         writers = _open_writers(job, saves.folder)
-    memory = describe_memory(begin.memory, begin.step if begin.recalled else None)
-    facts(console, job.shown | saves.shown | memory | copies.shown)
-    sample = flags.sample
-    if sample and (why := why_no_sample(job.network, job.layout)):
-        console.print(f"note: there is no sample at the end: {why}")
-        sample = 0
+    for note in begin.notes:
+        console.print(f"note: {note}")
+    facts(console, job.shown | begin.shown | compared)
+    sample = _sample_length(console, job)
 
     with finishing(writers):
-        started = time.perf_counter()
+        started, first = time.perf_counter(), begin.step
         step, compiled, run = _compile(console, job, begin)
-        compile_seconds, first = time.perf_counter() - started, begin.step
+        compile_seconds = time.perf_counter() - started
         begin = begin._replace(run=None, weights=None)  # or they would stay in memory
         steps = job.size.recipe.steps
         records: list[Record] = []
@@ -119,7 +89,8 @@ def run(flags: Train) -> None:
         with Preemption() as preemption:
             with progress(console, steps) as show, begin.saver as checkpointer:
                 policy = _bad_step_policy(flags, checkpointer, run)
-                with _watchdog() as watchdog:
+                # Several processes may wait for each other in vain.
+                with Watchdog() if jax.process_count() > 1 else nullcontext() as watchdog:
                     after_step = (begin.memory, checkpointer, preemption, watchdog)
                     run = fit(
                         run,
@@ -130,25 +101,27 @@ def run(flags: Train) -> None:
                         eval_every=flags.eval_every or max(1, steps // 4),
                         patience=flags.patience,
                         callbacks=[records.append, *writers, show],
-                        on_run=[*copies.callbacks, *(one for one in after_step if one is not None)],
+                        on_run=[*comparisons, *(one for one in after_step if one is not None)],
                         tokens=job.tokens,
                         flops=job.flops,
-                        profile=flags.profile,
+                        profile=flags.profile if is_first else None,
                         bad_steps=policy,
                     )
-                copies.check(run)
+                if comparisons:
+                    check_replicas(run, job.layout)
                 if checkpointer is not None:
                     checkpointer.save(run)
             stopped = preemption.stopped and int(run.step) < steps
             result = job.about | {"start": first, "stopped": stopped} | summarize(records)
             result |= {"compile_seconds": compile_seconds} | describe_step(compiled, job.layout, job.rows)
-            # Where it was stopped, something else waits for this process to end.
-            result |= _look_at(job, run, result["evaluations"], 0 if stopped else sample, stopped)
-            if flags.export is not None and not stopped:
-                words = job.data.tokenizer
-                save(flags.export, run, job.layout, tokenizer=None if words is None else words.file)
+            result |= dict.fromkeys(("experts", "sample"))
+            if not stopped:  # then something else waits for this process to end
+                result |= _look_at(job, run, result["evaluations"], sample)
+                if flags.export is not None:
+                    words = job.data.tokenizer
+                    save(flags.export, run, job.layout, tokenizer=None if words is None else words.file)
             tables(console, result)
-            write_json(flags.json, result)
+            write_json(flags.json if is_first else None, result)
         if stopped:
             goes_on = "--resume goes on" if checkpointer else "nothing was saved, for want of --checkpoint"
             console.print(f"stopped by SIGTERM after step {int(run.step)} of {steps}; {goes_on}")
@@ -170,27 +143,59 @@ def _check_flags(flags: Train) -> None:
         raise ValueError("--bad-steps rollback goes back to a saved run: add --checkpoint DIR")
 
 
-def _find_start(console: Console, job: Job, saves: Saving) -> _Start:
-    """Find the run to go on with, in memory or in a checkpoint, or the weights to begin with; print notes about it."""
-    for note in saves.check_facts(job.sequence):
-        console.print(f"note: {note}")
-    saver = saves.checkpointer(job.layout, job.sequence)  # before it compiles: another training may save there
-    memory = saves.memory(job.layout, job.sequence)
-    run, notes = saves.recall(memory, job.sequence)
-    for note in notes:
-        console.print(f"note: {note}")
-    if run is not None:
-        return _Start(run, None, memory, saver, recalled=True)
-    frozen = job.flags.lora is not None  # what is frozen is not in checkpoints
-    weights = job.base.load(job.layout) if job.base is not None and (frozen or saves.resumed is None) else None
-    return _Start(saves.restore_run(job.layout, weights if frozen else None), weights, memory, saver, recalled=False)
+def _check_export(folder: Path | None, network: Decoder) -> None:
+    """Raise for a folder that the trained model can't be written into, or a model that transformers does not know."""
+    if folder is None:
+        return
+    check_folder("--export", folder)
+    if (folder / CONFIG).exists():
+        raise ValueError(f"--export {folder}: there is a model already; give another folder")
+    try:
+        make_config(network, "float32")
+    except ValueError as error:
+        raise ValueError(f"--export {folder}: {error}") from error
 
 
-def _compile(console: Console, job: Job, begin: _Start) -> tuple[Step, jax.stages.Compiled, TrainState]:
+def _compare_copies(
+    every: int | None, layout: Layout, intervals: tuple[int, ...]
+) -> tuple[list[Callable[[int, TrainState], Any]], dict[str, str]]:
+    """Make the callbacks of --check-replicas, and the fact to print.
+
+    Args:
+      every: steps between comparisons, or None.
+      layout: of the run.
+      intervals: steps between saves; every run is compared before it is saved.
+    """
+    if every is None:
+        return [], {}
+    watch = ReplicaWatch(layout, every=every)
+
+    def before_save(step: int, run: TrainState) -> None:
+        if any(step % one == 0 for one in intervals):
+            # On accelerators a comparison is read one step late.
+            watch.wait() if step % every == 0 else check_replicas(run, layout)
+
+    shown = f"{watch.arrays} arrays, {human_bytes(watch.bytes)} per device, compared every {every} steps"
+    return [watch, before_save], {"replicas": shown if watch.arrays else "no array has copies to compare"}
+
+
+def _sample_length(console: Console, job: Job) -> int:
+    """Return how many tokens to sample at the end; 0, with a note, for a model that can't generate."""
+    if job.flags.sample:
+        try:
+            check_request(job.network, job.layout, [[0]], 1)
+        except ValueError as error:  # such as a limit of capacity
+            console.print(f"note: there is no sample at the end: {error}")
+            return 0
+    return job.flags.sample
+
+
+def _compile(console: Console, job: Job, begin: Start) -> tuple[Step, jax.stages.Compiled, TrainState]:
     """Compile the step, and make the run if it is a new one."""
-    step, run = make_step(job.network.loss, job.tx, job.layout, engine=job.how.engine), begin.run
+    run = begin.run
     with working(console, "compiling"):
         with refusals():  # of names of activations, for example
+            step = make_step(job.network.loss, job.tx, job.layout, engine=job.how.engine)
             compiled = step.compile(job.rows)
         if run is None:
             run = init(job.network.init, job.tx, job.layout, job.flags.seed, init_from=begin.weights)
@@ -198,37 +203,27 @@ def _compile(console: Console, job: Job, begin: _Start) -> tuple[Step, jax.stage
     return step, compiled, run
 
 
-def _look_at(
-    job: Job, run: TrainState, evaluations: list[dict[str, Any]], length: int, stopped: bool
-) -> dict[str, Any]:
+def _look_at(job: Job, run: TrainState, evaluations: list[dict[str, Any]], length: int) -> dict[str, Any]:
     """Return the loads of the trained model's experts, and a sample of its text, of so many tokens."""
-    held_out = [] if stopped else job.held_out
-    dropped = (evaluations or [{}])[-1].get("drop_rate")
+    network, layout, dropped = job.network, job.layout, (evaluations or [{}])[-1].get("drop_rate")
     return {
-        "experts": count_experts(job.network, run, job.layout, job.how.engine, held_out, dropped),
-        "sample": draw_sample(
-            job.network, run, job.layout, job.data, length=length, stops=job.stops, seed=job.flags.seed
-        ),
+        "experts": count_experts(network, run, layout, job.how.engine, job.held_out, dropped),
+        "sample": draw_sample(network, run, layout, job.data, length=length, stops=job.stops, seed=job.flags.seed),
     }
 
 
 def _bad_step_policy(flags: Train, checkpointer: Checkpointer | None, run: TrainState) -> BadSteps:
-    """What `fit` does about a bad step; for a rollback there is a saved run to go back to from the first step on."""
+    """Return the policy of `fit` for bad steps; for a rollback save the first state, to which it may go back."""
     if flags.bad_steps != "rollback":
         return flags.bad_steps
-    assert checkpointer is not None, "train refuses --bad-steps rollback without --checkpoint"
+    assert checkpointer is not None, "_check_flags refuses --bad-steps rollback without --checkpoint"
     if int(run.step) == 0:
         checkpointer.save(run)
     return Rollback(checkpointer.restore)
 
 
-def _watchdog() -> AbstractContextManager[Watchdog | None]:
-    """A watchdog where there are several processes, which may wait for each other in vain."""
-    return Watchdog() if jax.process_count() > 1 else nullcontext()
-
-
 def _open_writers(job: Job, checkpoints: Path | None) -> list[metrics.Writer]:
-    """Open what the numbers of steps are written to; a resumed run goes on in the runs whose ids lie beside it."""
+    """Open the outputs for the numbers of steps; a resumed run appends to the runs whose ids are in `checkpoints`."""
     flags, config = job.flags, job.about | {"layout": job.layout}
     make: dict[str, Callable[[Any], metrics.Writer]] = {
         "log": metrics.json_lines,

@@ -1,4 +1,4 @@
-"""The data that the flags of `jaxshard train` name, as rows: windows of a token array, or packed documents."""
+"""Load the data of `jaxshard train` as rows: windows of a token array, or packed documents."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TOKENS = (".npy", ".bin")
 
 
 class TrainingData(NamedTuple):
-    """Tokens to train on, and what they are.
+    """Tokens to train on, with their tokenizer.
 
     Attributes:
       corpus: the tokens: arrays, or documents where there is a tokenizer.
@@ -51,7 +51,7 @@ class TrainingData(NamedTuple):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Describe the data: "sha256" identifies the tokens, "unit" says what a token is ("byte" for text)."""
+        """Describe the data: "sha256" identifies the tokens, "unit" is "byte" or "token"."""
         corpus = self.corpus
         train, held_out = (len(part.tokens if isinstance(part, Documents) else part) for part in corpus[1:3])
         return {
@@ -64,7 +64,7 @@ class TrainingData(NamedTuple):
         }
 
     def prompt(self, length: int) -> np.ndarray:
-        """Return the first held-out tokens, at most `length`; of a document with answers what is in front of them."""
+        """Return the first held-out tokens, at most `length`, without the answers of a document."""
         held_out = self.corpus.held_out
         if not isinstance(held_out, Documents):
             return np.asarray(held_out[:length], np.int32)
@@ -92,7 +92,7 @@ class TrainingData(NamedTuple):
 
 
 def load_data(console: Console, flags: Data, base: Pretrained | None) -> TrainingData:
-    """Load the data that the flags name; print notes about what loading leaves out.
+    """Load the data that the flags name; print a note for every file that is left out.
 
     Args:
       console: where notes go.

@@ -1,4 +1,4 @@
-"""The types of flags: a reader for each, which returns the value of a text or refuses it with a correction."""
+"""The types of flags: each has a reader, which returns the value of a text or raises a ValueError with the fix."""
 
 from __future__ import annotations
 

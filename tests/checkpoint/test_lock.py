@@ -13,8 +13,7 @@ import pytest
 import jaxshard as js
 from jaxshard.checkpoint import lock
 from jaxshard.checkpoint.lock import LOCK, check_free, hold, release
-from jaxshard.commands.flags import Saving as SavingFlags
-from jaxshard.commands.saving import make_saving
+from jaxshard.commands.saving import Saving
 from tests.checkpoint.small import at, layout
 
 HOLD = "import sys, pathlib; from jaxshard.checkpoint.lock import hold; hold(pathlib.Path(sys.argv[1])); "
@@ -38,7 +37,7 @@ def test_a_second_training_is_refused_by_the_name_of_the_first_and_a_kill_leaves
         named = rf"-c \(process {process.pid} on host {socket.gethostname()}, since .*\) is training into this folder"
         for refused in (
             lambda: js.Checkpointer(tmp_path, layout(), every=1),
-            lambda: make_saving(SavingFlags(checkpoint=tmp_path, resume=True)).checkpointer(layout(), {}),
+            lambda: Saving(tmp_path).begin(layout(), {}),
             lambda: js.save(tmp_path, at(2), layout()),
         ):
             with pytest.raises(BlockingIOError, match=named):

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jaxshard.commands.main import main
-from tests.checks.programs.texts import FSDP, GROUPS, gather, step_text
+from tests.checks.programs.texts import FSDP, gather, step_text
 from tests.toys import quick_compile
 
 MODEL = """
@@ -42,30 +42,6 @@ BATCH = {"tokens": jax.ShapeDtypeStruct((8, 4), jnp.int32)}
 
 def plain():
     return init, loss_with(lambda x: x), optax.adam(1e-3), BATCH
-
-
-def loss_of(answer):
-    return init, lambda params, batch, key: answer(params["embedding"].sum()), optax.sgd(1e-1), BATCH
-
-
-def returns_nothing():
-    return loss_of(lambda x: None)
-
-
-def returns_a_scalar():
-    return loss_of(lambda x: x)
-
-
-def returns_an_array():
-    return loss_of(lambda x: js.Mean(x + jax.numpy.zeros(3), 3))
-
-
-def sorts():
-    def loss(params, batch, key):
-        nats = (params["embedding"][batch["tokens"]] @ params["up"]["kernel"]).sum(-1)
-        return js.Mean(jnp.sort(nats, axis=0).sum(), nats.size)
-
-    return init, loss, optax.sgd(1e-1), {"tokens": jax.ShapeDtypeStruct((32, 4), jnp.int32)}
 
 
 def gathers():
@@ -115,12 +91,7 @@ def test_a_surprise_is_named_with_its_line_and_ends_with_status_1(model, capsys,
     assert not result["ok"] and result["mesh"] == {"data": 4, "tensor": 2}
     assert result["synchronous"] == result["rematerialized"] == result["host"] == []  # of a CPU there is nothing to say
     (surprise,) = result["surprises"]
-    assert (surprise["kind"], surprise["axis"], surprise["count"], surprise["bytes"]) == (
-        "all-gather",
-        "tensor",
-        1,
-        1280,
-    )
+    assert [surprise[name] for name in ("kind", "axis", "count", "bytes")] == ["all-gather", "tensor", 1, 1280]
     assert surprise["place"] in places
     assert {"kind": "all-reduce", "axis": "data", "promised": 6656, "bytes": 6656, "count": 1} in result["collectives"]
 
@@ -157,21 +128,6 @@ def test_a_ready_made_size_as_json_on_standard_output(capsys):
 
 
 @pytest.mark.parametrize(
-    ("function", "flags", "message"),
-    [
-        ("returns_nothing", (), "loss_fn must return a scalar, js.Mean or js.Loss, got NoneType"),
-        ("returns_nothing", ("--engine", "auto"), "loss_fn must return a scalar, js.Mean or js.Loss, got NoneType"),
-        ("returns_a_scalar", (), "js.explicit needs a loss that says its weight; return js.Mean(total, weight)"),
-        ("returns_an_array", (), "Mean: total must be a scalar, got shape (3,); sum over the rows first"),
-    ],
-)
-def test_a_loss_that_returns_something_else_is_refused_in_one_line(function, flags, message, model, capsys):
-    assert run(f"{model}:{function}", *flags) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("jaxshard: ") and message in line
-
-
-@pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["gpt-0"], "there is no such size"),
@@ -188,15 +144,6 @@ def test_wrong_flags_end_with_status_2_and_one_line(flags, message, capsys):
     assert main(["audit", *flags]) == 2
     out, err = capsys.readouterr()
     assert message in err and len(err.splitlines()) == 1 and not out
-
-
-@pytest.mark.slow
-def test_precision_and_changes_of_a_ready_made_size(capsys):
-    flags = ["--batch", "8", "--seq", "8", "--change", "depth=1,rope_scaling=8", "--precision", "bf16", "--json", "-"]
-    assert run("llama-1m", *flags) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["model"] == "llama-1m (depth=1,rope_scaling=8)"
-    assert result["compute_dtype"] == result["reduce_dtype"] == "bfloat16"
 
 
 def test_the_text_of_anyones_step(tmp_path, capsys):
@@ -225,25 +172,3 @@ def test_the_text_of_anyones_step(tmp_path, capsys):
     file.write_text("module @jit_step {}")
     assert main(["audit", *flags]) == 2
     assert "this is StableHLO" in capsys.readouterr().err
-
-
-def test_what_a_sparse_core_runs_is_in_the_table_of_a_text(tmp_path, capsys):
-    """As libtpu prints it for v6e and TPU7x: a start of a custom call, whose computation holds the collective."""
-    called = f"""%called (q: f32[1024,64]) -> f32[1024,512] {{
-  %q = f32[1024,64]{{1,0}} parameter(0)
-  ROOT %c = f32[1024,512]{{1,0}} all-gather(%q), {GROUPS}, dimensions={{1}}
-}}, execution_thread="sparsecore"
-
-"""
-    state = "((f32[1024,64]{1,0}), f32[1024,512]{1,0}, s32[8])"
-    lines = [
-        '%s = ((), (), (s32[8], s32[0])) custom-call-start(), async_execution_thread="sparsecore", '
-        'custom_call_target="offload", called_computations={%called}',
-        f"%u = {state} custom-call-update(%s, %kernel)",
-        "%d = f32[1024,512]{1,0} custom-call-done(%u)",
-    ]
-    file = tmp_path / "step.txt"
-    file.write_text(step_text(*lines).replace("ENTRY", f"{called}ENTRY"))
-    assert main(["audit", "--hlo", str(file), "--mesh", "data=8", "--json", "-"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["collectives"]
-    assert (row["kind"], row["axis"], row["bytes"]) == ("all-gather", "data", 1024 * 512 * 4)

@@ -73,7 +73,7 @@ def test_a_command_saves_its_flags_before_it_works(tmp_path, monkeypatch, capsys
         ("steps = 0", "--steps 0: give a number above 0"),
         ("steps = 1.5", "--steps 1.5: give a whole number"),
         ('strategy = "fdsp"', "--strategy fdsp: did you mean fsdp? Use one of ddp"),
-        ('resume = "yes"', "--resume 'yes': write true or false"),
+        ('resume = "yes"', "--resume: ignored explicit argument 'yes'"),
         ("[train]\nsteps = 3", "train is no flag of jaxshard train"),
         ("[steps]\nof = 3", "steps is a table; write steps = VALUE"),
         ('mesh = ""', "--mesh '' is empty"),

@@ -37,6 +37,13 @@ def test_the_eight_are_divided(processes):
     assert describe(chosen) == "8 simulated CPU devices in 4 processes"
 
 
+def test_without_accelerators_there_are_as_many_as_the_mesh_needs(processes):
+    told = processes(1, 16, "cpu")
+    assert len(choose_devices(None, 16)) == 16 and told == {"jax_num_cpu_devices": 16}
+    processes(1, 16, "tpu")
+    assert len(choose_devices(None, 8)) == 16  # accelerators are never left out silently: the mesh refuses them
+
+
 def test_a_count_is_divided(processes):
     told = processes(3, 4, "cpu")
     assert [device.id for device in choose_devices(6)] == [0, 1, 100, 101, 200, 201]

@@ -116,14 +116,10 @@ def test_all_are_started_again_on_another_port(capfd):
     assert err.count("starting all again") == 2 and "2 of 5" in err
 
 
-def test_restarts_are_counted(capfd):
-    assert launch("-n", "1", "--max-restarts", "2", script="echo again; exit 5") == 5
-    assert capfd.readouterr().out == "[0] again\n" * 3
-
-
-def test_wrong_usage_is_not_tried_again(capfd):
-    assert launch("-n", "1", "--max-restarts", "2", script="echo once; exit 2") == 2
-    assert capfd.readouterr().out == "[0] once\n"
+@pytest.mark.parametrize(("status", "starts"), [(5, 3), (2, 1)])
+def test_restarts_are_counted_and_wrong_usage_is_not_tried_again(status, starts, capfd):
+    assert launch("-n", "1", "--max-restarts", "2", script=f"echo started; exit {status}") == status
+    assert capfd.readouterr().out == "[0] started\n" * starts
 
 
 def test_after_wrong_usage_the_others_end_by_themselves(tmp_path, capfd):

@@ -11,7 +11,7 @@ def test_the_value_of_the_flag():
     text = "match=q_proj/kernel, rank=8,alpha=16,base=int8,match=v_proj/kernel"
     match = ["q_proj/kernel", "v_proj/kernel"]
     assert read_factors(text) == {"match": match, "rank": 8, "alpha": 16.0, "base": "int8"}
-    for text in ("", "8", "rank=8,rank=8", "rank=8,base=f16", "rank=8,alpha=nan", "rank=8,match=", "alpha=2"):
+    for text in ("8", "rank=8,alpha=nan", "rank=8,match=", "alpha=2"):
         with pytest.raises(ValueError, match=r"--lora .*write rank=8"):
             read_factors(text)
 

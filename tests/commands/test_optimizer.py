@@ -66,24 +66,6 @@ def test_the_rate_rises_and_decays(decay, warmup, rates):
     assert [float(rate(step)) for step in (0, 1, 2, 3, 10)] == pytest.approx(rates, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "message"),
-    [
-        ("adafactr", "did you mean adafactor?"),
-        ("nothing-like-it", "use a name such as adamw, lion or muon"),
-        ("lion,weight_decy=1", "there is no weight_decy; did you mean weight_decay? Use one of b1, b2"),
-        ("lion,b1=x", "give a number"),
-        ("sgd,nesterov=3", "write on or off"),
-        ("lion,learning_rate=1", "there is no learning_rate"),
-        ("adamw,b1", "is not name=value"),
-    ],
-)
-def test_what_is_no_optimizer_is_refused(optimizer, message):
-    with pytest.raises(ValueError, match=f"--optimizer {optimizer.partition(',')[0]}.*") as refused:
-        make_optimizer(RECIPE, optimizer, None)
-    assert message in str(refused.value)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["lion", "muon"])
 def test_a_training_takes_it_on_every_mesh_and_goes_on(optimizer, tmp_path, capsys):

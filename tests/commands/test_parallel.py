@@ -1,14 +1,15 @@
-"""What flags make of the engine."""
+"""The mesh, strategy and engine that flags make."""
 
 import re
 
+import jax.numpy as jnp
 import pytest
 
 import jaxshard as js
 from jaxshard.checks.collectives.compiler_choices import explain_substitutes
 from jaxshard.commands.flags import Sharding
 from jaxshard.commands.main import main
-from jaxshard.commands.parallel import make_parallel
+from jaxshard.commands.parallel import make_parallel, read_outer
 from jaxshard.core.layout import split_rows
 from jaxshard.core.strategy_parts import expert_of
 
@@ -98,3 +99,26 @@ def test_a_pattern_of_a_rule_that_fits_nothing_is_refused():
     how = make_parallel(Sharding(mesh="data=4,tensor=2", rule=("*/scal=replicated",)))
     with pytest.raises(ValueError, match=r"--rule: tensor: rules without effect: '\*/scal' matches no path"):
         how.layout(model.init)
+
+
+def moves(text, gradients):
+    tx = read_outer(text)
+    state, found = tx.init(jnp.zeros(())), []
+    for gradient in gradients:
+        update, state = tx.update(jnp.asarray(gradient), state)
+        found.append(float(update))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "updates"),
+    [
+        ("average", [-1.0, -2.0]),
+        ("rate=0.5", [-0.5, -1.0]),
+        ("rate=0.5, momentum=0", [-0.5, -1.0]),
+        # Of gradients 1 and 2 the sums are 1 and 2.5, and a step goes along gradient + half of the sum.
+        ("rate=1,momentum=0.5", [-1.5, -3.25]),
+    ],
+)
+def test_a_value_stands_for_gradient_descent(text, updates):
+    assert moves(text, [1.0, 2.0]) == updates

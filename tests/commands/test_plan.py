@@ -61,7 +61,6 @@ def test_what_does_not_fit_is_a_plain_answer(capsys):
         ),
         (["llama-1m", "--topology", "v5e:4x5"], "v5e is not rented as 4x5; near it are v5e:4x4"),
         (["llama-1m", "--topology", "v5e:4x4", "--mesh", "data=8"], "data=8 needs 8 devices, but there are 16"),
-        (["llama-1m", "--topology", "v5e:4x4", "--batch", "20"], "20 rows, which the 16 devices"),
         (["llama-1m", "--topology", "v5e:4x4", "--devices", "4"], "--devices 4 is for the devices that are here"),
         (["llama-1m", "--slices", "2"], "--slices 2 is of a TPU topology; add --topology"),
         (["llama-1m", "--codegen"], "--codegen asks the compiler of other devices; add --topology"),

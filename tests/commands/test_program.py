@@ -8,7 +8,8 @@ import optax
 import pytest
 
 from jaxshard.commands.errors import UsageError
-from jaxshard.commands.program import depth_of, program_of
+from jaxshard.commands.named_model import NamedModel
+from jaxshard.commands.program import program_of
 
 FILE = """
 import numpy as np
@@ -100,7 +101,7 @@ def test_a_ready_made_size_with_other_arguments():
     shapes = jax.eval_shape(program.init_fn, jax.random.key(0))
     assert shapes["blocks"]["k_proj"]["kernel"].shape == (2, 144, 4, 8) and "lm_head" not in shapes["head"]
     assert program_of("llama-1m", change="seq=16", rows=8).batch["tokens"].shape == (8, 17)
-    assert depth_of("llama3-70b") == 80 and depth_of("llama3-70b", "depth=3") == 3
+    assert NamedModel("llama3-70b").depth == 80 and NamedModel("llama3-70b", "depth=3").depth == 3
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,14 @@
 
 import re
 
-import jax
 import numpy as np
 import optax
 import pytest
 
 import jaxshard as js
 from jaxshard.checks import replicas
+from jaxshard.commands import train
 from jaxshard.commands.main import main
-from jaxshard.commands.replicas import make_copies
-from jaxshard.commands.saving import Saving
 
 TINY = ["train", "--batch", "8", "--seq", "8", "--sample", "0", "--devices", "8", "--steps", "6", "--vocab", "32"]
 
@@ -44,29 +42,15 @@ def test_train_compares_copies_and_saves_none_that_differ(tmp_path, capsys, monk
     assert js.latest_step(folder) == 2
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            ["--check-replicas", "4"],
-            "--check-replicas 4 does not divide --checkpoint-every 10: steps would be saved whose copies were not "
-            "compared; give --checkpoint-every 12, or --check-replicas 1",
-        ),
-        (["--check-replicas", "5", "--memory-every", "1"], "give --memory-every 5, or --check-replicas 1"),
-    ],
-)
-def test_steps_that_would_be_saved_unseen_are_refused(flags, message, tmp_path):
+def test_a_step_that_is_saved_is_compared_before(monkeypatch):
+    """Also where the comparisons' interval does not divide that of the saves."""
+    compared = []
+    monkeypatch.setattr(train, "check_replicas", lambda run, layout: compared.append(run.step))
     layout = js.layout(js.ddp("data"), js.make_mesh(data=8), model, optax.sgd(0.1))
-    numbers = dict(zip(flags[::2], map(int, flags[1::2]), strict=True))
-    saves = Saving(tmp_path, memory_every=numbers.get("--memory-every"))
-    with pytest.raises(ValueError, match=re.escape(message)):
-        make_copies(numbers["--check-replicas"], layout, saves)
-
-
-def test_a_run_that_is_saved_nowhere_is_compared_at_any_step():
-    layout = js.layout(js.ddp("data"), js.make_mesh(data=8), model, optax.sgd(0.1))
-    copies = make_copies(7, layout, Saving())
-    assert copies.shown == {"replicas": "3 arrays, 268 B per device, compared every 7 steps"}
-    assert len(copies.callbacks) == 2 and make_copies(None, layout, Saving()).callbacks == []
-    alone = js.layout(js.ddp("data"), js.make_mesh(jax.devices()[:1], data=1), model, None)
-    assert "nothing to compare" in make_copies(7, alone, Saving()).shown["replicas"]
+    run = js.init(model, optax.sgd(0.1), layout, 0)
+    callbacks, shown = train._compare_copies(2, layout, (3, 4))
+    for step in range(1, 10):
+        for callback in callbacks:
+            callback(step, run._replace(step=step) if callback is callbacks[1] else run)
+    assert compared == [3, 9] and shown == {"replicas": "3 arrays, 268 B per device, compared every 2 steps"}
+    assert train._compare_copies(None, layout, ()) == ([], {})

@@ -108,10 +108,12 @@ class Comparison:
         return rows
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the differences for JSON."""
+        """Return the table and the differences for JSON."""
         lists = {name: list(getattr(self, name)) for name in ("misplaced", "missing", "unread", "substitutes")}
         surprises = [surprise.as_dict() for surprise in self.surprises]
         found = {"ok": self.ok, "surprises": surprises, **lists, "tolerated_bytes": self.tolerated}
+        sizes = ("promised_bytes", "found_bytes", "needed_bytes", "widened_bytes")
+        found |= {"collectives": self.rows()} | {name: getattr(self, name) for name in sizes}
         return found | (self.program.as_dict() if self.program else {})
 
     def __str__(self) -> str:

@@ -18,11 +18,7 @@ from jaxshard.commands.parallel import make_parallel
         ("weights=bf16", {"gather_dtype": jnp.bfloat16}),
         (
             "gradients=fp8,weights=int8,block=64,feedback=on",
-            {
-                "reduce_dtype": js.wire.fp8(block=64, feedback=True),
-                "gather_dtype": js.wire.int8(block=64),
-                "scatter": "end",
-            },
+            {"reduce_dtype": js.wire.fp8(block=64, feedback=True), "gather_dtype": js.wire.int8(block=64)},
         ),
     ],
 )  # fmt: skip
@@ -34,8 +30,8 @@ def test_a_value_stands_for_arguments_of_the_engine(text, arguments):
     ("flags", "ordered", "words"),
     [
         ({"engine": "auto"}, False, "under --engine auto the compiler sends what it likes"),
-        ({}, True, "leave out --ordered, or gradients="),
-        ({"mesh": "data=4,pipe=2"}, False, "leave out feedback=on"),
+        ({}, True, "reduce_dtype=.* has a fixed order by itself"),
+        ({"mesh": "data=4,pipe=2"}, False, "js.pipelined keeps no residuals of gradients"),
     ],
 )
 def test_flags_that_do_not_go_with_it_are_named(flags, ordered, words):
@@ -46,6 +42,6 @@ def test_flags_that_do_not_go_with_it_are_named(flags, ordered, words):
 def test_the_facts_of_a_run_name_the_formats():
     how = make_parallel(Sharding(wire="gradients=int8,weights=fp8"))
     assert how.shown["engine"] == (
-        "explicit, gradients travel as int8 in blocks of 256, weights travel as float8_e3m4 in blocks of 256"
+        "explicit, reduce_dtype int8 in blocks of 256, gather_dtype float8_e3m4 in blocks of 256"
     )
     assert how.about["gather_dtype"] == "float8_e3m4 in blocks of 256"

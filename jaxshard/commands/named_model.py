@@ -1,0 +1,125 @@
+"""`NamedModel`: the model that `--model` or TARGET names, a ready-made size or one of Hugging Face, with `--change`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxshard.commands.pairs import read_pairs, readers_of
+from jaxshard.core.near_words import one_of
+from jaxshard.hf.config import read_config
+from jaxshard.hf.folder import find_folder
+from jaxshard.models.recipe import Recipe, Size
+from jaxshard.models.rope import RopeScaling
+from jaxshard.models.sizes import SIZES
+
+PREFIX = "hf:"
+
+_RECIPE = Recipe(batch=16, steps=100, learning_rate=2e-5, warmup=10, b2=0.999, weight_decay=0.0)
+"""The recipe for fine-tuning a model of Hugging Face."""
+
+_ROW = 1024
+"""Tokens in a row of a model of Hugging Face without --seq, or fewer if the model takes fewer."""
+
+
+class NamedModel(NamedTuple):
+    """A ready-made size or the model "hf:PATH", and the arguments that replace its own.
+
+    Its properties raise ValueError or FileNotFoundError if there is no such model or argument.
+
+    Attributes:
+      target: the name.
+      change: the value of --change.
+    """
+
+    target: str
+    change: str | None = None
+
+    def __str__(self) -> str:
+        return self.target if self.change is None else f"{self.target} ({self.change})"
+
+    @property
+    def is_known(self) -> bool:
+        """True for a ready-made size and "hf:PATH", False for any other name, such as a user's function."""
+        return self.target in SIZES or self.target.startswith(PREFIX)
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of a model of Hugging Face; None for a ready-made size."""
+        if not self.target.startswith(PREFIX):
+            return None
+        path = self.target.removeprefix(PREFIX)
+        if path.startswith("//"):
+            name = f"{PREFIX}{path.lstrip('/')}"
+            raise ValueError(f"{self.target} is an address; write {name}, the name of a model or its folder")
+        return find_folder(path)
+
+    @property
+    def size(self) -> Size:
+        """The ready-made size without changes; of a model of Hugging Face the numbers are those of its config.json."""
+        if folder := self.folder:
+            config = read_config(folder)
+            return Size(config.arguments, _RECIPE, config.family.make, "nothing")
+        if self.target not in SIZES:
+            raise ValueError(f"--model {self.target}: there is no such size; {one_of(self.target, SIZES)}, or hf:PATH")
+        return SIZES[self.target]
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The value of --change, as arguments of the model.
+
+        >>> NamedModel("llama-1m", "depth=4,tied=true,norm_epsilon=1e-6").changes
+        {'depth': 4, 'tied': True, 'norm_epsilon': 1e-06}
+        """
+        if self.change is None:
+            return {}
+        readers = readers_of(self.size.make)
+        if "rope_scaling" in readers:
+            readers["rope_scaling"] = _read_scaling
+        return read_pairs("--change", self.change, readers, "write each argument once, such as depth=4")
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """The arguments of the model, with the changes."""
+        return self.size.shape | self.changes
+
+    @property
+    def depth(self) -> int | None:
+        """The number of blocks; None for a user's function."""
+        return self.shape.get("depth") if self.is_known else None
+
+    def model(self, **more: Any) -> Any:
+        """Build the model, with further arguments, which --change overrides."""
+        try:
+            return self.size.model(**more | self.changes)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"--change {self.change}: {error}") from error
+
+    def resize(self, *, seq: int | None, batch: int | None, rows_multiple: int) -> Size:
+        """Return the size with the changes and with the batch of a run.
+
+        Args:
+          seq: tokens in a row, the value of --seq.
+          batch: rows, the value of --batch; by default the recipe's number, rounded up.
+          rows_multiple: the number of rows is rounded up to a multiple of it.
+        """
+        self.model()  # refuses changes that do not fit together
+        size, shape = self.size, self.shape
+        if seq is not None and "seq" in self.changes:
+            raise ValueError(f"--seq {seq} and --change {self.change} both say seq; leave one out")
+        if self.folder is not None:
+            if seq is not None and seq > shape["seq"]:
+                most = shape["seq"]
+                raise ValueError(f"--seq {seq}: the model takes at most {most} tokens in a row; give that or fewer")
+            seq = seq or min(_ROW, shape["seq"])
+        rows = batch or size.recipe.batch + -size.recipe.batch % rows_multiple
+        return size._replace(shape=shape | {"seq": seq or shape["seq"]}, recipe=size.recipe._replace(batch=rows))
+
+
+def _read_scaling(text: str) -> float | RopeScaling:
+    """Read the factor of a rope's scaling, or factor:low:high:original."""
+    try:
+        first, *others = [float(x) if set(x) & set(".en") else int(x) for x in text.split(":")]
+        return RopeScaling(first, *others) if others else first  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ValueError("give a factor, or factor:low:high:original") from None
