@@ -1,7 +1,6 @@
 """DenseGeneral and Einsum kernels under js.tensor: heads are split, whatever they are called and annotated with."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -159,19 +158,3 @@ def test_large_arrays_that_an_annotation_keeps_whole_are_reported():
     # Said on purpose: no warning, which would be an error in tests.
     rules = [("Dense_3/kernel", "whole"), ("Dense_*/kernel", "whole"), *js.RULES]
     split_dims(model, js.compose(js.fsdp("data"), js.tensor(rules)))
-
-
-def test_a_model_annotated_with_axes_runs_where_flax_would_place_by_them():
-    """Under shard_map Flax takes the names in boxes for axes; DenseGeneral unboxes a matrix with three of them."""
-
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.DenseGeneral(WIDTH, axis=(-2, -1))(nn.DenseGeneral((HEADS, SIZE), kernel_init=AXES)(x))
-
-    model, tx = js.linen(Net(), loss, BATCH), optax.sgd(0.1)
-    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), model.init, tx)
-    with quick_compile():
-        run = js.init(model.init, tx, layout, 0)
-        _, metrics = js.make_step(model.loss, tx, layout, engine=js.explicit())(run, BATCH)
-    assert jnp.isfinite(metrics["loss"])

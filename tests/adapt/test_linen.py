@@ -11,17 +11,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxshard as js
-from tests.toys import (
-    FEATURES,
-    ROWS,
-    Toy,
-    assert_equal_runs,
-    classes,
-    cross_entropy,
-    one_device,
-    sharded,
-    start_of,
-)
+from tests.toys import FEATURES, ROWS, Toy, assert_equal_runs, classes, cross_entropy, one_device, sharded, start_of
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

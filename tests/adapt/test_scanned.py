@@ -12,22 +12,13 @@ import pytest
 from flax import linen as nn
 
 import jaxshard as js
-from tests.toys import (
-    CLASSES,
-    Toy,
-    assert_equal_runs,
-    classes,
-    cross_entropy,
-    one_device,
-    sharded,
-)
+from tests.toys import CLASSES, Toy, assert_equal_runs, classes, cross_entropy, one_device, sharded
 from tests.toys import tree_error as error_of
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 WIDTH, BLOCKS = 16, 3
 SPLIT = {"params": True, "dropout": True}
-SLOW = pytest.mark.slow
 
 
 class Block(nn.Module):
@@ -117,24 +108,22 @@ def test_equals_the_module_itself():
     assert set(jax.eval_shape(model.evaluate, params, classes())) == {"loss", "hits"}
 
 
-@SLOW
-@pytest.mark.parametrize("engine", [js.auto(), js.explicit(remat="nothing", microbatches=2)], ids=["auto", "explicit"])
-def test_sharded(engine):
+FSDP = js.fsdp(min_size=0)
+CELLS = {
+    "auto": (FSDP, {"data": 8}, js.auto()),
+    "explicit": (FSDP, {"data": 8}, js.explicit(remat="nothing", microbatches=2)),
+    "pipelined": (js.compose(FSDP, js.pipeline(chunks=1)), {"data": 4, "pipe": 2}, js.pipelined(microbatches=4)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", CELLS)
+def test_sharded(cell):
     """Losses within 1e-6 and gradients within 1e-5 of one device; a device has other shapes than the example batch."""
+    strategy, axes, engine = CELLS[cell]
     model = js.scanned(Net(), partial(loss, train=False), jax.tree.map(lambda x: x[:2], classes()))
     toy = Toy(model.init, model.loss, classes(), rate=0.01)
-    trace, _ = sharded(toy, js.fsdp(min_size=0), js.make_mesh(data=8), engine, steps=2)
-    assert_equal_runs(trace, one_device(toy, steps=2))
-
-
-@SLOW
-def test_pipelined():
-    """Losses within 1e-6 and gradients within 1e-5 of one device."""
-    model = model_of()
-    toy = Toy(model.init, model.loss, classes(), rate=0.01)
-    strategy = js.compose(js.fsdp(min_size=0), js.pipeline(chunks=1))
-    engine = js.pipelined(microbatches=4, schedule="one_f_one_b")
-    trace, _ = sharded(toy, strategy, js.make_mesh(data=4, pipe=2), engine, steps=2)
+    trace, _ = sharded(toy, strategy, js.make_mesh(**axes), engine, steps=2)
     assert_equal_runs(trace, one_device(toy, steps=2))
 
 

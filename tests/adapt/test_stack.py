@@ -13,6 +13,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxshard as js
+from tests.adapt.test_scanned import CELLS
 from tests.toys import (
     CLASSES,
     FEATURES,
@@ -30,7 +31,6 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 WIDTH, BLOCKS = 16, 3
 TX = optax.sgd(0.01)
-SLOW = pytest.mark.slow
 
 
 class Block(nn.Module):
@@ -114,7 +114,7 @@ def nnx_in_a_loop(params, batch):
 LOOPS = {"linen, tied": linen_in_a_loop, "nnx": nnx_in_a_loop}
 
 
-@pytest.mark.parametrize("name", ["linen, tied", pytest.param("nnx", marks=SLOW)])
+@pytest.mark.parametrize("name", ["linen, tied", pytest.param("nnx", marks=pytest.mark.slow)])
 def test_equals_the_modules_in_a_loop(name):
     """Loss within 1e-6 and gradients within 1e-5; the tied embedding gets both gradients."""
     model = models()[name]
@@ -148,26 +148,15 @@ def test_blocks_are_drawn_as_single_ones():
         jax.tree.map(np.testing.assert_array_equal, layer(params, i), drawn)
 
 
-@SLOW
-@pytest.mark.parametrize("engine", [js.auto(), js.explicit(remat="nothing", microbatches=2)], ids=["auto", "explicit"])
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("name", LOOPS)
-def test_sharded(name, engine):
-    """Losses within 1e-6 and gradients within 1e-5 of one device."""
-    model = models()[name]
-    toy = Toy(model.init, model.loss, classes(), rate=0.01)
-    trace, _ = sharded_run(toy, js.fsdp(min_size=0), js.make_mesh(data=8), engine, steps=2)
-    assert_equal_runs(trace, one_device(toy, steps=2))
-
-
-@SLOW
-@pytest.mark.parametrize("name", LOOPS)
-def test_pipelined(name):
+def test_sharded(name, cell):
     """Losses within 1e-6 and gradients within 1e-5 of one device; 3 blocks on 2 stages, the mask travels along."""
+    strategy, axes, engine = CELLS[cell]
     model = models()[name]
     toy = Toy(model.init, model.loss, classes(), rate=0.01)
-    strategy = js.compose(js.fsdp(min_size=0), js.pipeline(chunks=1))
-    engine = js.pipelined(microbatches=4, schedule="one_f_one_b")
-    trace, _ = sharded_run(toy, strategy, js.make_mesh(data=4, pipe=2), engine, steps=2)
+    trace, _ = sharded_run(toy, strategy, js.make_mesh(**axes), engine, steps=2)
     assert_equal_runs(trace, one_device(toy, steps=2))
 
 

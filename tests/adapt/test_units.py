@@ -14,16 +14,7 @@ from flax import nnx
 
 import jaxshard as js
 from tests.engines.programs import Program, traffic
-from tests.toys import (
-    CLASSES,
-    FEATURES,
-    Toy,
-    assert_equal_runs,
-    classes,
-    cross_entropy,
-    one_device,
-    sharded,
-)
+from tests.toys import CLASSES, FEATURES, Toy, assert_equal_runs, classes, cross_entropy, one_device, sharded
 
 TX = optax.sgd(0.01)
 WIDTH = 16
@@ -120,6 +111,7 @@ ENGINES = {
     "explicit": partial(js.explicit, remat="nothing"),
     "explicit in micro-batches": partial(js.explicit, microbatches=2, scatter="end"),
     "auto": partial(js.auto, remat="dots"),
+    "auto, noisy": js.auto,
 }
 
 
@@ -127,19 +119,11 @@ ENGINES = {
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_units_equal_one_device(library, engine):
-    """Losses within 1e-6, gradients within 1e-5."""
-    trace, _ = sharded(toy_of(library), js.fsdp(min_size=0), mesh(), ENGINES[engine](units=UNITS[library]))
-    assert_equal_runs(trace, reference(library, False))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_batch_norm_and_dropout_inside_units_equal_one_device(library):
     """Losses within 1e-6, gradients and batch statistics within 1e-5: keys and state pass through a unit."""
-    toy = toy_of(library, noisy=True)
-    trace, _ = sharded(toy, js.fsdp(min_size=0), mesh(), js.auto(units=UNITS[library]))
-    assert_equal_runs(trace, reference(library, True))
-    assert jax.tree.leaves(trace.state)
+    noisy = engine == "auto, noisy"
+    trace, _ = sharded(toy_of(library, noisy=noisy), js.fsdp(min_size=0), mesh(), ENGINES[engine](units=UNITS[library]))
+    assert_equal_runs(trace, reference(library, noisy))
+    assert bool(jax.tree.leaves(trace.state)) == noisy
 
 
 @pytest.mark.slow

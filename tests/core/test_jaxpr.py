@@ -7,18 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxshard.core.jaxpr import (
-    CALLS,
-    Program,
-    assign,
-    dependent_variables,
-    inline_calls,
-    needed_equations,
-    open_jaxpr,
-    replay,
-    subprogram,
-    variables,
-)
+from jaxshard.core.jaxpr import CALLS, Program, assign, inline_calls, needed_equations, open_jaxpr, replay, subprogram
 
 X, W = np.array([0.5, -2.0], np.float32), np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
 
@@ -35,28 +24,6 @@ def program():
 
 def names(eqns):
     return [eqn.primitive.name for eqn in eqns]
-
-
-def test_a_traced_program_has_the_trees_of_its_function(program):
-    x, w = program.args
-    assert names(program.eqns) == ["sin", "dot_general"]
-    assert program.out.keys() == {"a", "b", "number"}
-    assert variables(jax.tree.leaves(program.out)) == {program.out["a"], program.out["b"]}
-    assert program.eqns[0].invars == [x] and program.eqns[1].invars[1] is w
-
-
-def test_a_result_needs_only_the_equations_before_it(program):
-    x, w = program.args
-    eqns, named = needed_equations(program.eqns, [program.out["a"]], set())
-    assert names(eqns) == ["sin"] and named == {program.out["a"], x}
-    eqns, named = needed_equations(program.eqns, [program.out["b"]], {program.out["a"]})
-    assert names(eqns) == ["dot_general"] and named == {program.out["a"], program.out["b"], w}
-
-
-def test_what_depends_on_an_argument(program):
-    x, w = program.args
-    assert dependent_variables(program.eqns, [w]) == {w, program.out["b"]}
-    assert dependent_variables(program.eqns, [x]) == {x, program.out["a"], program.out["b"]}
 
 
 def test_running_a_part_gives_its_values_and_arrays_for_numbers(program):

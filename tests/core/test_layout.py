@@ -122,9 +122,6 @@ def test_the_longest_path_wins_and_other_floats_are_filled():
     assert filled["rows"]["w"].store == P("data") and filled["n"].store == P(None)
 
 
-# Stacked models: the dimension that stacks the blocks stays whole.
-
-
 # Meshes that nobody has.
 
 
@@ -165,9 +162,6 @@ def test_bytes_of_the_zero_paper(strategy, gigabytes):
     made = js.layout(strategy, abstract(data=64), model_of_the_paper().init, js.optim.master(optax.adam(1e-3)))
     assert sum(x.size for x in jax.tree.leaves(made.shapes.params)) == pytest.approx(7.5e9, rel=1e-3)
     assert sum(made.bytes_per_device().values()) / 1e9 == pytest.approx(gigabytes, rel=5e-3)
-
-
-# Batches.
 
 
 # Pipelines.

@@ -73,14 +73,6 @@ def test_why_an_array_stays_whole(shape, why):
     assert placement.store == placement.use and placement.view == whole(leaf).view
 
 
-def test_an_array_whose_every_dimension_is_taken_says_so():
-    strategy = js.compose(js.shard("data", ["param"], min_size=0), js.shard("replica", ["param"], min_size=0))
-    leaf = Leaf("w", (64,), jnp.float32, (None,))
-    placement = strategy("param", leaf, whole(leaf), js.make_mesh(**MESH))
-    assert placement.store == P("data")
-    assert placement.why == "no free dimension"
-
-
 def test_large_arrays_are_padded_and_small_ones_left_at_the_default_threshold():
     odd = Leaf("w", (1001, 17), jnp.float32, (None, None))
     placement = js.fsdp()("param", odd, whole(odd), js.make_mesh(**MESH))

@@ -6,14 +6,6 @@ from jaxshard.core.text_table import Folded, Section, Table, align_columns, page
 from tests.notebook_page import Page
 
 
-def test_columns_are_as_wide_as_their_longest_cell():
-    assert align_columns([("role", "why"), ("param", "small"), ("opt", "")]) == ["role   why", "param  small", "opt"]
-
-
-def test_columns_may_be_aligned_right():
-    assert align_columns([("kind", "bytes", "why"), ("a", "8", "b")], "<><") == ["kind  bytes  why", "a         8  b"]
-
-
 def test_no_rows_are_no_lines():
     assert align_columns([]) == []
 

@@ -13,16 +13,7 @@ import jaxshard as js
 from jaxshard.core.ordered_sums import all_sum, pairwise_sum
 from tests.distributed.launched import printed_together
 from tests.engines.programs import setups
-from tests.toys import (
-    TOYS,
-    assert_equal_runs,
-    gpt_toy,
-    nnx_toy,
-    one_device,
-    quick_compile,
-    recording_step,
-    trained,
-)
+from tests.toys import TOYS, assert_equal_runs, gpt_toy, nnx_toy, one_device, quick_compile, recording_step, trained
 
 pytestmark = pytest.mark.fast_cases(3)
 

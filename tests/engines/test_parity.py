@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import jaxshard as js
-from tests.engines.pipeline.pipes import stack_toy
+from tests.engines.pipeline.pipes import cast_weights, stack_toy
 from tests.toys import (
     TOYS,
     Toy,
@@ -200,16 +200,6 @@ def test_a_sum_of_means_and_its_metrics_equal_one_device(engine, microbatches):
 # Lower precision.
 
 
-def cast_weights(name: str) -> Toy:
-    """What `compute_dtype` does, by hand: the control on one device."""
-    toy = TOYS[name]()
-
-    def loss_fn(params, batch, key):
-        return toy.loss_fn(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch, key)
-
-    return toy._replace(loss_fn=loss_fn)
-
-
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("toy", ["nnx", "gpt"])
@@ -220,7 +210,7 @@ def test_bf16_compute_equals_bf16_on_one_device(engine, toy):
     """
     engine = ENGINES[engine](compute_dtype=jnp.bfloat16)
     trace, _ = sharded(TOYS[toy](), js.fsdp(min_size=0), js.make_mesh(data=8), engine)
-    control, full = alone(cast_weights, toy), one_device_toy(toy)
+    control, full = one_device(cast_weights(TOYS[toy]())), one_device_toy(toy)
     assert trace.losses[0] == pytest.approx(control.losses[0], rel=1e-6)
     assert loss_error(trace, control) < 1e-3
     assert tree_error(trace.grads[0], full.grads[0]) <= 1.5 * tree_error(control.grads[0], full.grads[0])

@@ -55,8 +55,6 @@ def test_every_model_equals_one_device(model, parts, data, engine):
 
 SEQUENCE = [("sequence", "split"), *js.RULES]
 SIZES = {"vocab": 96, "width": 64, "depth": 2, "heads": 8, "seq": 16}
-# On each of two devices of the data axis: 8 rows of 16 positions.
-ACTIVATION, PER_LABEL = 8 * 16 * 64, 8 * 16
 
 
 def program(rules=js.RULES, engine=None, data=None, mesh=None, rows=16, **sizes) -> Program:
@@ -146,22 +144,16 @@ def test_sequence_parallelism_on_a_tpu_scatters_and_gathers_instead(engine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["auto", "explicit"])
-def test_sequence_parallelism_equals_one_device(engine):
+@pytest.mark.parametrize(
+    ("rules", "engine"),
+    [(SEQUENCE, engine) for engine in ENGINES.values()]
+    + [(js.RULES, js.explicit(microbatches=2, scatter=scatter)) for scatter in ("each", "end")],
+    ids=["sequence, auto", "sequence, explicit", "micro-batches, each", "micro-batches, end"],
+)
+def test_sequence_parallelism_and_micro_batches_equal_one_device(rules, engine):
     """f32, loss 1e-6 relative, gradients 1e-5."""
-    toy = ZOO["gpt"]()
-    strategy, mesh = setup(4, "fsdp", SEQUENCE)
-    trace, _ = sharded(toy, strategy, mesh, ENGINES[engine])
-    assert_equal_runs(trace, reference("gpt"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scatter", ["each", "end"])
-def test_micro_batches_equal_one_device(scatter):
-    """f32, loss 1e-6 relative, gradients 1e-5."""
-    toy = ZOO["gpt"]()
-    strategy, mesh = setup(4, "fsdp")
-    trace, _ = sharded(toy, strategy, mesh, js.explicit(microbatches=2, scatter=scatter))
+    strategy, mesh = setup(4, "fsdp", rules)
+    trace, _ = sharded(ZOO["gpt"](), strategy, mesh, engine)
     assert_equal_runs(trace, reference("gpt"))
 
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, PartitionSpec
 
 from jaxshard import optim
 
@@ -30,20 +29,3 @@ def test_dtypes() -> None:
     clipped, _ = optim.clip_by_global_norm(jnp.float32(1.0)).update(updates, optax.EmptyState())
     assert jax.tree.map(lambda x: x.dtype, clipped) == jax.tree.map(lambda x: x.dtype, updates)
     np.testing.assert_allclose(optim.global_norm(clipped), 1.0, rtol=1e-2)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("axis", ["x", ("x", "y")])
-def test_the_norm_of_shards(axis: str | tuple[str, ...], check_vma: bool) -> None:
-    """To 1e-6: shards once each, scalars once in all."""
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    specs = {"w": PartitionSpec(axis), "b": PartitionSpec()}
-    tree = {"w": jnp.arange(16.0), "b": jnp.asarray(30.0)}
-    norm = jax.shard_map(
-        lambda t: optim.global_norm(t, axis),
-        mesh=mesh,
-        in_specs=(specs,),
-        out_specs=PartitionSpec(),
-        check_vma=check_vma,
-    )
-    np.testing.assert_allclose(jax.jit(norm)(tree), optim.global_norm(tree), rtol=1e-6)

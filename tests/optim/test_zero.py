@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxshard import optim
@@ -289,8 +288,3 @@ def test_extra_arguments_are_passed_on() -> None:
     np.testing.assert_allclose(fast_jit(mapped)(params, 3.0)["w"], 3 * params["w"], rtol=1e-6)
     with pytest.raises(ValueError, match=r"could not be traced .*'value'"):
         trace(optim.zero2(tx).init, False, params)
-
-
-# Shapes.
-
-shapes = st.lists(st.integers(1, 20), max_size=3).map(tuple)

@@ -113,27 +113,24 @@ def pooled(agree=lambda needed: needed):
     return loss
 
 
-def expert_loss(branch):
+def expert_loss(params, batch, key):
     def fn(params, rows, dot):
         return dot(jax.nn.silu(dot(rows, params["up"])), params["down"])
 
-    def loss(params, batch, key):
-        def mix(x):
-            return js.moe(x[:, None], x[:, None] @ params["router"], fn, params["moe"], k=2)[0][:, 0]
+    def mix(x):
+        return js.moe(x[:, None], x[:, None] @ params["router"], fn, params["moe"], k=2)[0][:, 0]
 
-        return mean(of_any(mix)(batch) if branch else mix(batch["x"]))
-
-    return loss
+    return mean(of_any(mix)(batch))
 
 
-def experts(engine, *, branch):
+def experts(engine):
     def init_fn(key):
         shapes = {"router": (WIDTH, 4), "moe": {"up": (4, WIDTH, 8), "down": (4, 8, WIDTH)}}
         return jax.tree.map(lambda s: jax.random.normal(key, s) / 3, shapes, is_leaf=lambda s: isinstance(s, tuple))
 
     rules = [("moe/up", ("expert", None, None)), ("moe/down", ("expert", None, None)), *js.RULES]
     strategy = js.compose(js.fsdp(("data", "expert"), min_size=0), js.expert("expert", rules=rules))
-    return make(expert_loss(branch), engine, init_fn, strategy, data=4, expert=2)
+    return make(expert_loss, engine, init_fn, strategy, data=4, expert=2)
 
 
 def attends(engine):
@@ -148,31 +145,26 @@ def attends(engine):
     return make(loss, engine, strategy=strategy, data=4, context=2)
 
 
-POSITIONS = {"tokens": np.repeat(BATCH["x"][:8, None], 4, axis=1), "keep": np.arange(8) < 2}
 UNITS = js.explicit(units=[Block])
-BATCHES = {"ring attention": POSITIONS}
+BATCHES = {"ring attention": {"tokens": np.repeat(BATCH["x"][:8, None], 4, axis=1), "keep": np.arange(8) < 2}}
 
 REFUSED = {
     "a chunked head": (lambda: make(head, js.explicit()), "all_gather of a chunk of js.head_loss"),
     "a sum of the user's": (lambda: make(pooled(), js.explicit()), "psum of f32[2,8] over ['data']"),
     "BatchNorm over devices": (lambda: linen(js.explicit(), inner=Norm), "psum of BatchNorm(axis_name)"),
-    "experts": (lambda: experts(js.explicit(), branch=True), "all_gather of js.moe"),
+    "experts": (lambda: experts(js.explicit()), "all_gather of js.moe"),
     "ring attention": (lambda: attends(js.explicit()), "ppermute of js.attention"),
 }
 PASSED = {
     "a Linen unit": lambda: linen(UNITS),
     "a unit that all run or none": lambda: linen(UNITS, agree="data"),
     "a sum that all take or none": lambda: make(pooled(lambda needed: lax.pmax(needed, ("data",))), js.explicit()),
-    "experts outside of a branch": lambda: experts(js.explicit(), branch=False),
 }
-SLOW = ("experts", "ring attention")
 
 
-def fast_and_slow(table):
-    return [pytest.param(name, marks=[pytest.mark.slow] * name.startswith(SLOW)) for name in table]
-
-
-@pytest.mark.parametrize("name", fast_and_slow(REFUSED))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("experts", "ring attention"))) for name in REFUSED]
+)
 def test_a_step_is_refused(name):
     make_case, inside = REFUSED[name]
     with pytest.raises(ValueError, match=HANGS) as error:
@@ -180,7 +172,7 @@ def test_a_step_is_refused(name):
     assert inside in str(error.value) and f"{__file__}:" in str(error.value)
 
 
-@pytest.mark.parametrize("name", fast_and_slow(PASSED))
+@pytest.mark.parametrize("name", PASSED)
 def test_a_step_is_let_through(name):
     PASSED[name]().lower(BATCHES.get(name, BATCH))
 

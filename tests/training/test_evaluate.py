@@ -160,44 +160,34 @@ def test_scalars_of_a_batch_count_for_every_row():
 @pytest.fixture(scope="module")
 def split():
     layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), init_fn, TX)
-    return js.init(init_fn, TX, layout, 0), js.make_eval_step(eval_fn, layout), layout
+    return js.init(init_fn, TX, layout, 0), layout
 
 
-def test_a_batch_larger_than_the_first(split):
-    run, _, layout = split
+def test_batches_that_do_not_fit(split):
+    run, layout = split
     step = js.make_eval_step(eval_fn, layout)
-    step(run, rows(9))  # padded to 16
-    with pytest.raises(ValueError, match="an evaluation batch has 17 rows, more than the 16 of the first one"):
-        step(run, rows(17))
-
-
-def test_no_batches_and_no_rows(split):
-    run, step, _ = split
     with pytest.raises(ValueError, match="there are no batches to evaluate: the held-out data is empty"):
         js.evaluate(step, run, [])
     with pytest.raises(ValueError, match="a batch of 0 rows"):
         step(run, rows(0))
-    step(run, rows(16))
+    step(run, rows(9))  # padded to 16
+    with pytest.raises(ValueError, match="an evaluation batch has 17 rows, more than the 16 of the first one"):
+        step(run, rows(17))
     with pytest.raises(ValueError, match="0 rows"):
         step(run, rows(0))
-
-
-def test_arrays_of_unequal_rows(split):
-    run, step, _ = split
-    step(run, rows(16))
     with pytest.raises(ValueError, match=r"same number of rows.*weights: 8.*so that none can be padded"):
         step(run, rows(16) | {"weights": np.ones(8, np.float32)})
 
 
 @pytest.mark.parametrize("output", [jnp.float32(1), {"loss": jnp.float32(1)}, {"loss": 1.0}, js.Mean(1.0, 1.0), None])
 def test_results_that_do_not_say_how_they_combine(split, output):
-    run, _, layout = split
+    run, layout = split
     with pytest.raises(TypeError, match=r"eval_fn must return a dict of js.Mean, js.Sum or js.Max, got"):
         js.make_eval_step(lambda model, batch: output, layout)(run, rows(16))
 
 
 def test_a_run_of_another_layout(split):
-    run, _, _ = split
+    run, _ = split
     other = js.layout(js.ddp(), js.make_mesh(data=8), init_fn, TX)
     message = r"(?s)the run does not fit the layout.*params/w: expected float32\[13, 3\], got float32\[16, 3\]"
     with pytest.raises(ValueError, match=message):

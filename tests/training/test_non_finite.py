@@ -21,10 +21,6 @@ pytestmark = pytest.mark.fast_cases(2)
 TX = optax.adam(1e-2)
 
 
-def copy(tree):
-    return jax.tree.map(jnp.copy, tree)
-
-
 def mesh(**axes):
     return js.make_mesh(jax.devices()[: math.prod(axes.values())], **axes)
 
@@ -50,8 +46,8 @@ def test_a_bad_step_changes_nothing_but_its_number(name):
         step = js.make_step(toy.loss_fn, TX, layout, engine=engine)
         run, metrics = step(js.init(toy.init_fn, TX, layout, 0), toy.batch)
     assert not metrics["bad"] and metrics["bad"].grads == ()
-    before = copy(run)
-    without, _ = step(copy(before)._replace(step=before.step + 1), toy.batch)
+    before = js.clone(run)
+    without, _ = step(js.clone(before)._replace(step=before.step + 1), toy.batch)
 
     run, metrics = step(run, spoiled)
     assert int(run.step) == 2
@@ -116,7 +112,7 @@ def test_which_gradient_is_not_finite_is_known(engine):
     """The last one: 3e38 times the sum of 16 ones is infinite, its gradients of 3e38 / 16 are not."""
     layout, step = made(engine=engine, trainable=lambda path: path != "c")
     run = js.init(init_fn, TX, layout, 0)
-    before = copy(run)
+    before = js.clone(run)
     for changes, grads in [({"x": np.nan}, ("a", "b")), ({"y": np.nan}, ("d",)), ({"y": 3e38}, ())]:
         run, metrics = step(run, numbered(0, **changes))
         assert metrics["bad"] and metrics["bad"].paths == ("a", "b", "d")
@@ -140,10 +136,8 @@ class Rows:
 
     def __init__(self, **changes):
         self.changes = {int(name[1:]): value for name, value in changes.items()}
-        self.read = []
 
     def rows(self, step, rows):
-        self.read.append(step)
         return jax.tree.map(lambda x: x[rows], numbered(step, **self.changes.get(step, {})))
 
 
@@ -402,7 +396,43 @@ def test_an_optimizer_with_a_rule_of_its_own_counts_skips_and_lets_through_as_on
         js.check_finite(metrics)
 
 
+def is_guarded(tx, **options):
+    layout = js.layout(js.ddp(), mesh(data=2), quiet_init, tx)
+    return js.make_step(quiet_loss, tx, layout, **options).guarded
+
+
 def test_other_optimizers_are_guarded():
-    layout = js.layout(js.fsdp(), mesh(data=2), init_fn, TX)
-    assert js.make_step(loss_fn, TX, layout).guarded
-    assert not js.make_step(loss_fn, TX, layout, guarded=False).guarded
+    assert is_guarded(TX) and not is_guarded(TX, guarded=False)
+    rounded = js.optim.stochastic_round  # no rule, but around one
+    assert is_guarded(rounded(TX)) and not is_guarded(rounded(optax.apply_if_finite(TX, 3)))
+
+
+def replace_bad(test):
+    return optax.stateless(lambda grads, _: jax.tree.map(lambda g: jnp.where(test(g), 0, g), grads))
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        jnp.isnan,
+        lambda g: ~jnp.isfinite(jnp.sum(g)),
+        lambda g: jax.lax.cond(g.sum() > 1, jnp.isnan, lambda g: g != 0, g),
+        lambda g: jax.lax.map(jax.jit(jnp.isnan), g),
+        lambda g: jax.lax.while_loop(lambda i: jnp.isnan(g[i, 0] if g.ndim > 1 else g[i]), lambda i: i + 1, 0) > 0,
+    ],
+    ids=["isnan", "sum", "branch", "map", "while"],
+)
+def test_a_rule_of_ones_own_is_found_in_every_kind_of_program(test):
+    assert not is_guarded(optax.chain(replace_bad(test), optax.sgd(0.1)))
+
+
+def test_what_depends_on_no_gradient_is_no_rule():
+    def update(grads, state, params=None):
+        return jax.tree.map(lambda g: g * jnp.where(jnp.isfinite(state), 1.0, 0.5), grads), state + 1
+
+    assert is_guarded(optax.GradientTransformation(lambda params: jnp.zeros(()), update))
+
+
+def test_what_runs_inside_of_shard_map_alone_is_not_judged():
+    """It is refused later, with a text of its own."""
+    assert is_guarded(optax.stateless(lambda grads, _: jax.tree.map(lambda g: jax.lax.psum(g, "data"), grads)))

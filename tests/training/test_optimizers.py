@@ -182,6 +182,9 @@ def difference(tree: PyTree, reference: PyTree) -> float:
 
 def check(name: str, strategy: Callable[..., js.Strategy]) -> None:
     model = Model(CASES[name])
+    plain = js.layout(js.ddp("data"), js.make_mesh(data=DEVICES), model.init, model.case.make())
+    guarded = js.make_step(lambda model, batch, key: 0.0, model.case.make(), plain).guarded
+    assert guarded == (name not in OWN_RULES)
     expected = one_device(model)
     trace, run, layout = sharded(model, strategy)
     assert any(np.any(x) for updates in expected.updates for x in jax.tree.leaves(updates)), "nothing was updated"
@@ -208,6 +211,8 @@ def check_split(run: js.TrainState, layout: js.Layout) -> None:
 
 
 STRATEGIES = {"zero2": js.zero2, "fsdp": js.fsdp}
+OWN_RULES = {"zero_nans", "apply_if_finite", "skip_not_finite"}
+"""For gradients that are not finite: a step has no guard beside them."""
 FAST = [name for name in CASES if name in TYPICAL or name not in ALIASES | WRAPPERS][::3]
 """Every third of the typical ones and of what this package makes itself; the slow test runs every case."""
 
@@ -269,78 +274,23 @@ def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text() == written, "docs/guides/optimizers.md is out of date; write it with JAXSHARD_WRITE_DOCS=1"
 
 
+TABLES = {
+    "| optimizer | runs on | state | split | whole | difference |": lambda: [_row(name) for name in CASES],
+    "| transform | what it asks for |": lambda: [f"| `{name}` | {asked} |" for name, asked in GIVEN.items()],
+    "| transform | error |": lambda: [
+        f"| `{name}` | {refusal.error.__name__}: {refusal.message} |" for name, refusal in REFUSED.items()
+    ],
+}
+
+
 def page() -> str:
-    """The table of the docs: everything in it comes from layouts and from the check, nothing from running."""
-    return f"""# Optimizers
-
-Written by `tests/training/test_optimizers.py`. It trains every line of this table for {STEPS} steps on {DEVICES}
-devices under `js.zero2` and `js.fsdp`, and asserts that updates, parameters and optimizer state equal those of plain
-optax on one device, given the same gradients. The difference is that of the worst array: the largest of its elements,
-over the larger of the array's largest magnitude and 1e-3 of the tree's.
-
-The parameters are [1001], [16, 24], [13, 7], [3, 5, 16] and one number; two of these are padded, and none is exempt
-from being split (`min_size=0`).
-
-Any of them is passed as it is:
-
-```python
-import jax.numpy as jnp
-import numpy as np
-import optax
-
-import jaxshard as js
-
-js.simulate_devices(8)  # leave this out where there are accelerators
-
-
-def init_fn(key):
-    return {{"w": jnp.ones((16, 24))}}
-
-
-def loss_fn(params, batch, key):
-    return jnp.square(batch["x"] @ params["w"]).mean()
-
-
-batch = {{"x": np.ones((8, 16), np.float32)}}
-for tx in (optax.adamw(1e-3), optax.contrib.muon(1e-3)):
-    layout = js.layout(js.zero2("data", min_size=0), js.make_mesh(data=8), init_fn, tx)
-    step = js.make_step(loss_fn, tx, layout)
-    run, metrics = step(js.init(init_fn, tx, layout, key=0), batch)
-    print(metrics["loss"], bool(js.optim.check_elementwise(tx, run.params)))
-```
-
-```text
-256.0 True
-256.0 False
-```
-
-- **optimizer**: an alias of optax or a wrapper around one, as `tests/training/optimizers.py` and
-  `tests/optim/proof/aliases.py` make it; `contrib` is `optax.contrib`.
-- **runs on**: the arrays as stored, where the update of an element depends on that element alone
-  (`js.optim.check_elementwise`). Otherwise whole arrays in model order, without padding, which the compiler gathers as
-  far as it needs; or owners, each of which updates whole matrices ([matrix optimizers](matrix_optimizers.md)).
-- **state**: bytes of the optimizer state. **split**: the share that is divided among the devices.
-- **whole**: the arrays that are on every device instead, and their bytes together: counts, hyperparameters, random
-  keys, arrays of one element.
-- **difference**: what the test allows.
-
-| optimizer | runs on | state | split | whole | difference |
-|---|---|---|---|---|---|
-{chr(10).join(_row(name) for name in CASES)}
-
-These ask for more than gradients, and a step gives it; `tests/training/test_extra_args.py` compares them with one
-device. Any other transform that asks for `value`, `grad` or `value_fn` gets them as well, of the batch of the step:
-
-| transform | what it asks for |
-|---|---|
-{chr(10).join(f"| `{name}` | {asked} |" for name, asked in GIVEN.items())}
-
-These need something else, on one device as well, and say so when the step is compiled:
-
-| transform | error |
-|---|---|
-{chr(10).join(f"| `{name}` | {refusal.error.__name__}: {refusal.message} |" for name, refusal in REFUSED.items())}
-"""
+    """The page with its tables made anew: everything in them comes from layouts and from the check."""
+    text = PAGE.read_text()
+    for head, rows in TABLES.items():
+        before, found, after = text.partition(f"{head}\n{'|'.join(['', *['---'] * (head.count('|') - 1), ''])}\n")
+        assert found, f"the page has no table {head}"
+        text = before + found + "".join(f"{row}\n" for row in rows()) + re.sub(r"\A(\|.*\n)*", "", after)
+    return text
 
 
 def _row(name: str) -> str:

@@ -171,9 +171,6 @@ def test_given_parameters_that_do_not_fit_are_all_named():
         js.init(small_init, TX, small(), 0, init_from=given().params)
 
 
-# Model order.
-
-
 # What changed since the layout was made.
 
 

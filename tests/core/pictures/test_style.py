@@ -2,15 +2,7 @@
 
 import numpy as np
 
-from jaxshard.core.pictures.style import (
-    DARK,
-    LIGHT,
-    OPERATIONS,
-    PALETTE,
-    ROLES,
-    contrast,
-    ink_on,
-)
+from jaxshard.core.pictures.style import DARK, LIGHT, OPERATIONS, PALETTE, ROLES, contrast, ink_on
 
 
 def distances(colours):

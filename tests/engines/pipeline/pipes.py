@@ -86,6 +86,15 @@ def small_gpt(depth: int, *, dropout: float = 0.0, tied: bool = True, rows: int 
     return Toy(model.init, model.loss, {"tokens": tokens, "weights": mask((rows, 8))})
 
 
+def cast_weights(toy: Toy) -> Toy:
+    """What `compute_dtype` does, by hand: the control on one device."""
+
+    def loss_fn(params: PyTree, batch: PyTree, key: Any) -> Any:
+        return toy.loss_fn(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch, key)
+
+    return toy._replace(loss_fn=loss_fn)
+
+
 def ring(devices: int) -> jax.sharding.Mesh:
     """A pipeline and nothing else."""
     return js.make_mesh(jax.devices()[:devices], pipe=devices)

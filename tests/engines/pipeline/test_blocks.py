@@ -12,13 +12,7 @@ import pytest
 from jax import lax
 
 import jaxshard as js
-from tests.engines.pipeline.pipes import (
-    WIDTH,
-    Ring,
-    reference,
-    residual_block,
-    stack_toy,
-)
+from tests.engines.pipeline.pipes import WIDTH, Ring, reference, residual_block, stack_toy
 from tests.toys import assert_equal_runs, loss_error, one_device, start_of, tree_error
 
 TABLE = np.linspace(-1, 1, WIDTH, dtype=np.float32)
@@ -106,9 +100,6 @@ def test_blocks_of_all_kinds(schedule, stash, block):
     assert_equal_runs(trace, reference(stack_toy, block, 5))
 
 
-# Activations of several arrays, losses of several terms.
-
-
 # Frozen parameters.
 
 FROZEN = {"ends": ("embed", "head"), "embedding and biases": ("embed", "blocks/b"), "blocks": ("blocks",)}
@@ -142,6 +133,3 @@ def test_frozen_parameters_stay_and_the_others_equal_one_device(schedule, frozen
         for part in path:
             last = last[part.key]
         assert (name in moved) == trainable(name) == (not np.array_equal(last, x))
-
-
-# Parameters of other kinds.

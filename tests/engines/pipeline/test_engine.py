@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 import jaxshard as js
-from tests.engines.pipeline.pipes import Ring, dropping_block, reference, residual_block, small_gpt, stack_toy
+from tests.engines.pipeline.pipes import Ring, cast_weights, dropping_block, reference, small_gpt, stack_toy
 from tests.schedules.test_buffers import delayed
 from tests.toys import assert_equal_runs, loss_error, one_device, quick_compile, sharded, tree_error
 
@@ -70,7 +70,7 @@ def test_every_schedule_equals_one_device(cell):
 
 
 def test_dropout_does_something():
-    dropped, whole = (reference(stack_toy, block=block, depth=9) for block in (dropping_block, residual_block))
+    dropped, whole = reference(stack_toy, block=dropping_block, depth=9), reference(stack_toy, depth=9)
     assert loss_error(dropped, whole) > 1e-3
 
 
@@ -144,15 +144,6 @@ def test_stages_split_over_tensor_equal_one_device(mesh, data, scatter, schedule
 # Lower precision.
 
 
-def cast_weights(toy):
-    """What `compute_dtype` does, by hand: the control on one device."""
-
-    def loss_fn(params, batch, key):
-        return toy.loss_fn(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch, key)
-
-    return toy._replace(loss_fn=loss_fn)
-
-
 @pytest.mark.slow  # tests/engines/test_parity.py has the fast ones
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
 def test_bf16_compute_is_as_near_to_f32_as_bf16_on_one_device(schedule):
@@ -167,6 +158,3 @@ def test_bf16_compute_is_as_near_to_f32_as_bf16_on_one_device(schedule):
     assert loss_error(trace, control) < 1e-3
     assert 1e-4 < tree_error(trace.grads[0], full.grads[0]) <= 1.5 * tree_error(control.grads[0], full.grads[0])
     assert all(x.dtype == np.float32 for x in jax.tree.leaves((trace.params, trace.grads)))
-
-
-# Optimizers.

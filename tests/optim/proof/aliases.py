@@ -19,57 +19,23 @@ def _deprecated(make: Callable[[float], Any]) -> Any:
         return make(0.1)
 
 
+_PLAIN = (
+    *("adabelief", "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamaxw", "adamw", "adan"),
+    *("amsgrad", "fromage", "lamb", "lars", "lion", "nadam", "nadamw", "novograd", "optimistic_adam_v2"),
+    *("radam", "rmsprop", "rprop", "sgd", "sign_sgd", "signum", "sm3", "yogi"),
+)
+_CONTRIB = (
+    *("acprop", "ademamix", "adopt", "cocob", "dadapt_adamw", "dog", "dowg", "madgrad"),
+    *("muon", "simplified_ademamix"),
+)
+
 ALIASES: dict[str, Make] = {
-    **{
-        name: lambda name=name: getattr(optax, name)(0.1)
-        for name in [
-            "adabelief",
-            "adadelta",
-            "adafactor",
-            "adagrad",
-            "adam",
-            "adamax",
-            "adamaxw",
-            "adamw",
-            "adan",
-            "amsgrad",
-            "fromage",
-            "lamb",
-            "lars",
-            "lion",
-            "nadam",
-            "nadamw",
-            "novograd",
-            "optimistic_adam_v2",
-            "radam",
-            "rmsprop",
-            "rprop",
-            "sgd",
-            "sign_sgd",
-            "signum",
-            "sm3",
-            "yogi",
-        ]
-    },
+    **{name: lambda name=name: getattr(optax, name)(0.1) for name in _PLAIN},
     "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
     "noisy_sgd": lambda: optax.noisy_sgd(0.1, key=0),
     "optimistic_adam": lambda: _deprecated(optax.optimistic_adam),
     "optimistic_gradient_descent": lambda: optax.optimistic_gradient_descent(0.1),
-    **{
-        f"contrib.{name}": lambda name=name: getattr(contrib, name)(0.1)
-        for name in [
-            "acprop",
-            "ademamix",
-            "adopt",
-            "cocob",
-            "dadapt_adamw",
-            "dog",
-            "dowg",
-            "madgrad",
-            "muon",
-            "simplified_ademamix",
-        ]
-    },
+    **{f"contrib.{name}": lambda name=name: getattr(contrib, name)(0.1) for name in _CONTRIB},
     "contrib.galore": lambda: contrib.galore(0.1, rank=2),
     "contrib.prodigy": lambda: contrib.prodigy(),
     "contrib.schedule_free_adamw": lambda: contrib.schedule_free_adamw(0.1),

@@ -14,18 +14,7 @@ from optax import contrib
 import jaxshard as js
 from jaxshard import optim
 from tests.optim.test_per_block import BLOCKS, unstacked
-from tests.toys import (
-    CLASSES,
-    Toy,
-    classes,
-    cross_entropy,
-    one_device,
-    recording,
-    sharded,
-    start_of,
-    tree_error,
-    worst,
-)
+from tests.toys import CLASSES, Toy, classes, cross_entropy, one_device, recording, sharded, start_of, tree_error, worst
 
 pytestmark = [pytest.mark.fast_cases(1), pytest.mark.usefixtures("compiled_quickly")]
 

@@ -68,15 +68,6 @@ def test_the_end_says_what_ended_the_training(error, end):
     assert service.ends == [end]  # ended already
 
 
-def test_a_later_record_opens_the_run_again():
-    service = Service()
-    write = Background(service)
-    for step in (1, 2):
-        write(record(step))
-        write.finish(None)
-    assert service.opened == 2 and service.sent == [1, 2] and service.ends == ["finished"] * 2
-
-
 def test_a_service_that_fails_and_answers_again_gets_all_records_and_the_caller_one_warning():
     service = Service(down=ConnectionError("no route"))
     with pytest.warns(RuntimeWarning, match="a service: ConnectionError: no route. The training goes on") as said:
@@ -111,11 +102,6 @@ def test_memory_is_bounded(monkeypatch):
     with pytest.warns(RuntimeWarning, match="1 records were not sent"):
         write.finish(None)
     assert service.sent == [1, 2]
-
-
-def test_what_only_the_user_can_mend_is_an_error_before_the_training():
-    with pytest.raises(ValueError, match="no such project"):
-        Background(Service(down=ValueError("no such project")))
 
 
 def test_of_several_processes_the_first_writes(monkeypatch):
