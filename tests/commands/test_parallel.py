@@ -11,7 +11,7 @@ from jaxshard.commands.flags import Sharding
 from jaxshard.commands.main import main
 from jaxshard.commands.parallel import make_parallel, read_outer
 from jaxshard.core.layout import split_rows
-from jaxshard.core.strategy_parts import expert_of
+from jaxshard.core.strategy_parts import Expert, part_of
 
 NAMES = {"attention_out": "save", "block_in": "offload"}
 
@@ -56,7 +56,7 @@ def test_an_activation_that_the_model_does_not_name_is_refused_in_one_line(comma
 def test_an_axis_expert_splits_rows_and_experts(mesh, strategy, rows, multiple):
     how = make_parallel(Sharding(mesh=mesh, strategy=strategy))
     assert (split_rows(how.strategy, how.mesh), how.rows_multiple) == (rows, multiple)
-    assert expert_of(how.strategy).axis == ("expert",)
+    assert part_of(how.strategy, Expert).axis == ("expert",)
 
 
 @pytest.mark.parametrize(
