@@ -21,9 +21,9 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh
 
 from jaxshard.core.constrain import CONSTRAINED
+from jaxshard.core.encoding import STEPS
 from jaxshard.core.jaxpr import open_jaxpr
 from jaxshard.core.low_rank import WEIGHT
-from jaxshard.core.scaled import STEPS
 from jaxshard.core.types import PyTree
 
 Kept = Literal["save", "offload", "remat"]

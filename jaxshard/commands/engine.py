@@ -15,7 +15,7 @@ from jaxshard.commands.flags import PrecisionName, Sharding
 from jaxshard.commands.pairs import read_pairs, readers_of
 from jaxshard.commands.values import read_choice
 from jaxshard.core.layout import Layout
-from jaxshard.core.wire import Scaled, fp8, int8
+from jaxshard.core.wire import Format, fp8, int8
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine
 from jaxshard.engines.explicit import explicit
@@ -199,7 +199,7 @@ def _check_wire(flags: Sharding, wire: Mapping[str, Any], ordered: bool, piped: 
     """Raise ValueError for flags that contradict --wire."""
     if wire and flags.engine == "auto":
         raise ValueError(f"--wire {flags.wire}: under --engine auto the compiler sends what it likes; leave one out")
-    if ordered and isinstance(wire.get("reduce_dtype"), Scaled):
+    if ordered and isinstance(wire.get("reduce_dtype"), Format):
         raise ValueError(
             f"--ordered: --wire {flags.wire} adds gradients in one order by itself; leave out --ordered, or gradients="
         )

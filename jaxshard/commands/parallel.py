@@ -26,7 +26,7 @@ from jaxshard.core.rules import RULES, Fate, Rule
 from jaxshard.core.strategy import Strategy, compose, ddp, expert, fsdp, hsdp, pipeline, tensor, zero1, zero2
 from jaxshard.core.strategy_parts import Context, part_of
 from jaxshard.core.types import InitFn
-from jaxshard.core.wire import Scaled
+from jaxshard.core.wire import Format
 from jaxshard.engines.engine import Engine
 from jaxshard.optim.layout import layout
 from jaxshard.optim.local import local, local_of
@@ -82,7 +82,7 @@ class Parallel(NamedTuple):
         engine = about["engine"] + (", sums in one order" if about.get("reduction", "native") != "native" else "")
         engine += f", computes and reduces gradients in {dtype}" if (dtype := about.get("compute_dtype")) else ""
         for what, sent in (("gradients", self.engine.reduce_dtype), ("weights", self.engine.gather_dtype)):
-            engine += f", {what} travel as {sent.name}" if isinstance(sent, Scaled) else ""
+            engine += f", {what} travel as {sent.name}" if isinstance(sent, Format) else ""
         shown = {"devices": self.devices, "mesh": mesh_str(self.mesh), "strategy": self.strategy_name, "engine": engine}
         if replicas := local_of(self.strategy):
             alike = f"; alike in the first {replicas.warmup}" if replicas.warmup else ""
