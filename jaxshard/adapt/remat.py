@@ -20,9 +20,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from jaxshard.core.constrain import CONSTRAINED
+from jaxshard.core.encoding import STEPS
 from jaxshard.core.jaxpr import all_equations
 from jaxshard.core.low_rank import WEIGHT
-from jaxshard.core.scaled import STEPS
 from jaxshard.core.types import PyTree
 
 Kept = Literal["save", "offload", "remat"]

@@ -321,36 +321,38 @@ def cast_primitive(name: str) -> Primitive:
     return primitive
 
 
-def function_primitive(name: str, fn: Callable[..., jax.Array]) -> Primitive:
+def function_primitive(name: str, fn: Callable[..., Sequence[jax.Array]]) -> Primitive:
     """Make a primitive `bind(*arrays, **params)` that computes `fn(*arrays, **params)` as one equation of a jaxpr.
 
-    It is compiled, differentiated and mapped as `fn` is.
+    It returns a list of arrays, as `fn` does, and is compiled, differentiated and mapped as `fn` is.
 
     Undocumented: `jax.interpreters.mlir`, `ad.primitive_jvps`, `ad.Zero` and `batching.primitive_batchers`. Loud: an
     AttributeError with the import, or JAX's own error that there is no rule.
     """
     primitive = Primitive(name)
+    primitive.multiple_results = True
     primitive.def_impl(fn)
 
-    def shape_of(*avals: Any, **params: Any) -> Any:
+    def shapes_of(*avals: Any, **params: Any) -> list[Any]:
         made = jax.eval_shape(functools.partial(fn, **params), *avals)
-        return avals[0].update(shape=made.shape, dtype=made.dtype, weak_type=False)
+        return [avals[0].update(shape=one.shape, dtype=one.dtype, weak_type=False) for one in made]
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
         moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
 
-        def of_moving(*chosen: Any) -> jax.Array:
+        def of_moving(*chosen: Any) -> Sequence[jax.Array]:
             values = dict(zip(moving, chosen, strict=True))
             return fn(*(values.get(i, x) for i, x in enumerate(primals)), **params)
 
-        _, tangent = jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
-        return primitive.bind(*primals, **params), tangent
+        _, made = jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+        return primitive.bind(*primals, **params), made
 
     def mapped(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-        return jax.vmap(functools.partial(fn, **params), list(dims))(*operands), 0
+        made = jax.vmap(functools.partial(fn, **params), list(dims))(*operands)
+        return made, [0] * len(made)
 
-    primitive.def_abstract_eval(shape_of)
-    mlir.register_lowering(primitive, mlir.lower_fun(fn, multiple_results=False))
+    primitive.def_abstract_eval(shapes_of)
+    mlir.register_lowering(primitive, mlir.lower_fun(fn, multiple_results=True))
     ad.primitive_jvps[primitive] = jvp
     batching.primitive_batchers[primitive] = mapped
     return primitive

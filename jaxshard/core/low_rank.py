@@ -79,7 +79,7 @@ class LowRank:
 
     def weight(self) -> Float[Array, ...]:
         """Return base + gain * a @ b, in the dtype of the weight."""
-        return _compute_weight(*jax.tree.leaves(self), gain=self.gain, cast=self.cast)
+        return _compute_weight(*jax.tree.leaves(self), gain=self.gain, cast=self.cast)[0]
 
 
 def is_low_rank(node: Any) -> bool:
@@ -185,14 +185,13 @@ def key_of_path(key: jax.Array, path: Any) -> jax.Array:
 # Using them.
 
 
-def _compute_weight(*arrays: jax.Array, gain: float, cast: BaseDtype | None) -> jax.Array:
+def _compute_weight(*arrays: jax.Array, gain: float, cast: BaseDtype | None) -> list[jax.Array]:
     x = LowRank.tree_unflatten((gain, cast), arrays)
     whole, stack = x.base.astype(x.dtype), tuple(range(x.stack))
     if x.scale is not None:
         whole = whole * jnp.expand_dims(x.scale, tuple(range(x.stack, x.stack + x.inputs)))
     product = lax.dot_general(x.a, x.b, (((x.a.ndim - 1,), (x.stack,)), (stack, stack)))
-    made: jax.Array = (whole + gain * product).astype(x.dtype)
-    return made
+    return [(whole + gain * product).astype(x.dtype)]
 
 
 WEIGHT = function_primitive("low_rank_weight", _compute_weight)
@@ -202,8 +201,8 @@ that a `jax.checkpoint` policy knows it by name: weights are computed again, nev
 
 def bind_weight(x: LowRank) -> jax.Array:
     """Compute the weight by a single equation of the primitive `WEIGHT`."""
-    made: jax.Array = WEIGHT.bind(*jax.tree.leaves(x), gain=x.gain, cast=x.cast)
-    return made
+    made: list[jax.Array] = WEIGHT.bind(*jax.tree.leaves(x), gain=x.gain, cast=x.cast)
+    return made[0]
 
 
 def merge_lora(params: PyTree) -> PyTree:

@@ -1,4 +1,4 @@
-"""Quantized formats in which arrays are communicated between devices in fewer bytes.
+"""Formats in which arrays are communicated between devices in fewer bytes; `Format` is what all of them have in common.
 
 A format of `Scaled` numbers cuts an array into blocks of 256 numbers. Each block is sent as one f32 scale and 8 bits
 per number, in int8 for example:
@@ -17,16 +17,69 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 
 LARGEST = {"int8": 127.0, "float8_e3m4": 15.5, "float8_e4m3fn": 448.0}
 """{dtype of scaled numbers: its largest number}."""
 
-SCALE_BYTES = 4
+
+class Format:
+    """The base class of all formats: subclass it for `reduce_dtype` or `gather_dtype` of `js.explicit`.
+
+    A format encodes f32[size] as a few arrays, and decodes those. The engine sends the arrays, each in a collective,
+    and computes with what it decodes. From the shapes that `encode` returns it derives the bytes that `js.audit`
+    promises. An array that would have no fewer bytes is sent as it is.
+
+    A format is a part of the compiled program, so it must be hashable: a frozen dataclass, or a class without fields.
+
+    Attributes:
+      feedback: True if a step adds the rounding error of the step before to each device's share of a gradient.
+
+    Example:
+        class Halves(js.wire.Format):  # sends bf16, adds in f32
+            def encode(self, x):
+                return x.astype(jnp.bfloat16)
+
+            def decode(self, sent, size):
+                return sent.astype(jnp.float32)
+
+        engine = js.explicit(reduce_dtype=Halves(), gather_dtype=Halves())
+    """
+
+    feedback: bool = False
+
+    def encode(self, x: jax.Array) -> Any:
+        """Encode an array.
+
+        It must be a pure function that `jax.vmap` can map. A number that is not finite must be decoded as one that is
+        not finite, since a step recognises bad gradients by it.
+
+        Args:
+          x: f32[size], for any size from 1 on: the numbers that one device sends to another, or gathers, flattened.
+
+        Returns:
+          An array or a tree of arrays of any shapes and dtypes, also scalars. Floats of fewer than 32 bits are sent
+          as their bits. Numbers of fewer than 8 bits must be packed into bytes.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no encode")
+
+    def decode(self, sent: Any, size: int) -> jax.Array:
+        """Decode what `encode` made of f32[size] to f32[size]."""
+        raise NotImplementedError(f"{type(self).__name__} has no decode")
+
+    @property
+    def name(self) -> str:
+        """A short description of the format, as commands and errors show it."""
+        return repr(self)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
 
 
 @dataclass(frozen=True)
-class Scaled:
+class Scaled(Format):
     """The format of blocks of 8-bit numbers with a scale in f32 each; made by `js.wire.int8` and `js.wire.fp8`.
 
     Attributes:
@@ -55,18 +108,34 @@ class Scaled:
         """A short description of the format, such as "int8 in blocks of 256"."""
         return f"{self.dtype} in blocks of {self.block}" + (" with feedback" if self.feedback else "")
 
-    @property
-    def carrier(self) -> Any:
-        """The dtype that a program sends: uint8 for 8-bit floats, because some compilers cast them to larger ones."""
-        return jnp.dtype(jnp.int8 if self.dtype == "int8" else jnp.uint8)
+    def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Quantize f32[size] in blocks, to (int8[size], or the bits of 8-bit floats; the scales f32[blocks]).
 
-    def scales(self, size: int) -> int:
-        """Return the number of scales of an array of `size` numbers."""
-        return -(-size // self.block)
+        A block with an infinite or NaN number has the scale NaN, so that the receiver decodes all of it as NaN.
+        """
+        blocks = self._cut(x)
+        largest = jnp.max(jnp.abs(blocks), axis=1)
+        scales = jnp.where(jnp.isfinite(largest), largest / LARGEST[self.dtype], jnp.nan)
+        spread = scales[:, None]
+        values = blocks / jnp.where(spread > 0, spread, 1.0)
+        if self.dtype == "int8":
+            finite = jnp.where(jnp.isfinite(values), values, 0.0)  # a NaN as an integer may be anything
+            values = jnp.clip(jnp.round(finite), -127, 127).astype(jnp.int8)
+        else:  # as bits before they are cut, since a CPU's compiler would cut them in f16
+            values = lax.bitcast_convert_type(values.astype(self.dtype), jnp.uint8)
+        return values.reshape(-1)[: x.size], scales
 
-    def shrinks(self, size: int, dtype: Any) -> bool:
-        """Return True if an array has fewer bytes in this format; other arrays are sent as they are."""
-        return bool(size + SCALE_BYTES * self.scales(size) < size * jnp.dtype(dtype).itemsize)
+    def decode(self, sent: tuple[jax.Array, jax.Array], size: int) -> jax.Array:
+        """Dequantize the result of `encode`."""
+        values, scales = sent
+        if self.dtype != "int8":
+            values = lax.bitcast_convert_type(values, jnp.dtype(self.dtype))
+        return (self._cut(values.astype(jnp.float32)) * scales[:, None]).reshape(-1)[:size]
+
+    def _cut(self, x: jax.Array) -> jax.Array:
+        """Cut an array into blocks, [blocks, size of a block], with zeros to fill the last block."""
+        width = min(self.block, x.size)
+        return jnp.pad(x, (0, -x.size % width)).reshape(-1, width)
 
 
 def int8(*, block: int = 256, feedback: bool = False) -> Scaled:

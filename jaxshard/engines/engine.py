@@ -19,7 +19,7 @@ from jaxshard.core.compat import KEEP_REPEATED_GATHERS
 from jaxshard.core.layout import Layout
 from jaxshard.core.loss import Max, Mean, Sum
 from jaxshard.core.types import PyTree
-from jaxshard.core.wire import Scaled
+from jaxshard.core.wire import Format
 from jaxshard.engines.compiler_options import (
     Options,
     check_options,
@@ -104,15 +104,14 @@ class Engine:
             raise ValueError(f"scatter must be 'each' or 'end', got {self.scatter!r}")
         _check_dtype("compute_dtype", self.compute_dtype)
         for name in ("reduce_dtype", "gather_dtype"):
-            if not isinstance(getattr(self, name), Scaled):
-                _check_dtype(name, getattr(self, name))
-        if self.compiler_chooses and (isinstance(self.reduce_dtype, Scaled) or self.gather_dtype is not None):
-            name = "reduce_dtype" if isinstance(self.reduce_dtype, Scaled) else "gather_dtype"
+            _check_sent(name, getattr(self, name))
+        if self.compiler_chooses and (isinstance(self.reduce_dtype, Format) or self.gather_dtype is not None):
+            name = "reduce_dtype" if isinstance(self.reduce_dtype, Format) else "gather_dtype"
             raise ValueError(
-                f"{name}: under js.{self.name} the compiler chooses the collectives, and it has none for numbers "
-                f"with scales; use js.explicit({name}=...)"
+                f"{name}: under js.{self.name} the compiler chooses the collectives, and it has none for encoded "
+                f"arrays; use js.explicit({name}=...)"
             )
-        if isinstance(self.gather_dtype, Scaled) and self.gather_dtype.feedback:
+        if isinstance(self.gather_dtype, Format) and self.gather_dtype.feedback:
             raise ValueError(
                 "gather_dtype: feedback is for gradients, whose errors add up over steps; a weight is rounded anew "
                 "from what is stored each time. Leave it out, or give it to reduce_dtype"
@@ -189,12 +188,17 @@ class Engine:
           params: the parameters, or their shapes; the options for some chips depend on their dtypes.
         """
         stored_bytes = any(x.dtype.itemsize == 1 for x in jax.tree.leaves(params))
-        overlap = overlap_options(mesh, with_bytes=stored_bytes or isinstance(self.gather_dtype, Scaled))
+        overlap = overlap_options(mesh, with_bytes=stored_bytes or isinstance(self.gather_dtype, Format))
         return merge_options(overlap, self.needed_options(mesh), self.options) or None
 
     def needed_options(self, mesh: Mesh) -> Options:
         """Return the options without which the compiler would undo what the engine does."""
         return {}
+
+    @property
+    def feedback(self) -> bool:
+        """True if a step adds the rounding errors of the gradients of the step before."""
+        return isinstance(self.reduce_dtype, Format) and self.reduce_dtype.feedback
 
     @property
     def name(self) -> str:
@@ -205,7 +209,7 @@ class Engine:
         """Return the engine's name and its choices, as commands print them and write them into JSON."""
         dtypes = {name: getattr(self, name) for name in ("compute_dtype", "reduce_dtype", "gather_dtype")}
         names = {
-            name: dtype.name if isinstance(dtype, Scaled) else jnp.dtype(dtype).name
+            name: dtype.name if isinstance(dtype, Format) else jnp.dtype(dtype).name
             for name, dtype in dtypes.items()
             if dtype is not None
         }
@@ -253,6 +257,16 @@ def _check_units(units: Any) -> Units:
         got = f"the class {units.__name__} alone" if isinstance(units, type) else repr(units)
         raise TypeError(f"units must be a list of classes of modules such as [Block], got {got}")
     return tuple(units)
+
+
+def _check_sent(name: str, sent: Any) -> None:
+    if not isinstance(sent, Format):
+        _check_dtype(name, sent)
+    elif type(sent).__hash__ is None:
+        raise TypeError(
+            f"{name}: a format of js.wire is a part of the compiled program and must be hashable; write "
+            f"@dataclass(frozen=True) before class {type(sent).__name__}"
+        )
 
 
 def _check_dtype(name: str, dtype: Any) -> None:

@@ -23,7 +23,7 @@ from jaxshard.core.placement import Placement, axes_of, only_axes
 from jaxshard.core.tree import row_count
 from jaxshard.core.types import PyTree
 from jaxshard.core.unsuited import Unsuited
-from jaxshard.core.wire import Scaled
+from jaxshard.core.wire import Format
 from jaxshard.engines.accumulate import accumulate
 from jaxshard.engines.compiler_options import Options
 from jaxshard.engines.context import split_batch
@@ -62,17 +62,16 @@ class Explicit(WholeModelEngine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.reduce_dtype, Scaled):
-            if self.reduction != "native":
-                raise ValueError(
-                    f"reduction={self.reduction!r} orders the native sums, and reduce_dtype={self.reduce_dtype.name} "
-                    "has a fixed order by itself; leave one of them out"
-                )
-            if self.reduce_dtype.feedback and self.scatter != "end":
-                raise ValueError(
-                    "reduce_dtype: with feedback each gradient is reduced once a step, after all micro-batches; write "
-                    "js.explicit(scatter='end', ...), or leave feedback out"
-                )
+        if isinstance(self.reduce_dtype, Format) and self.reduction != "native":
+            raise ValueError(
+                f"reduction={self.reduction!r} orders the native sums, and reduce_dtype={self.reduce_dtype.name} "
+                "has a fixed order by itself; leave one of them out"
+            )
+        if self.feedback and self.scatter != "end":
+            raise ValueError(
+                "reduce_dtype: with feedback each gradient is reduced once a step, after all micro-batches; write "
+                "js.explicit(scatter='end', ...), or leave feedback out"
+            )
         if self.reduction not in ("native", "ordered"):
             raise ValueError(
                 f"reduction must be 'native' or 'ordered', got {self.reduction!r}; js.parity compares a step with that "
@@ -112,8 +111,7 @@ class Explicit(WholeModelEngine):
 
     def residuals(self, layout: Layout) -> PyTree:
         """Return the placements of the gradients' residuals: one f32 array per device, of the size of its share."""
-        wire = self.reduce_dtype
-        if not isinstance(wire, Scaled) or not wire.feedback:
+        if not self.feedback:
             return ()
         return jax.tree.map(partial(place_residual, layout), layout.params, layout.grads)
 
@@ -235,10 +233,11 @@ def explicit(
       compute_dtype: the dtype to which floating weights are cast before they are gathered; None leaves them.
       reduce_dtype: the dtype in which gradients are reduced; None takes the parameter's dtype. `js.wire.int8()` and
         `js.wire.fp8()` send 8-bit numbers in blocks with an f32 scale, which are added in f32: an all-to-all replaces
-        a reduce-scatter, an all-to-all and an all-gather replace an all-reduce, one mesh axis after another. With
-        `feedback=True` (and scatter="end") the rounding error is added in the next step: `run.residuals` holds an f32
-        array of the size of a device's share (under FSDP the size of the full parameter) on each device.
-      gather_dtype: the dtype, or `js.wire.int8()` or `js.wire.fp8()`, in which weights are gathered just before use.
+        a reduce-scatter, an all-to-all and an all-gather replace an all-reduce, one mesh axis after another. Formats of
+        your own (`js.wire.Format`) do the same. With `feedback=True` (and scatter="end") the rounding error is added in
+        the next step: `run.residuals` holds an f32 array of the size of a device's share (under FSDP the size of the
+        full parameter) on each device.
+      gather_dtype: the dtype, or format of `js.wire`, in which weights are gathered just before use.
         They are then cast to `compute_dtype`, or the parameter's dtype. The gradient is computed at the rounded
         weights. None gathers weights in the dtype of computation.
       remat: the activations that the forward pass of a block of a `Stacked` model, or of a unit, saves: "nothing",

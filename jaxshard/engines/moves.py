@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxshard.core import scaled_collectives
+from jaxshard.core import encoded_collectives as encoded
 from jaxshard.core.collectives import gather
 from jaxshard.core.layout import Layout, select
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import Placement, View, axes_of, only_axes, spec_entry
 from jaxshard.core.types import PyTree
-from jaxshard.core.wire import Scaled
+from jaxshard.core.wire import Format
 from jaxshard.engines.engine import Engine
 from jaxshard.engines.just_in_time import MakeMove, Move, cast_floats
 from jaxshard.engines.manual import nest_in_shard_map
@@ -34,10 +34,10 @@ def make_move(layout: Layout, engine: Engine) -> MakeMove:
             move: partial[jax.Array]
             if wire is None or not moved:
                 travels, move = cast_floats(stored, dtype), partial(gather, spec=param.store, keep=keep)
-            elif isinstance(wire, Scaled):
-                travels, move = stored, partial(scaled_collectives.gather, spec=param.store, wire=wire, keep=keep)
+            elif isinstance(wire, Format):
+                travels, move = stored, partial(encoded.gather, spec=param.store, wire=wire, keep=keep)
             else:
-                travels, move = stored, partial(scaled_collectives.gather_bits, spec=param.store, dtype=wire, keep=keep)
+                travels, move = stored, partial(encoded.gather_bits, spec=param.store, dtype=wire, keep=keep)
             whole = nest_in_shard_map(layout, move, param.store)(travels)
             if moved and wire is not None:
                 whole = whole.astype(dtype or stored.dtype)
@@ -75,8 +75,8 @@ def reduce_gradient(
     """
     owned = axes_of(param.use)
     free = [axis for axis in (*layout.sum_axes, *also) if axis not in owned]
-    if isinstance(engine.reduce_dtype, Scaled):
-        return _reduce_scaled(layout, engine.reduce_dtype, grad, x, owned, free, None)[0]
+    if isinstance(engine.reduce_dtype, Format):
+        return _reduce_encoded(layout, engine.reduce_dtype, grad, x, owned, free, None)[0]
 
     def scatter(x: jax.Array) -> jax.Array:
         return engine.sums(layout).scatter_sum(x, grad.store, free, keep=owned)
@@ -90,9 +90,9 @@ def reduce_gradient(
     return reduced.astype(x.dtype)
 
 
-def _reduce_scaled(
+def _reduce_encoded(
     layout: Layout,
-    wire: Scaled,
+    wire: Format,
     grad: Placement,
     x: jax.Array,
     owned: tuple[str, ...],
@@ -107,7 +107,7 @@ def _reduce_scaled(
     def scatter(share: jax.Array, residual: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         wide = share.astype(jnp.float32)
         wide = wide if residual is None else wide + residual
-        return scaled_collectives.scatter_sum(wide, grad.store, free, wire, share.dtype, keep=owned)
+        return encoded.scatter_sum(wide, grad.store, free, wire, share.dtype, keep=owned)
 
     args = (grad.view.apply(x),) if residual is None else (grad.view.apply(x), residual)
     total, error = nest_in_shard_map(layout, scatter, grad.store)(*args)
@@ -134,15 +134,15 @@ def reduce_all(layout: Layout, engine: Engine, grads: PyTree, residuals: PyTree)
     Returns:
       (the gradients as stored, the new residuals).
     """
-    params, wire = select(layout.trainable, layout.params), engine.reduce_dtype
-    if not isinstance(wire, Scaled) or not wire.feedback:
+    params = select(layout.trainable, layout.params)
+    if not engine.feedback:
         return jax.tree.map(partial(reduce_gradient, layout, engine), layout.grads, grads, params), ()
 
     def reduce(grad: Placement, x: jax.Array, param: Placement, residual: jax.Array | None) -> _Reduced:
         owned = axes_of(param.use)
         free = [axis for axis in layout.sum_axes if axis not in owned]
         earlier = None if residual is None else residual[0]
-        total, error = _reduce_scaled(layout, wire, grad, x, owned, free, earlier)
+        total, error = _reduce_encoded(layout, engine.reduce_dtype, grad, x, owned, free, earlier)
         return _Reduced(total, None if residual is None else error[None])
 
     reduced = jax.tree.map(reduce, layout.grads, grads, params, residuals)

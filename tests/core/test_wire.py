@@ -6,12 +6,13 @@ import jax.numpy as jnp
 import pytest
 
 import jaxshard as js
+from jaxshard.core.encoding import shrinks
 
 
 def test_only_what_shrinks_is_sent_in_blocks():
     wire = js.wire.int8()
-    assert [wire.shrinks(size, jnp.float32) for size in (0, 1, 2, 256)] == [False, False, True, True]
-    assert [wire.shrinks(size, jnp.bfloat16) for size in (4, 5)] == [False, True]
+    assert [shrinks(wire, size, jnp.float32) for size in (0, 1, 2, 256)] == [False, False, True, True]
+    assert [shrinks(wire, size, jnp.bfloat16) for size in (4, 5)] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -207,7 +209,107 @@ def test_residuals_are_not_dropped_without_a_word_and_others_are_refused_by_name
             use(fewer, toy.batch)
 
 
+# Formats of one's own.
+
+
+@dataclass(frozen=True)
+class Nibbles(js.wire.Format):
+    """Blocks of 4-bit integers, two in a byte, with an f32 scale each."""
+
+    block: int = 32
+    feedback: bool = False
+
+    def encode(self, x):
+        blocks = jnp.pad(x, (0, -x.size % self.block)).reshape(-1, self.block)
+        scales = jnp.max(jnp.abs(blocks), axis=1) / 7
+        numbers = jnp.round(blocks / jnp.where(scales > 0, scales, 1)[:, None]).reshape(-1, 2)
+        low, high = (jnp.nan_to_num(numbers) + 8).astype(jnp.uint8).T
+        return {"numbers": low | high << 4, "scales": scales}
+
+    def decode(self, sent, size):
+        numbers = jnp.stack([sent["numbers"] & 15, sent["numbers"] >> 4], axis=1).astype(jnp.float32) - 8
+        return (numbers.reshape(-1, self.block) * sent["scales"][:, None]).reshape(-1)[:size]
+
+
+@dataclass(frozen=True)
+class Padded(Nibbles):
+    """A format that forgets to cut off the padding."""
+
+    def decode(self, sent, size):
+        return super().decode(sent, sent["scales"].size * self.block)
+
+
+OWN = {
+    "fsdp": (js.fsdp(min_size=0), js.explicit(reduce_dtype=Nibbles(), gather_dtype=Nibbles())),
+    "zero2": (js.zero2(min_size=0), js.explicit(reduce_dtype=Nibbles(feedback=True), scatter="end")),
+}
+X, Y = (np.random.default_rng(seed).normal(size=(16, size)).astype(np.float32) for seed, size in enumerate((64, 9)))
+
+
+def squares(params, batch, key):
+    error = batch["x"] @ params["w"] - batch["y"]
+    return js.Mean(jnp.sum(error**2), jnp.float32(error.size))
+
+
+def start(key):
+    return {"w": jnp.ones((64, 9))}
+
+
+def arrives(wire, x):
+    """What arrives of each of 8 parts of an array."""
+    parts = [wire.decode(wire.encode(part.reshape(-1)), part.size).reshape(part.shape) for part in jnp.split(x, 8)]
+    return jnp.concatenate(parts)
+
+
+def emulated(engine, steps):
+    """The weights after a training on one device that rounds what each of 8 devices would send."""
+    w, residuals = start(None)["w"], [0.0] * 8
+    for _ in range(steps):
+        used, gradient = w if engine.gather_dtype is None else arrives(engine.gather_dtype, w), 0.0
+        for device, (x, y) in enumerate(zip(np.split(X, 8), np.split(Y, 8), strict=True)):
+            share = 2 / Y.size * x.T @ (x @ used - y) + residuals[device]
+            sent = arrives(engine.reduce_dtype, share)
+            gradient += sent
+            residuals[device] = share - sent if engine.reduce_dtype.feedback else 0.0
+        w -= 0.1 * gradient
+    return w
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_format_of_ones_own_trains_as_on_one_device_and_moves_what_is_promised(name):
+    strategy, engine = OWN[name]
+    tx, batch = optax.sgd(0.1), {"x": X, "y": Y}
+    layout = js.layout(strategy, js.make_mesh(data=8), start, tx)
+    step, run = js.make_step(squares, tx, layout, engine=engine), js.init(start, tx, layout, 0)
+    audit = js.audit(step, batch)
+    assert audit.ok and audit.promised_bytes == audit.found_bytes
+    # Of 8 parts of 72 numbers: three blocks each, of 16 bytes and a scale of 4.
+    gathers = {("all-gather", "data", "u8"): 8 * 48, ("all-gather", "data", "f32"): 8 * 12}
+    new_weights = {("all-gather", "data", "f32"): 64 * 9 * 4}
+    sums = {("all-to-all", "data", "u8"): 8 * 48, ("all-to-all", "data", "f32"): 8 * 12}
+    assert traffic(audit) == sums | (gathers if engine.gather_dtype else new_weights)
+    for _ in range(3):
+        run, _ = step(run, batch)
+    np.testing.assert_allclose(js.logical(run, layout).params["w"], emulated(engine, 3), atol=1e-5)
+
+
 # What is refused.
+
+
+def test_a_format_that_loses_the_shape_is_refused_by_name():
+    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), start, optax.sgd(0.1))
+    step = js.make_step(squares, optax.sgd(0.1), layout, engine=js.explicit(reduce_dtype=Padded()))
+    words = r"Padded\(.* loses the shape: encode makes uint8\[48\], float32\[3\] of float32\[72\], .* makes .*96"
+    with pytest.raises(ValueError, match=words):
+        js.audit(step, {"x": X, "y": Y})
+
+
+def test_a_format_that_has_no_hash_is_refused():
+    class Mutable(Nibbles):
+        __hash__ = None
+
+    with pytest.raises(TypeError, match=r"@dataclass\(frozen=True\) before class Mutable"):
+        js.explicit(reduce_dtype=Mutable())
 
 
 @pytest.mark.parametrize(

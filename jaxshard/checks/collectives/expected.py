@@ -11,9 +11,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxshard.core.encoded_collectives import Travel
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import Placement, split_dims
-from jaxshard.core.scaled_collectives import Travel
 from jaxshard.core.tree import bytes_of
 
 Shape = tuple[int, ...]
@@ -128,7 +128,7 @@ def common_axes(one: Placement, two: Placement) -> list[str]:
 
 
 def as_travels(one: Expected, travels: Iterable[Travel]) -> Iterator[Expected]:
-    """Yield `one` for each array that a format of `js.wire` sends instead: 8-bit numbers, and scales of blocks."""
+    """Yield `one` for each array that a format of `js.wire` sends in its place."""
     for travel in travels:
         yield replace(one, kind=travel.kind, axes=travel.axes, shape=travel.shape, dtype=travel.dtype)
 

@@ -55,13 +55,14 @@ from jaxshard.checks.collectives.parameters import (
 )
 from jaxshard.checks.collectives.synchronisation import rows_of_replica, synchronisations
 from jaxshard.checks.collectives.weight_uses import Uses, count_scheduled_uses, count_uses
+from jaxshard.core.encoded_collectives import list_gather, list_scatter_sum
+from jaxshard.core.encoding import shrinks
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import Placement, axes_of, only_axes, split_dims, splits_per_dim
-from jaxshard.core.scaled_collectives import list_gather, list_scatter_sum
 from jaxshard.core.tree import bytes_of, path_str
 from jaxshard.core.types import LossFn, PyTree
-from jaxshard.core.wire import Scaled
+from jaxshard.core.wire import Format
 from jaxshard.engines.engine import Engine
 from jaxshard.optim.local import inside_replica, local_of
 
@@ -185,7 +186,7 @@ def _weight_gathers(step: _Step, parameter: Parameter) -> Iterator[Expected]:
     """Yield the gathers of one weight, from `store` to `use`, minor axes first, in the dtype that is sent."""
     dtype, engine = parameter.dtype, step.engine
     wire = engine.gather_dtype if jnp.issubdtype(dtype, jnp.floating) else None
-    if wire is not None and not isinstance(wire, Scaled):  # the bits are sent as integers
+    if wire is not None and not isinstance(wire, Format):  # the bits are sent as integers
         dtype = jnp.dtype(f"uint{8 * jnp.dtype(wire).itemsize}")
     elif wire is None and engine.compute_dtype is not None and jnp.issubdtype(dtype, jnp.floating):
         dtype = jnp.dtype(engine.compute_dtype)
@@ -200,7 +201,7 @@ def _weight_gathers(step: _Step, parameter: Parameter) -> Iterator[Expected]:
         one = Expected("all-gather", (), (), dtype, least, most, f"weight {parameter.path}")
         mesh, keep = step.layout.mesh, axes_of(param.use)
         shard = param.shard_shape(mesh)
-        if isinstance(wire, Scaled) and wire.shrinks(math.prod(shard), parameter.dtype):
+        if isinstance(wire, Format) and shrinks(wire, math.prod(shard), parameter.dtype):
             yield from as_travels(one, list_gather(shard, param.store, mesh.shape, wire, keep=keep))
         else:
             yield from gather_stages(mesh, param, keep, one, engine.compiler_chooses)
@@ -258,7 +259,7 @@ def _reduce_stages(step: _Step, parameter: Parameter, grad: Placement, count: in
         unpadded=math.prod(grad.view.logical) // math.prod(parts) if compiler_chooses else None,
         stack=parameter.shape[0] if is_slice else 1,
     )
-    if isinstance(wire, Scaled):
+    if isinstance(wire, Format):
         travels = list_scatter_sum(tuple(shape), parameter.dtype, grad.store, free, mesh.shape, wire, keep=owned)
         yield from as_travels(one, travels)
         return

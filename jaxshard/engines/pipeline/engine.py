@@ -20,7 +20,6 @@ from jaxshard.core.strategy_parts import Pipeline
 from jaxshard.core.tree import BLOCKS
 from jaxshard.core.types import PyTree
 from jaxshard.core.unsuited import Unsuited
-from jaxshard.core.wire import Scaled
 from jaxshard.engines.compiler_options import Options
 from jaxshard.engines.context import split_batch
 from jaxshard.engines.counted_rows import has_doubtful_mean, make_mean_check
@@ -65,7 +64,7 @@ class Pipelined(Engine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.reduce_dtype, Scaled) and self.reduce_dtype.feedback:
+        if self.feedback:
             raise ValueError(
                 "reduce_dtype: js.pipelined keeps no residuals of gradients; leave feedback out, or use js.explicit() "
                 "without js.pipeline in the strategy"

@@ -1,8 +1,8 @@
-"""Sums and gathers over mesh axes that communicate 8-bit numbers with scales (`wire.Scaled`).
+"""Sums and gathers over mesh axes that communicate arrays in a format of `js.wire`.
 
-A reduce-scatter is an all-to-all of quantized parts, which each device adds in f32. An all-reduce is such a
-reduce-scatter of the flat array and an all-gather of the quantized sums. Several axes are reduced one after another, so
-that each level, inside a slice and across slices, moves fewer bytes; a sum is quantized again on each level:
+A reduce-scatter is an all-to-all of encoded parts, which each device decodes and adds in f32. An all-reduce is such a
+reduce-scatter of the flat array and an all-gather of the encoded sums. Several axes are reduced one after another, so
+that each level, inside a slice and across slices, moves fewer bytes; a sum is encoded again on each level:
 
     device 0 holds shares   a0 a1       all-to-all, int8      device 0 receives  a0 b0   and adds  a0 + b0   in f32
     device 1 holds shares   b0 b1     ------------------->    device 1 receives  a1 b1   and adds  a1 + b1
@@ -15,6 +15,7 @@ Arrays that would not shrink (a few numbers for each device) use the native coll
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,13 +25,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxshard.core import collectives
+from jaxshard.core.encoding import carrier, decode, encode, from_bits, sent_of, shrinks, to_bits
 from jaxshard.core.placement import split_dims
-from jaxshard.core.scaled import Encoded, decode, encode, from_bits, to_bits
-from jaxshard.core.wire import Scaled
+from jaxshard.core.wire import Format
 
 
 class Summed(NamedTuple):
-    """A sum over devices with quantized communication.
+    """A sum over devices with encoded communication.
 
     Attributes:
       total: this device's shard of the sum.
@@ -42,9 +43,9 @@ class Summed(NamedTuple):
 
 
 def scatter_sum(
-    x: jax.Array, spec: PartitionSpec, axes: Sequence[str], wire: Scaled, dtype: Any, *, keep: Sequence[str] = ()
+    x: jax.Array, spec: PartitionSpec, axes: Sequence[str], wire: Format, dtype: Any, *, keep: Sequence[str] = ()
 ) -> Summed:
-    """Compute `collectives.scatter_sum` of f32 numbers, quantized to the format.
+    """Compute `collectives.scatter_sum` of f32 numbers, encoded in the format.
 
     `dtype` is the dtype of a native sum: an array that is no smaller in the format is summed natively in it.
     """
@@ -65,41 +66,42 @@ def scatter_sum(
     return Summed(x, error)
 
 
-def all_sum(x: jax.Array, axes: Sequence[str], wire: Scaled, dtype: Any) -> Summed:
-    """Compute `collectives.all_sum`, quantized to the format, the last axis first; `dtype` as in `scatter_sum`."""
+def all_sum(x: jax.Array, axes: Sequence[str], wire: Format, dtype: Any) -> Summed:
+    """Compute `collectives.all_sum`, encoded in the format, the last axis first; `dtype` as in `scatter_sum`."""
     axes = [axis for axis in axes if lax.axis_size(axis) > 1]
     if not axes:
         return Summed(x, jnp.zeros_like(x))
     *outer, axis = axes
     count = lax.axis_size(axis)
-    if not wire.shrinks(-(-x.size // count), dtype):
+    if not shrinks(wire, -(-x.size // count), dtype):
         return Summed(collectives.all_sum(x, axes), jnp.zeros_like(x))
     flat = jnp.pad(x.reshape(-1), (0, -x.size % count)).reshape(count, -1)
     mine, errors = _exchange(flat, axis, wire)
     mine, error = all_sum(mine, outer, wire, dtype)
     sent = encode(mine, wire)
-    whole = decode(Encoded(*(lax.all_gather(one, axis) for one in sent)), wire)
+    whole = decode([lax.all_gather(one, axis) for one in sent], wire, mine.size)
     # All devices of the outer axes round the same sum here; only the first of them counts the error.
     first = jnp.bool_(True)
     for name in outer:
         first &= lax.axis_index(name) == 0
-    error += jnp.where(first, _finite(mine - decode(sent, wire)), 0.0)
+    error += jnp.where(first, _finite(mine - decode(sent, wire, mine.size)), 0.0)
     errors = errors.at[lax.axis_index(axis)].add(error)
     return Summed(*(one.reshape(-1)[: x.size].reshape(x.shape) for one in (whole, errors)))
 
 
-def gather(x: jax.Array, spec: PartitionSpec, wire: Scaled, *, keep: Sequence[str] = ()) -> jax.Array:
-    """Compute `collectives.gather`, quantized to the format once, before the first axis; the result is f32.
+def gather(x: jax.Array, spec: PartitionSpec, wire: Format, *, keep: Sequence[str] = ()) -> jax.Array:
+    """Compute `collectives.gather`, encoded in the format once, before the first axis; the result is f32.
 
-    The device's own shard is quantized too, so that all devices have the same array.
+    The device's own shard is encoded too, so that all devices have the same array.
     """
     stages = [(dim, axis) for dim, axis in reversed(split_dims(spec)) if axis not in keep and lax.axis_size(axis) > 1]
-    if not stages or not wire.shrinks(x.size, x.dtype):
+    if not stages or not shrinks(wire, x.size, x.dtype):
         return collectives.gather(x, spec, keep=keep).astype(jnp.float32)
     sent = encode(x.reshape(-1), wire)
     for _, axis in stages:
-        sent = Encoded(*(lax.all_gather(one, axis) for one in sent))
-    whole = decode(sent, wire).reshape(*sent.values.shape[:-1], *x.shape)
+        sent = [lax.all_gather(one, axis) for one in sent]
+    whole = decode(sent, wire, x.size)
+    whole = whole.reshape(*whole.shape[:-1], *x.shape)
     # The axis that was gathered first is the last leading dimension, and minor in the dimension that it splits.
     for left, (dim, _) in zip(reversed(range(len(stages))), stages, strict=True):
         whole = jnp.moveaxis(whole, left, left + dim)
@@ -135,7 +137,7 @@ def list_scatter_sum(
     spec: PartitionSpec,
     axes: Sequence[str],
     sizes: Mapping[str, int],
-    wire: Scaled,
+    wire: Format,
     *,
     keep: Sequence[str],
 ) -> Iterator[Travel]:
@@ -143,23 +145,23 @@ def list_scatter_sum(
     left = list(shape)
     split = [(dim, axis) for dim, axis in split_dims(spec) if axis not in keep]
     for dim, axis in split:
-        count, size = sizes[axis], _product(left)
+        count, size = sizes[axis], math.prod(left)
         if axis in axes and count > 1:
-            if wire.shrinks(size // count, dtype):
+            if shrinks(wire, size // count, dtype):
                 yield from _list_encoded("all-to-all", axis, count, size // count, wire)
             else:
                 yield Travel("reduce-scatter", (axis,), tuple(left), jnp.dtype(jnp.float32))
         left[dim] //= count
     yield from _list_all_sum(
-        _product(left), dtype, [axis for axis in axes if axis not in [name for _, name in split]], sizes, wire
+        math.prod(left), dtype, [axis for axis in axes if axis not in [name for _, name in split]], sizes, wire
     )
 
 
 def list_gather(
-    shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int], wire: Scaled, *, keep: Sequence[str]
+    shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int], wire: Format, *, keep: Sequence[str]
 ) -> Iterator[Travel]:
     """List the collectives of `gather` for a shard of this shape that shrinks in the format."""
-    count, size = 1, _product(shape)
+    count, size = 1, math.prod(shape)
     for _, axis in reversed(split_dims(spec)):
         if axis not in keep and sizes[axis] > 1:
             count *= sizes[axis]
@@ -167,7 +169,7 @@ def list_gather(
 
 
 def _list_all_sum(
-    size: int, dtype: Any, axes: Sequence[str], sizes: Mapping[str, int], wire: Scaled
+    size: int, dtype: Any, axes: Sequence[str], sizes: Mapping[str, int], wire: Format
 ) -> Iterator[Travel]:
     axes = [axis for axis in axes if sizes[axis] > 1]
     if not axes:
@@ -175,7 +177,7 @@ def _list_all_sum(
     *outer, axis = axes
     count = sizes[axis]
     part = -(-size // count)
-    if not wire.shrinks(part, dtype):
+    if not shrinks(wire, part, dtype):
         yield Travel("all-reduce", tuple(axes), (size,), jnp.dtype(jnp.float32))
         return
     yield from _list_encoded("all-to-all", axis, count, part, wire)
@@ -183,35 +185,29 @@ def _list_all_sum(
     yield from _list_encoded("all-gather", axis, count, part, wire)
 
 
-def _list_encoded(kind: str, axis: str, count: int, size: int, wire: Scaled) -> Iterator[Travel]:
-    yield Travel(kind, (axis,), (count, size), wire.carrier)
-    yield Travel(kind, (axis,), (count, wire.scales(size)), jnp.dtype(jnp.float32))
+def _list_encoded(kind: str, axis: str, count: int, size: int, wire: Format) -> Iterator[Travel]:
+    for one in sent_of(wire, size).arrays:
+        yield Travel(kind, (axis,), (count, *one.shape), carrier(one.dtype))
 
 
-def _product(shape: Sequence[int]) -> int:
-    size = 1
-    for one in shape:
-        size *= one
-    return size
-
-
-def _scatter(x: jax.Array, dim: int, axis: str, wire: Scaled, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def _scatter(x: jax.Array, dim: int, axis: str, wire: Format, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Return (this device's shard, along a dimension, of the sum over an axis; the error in the shape of `x`)."""
     count = lax.axis_size(axis)
     if count == 1:
         return x, jnp.zeros_like(x)
-    if not wire.shrinks(x.size // count, dtype):
+    if not shrinks(wire, x.size // count, dtype):
         return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True), jnp.zeros_like(x)
     parts = jnp.moveaxis(x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :]), dim, 0)
     total, errors = _exchange(parts.reshape(count, -1), axis, wire)
     return total.reshape(parts.shape[1:]), jnp.moveaxis(errors.reshape(parts.shape), 0, dim).reshape(x.shape)
 
 
-def _exchange(parts: jax.Array, axis: str, wire: Scaled) -> tuple[jax.Array, jax.Array]:
+def _exchange(parts: jax.Array, axis: str, wire: Format) -> tuple[jax.Array, jax.Array]:
     """Return (the sum of every device's part i on device i, from parts f32[n, size]; the errors [n, size])."""
     sent = encode(parts, wire)
-    received = Encoded(*(lax.all_to_all(one, axis, split_axis=0, concat_axis=0) for one in sent))
-    return decode(received, wire).sum(0), _finite(parts - decode(sent, wire))
+    received = [lax.all_to_all(one, axis, split_axis=0, concat_axis=0) for one in sent]
+    size = parts.shape[-1]
+    return decode(received, wire, size).sum(0), _finite(parts - decode(sent, wire, size))
 
 
 def _finite(error: jax.Array) -> jax.Array:

@@ -1,0 +1,130 @@
+"""Encode arrays in the formats of `js.wire`, and decode them; convert floats to their bits, and back.
+
+A format encodes one dimension. Here it is applied along the last dimension of an array, and each of the arrays that it
+makes has the other dimensions in front:
+
+    x  f32[8, 1000]  --encode, int8 in blocks of 256-->  int8[8, 1000], f32[8, 4]  --decode-->  f32[8, 1000]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxshard.core.compat import function_primitive
+from jaxshard.core.wire import Format
+
+
+class Sent(NamedTuple):
+    """The arrays that a format makes of f32[size].
+
+    Attributes:
+      arrays: shapes and dtypes of the arrays, as `Format.encode` returns them.
+      tree: the structure in which it returns them.
+    """
+
+    arrays: tuple[jax.ShapeDtypeStruct, ...]
+    tree: Any
+
+
+@cache
+def sent_of(wire: Format, size: int) -> Sent:
+    """Trace a format to find the arrays that it makes of f32[size].
+
+    Raises:
+      ValueError: it makes none, or decodes them to another shape; the message names the format and the shapes.
+    """
+    x = jax.ShapeDtypeStruct((size,), jnp.float32)
+    sent = jax.eval_shape(wire.encode, x)
+    arrays, tree = jax.tree.flatten(sent)
+    decoded = jax.eval_shape(lambda sent: wire.decode(sent, size), sent)
+    if not arrays or getattr(decoded, "shape", None) != (size,):
+        made = ", ".join(f"{one.dtype}{list(one.shape)}" for one in arrays) or "no arrays"
+        raise ValueError(
+            f"js.wire: {wire.name} loses the shape: encode makes {made} of float32[{size}], and decode makes "
+            f"{decoded} of these; decode(sent, size) must return float32[size], without the padding of encode"
+        )
+    return Sent(tuple(arrays), tree)
+
+
+def carrier(dtype: Any) -> Any:
+    """Return the dtype in which a collective sends an array: small floats as their bits.
+
+    Some compilers cast them to larger floats in collectives.
+    """
+    dtype = jnp.dtype(dtype)
+    is_small_float = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return jnp.dtype(f"uint{8 * dtype.itemsize}") if is_small_float else dtype
+
+
+def shrinks(wire: Format, size: int, dtype: Any) -> bool:
+    """Return True if an array has fewer bytes in this format; other arrays are sent as they are."""
+    if size == 0:
+        return False
+    encoded: int = sum(one.size * one.dtype.itemsize for one in sent_of(wire, size).arrays)
+    return encoded < size * int(jnp.dtype(dtype).itemsize)
+
+
+def encode(x: jax.Array, wire: Format) -> list[jax.Array]:
+    """Encode an array [..., size] along its last dimension, as arrays [..., *shape] in the dtypes that are sent."""
+    sent: list[jax.Array] = _ENCODE.bind(x.astype(jnp.float32), wire=wire)
+    return sent
+
+
+def decode(sent: Sequence[jax.Array], wire: Format, size: int) -> jax.Array:
+    """Decode the result of `encode` to f32[..., size]."""
+    decoded: list[jax.Array] = _DECODE.bind(*sent, wire=wire, size=size)
+    return decoded[0]
+
+
+def to_bits(x: jax.Array) -> jax.Array:
+    """Return the bits of a floating array as unsigned integers, so that no compiler casts it to f32 in a collective."""
+    bits: list[jax.Array] = _BITS.bind(x)
+    return bits[0]
+
+
+def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
+    """Return the floating array of these bits."""
+    made: list[jax.Array] = _FROM_BITS.bind(bits, dtype=jnp.dtype(dtype))
+    return made[0]
+
+
+def _encode(x: jax.Array, wire: Format) -> list[jax.Array]:
+    def of_row(row: jax.Array) -> list[jax.Array]:
+        return [_bitcast(one, carrier(one.dtype)) for one in jax.tree.leaves(wire.encode(row))]
+
+    return _over_leading(of_row, x.ndim - 1)(x)
+
+
+def _decode(*sent: jax.Array, wire: Format, size: int) -> list[jax.Array]:
+    form = sent_of(wire, size)
+
+    def of_row(*row: jax.Array) -> list[jax.Array]:
+        arrays = [_bitcast(one, expected.dtype) for one, expected in zip(row, form.arrays, strict=True)]
+        return [wire.decode(form.tree.unflatten(arrays), size).astype(jnp.float32)]
+
+    return _over_leading(of_row, sent[0].ndim - len(form.arrays[0].shape))(*sent)
+
+
+def _over_leading(fn: Callable[..., list[jax.Array]], dims: int) -> Callable[..., list[jax.Array]]:
+    for _ in range(dims):
+        fn = jax.vmap(fn)
+    return fn
+
+
+def _bitcast(x: jax.Array, dtype: Any) -> jax.Array:
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+
+
+_ENCODE = function_primitive("wire_encode", _encode)
+_DECODE = function_primitive("wire_decode", _decode)
+_BITS = function_primitive("wire_bits", lambda x: [_bitcast(x, f"uint{8 * x.dtype.itemsize}")])
+_FROM_BITS = function_primitive("wire_from_bits", lambda bits, dtype: [_bitcast(bits, dtype)])
+STEPS = tuple(one.name for one in (_ENCODE, _DECODE, _BITS, _FROM_BITS))
+"""The primitives between a stored array and a gathered weight, by which a `jax.checkpoint` policy recognises them: they
+are computed again in the backward pass, and their results never saved."""
