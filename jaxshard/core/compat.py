@@ -39,7 +39,7 @@ def installed_version(package: str) -> str | None:
 
 
 def untested_version() -> str | None:
-    """Return a sentence about a JAX that is newer than `NEWEST_TESTED`, or None."""
+    """Return a warning text if the installed JAX is newer than `NEWEST_TESTED`; else None."""
     if jax.__version_info__[:2] <= NEWEST_TESTED:
         return None
     newest = ".".join(map(str, NEWEST_TESTED))
@@ -65,7 +65,7 @@ def _warn_once(message: str) -> None:
 
 
 KEEP_REPEATED_GATHERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-"""Options that keep the CPU compiler from merging the all-gather in a unit's backward pass with the forward's.
+"""Compiler options that keep the CPU compiler from merging the all-gathers of forward and backward pass.
 
 Undocumented: the name of a pass of XLA. It expands the barrier of `jax.checkpoint` too early (JAX 0.10), after which
 equal gathers are merged. Silent: under another name nothing is disabled, and gathered weights are kept for the backward
@@ -136,7 +136,7 @@ def compiler_input(lowered: jax.stages.Lowered) -> CompilerInput:
 
 
 NonFiniteResult = api_util.InternalFloatingPointError
-"""Raised under `jax.debug_nans` by a program that was compiled ahead of its call.
+"""The exception that a program compiled ahead of its call raises under `jax.debug_nans`.
 
 Private: `jax._src.api_util`. `jax.jit` itself catches it and runs the function again, operation by operation. Loud: an
 AttributeError with `import jaxshard`.
@@ -232,7 +232,9 @@ def has_cudnn() -> bool:
 
 
 def device_order(compiled: Any) -> tuple[jax.Device, ...] | None:
-    """Return the devices of a compiled program by position; None without arguments and results, or for a text.
+    """Return the devices of a compiled program, in the order of its partitions.
+
+    Return None for a program without arguments and results, and for a program that is given as text.
 
     Private: `Sharding._device_assignment`. `device_set` is public, but has no order. Loud: an AttributeError.
     """
@@ -357,7 +359,7 @@ def function_primitive(name: str, fn: Callable[..., jax.Array]) -> Primitive:
 
 
 def mark_primitive(name: str) -> Primitive:
-    """Make a primitive `bind(*arrays, results=avals, **params)` that computes nothing, only to be found in a jaxpr.
+    """Make a primitive `bind(*arrays, results=avals, **params)` that computes nothing and is only found in a jaxpr.
 
     Under `jax.vmap` operands and results get the new dimension in front. It has no derivatives and can't be compiled.
 
@@ -428,7 +430,8 @@ def dce_jaxpr(jaxpr: Any) -> tuple[Any, list[bool]]:
 def without_callbacks(program: Any) -> Any:
     """Return the jaxpr with callbacks made effect-free, so that dead code elimination removes those that nothing reads.
 
-    `jax.debug.print` is such a callback. Inner jaxprs of calls and control flow are changed too, those of kernels not.
+    `jax.debug.print` is such a callback. Inner jaxprs of calls and control flow are changed too, but not
+    inner jaxprs of kernels.
 
     Private: `Jaxpr.replace`, and the names of the effects. Silent: under other names callbacks would stay, and run once
     more. Tested by its effect.
@@ -458,7 +461,7 @@ _WITH_CALLBACKS_INSIDE = {"jit", "pjit", "remat2", "remat", "checkpoint", "close
 
 
 def replace_equations(jaxpr: Any, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any]) -> Any:
-    """Return the jaxpr with other arguments, results and equations, chosen from its own variables and equations.
+    """Return a jaxpr with these arguments, results and equations, all of them taken from the jaxpr that is given.
 
     Private: `debug_info._replace`. The names of arguments and results in it have to be forgotten, since JAX checks that
     there are as many as arguments. Loud: an AttributeError, or JAX's own assertion.
@@ -468,7 +471,7 @@ def replace_equations(jaxpr: Any, invars: Sequence[Any], outvars: Sequence[Any],
 
 
 def fresh_variable(aval: Any) -> Any:
-    """Return a new jaxpr variable of this type.
+    """Make a new jaxpr variable of type `aval`.
 
     Undocumented: the argument of `jax.extend.core.Var`. Loud: a TypeError.
     """
@@ -565,7 +568,7 @@ def get_key(store: Any, key: str) -> str | None:
 
 
 def wait_for_key(store: Any, key: str, seconds: float) -> str | None:
-    """Wait until a key exists and return its value, or None after `seconds`."""
+    """Wait until a key exists and return its value; return None if it does not exist after `seconds`."""
     try:
         return str(store.blocking_key_value_get(key, max(1, int(1000 * seconds))))
     except RuntimeError as error:

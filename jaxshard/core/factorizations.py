@@ -55,7 +55,10 @@ def _batch(eqn: Any) -> tuple[int, ...]:
 
 
 def _loop(eqn: Any, operands: list[Any]) -> list[Any] | None:
-    """Rule for `replay`: evaluate an equation that factorizes several matrices, itself or in a branch, by a loop."""
+    """Evaluate an equation that factorizes several matrices, itself or in a branch, by a loop; None for any other.
+
+    This is a `Rule` for `replay`.
+    """
     if batch := _batch(eqn):
         flat = [x.reshape(math.prod(batch), *x.shape[len(batch) :]) for x in operands]
         made = lax.map(lambda matrices: bind(eqn, matrices), flat)

@@ -44,7 +44,7 @@ class KnownModel:
 
     @property
     def evaluate(self) -> EvaluateOf:
-        """`evaluate(model, batch)`: {"loss": js.Mean} and the loss's metrics, without keys; for `js.make_eval_step`."""
+        """`evaluate(model, batch)`: {"loss": js.Mean} and the loss's metrics, computed without a random key."""
         return EvaluateOf(self)
 
     def make_params(self, key: jax.Array) -> PyTree:
@@ -64,7 +64,7 @@ class KnownModel:
         return batch
 
     def dim_names(self, params: PyTree) -> PyTree:
-        """Return a tree with a tuple for every parameter: the logical names, or None, of its first dimensions."""
+        """Return, for every parameter, a tuple with a logical name or None for each of its first dimensions."""
         raise NotImplementedError
 
 
@@ -197,7 +197,7 @@ class ModelRun(NamedTuple):
 
 
 class _Runs:
-    """A list with an identity, which makes it part of the key under which JAX caches a traced function."""
+    """A list of `ModelRun` that compares by identity, as part of the key under which JAX caches a traced function."""
 
     def __init__(self) -> None:
         self.found: list[ModelRun] = []
@@ -211,7 +211,7 @@ _runs = jax.make_user_context(default_value=None)
 def models_run() -> Iterator[list[ModelRun]]:
     """Collect the known models whose `init` or `loss` runs in the block, in order.
 
-    An outer `models_run` collects them, too.
+    An enclosing `models_run` block collects them as well.
     """
     outer: _Runs | None = _runs.value
     runs = _Runs()

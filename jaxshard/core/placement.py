@@ -87,7 +87,7 @@ class View:
         return max(0, stored_dim - self.extra_dims)
 
     def stored_dim(self, logical_dim: int) -> int:
-        """Return the index in `stored` of a logical dimension; the innermost one if it is unfolded into several."""
+        """Return the stored dimension of a logical dimension; the innermost if several stored dimensions hold it."""
         return logical_dim + self.extra_dims
 
     def unfold_first(self, sizes: tuple[int, ...]) -> View:
@@ -110,10 +110,11 @@ class Placement:
       use: the PartitionSpec in computation, one entry per logical dimension.
       store: the PartitionSpec in storage, between steps, one entry per stored dimension. From `store` to `use` an
         engine issues an all-gather.
-      why: the reason why a fill left the array replicated, for people; "" if it is split.
+      why: why `js.shard` left the array replicated, as text for people; "" if it is split.
       rule: the rule of `js.tensor` that decided about the array, for people; "" without one.
-      owned: where state that is stored with the owners of matrices (`Layout.owners`) is, for people; "" for other
-        arrays. Such an array is stored in a stack with others, not by its own view.
+      owned: which device owns the array, as text for people, if it is optimizer state that is stored with the owners
+        of matrices (`Layout.owners`); "" for other arrays. Such an array is stored in a stack with others, not by its
+        own view.
       memory: the memory kind of the stored array, such as "pinned_host"; "" is the device's own memory.
 
     Example:
@@ -155,7 +156,7 @@ class Placement:
         return replace(self, view=self.view.unfold_first(sizes), store=PartitionSpec(*more, *self.store))
 
     def resize(self, dim: int, size: int) -> Placement:
-        """Return the placement of an array of another size along a dimension, such as a chunk, without padding."""
+        """Return this placement for an array with `size` elements along `dim`, such as a chunk, without padding."""
         view = self.view
         assert not view.extra_dims, "blocks in pipeline order have no chunks"
 
@@ -170,10 +171,10 @@ class Placement:
         return replace(self, view=self.view.drop_first(), use=use, store=store)
 
     def of_blocks(self, counts: tuple[int, ...], mesh: Mesh) -> Placement | None:
-        """Return the placement of an array with one value for each block of this array's elements.
+        """Return the placement for an array with one value per block of this array's elements, such as 8-bit scales.
 
         Args:
-          counts: the shape of that array: the number of blocks along each dimension.
+          counts: the shape of the array of values: the number of blocks along each dimension.
           mesh: the mesh of the layout.
 
         Returns:

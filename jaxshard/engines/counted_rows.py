@@ -1,4 +1,4 @@
-"""Check that the means of a loss add up over the parts of a batch, on several devices or in micro-batches."""
+"""Check that the means of a loss over the parts of a batch (devices, micro-batches) add up to its global mean."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class UnequalMeans(Unsuited):
 
 
 def has_doubtful_mean(program: Program, loss: Loss, rows: PyTree) -> bool:
-    """Return whether the trace of a part leaves doubt that its means are right, so that `make_mean_check` must run.
+    """Return True if the trace of a part of the batch does not show that its means are right: use `make_mean_check`.
 
     Args:
       program: computes the loss of a part of the batch.
-      loss: the loss, of variables of the program.
-      rows: the inputs that have rows.
+      loss: the loss, a tree of variables of the program.
+      rows: the inputs of the program that have rows, a tree of variables.
     """
     inputs: list[Any] = jax.tree.leaves(rows)
     # A shape of size 1 in the trace of a single row may or may not be the number of rows.

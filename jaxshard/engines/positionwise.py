@@ -28,9 +28,9 @@ def make_position_check(
     compute_dtype: Any = None,
     with_key: bool = True,
 ) -> Callable[[PyTree], None]:
-    """Make `check(batch)`, which reads the jaxpr of `fn` before a context splits its positions.
+    """Make `check(batch)`, which raises if the jaxpr of `fn` mixes positions that `js.context` would split.
 
-    It takes about as long as tracing `fn` twice, once for each shape of a batch, and no time without a context.
+    It takes about as long as tracing `fn` twice, once for each shape of a batch, and no time without `js.context`.
 
     Args:
       layout: has the `js.context`.

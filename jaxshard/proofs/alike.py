@@ -16,11 +16,11 @@ from jax.extend.core import Literal
 from jaxshard.core.jaxpr import inline_calls, open_jaxpr, results_alone
 
 _COMPARED = (bool, int, float, complex, str, bytes, type(None), np.dtype, np.generic)
-"""Types of equation parameters that are compared; others, such as functions, may differ from trace to trace."""
+"""Types of equation parameters to compare; parameters of other types, such as functions, differ between traces."""
 
 
 def made_alike(one: Any, other: Any, result: int) -> bool:
-    """Return whether two jaxprs compute a result by the same equations with the same literals.
+    """Return True if two jaxprs compute the result at an index by the same equations with the same literals.
 
     Args:
       one: a closed jaxpr.
@@ -32,7 +32,7 @@ def made_alike(one: Any, other: Any, result: int) -> bool:
 
 
 def _alone(program: Any, index: int) -> Any:
-    """Return the program of one result, calls opened."""
+    """Return the closed jaxpr that computes only the result at `index`, with calls inlined."""
     alone, _ = results_alone(program, [open_jaxpr(program)[0].outvars[index]])
     opened = inline_calls(alone)
     return results_alone(opened, open_jaxpr(opened)[0].outvars)[0]

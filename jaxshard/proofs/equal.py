@@ -48,10 +48,10 @@ EXCHANGES = frozenset(
 
 
 class Difference(NamedTuple):
-    """The fact about a value.
+    """The fact about a value: the axes over which it may differ between devices, and what is known of its shards.
 
     Attributes:
-      over: the axes over which it may differ between devices.
+      over: the axes over which the value may differ between devices.
       shards: for a global array returned by a `shard_map`, (its PartitionSpec, the axes over which its shards may
         differ). () for an array with equal elements, whose shards never differ. None if nothing is known.
     """
@@ -99,7 +99,7 @@ def differing_results(fn: Callable[..., PyTree], args: tuple[PyTree, ...], facts
 
 
 def differences(manual: Axes = EQUAL) -> Domain[Difference]:
-    """Make the domain.
+    """Make the `Domain` in which a fact is the `Difference` of a value between devices.
 
     Args:
       manual: the axes of the `shard_map` in which the program was traced; none if it was traced outside.
@@ -171,7 +171,7 @@ def _split_over(place: Place, spec: Any) -> Axes:
 
 
 class _Rows(NamedTuple):
-    """The spec of an array that a scan stacked: `row` is the spec of each of its rows."""
+    """In place of the spec of an array that a scan stacked: `row` is the spec of each row of the array."""
 
     row: Any
 
@@ -207,7 +207,7 @@ def _leave(place: Place, facts: list[Difference]) -> list[Difference]:
 
 
 def _with_spec(fact: Difference, change: Callable[[Any], Any]) -> Difference:
-    """Return the fact with the spec of its shards changed; forget the shards if the new spec is None."""
+    """Return the fact with `change` applied to the spec of its shards; without shards if the new spec is None."""
     if not fact.shards:
         return fact
     spec = change(fact.shards[0])

@@ -122,7 +122,7 @@ def check_together(program: Any, what: str) -> tuple[Choice, ...]:
       The choices that have to be looked up in the compiled program; see `Reading`.
 
     Raises:
-      ValueError: there is such a collective; names the line of each branch and its collectives.
+      ValueError: there is such a collective; the message names the line of each branch and the collectives in it.
     """
     partings, choices = read_partings(program)
     if not partings:
@@ -141,10 +141,11 @@ def check_together(program: Any, what: str) -> tuple[Choice, ...]:
 
 
 def _has_choices_to_read(program: Any) -> bool:
-    """Whether a program has a `cond` or `while` that matters; most programs have none, and need not be walked.
+    """Return True if `read_partings` may find something in a program; most programs need no walk.
 
-    What is around an equation says what matters: "automatic" where the compiler places collectives over some axes, so
-    that any `cond` does; "manual" where it does not; "choice" in a `cond` or `while`, where any collective does.
+    What to look for depends on what contains an equation. "automatic": the compiler may insert collectives over some
+    axes, so any `cond` or `while` matters. "manual": it inserts none. "choice": the equation is in a `cond` or `while`,
+    so any collective matters.
     """
     seen: set[tuple[int, str]] = set()
     programs = [(program, "automatic")]

@@ -27,11 +27,11 @@ Fact = TypeVar("Fact", bound=Hashable)
 
 
 class Around(NamedTuple):
-    """An equation, such as a `cond`, that contains the jaxpr of another equation.
+    """An equation such as a `cond`, seen from an equation of the jaxpr that it contains.
 
     Attributes:
-      equation: the equation with the program.
-      choice: the fact about the predicate of a `cond` or `while`; None for equations that always run their program.
+      equation: the containing equation.
+      choice: the fact about the predicate of a `cond` or `while`; None for an equation that always runs its jaxpr.
     """
 
     equation: Any
@@ -55,7 +55,7 @@ class Place(NamedTuple):
         return str(self.equation.primitive.name)
 
     def joined(self, fact: Fact) -> list[Fact]:
-        """Return the same fact about every result."""
+        """Return a list with `fact` for every result of the equation."""
         return [fact] * len(self.equation.outvars)
 
 
@@ -123,7 +123,7 @@ class _Walker(Generic[Fact]):
     def program(
         self, program: Any, facts: Sequence[Fact], around: tuple[Around, ...], visit: Visit | None
     ) -> list[Fact]:
-        """Return the facts about the results of a program at some place."""
+        """Return the facts about the results of a program that the equations `around` contain."""
         key = id(program), tuple(facts), tuple((id(one.equation), one.choice) for one in around)
         if visit is None and key in self.seen:
             return self.seen[key][1]

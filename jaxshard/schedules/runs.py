@@ -20,7 +20,7 @@ from jaxshard.schedules.table import Kind, Op, Table
 
 
 class Run(NamedTuple):
-    """One run of embedding or head.
+    """One run of embedding or head: in one tick, each device computes it for another micro-batch.
 
     Attributes:
       tick: the tick of the run.
@@ -64,7 +64,7 @@ def output_runs(schedule: Table) -> list[Run]:
 
 
 def embed_runs(schedule: Table) -> list[Run]:
-    """Return the runs that compute the first stage's inputs, before the F slot: each in the tick of its first forward.
+    """Return the runs that compute the inputs of stage 0, before the F slot: each in the tick of its first forward.
 
     Example:
         [(run.tick, run.microbatches) for run in js.schedules.embed_runs(js.schedules.gpipe(2, 2))]

@@ -150,7 +150,7 @@ def _cut_backward(
 
 
 def forward_only(block: Block) -> SplitBlock:
-    """Return a block without residuals and without a backward, for evaluation."""
+    """Return a block for evaluation, whose forward saves nothing and whose backward programs raise."""
 
     def forward(weights: PyTree, x: PyTree, key: Any) -> tuple[PyTree, Arrays]:
         y = block(weights, x, key)
