@@ -22,7 +22,7 @@ class Placer:
 
     Args:
       strategy: the strategy to call.
-      mesh: the mesh that it receives.
+      mesh: the mesh to pass to the strategy.
     """
 
     def __init__(self, strategy: Strategy, mesh: Mesh):

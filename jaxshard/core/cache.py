@@ -31,7 +31,7 @@ class Stored(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """What one `js.attention` call caches for each position of a row in one block: shapes, dtypes and sharding.
+    """Shapes, dtypes and sharding of what one `js.attention` call caches for a position of a row in one block.
 
     Attributes:
       kv_heads: the number of heads of keys and values.

@@ -70,7 +70,7 @@ def _loop(eqn: Any, operands: list[Any]) -> list[Any] | None:
 
 
 def _in_param(value: Any) -> Any:
-    """Return an equation's parameter with loops in its jaxprs: those of branches, or the body of a loop."""
+    """Replace batched factorizations by loops in the jaxprs of an equation's parameter (branches, a loop's body)."""
     if type(value) is tuple:
         return tuple(map(_in_param, value))
     return one_matrix_at_a_time(value) if hasattr(value, "jaxpr") else value

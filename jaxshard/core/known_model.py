@@ -48,15 +48,15 @@ class KnownModel:
         return EvaluateOf(self)
 
     def make_params(self, key: jax.Array) -> PyTree:
-        """Make what `init` returns."""
+        """Make the result of `init`: the parameters, or `js.Model(params, state)`."""
         raise NotImplementedError
 
     def compute_loss(self, model: PyTree, batch: PyTree, key: jax.Array | None) -> Any:
-        """Compute what `loss` returns."""
+        """Compute the result of `loss`: a `js.Mean`, a scalar or a `js.Loss`."""
         raise NotImplementedError
 
     def compute_metrics(self, model: PyTree, batch: PyTree) -> dict[str, Mean | Sum | Max]:
-        """Compute what `evaluate` returns."""
+        """Compute the result of `evaluate`: the loss and metrics of a batch, by name."""
         raise NotImplementedError
 
     def separate_labels(self, batch: PyTree) -> PyTree:
@@ -178,13 +178,13 @@ def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def known_loss(fn: Callable[..., Any]) -> KnownModel | None:
-    """Return the model whose `loss` a function is; None for any other function."""
+    """Return the known model if `fn` is its `loss`; None for any other function."""
     fn = unwrap(fn)
     return fn.model if isinstance(fn, LossOf) else None
 
 
 def known_evaluate(fn: Callable[..., Any]) -> KnownModel | None:
-    """Return the model whose `evaluate` a function is; None for any other function."""
+    """Return the known model if `fn` is its `evaluate`; None for any other function."""
     fn = unwrap(fn)
     return fn.model if isinstance(fn, EvaluateOf) else None
 

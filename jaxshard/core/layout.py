@@ -218,7 +218,10 @@ class Layout:
         return bytes_on_host(self.placed(), self.mesh)
 
     def argument_bytes(self, batch: PyTree) -> int:
-        """Return the bytes per device of a step's arguments: parameters, optimizer and model state, key, batch."""
+        """Return the bytes per device of all arguments of a step.
+
+        These are the parameters, the optimizer state, the model state, the step's index, the key and the batch.
+        """
         resting = sum(count for role, count in self.bytes_per_device().items() if role != "grad")
         placed = zip(jax.tree.leaves(batch), jax.tree.leaves(self.batch_placements(batch)), strict=True)
         rows: int = sum(placement.bytes_per_device(self.mesh, x.dtype) for x, placement in placed)
@@ -294,7 +297,7 @@ def select(mask: PyTree, tree: PyTree) -> PyTree:
 
 
 def put_back(mask: PyTree, chosen: PyTree, rest: PyTree) -> PyTree:
-    """Take the leaves of `chosen` where the mask is True and those of `rest` elsewhere: the inverse of `select`."""
+    """Take leaves of `chosen` where the mask is True and leaves of `rest` elsewhere: the inverse of `select`."""
     return jax.tree.map(lambda keep, a, b: a if keep else b, mask, chosen, rest, is_leaf=lambda x: x is None)
 
 

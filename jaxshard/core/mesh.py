@@ -202,7 +202,10 @@ def mesh_str(mesh: Mesh) -> str:
 
 
 def mesh_inside(mesh: Mesh) -> Mesh | AbstractMesh:
-    """Return the mesh to use in sharding constraints: inside a `shard_map` its mesh, with manual axes."""
+    """Return the mesh to use in sharding constraints.
+
+    Inside a `shard_map` this is its mesh, in which some axes are manual; elsewhere it is `mesh`.
+    """
     inside = jax.sharding.get_abstract_mesh()
     return inside if inside.manual_axes else mesh
 

@@ -40,7 +40,8 @@ def next_state(old: PyTree, loss: Loss) -> PyTree:
       loss: the loss; with `state` None the old state stays.
 
     Raises:
-      ValueError: the loss, or its `update`, returned a state of other structure, shapes or dtypes; names every leaf.
+      ValueError: the loss, or its `update`, returned a state of other structure, shapes or dtypes; the message
+        names every leaf that differs.
     """
     if loss.state is None:
         _refuse_update_alone(loss)

@@ -78,9 +78,7 @@ def stack_totals(
 ) -> jax.Array:
     """Compute what `collectives.stack_totals` computes, f32[arrays], adding in a fixed order.
 
-    `fn` must be a sum over elements.
-
-    One all-gather of one number per array and device. In global-view code, under jit.
+    `fn` must be a sum over elements. One all-gather of one number per array and device. In global-view code, under jit.
     """
     axes = tuple(axis for axis in mesh.axis_names if any(axis in axes_of(spec) for spec in specs))
     sizes = tuple(mesh.shape[axis] for axis in axes)

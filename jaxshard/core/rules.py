@@ -98,7 +98,7 @@ def gating_names(leaf: Leaf) -> Names | None:
 
 
 def gate_names(leaf: Leaf) -> Names | None:
-    """Name the gate of an MLP, [embed, mlp]; None for a gate with fewer outputs than inputs, a router of experts."""
+    """Name the dimensions of an MLP's gate, [embed, mlp]; None if it has fewer outputs than inputs, as a router."""
     return ("embed", "mlp") if leaf.shape[-1] >= leaf.shape[-2] else None
 
 
@@ -217,9 +217,9 @@ class Rules:
         built-in patterns. A bias has the names of the last dimensions of the kernel in the same module.
 
         Args:
-          leaves: parameters; the model's annotation may name only the first dimensions. It decides if it splits
-            something; otherwise the built-in patterns are tried as well. (Flax's attention passes an annotation of two
-            names on to kernels of three dimensions.)
+          leaves: parameters; the model's annotation may name only the first dimensions. The annotation decides if
+            it splits something; otherwise the built-in patterns are tried as well. (Flax's attention passes an
+            annotation of two names on to kernels of three dimensions.)
           axes: names that need no rule.
 
         Returns:

@@ -154,7 +154,7 @@ def _share_of_mean(loss: Loss, weights: Weights) -> jax.Array:
 
 
 def _combine_turns(metric: Mean | Sum | Max) -> Mean | Sum | Max:
-    """Combine a metric whose values are stacked, [micro-batches]."""
+    """Combine a metric whose values are stacked over micro-batches, [micro-batches, ...], into a single metric."""
     if isinstance(metric, Max):
         return Max(metric.value.max(0))
     combined: Mean | Sum = jax.tree.map(lambda x: x.sum(0, dtype=sum_dtype(x.dtype)), metric)

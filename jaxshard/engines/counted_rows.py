@@ -22,7 +22,7 @@ class UnequalMeans(Unsuited):
 
 
 def has_doubtful_mean(program: Program, loss: Loss, rows: PyTree) -> bool:
-    """Return True if the trace of a part of the batch does not show that its means are right: use `make_mean_check`.
+    """Return True unless the trace of a part of the batch proves its means right; then `make_mean_check` must run.
 
     Args:
       program: computes the loss of a part of the batch.
@@ -43,10 +43,10 @@ def make_mean_check(
     compute_dtype: Any = None,
     with_key: bool = True,
 ) -> Callable[[PyTree], None]:
-    """Make `check(batch)`, which compares the jaxprs of `fn` for the rows of a part and for all rows.
+    """Make `check(batch)`, which raises if the means of `fn` over parts of a batch do not combine to the batch's mean.
 
-    It takes about as long as tracing `fn` twice, and no time for a single part or for shapes that passed before. An
-    engine calls `has_doubtful_mean` first.
+    It compares the jaxprs of `fn` for the rows of a part and for all rows. It takes about as long as tracing `fn`
+    twice, and no time for a single part or for shapes that passed before. An engine calls `has_doubtful_mean` first.
 
     Args:
       layout: says which arrays have rows.

@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
       value: the global loss, a scalar.
       metrics: the loss's metrics, by name.
       state: the model's new state.
-      residuals: the rounding errors of the gradients, which `js.wire` with feedback adds in the next step; () without.
+      residuals: rounding errors of the gradients, for `js.wire` with feedback to add in the next step; else ().
     """
 
     value: jax.Array

@@ -51,7 +51,10 @@ class Joint:
         return weighed
 
     def inside(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Convert `fn(*given)` to `(now, *given)`, as a nested `shard_map` can't close over the array `now`."""
+        """Convert `fn(*given)` to a function of `(now, *given)`, for a nested `shard_map`.
+
+        The `shard_map` can't close over the array `now`, so that it has to be an argument.
+        """
 
         def call(now: jax.Array, *given: Any) -> Any:
             with joining(replace(self, now=now)):

@@ -61,7 +61,7 @@ class Part(NamedTuple):
 
     @classmethod
     def trace(cls, fn: Callable[..., tuple[Any, ...]], *args: Any) -> Part:
-        """Trace `fn(*args)`; see the attributes."""
+        """Trace `fn(*args)`, and keep the function and its arguments with the trace."""
         return cls(fn, args, Program.trace(fn, *args))
 
     @property

@@ -70,7 +70,7 @@ def make_position_check(
 
 
 def _rows_of_a_turn(layout: Layout, batch: PyTree, microbatches: int) -> PyTree:
-    """Reduce the rows of a batch of shapes to a micro-batch of one device; keep rows that do not divide."""
+    """Return the shapes of one device's micro-batch of a batch; arrays whose rows do not divide keep all rows."""
     count = axis_size(layout.mesh, layout.batch_axes) * microbatches
 
     def shrink(x: Any, has_rows: bool) -> Any:

@@ -91,7 +91,7 @@ class Sharing:
         return self.microbatches > 1 or bool(self.facts[3])
 
     def facts_of_leaves(self) -> list[Axes]:
-        """Return for every input of the loss the axes over which it differs; `_ROWS` for arrays with rows."""
+        """Return for every input of the loss the axes over which it differs, with `_ROWS` for arrays with rows."""
         params, state, batch, row = self.facts
         batch = jax.tree.map(lambda fact, has_rows: fact | {_ROWS} if has_rows else fact, batch, self.mask)
         return [*jax.tree.leaves((params, state, batch)), row | {_ROWS}]
@@ -200,7 +200,7 @@ NO_STATE = StateRules(None, (), (), (), None)
 
 
 def trace_step(value_and_grad: ValueAndGrad, layout: Layout, batch: PyTree) -> None:
-    """Trace loss and gradient of a batch, or of its shapes, for the side effects of the trace."""
+    """Trace loss and gradient of a batch, or of its shapes, to make the engine report its `StateRules`."""
 
     def stored(x: Any, placement: Placement) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(placement.view.stored, x.dtype)

@@ -171,7 +171,7 @@ def _split_over(place: Place, spec: Any) -> Axes:
 
 
 class _Rows(NamedTuple):
-    """In place of the spec of an array that a scan stacked: `row` is the spec of each row of the array."""
+    """The spec of an array that a scan stacked along a new first dimension: `row` is the spec of each slice."""
 
     row: Any
 

@@ -27,7 +27,7 @@ Fact = TypeVar("Fact", bound=Hashable)
 
 
 class Around(NamedTuple):
-    """An equation such as a `cond`, seen from an equation of the jaxpr that it contains.
+    """An equation, such as a `cond`, whose inner jaxpr contains the equation of a `Place`.
 
     Attributes:
       equation: the containing equation.
@@ -97,7 +97,7 @@ Visit = Callable[[Place, list[Any]], None]
 
 
 def walk(program: Any, facts: Sequence[Fact], domain: Domain[Fact], visit: Visit | None = None) -> list[Fact]:
-    """Return the facts about the results of a jaxpr.
+    """Propagate facts from the inputs of a jaxpr to its results; return the facts about the results.
 
     Args:
       program: a jaxpr, closed or not, such as `jax.make_jaxpr(fn)(*args)`.

@@ -66,7 +66,7 @@ class Value(NamedTuple):
 
 
 class Lifetime(NamedTuple):
-    """How long a value waits in a buffer: its device, and the times at which it is written and last read."""
+    """The time for which a value waits in a buffer of a device: from when it is written to when it is last read."""
 
     device: int
     value: Value
@@ -163,7 +163,7 @@ def _lifetimes(schedule: Schedule, ops: Sequence[Op], runs: dict[str, list[Run]]
 
 
 def _assign_slots(lifetimes: Iterable[Lifetime]) -> tuple[dict[Value, int], dict[str, int]]:
-    """Return (the slot of every value, the length of every buffer)."""
+    """Return (the slot of every value, the number of slots of every buffer)."""
     by_buffer = defaultdict(list)
     for device, value, written, last_read in lifetimes:
         by_buffer[device, _BUFFER_OF[value.kind]].append((written, last_read, value))

@@ -89,7 +89,7 @@ def _decoded(path: Path) -> str:
 
 
 def _head(line: str, wrong: list[str]) -> dict[str, str]:
-    """Parse the sizes and the name in the first line; the name is all of the text after name=."""
+    """Parse the sizes and the name (all text after name=) in the first line; add problems to `wrong`."""
     words, named, name = line.removeprefix("#").strip().partition("name=")
     head = {}
     for word in words.split():

@@ -20,7 +20,7 @@ from jaxshard.schedules.table import Kind, Op, Table
 
 
 class Run(NamedTuple):
-    """One run of embedding or head: in one tick, each device computes it for another micro-batch.
+    """A run of embedding or head: a tick in which each device computes it for a micro-batch of its own.
 
     Attributes:
       tick: the tick of the run.

@@ -165,7 +165,7 @@ def find_problems(ops: Sequence[Op], stages: int, microbatches: int, chunks: int
 
 
 def shorten(texts: Sequence[str]) -> list[str]:
-    """Return the first 20 texts, and the number of further texts."""
+    """Return the first 20 texts; if there are more, also a text with the number of further texts."""
     more = len(texts) - _SHOWN
     return [*texts[:_SHOWN], f"and {more} more"] if more > 0 else list(texts)
 

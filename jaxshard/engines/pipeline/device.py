@@ -77,7 +77,7 @@ class DeviceStep:
         )  # fmt: skip
 
     def with_loss_weights(self, embed_and_head: EmbedAndHead, loss: Program) -> EmbedAndHead:
-        """Set `loss_weights` of embedding and head: the loss's weights, summed over micro-batches and devices.
+        """Return `embed_and_head` with `loss_weights`: the loss's weights, summed over micro-batches and devices.
 
         Collectives: one all-reduce of a scalar over the axes of rows and context per term of the loss.
         """

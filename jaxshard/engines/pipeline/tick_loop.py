@@ -116,7 +116,7 @@ def run_forwards(
 
 
 class _Operation(NamedTuple):
-    """A device's operation in an event; if not `active`, it computes on meaningless data without effect."""
+    """A device's F, B or W of a tick; if not `active`, the device computes on meaningless data, without effect."""
 
     chunk: jax.Array
     microbatch: jax.Array
@@ -137,12 +137,12 @@ class _RunMember(NamedTuple):
 
 @dataclass(frozen=True)
 class _TickLoop:
-    """A table on one device, with the functions for its operations.
+    """A schedule's table as one device runs it, with the functions for its operations.
 
     Attributes:
       ring: the devices of the pipeline.
       device: the index of this device on the ring.
-      sizes: the length of each buffer.
+      sizes: the number of slots of each buffer.
       splits_backward: whether the table has W operations.
       rows: the table, packed, as arrays [ticks, ...] to scan over.
       read: `read(row of one tick) -> Tick` of this device.
