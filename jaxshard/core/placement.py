@@ -62,13 +62,13 @@ class View:
         return self.padded != self.logical
 
     def apply(self, x: Shaped[Array, "*logical"]) -> Shaped[Array, "*stored"]:
-        """Pad and reshape an array from its logical shape to its stored one."""
+        """Pad and reshape an array from its logical shape to its stored shape."""
         if self.is_padded:
             x = jnp.pad(x, [(0, wide - size) for size, wide in zip(self.logical, self.padded)])
         return x.reshape(self.stored) if self.stored != self.padded else x
 
     def invert(self, x: Shaped[Array, "*stored"]) -> Shaped[Array, "*logical"]:
-        """Reshape an array from its stored shape to its logical one, and drop the padding."""
+        """Reshape an array from its stored shape, and drop the padding, to its logical shape."""
         x = x.reshape(self.padded) if self.stored != self.padded else x
         return x[tuple(slice(size) for size in self.logical)] if self.is_padded else x
 
@@ -91,7 +91,7 @@ class View:
         return logical_dim + self.extra_dims
 
     def unfold_first(self, sizes: tuple[int, ...]) -> View:
-        """Store the first dimension as several dimensions of these sizes, padded to their product."""
+        """Return a view with the first dimension stored as dimensions of these sizes, padded to their product."""
         assert not self.extra_dims, "the first dimension is unfolded once"
         padded = (math.prod(sizes), *self.padded[1:])
         return View(self.logical, padded, (*sizes, *padded[1:]), len(sizes) - 1)

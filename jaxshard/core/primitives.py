@@ -50,7 +50,7 @@ GENERATORS = frozenset({"random_bits", "random_gamma", "threefry2x32", "rng_bit_
 
 
 def evaluate(name: str, params: dict[str, Any], numbers: Sequence[float | None], dtype: Any) -> float | None:
-    """Return the result of an elementwise primitive for these numbers, in its dtype; None if unknown or not finite."""
+    """Compute an elementwise primitive of scalars, rounded to `dtype`; return None if unknown or not finite."""
     if name not in ARITHMETIC or jnp.issubdtype(dtype, np.complexfloating):
         return None
     extra = {"y": params["y"]} if name == "integer_pow" else {}

@@ -303,9 +303,9 @@ class Rules:
 
 
 def find_routed(leaves: Sequence[Leaf]) -> set[str]:
-    """Find the paths of experts' parameters, by a router in the same module that has an output for each expert.
+    """Find the paths of parameters [..., experts, in, out] that have a router in the same module.
 
-    The experts are their third last dimension.
+    They are recognised by their third last dimension, as large as the router's outputs.
     """
     outputs = {}
     for leaf in leaves:

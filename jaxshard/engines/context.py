@@ -20,7 +20,7 @@ from jaxshard.core.types import PyTree
 
 
 def split_batch(layout: Layout, model: KnownModel | None, batch: PyTree) -> PyTree:
-    """Take this device's part of the positions of its rows, inside a `shard_map` over the context's axes.
+    """Take this device's part of the positions of every row, inside a `shard_map` over the axes of `js.context`.
 
     Return the batch itself without a `js.context`, or with one over a single device. Nothing is communicated, as
     batches are stored replicated over the axes.

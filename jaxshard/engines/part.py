@@ -38,7 +38,7 @@ class Cut(NamedTuple):
     first_rows: jax.Array
 
     def part(self, rows: PyTree) -> PyTree:
-        """Return one micro-batch, given its slice of `turns`."""
+        """Return one micro-batch: `rows`, its slice of `turns`, together with the arrays that have no rows."""
         return put_back(self.mask, rows, self.batch)
 
     def first(self) -> tuple[PyTree, jax.Array]:

@@ -288,7 +288,7 @@ def _rule_of(var: Any, fact: Axes, microbatches: int) -> Rule | None:
 
 
 def _depend_on_row_count(part: Part, mask: PyTree, which: Sequence[int]) -> list[int]:
-    """Return the indices in `which` of state arrays that another jaxpr computes if there are twice as many rows."""
+    """Return those indices in `which` whose state array is computed by another jaxpr for twice as many rows."""
     more = part.of_twice_the_rows(mask) if which else None
     if more is None:
         return []  # the loss supports only this number of rows

@@ -65,7 +65,7 @@ Dtypes = Sequence[Any]
 
 
 def sum_in(gradient: jax.Array, dtype: Any) -> jax.Array:
-    """Cast a gradient; inside `widen_sums`, its sums over devices have this dtype too."""
+    """Cast a gradient to a dtype; inside `widen_sums` also make the sum over devices in that dtype."""
     marked: jax.Array = _mark.bind(gradient, dtype=jnp.dtype(dtype))
     return marked
 
@@ -82,7 +82,7 @@ def widen_sums(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run(program: Any, args: Sequence[Any], outs: Dtypes) -> list[Any]:
-    """Evaluate a program with results in the wanted dtypes; arguments may have other dtypes than their variables."""
+    """Evaluate a program so that its results have the dtypes `outs`; arguments may come in other dtypes as well."""
     jaxpr, consts = open_jaxpr(program)
     wanted = _find_wanted(jaxpr, outs)
     values: dict[Any, Any] = {}  # in the dtypes that they have
@@ -144,7 +144,7 @@ def _narrow_sum(x: jax.Array, dims: Sequence[int], dtype: Any) -> jax.Array:
 
 
 def _widen_program(inner: Any, ins: Dtypes, outs: Dtypes) -> Any:
-    """Return a call's jaxpr with arguments and results in the wanted dtypes, closed if it is closed."""
+    """Return the jaxpr `inner` with arguments in the dtypes `ins` and results in `outs`, closed if `inner` is."""
     jaxpr, _ = open_jaxpr(inner)
     avals = [x if dtype is None else x.update(dtype=dtype) for x, dtype in zip(jaxpr.in_avals, ins, strict=True)]
     widened = jax.make_jaxpr(lambda *args: _run(inner, args, outs))(*avals)
@@ -187,7 +187,7 @@ def _is_narrower(dtype: Any, atom: Any) -> bool:
 
 
 def _wanted_inputs(eqn: Any, outs: Dtypes) -> list[Any]:
-    """Return the dtype in which a call or scan should receive each operand, if its results are wanted in `outs`."""
+    """Return the dtypes in which a call or scan should receive its operands, to have results in the dtypes `outs`."""
     jaxpr, _ = open_jaxpr(eqn.params[_CALLS[eqn.primitive.name]])
     wanted = _find_wanted(jaxpr, outs)
     ins = [wanted.get(var) for var in jaxpr.invars]

@@ -35,7 +35,7 @@ class Run(NamedTuple):
 
 
 def head_runs(schedule: Table) -> list[Run]:
-    """Return the runs that compute losses and their gradients, between the F and B slots of their ticks.
+    """Return the runs of the head, which compute losses and their gradients, between the F and B slots of a tick.
 
     A run collects forwards of the last stage in the order of ticks until it has one per device, or until the next
     forward would come after the backward of a member. Its tick is that of its last forward.
