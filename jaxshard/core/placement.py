@@ -112,9 +112,8 @@ class Placement:
         engine issues an all-gather.
       why: why `js.shard` left the array replicated, as text for people; "" if it is split.
       rule: the rule of `js.tensor` that decided about the array, for people; "" without one.
-      owned: which device owns the array, as text for people, if it is optimizer state that is stored with the owners
-        of matrices (`Layout.owners`); "" for other arrays. Such an array is stored in a stack with others, not by its
-        own view.
+      owned: for optimizer state that is stored with the owners of matrices (`Layout.owners`), in a stack of several
+        arrays and not by its own view: where the stack is, as text for people. "" for all other arrays.
       memory: the memory kind of the stored array, such as "pinned_host"; "" is the device's own memory.
 
     Example:
