@@ -33,14 +33,15 @@ def is_declared(x: Any) -> bool:
 
 
 def next_state(old: PyTree, loss: Loss) -> PyTree:
-    """Return the model's state after a loss with the contributions of the global batch.
+    """Compute the model's new state from the old state and the loss of the global batch.
 
     Args:
       old: the state that the loss received.
       loss: the loss; with `state` None the old state stays.
 
     Raises:
-      ValueError: the loss, or its `update`, returned a state of other structure, shapes or dtypes; names every leaf.
+      ValueError: the loss, or its `update`, returned a state of other structure, shapes or dtypes; the message
+        names every leaf that differs.
     """
     if loss.state is None:
         _refuse_update_alone(loss)
@@ -89,7 +90,10 @@ def _refuse_update_alone(loss: Loss) -> None:
 
 
 def _check_update(update: Callable[..., PyTree]) -> None:
-    """Raise ValueError if an `update` closes over traced values, of a single micro-batch and a trace that has ended."""
+    """Raise ValueError if an `update` closes over traced values.
+
+    Such values belong to a single micro-batch, and their trace has ended when `update` runs.
+    """
     names = [name for name, value in _variables_of(update, set()) if _is_traced(value)]
     if names:
         raise ValueError(
@@ -118,7 +122,7 @@ def _is_traced(value: Any) -> bool:
 
 
 def _merge(old: PyTree, new: PyTree) -> PyTree:
-    """Put the contributions of a returned state into the old one."""
+    """Apply the contributions in a returned state (`js.Sum`, `js.Max`, `js.Mean`) to the old state."""
     values = jax.tree.map(_value_of, new, is_leaf=is_declared)
     if not same_structure(old, values):
         return values  # refused by its leaves

@@ -23,7 +23,7 @@ from jaxtyping import Array, Shaped, UInt32
 from jaxshard.core.keys import words_of
 
 _STEP = 0x9E3779B9
-"""2**32 divided by the golden ratio, odd: the difference of what neighbouring indices add."""
+"""The odd factor by which an index is multiplied before it is added to an element: 2**32 over the golden ratio."""
 
 
 def bit_sum(x: Shaped[Array, "*dims"]) -> UInt32[Array, ""]:
@@ -72,7 +72,7 @@ def _places(shape: tuple[int, ...]) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """Mix the bits of each number, a bijection: the finalizer of MurmurHash3 (Appleby)."""
+    """Scramble the bits of each integer by a bijection: the finalizer of MurmurHash3 (Appleby)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

@@ -18,11 +18,11 @@ from jaxshard.core.types import Role
 
 
 class Placer:
-    """Places the arrays of a layout one by one, and collects the wrong placements to report them together.
+    """Calls a strategy for one array after another, and collects its wrong placements to report them together.
 
     Args:
       strategy: the strategy to call.
-      mesh: the mesh that it receives.
+      mesh: the mesh to pass to the strategy.
     """
 
     def __init__(self, strategy: Strategy, mesh: Mesh):
@@ -30,7 +30,10 @@ class Placer:
         self._problems: dict[tuple[str, str], list[Role]] = {}
 
     def place(self, role: Role, leaf: Leaf) -> Placement:
-        """Return the strategy's placement of an array; if it is wrong, note the problem and return a replicated one."""
+        """Return the strategy's placement of an array.
+
+        If it is wrong, record the problem for `raise_problems` and return the placement of a replicated array.
+        """
         placement = self._strategy(role, leaf, whole(leaf), self.mesh)
         problem = _find_problem(placement, role, leaf, self.mesh)
         if not problem:
@@ -39,7 +42,7 @@ class Placer:
         return whole(leaf)
 
     def raise_problems(self) -> None:
-        """Raise one ValueError that names every array whose placement is wrong, with its roles."""
+        """Raise one ValueError that names every wrongly placed array, with its roles; do nothing without any."""
         raise_all(
             (f"{', '.join(roles)} {array}: {problem}" for (array, problem), roles in self._problems.items()),
             ValueError,

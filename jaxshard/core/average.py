@@ -12,12 +12,12 @@ from jaxshard.core.tree import path_str, raise_all
 from jaxshard.core.types import PyTree
 
 Decay = float | Callable[[jax.Array], jax.Array]
-"""A number, or a schedule: `decay(step) -> f32[]`, with steps counted from 0, as optax writes schedules."""
+"""The decay of an average: a number, or an optax schedule `decay(step) -> f32[]` with steps counted from 0."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class Average:
-    """An exponential moving average of the parameters that the loss reads: a teacher (Mean Teacher, BYOL, DINO).
+    """An exponential moving average of the parameters, for the loss to read: a teacher (Mean Teacher, BYOL, DINO).
 
     Put it into the state that `init_fn` returns. After each step, from the new parameters,
 
@@ -76,14 +76,14 @@ class Average:
         return made
 
     def over(self, params: PyTree) -> Average:
-        """Return an average of the same decay that holds another tree."""
+        """Return an `Average` with the same decay that holds `params` instead."""
         return Average.tree_unflatten(self.decay, (params,))
 
     def next(self, params: PyTree, step: jax.Array) -> Average:
-        """Return the average after a step, elementwise.
+        """Return the `Average` after a training step: decay * average + (1 - decay) * params, elementwise.
 
         Args:
-          params: the step's new parameters, in the same view as the average; they may have more paths than it.
+          params: the parameters after the step, in the same view as the average; the tree may have further parameters.
           step: the step's number, from 0 on.
         """
         decay = self.decay(step) if callable(self.decay) else self.decay
@@ -97,15 +97,15 @@ def is_average(x: Any) -> bool:
 
 
 def find_averaged(params: PyTree, averaged: PyTree, what: str = "") -> PyTree:
-    """Select the leaves of a tree like the parameters that have the paths of an average's leaves.
+    """Select, from a tree with the parameters' paths, the leaves at the paths that an average has.
 
     Args:
-      params: a tree like the parameters.
+      params: a tree with a leaf for each parameter, such as its array or its placement.
       averaged: the tree in an `Average`.
-      what: where the average is, for errors.
+      what: where the average is, such as " at teacher", for the error message.
 
     Raises:
-      ValueError: an array of the average has no parameter of its path; names each.
+      ValueError: no parameter has the path of some array of the average; the message lists these paths.
     """
     known = dict(jax.tree_util.tree_leaves_with_path(params))
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(averaged)]
@@ -119,12 +119,12 @@ def find_averaged(params: PyTree, averaged: PyTree, what: str = "") -> PyTree:
 
 
 def average_dtype(x: Any) -> Any:
-    """Return the dtype in which a parameter is averaged: f32 for bf16 and f16, where small steps are rounded away."""
+    """Return the dtype in which a parameter is averaged: f32 for bf16 and f16, which would round small changes away."""
     return jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype
 
 
 def blend(old: jax.Array, new: jax.Array, decay: float | jax.Array) -> jax.Array:
-    """Return `decay * old + (1 - decay) * new`; integers are copied, not averaged."""
+    """Return `decay * old + (1 - decay) * new`; for integers return `new`."""
     if not jnp.issubdtype(old.dtype, jnp.inexact):
         return new
     # In this form the average of two equal numbers is exactly that number, without a rounding error.

@@ -3,7 +3,7 @@
 The rows are the first dimension, which is split over devices and cut into micro-batches.
 
 Scalars have no rows, nor have the arrays that `js.without_rows` names. All other arrays should have the same number.
-Where their first sizes differ, only the arrays of one size count as rows. That is allowed only where the loss sees the
+Where their first sizes differ, only the arrays of one size have rows. That is allowed only where the loss sees the
 global batch, so that the choice can't change its value.
 """
 
@@ -31,7 +31,9 @@ from jaxshard.core.types import PyTree
 
 @dataclass(frozen=True, eq=False)
 class BatchPlan:
-    """The arrays of a batch that have rows, and all placements; made by `Layout.plan_batch`, once for its shapes.
+    """Which arrays of a batch have rows, and where each array is placed; `Layout.plan_batch` makes it.
+
+    One plan serves all batches of the same shapes.
 
     Attributes:
       strategy: may have `js.without_rows` among its parts.
@@ -47,14 +49,14 @@ class BatchPlan:
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """The first size of every array that may have rows, by path: `row_counts`."""
+        """{path: size of the first dimension} of every array that may have rows; see `row_counts`."""
         return row_counts(self.strategy, self.batch)
 
     @cached_property
     def row_count(self) -> int:
         """The number of rows; 0 if no array has rows.
 
-        Where arrays differ in their first sizes, prefer a size that the devices divide, then the size of most arrays,
+        Where arrays differ in their first sizes, prefer a size that splits evenly, then the size of most arrays,
         then the largest.
         """
         sizes, parts = Counter(self.counts.values()), axis_size(self.mesh, self.axes)
@@ -82,7 +84,7 @@ class BatchPlan:
         return jax.tree.map(lambda placement: placement.sharding(self.mesh), self.placements)
 
     def check(self, microbatches: int, *, whole: bool = False) -> None:
-        """Check the rows, before anything is compiled.
+        """Raise if the batch has no rows that split evenly over devices and micro-batches; call it before compilation.
 
         Args:
           microbatches: the engine's number of micro-batches.
@@ -122,7 +124,7 @@ class BatchPlan:
 
 
 def row_counts(strategy: Strategy, batch: PyTree) -> dict[str, int]:
-    """Return {path: first size} of the arrays that may have rows: not scalars, and not named by `js.without_rows`."""
+    """Return {path: size of dim 0} of the arrays that may have rows: no scalars, none named by `js.without_rows`."""
     patterns = _patterns(strategy)
     arrays = ((path_str(path), x) for path, x in jax.tree_util.tree_leaves_with_path(batch) if np.ndim(x))
     return {path: np.shape(x)[0] for path, x in arrays if not any(ends_with(path, one) for one in patterns)}
@@ -146,7 +148,7 @@ def check_no_lists(what: str, tree: PyTree) -> None:
     Refuse lists of lists, lists as long as the arrays have rows, and all lists if no array has rows.
 
     Args:
-      what: the name of the tree.
+      what: the name of the tree, for the message.
       tree: a batch, or an example.
     """
     if not any(np.ndim(x) == 0 for x in jax.tree.leaves(tree)):
@@ -187,7 +189,7 @@ def describe_differing(counts: dict[str, int]) -> str:
 
 
 def name_those_without(counts: dict[str, int], rows: int) -> str:
-    """Return a fix for arrays of different first sizes: a `js.without_rows` that names the arrays of another size.
+    """Return the text of a fix for arrays of different first sizes: name the arrays without rows in `js.without_rows`.
 
     Args:
       counts: what `row_counts` returned.

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 
 class Stored(NamedTuple):
-    """The cached keys and values of one call of attention, in all blocks.
+    """The cached keys and values of one `js.attention` call in the model's code, for all blocks.
 
     Attributes:
       keys: [L, B, K, S, D].
@@ -31,12 +31,12 @@ class Stored(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The shapes and sharding of the keys and values that one call of attention stores of a position in one block.
+    """Shapes, dtypes and sharding of what one `js.attention` call caches for a position of a row in one block.
 
     Attributes:
-      kv_heads: heads of keys and values.
-      widths: of a head of keys, and of one of values.
-      dtypes: of both.
+      kv_heads: the number of heads of keys and values.
+      widths: (width of a head of keys, width of a head of values).
+      dtypes: (dtype of keys, dtype of values).
       spec: how the mesh splits `Stored` arrays: rows over the batch axes, heads as attention splits them.
     """
 
@@ -46,7 +46,7 @@ class Slots(NamedTuple):
     spec: PartitionSpec
 
     def shapes(self, blocks: int, rows: int, size: int) -> Stored:
-        """Return the shapes of the stored arrays with `size` slots."""
+        """Return the shapes of the cached arrays for a number of blocks, of rows, and of slots in a row (`size`)."""
         made = [
             jax.ShapeDtypeStruct((blocks, rows, self.kv_heads, size, width), dtype)
             for width, dtype in zip(self.widths, self.dtypes)
@@ -55,19 +55,19 @@ class Slots(NamedTuple):
 
 
 class Cache:
-    """The cache of one part of a model, in the order of its calls of attention.
+    """The KV cache of one part of a model, with an entry for each of its `js.attention` calls, in call order.
 
     A cache is made for one trace of the part. Its arrays are references (`jax.new_ref`), so that attention may run
     inside of `jax.jit`, `jax.checkpoint` or `jax.lax.cond` in the part.
 
     Args:
       count: how many new positions of each row the part computes.
-      stored: references to the arrays of each call; None to find out which calls there are.
+      stored: references to the cached arrays of each call; None to only record the calls, in `found`.
       starts: int32[B], the first new position of each row; None where that is 0, as in a prompt.
       block: the index of the block.
 
     Attributes:
-      found: what each call stores, where `stored` is None.
+      found: for each call, the shapes and sharding that it would cache; filled where `stored` is None.
       asked_positions: whether the part asked `js.positions`, which has one answer for all rows.
     """
 
@@ -90,7 +90,10 @@ class Cache:
         return context
 
     def positions(self, count: int) -> jax.Array:
-        """Return the `count` new positions, which must be the same in all rows."""
+        """Return the indices of the `count` new positions, int32[count], which must be the same in all rows.
+
+        Sets `asked_positions`.
+        """
         self.asked_positions = True
         numbers = jnp.arange(count, dtype=jnp.int32)
         return numbers if self.starts is None else self.starts[0] + numbers

@@ -1,4 +1,4 @@
-"""`Carried`: how a run carries an optimizer state that is not stored array by array."""
+"""`Carried`: how a training state holds an optimizer state that is not stored array by array."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from jaxshard.core.types import PyTree
 
 
 class Carried(Protocol):
-    """The way in which a run makes, stores and saves the state of its optimizer.
+    """A protocol: make, store and save an optimizer state that is not stored array by array.
 
-    Without one (`Layout.carried` is None), the state is that of `tx.init`, and each array is stored by its own
+    Where `Layout.carried` is None, the state is the result of `tx.init`, and each array is stored by its own
     placement. The owners of matrices (`optim/owners`) store several arrays as one stack, and `js.local` (`optim/local`)
     adds a copy of parameters and state for each replica.
     """
 
     def start(self, tx: Any, params: PyTree, mesh: Mesh) -> PyTree:
-        """Make the first state, in logical arrays, for trained parameters."""
+        """Make the optimizer state for the first step, in logical arrays, from the trained parameters."""
         ...
 
     def store(self, placements: PyTree, state: PyTree) -> PyTree:
-        """Convert a state of logical arrays to stored ones."""
+        """Convert an optimizer state of logical arrays to stored arrays."""
         ...
 
     def unstore(self, placements: PyTree, state: PyTree) -> PyTree:
-        """Convert a state of stored arrays to logical ones: the inverse of `store`."""
+        """Convert an optimizer state of stored arrays to logical arrays: the inverse of `store`."""
         ...
 
     def saved(self, layout: Any) -> Any:
-        """Return the layout in which checkpoints save a run of this layout."""
+        """Return the layout in which checkpoints save a training state that has the layout `layout`."""
         ...
 
     def describe(self, mesh: Mesh) -> list[str]:
-        """Describe it in lines, for `print(layout)`."""
+        """Return lines of text that say how the optimizer state is stored, for `print(layout)`."""
         ...

@@ -18,7 +18,7 @@ from jaxshard.core.placement import split_dims
 
 
 def gather(x: jax.Array, spec: PartitionSpec, *, keep: Sequence[str] = ()) -> jax.Array:
-    """All-gather the array of which `x` is this device's shard under `spec`.
+    """All-gather the full array, of which `x` is this device's shard under `spec`.
 
     One all-gather per axis, minor axes first, so that the shards are joined in order. The last all-gather moves the
     bytes of the full array, the earlier ones fewer.
@@ -57,32 +57,32 @@ def scatter_sum(x: jax.Array, spec: PartitionSpec, axes: Sequence[str], *, keep:
 
 
 def slice_shard(x: jax.Array, dim: int, axis: str) -> jax.Array:
-    """Slice this device's part out of dimension `dim`, cut evenly over a mesh axis. Nothing is communicated."""
+    """Cut dimension `dim` evenly over a mesh axis and return this device's part. Nothing is communicated."""
     size = x.shape[dim] // lax.axis_size(axis)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)
 
 
 def all_sum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Sum over the axes, on every device; `x` itself without axes. One all-reduce."""
+    """All-reduce the sum of `x` over mesh axes; return `x` unchanged if `axes` is empty."""
     return lax.psum(x, tuple(axes)) if axes else x
 
 
 def stack_totals(
     fn: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array], specs: Sequence[PartitionSpec], mesh: Mesh
 ) -> jax.Array:
-    """Stack the scalars `fn(x)` of global arrays, in global-view code: the compiler adds over devices."""
+    """Compute the scalar `fn(x)` of each global array, and stack the scalars; the compiler adds the collectives."""
     del specs, mesh  # the compiler knows them
     return jnp.stack([fn(x) for x in arrays])
 
 
 class Sums(NamedTuple):
-    """A way to add shares over devices: native reductions or sums in a fixed order.
+    """The functions that add over devices: with native reductions (`NATIVE`), or in a fixed order (`ORDERED`).
 
     Attributes:
-      scatter_sum: sums a share and keeps this device's shard; see `scatter_sum` of this file.
-      all_sum: sums a share, on every device; see `all_sum`.
+      scatter_sum: adds the devices' shares and returns this device's shard of the sum; see `scatter_sum` of this file.
+      all_sum: adds the devices' shares and returns the sum on every device; see `all_sum`.
       stack_totals: reduces each global array to a scalar; see `stack_totals`.
-      in_order: True if sums have a fixed order, so that they give the same bits for every number of processes.
+      in_order: True if shares are added in a fixed order, which gives the same bits for every number of processes.
     """
 
     scatter_sum: Callable[..., jax.Array]
@@ -92,11 +92,11 @@ class Sums(NamedTuple):
 
 
 NATIVE = Sums(scatter_sum, all_sum, stack_totals, in_order=False)
-"""Sums in the order that the hardware prefers; `ordered_sums.ORDERED` has a fixed order."""
+"""Adds in the order that the hardware prefers; `ordered_sums.ORDERED` adds in a fixed order."""
 
 
 def sum_scalar(x: jax.Array, axes: Sequence[str], sums: Sums = NATIVE) -> jax.Array:
-    """Sum a share of a loss, a weight or a metric over the axes; bf16 and f16 are added in f32."""
+    """Add the devices' shares of a loss, a loss weight or a metric over mesh axes; bf16 and f16 are added in f32."""
     if x.dtype in _NARROW and axes:
         # Also because the CPU compiler aborts on a manual bf16 sum when other axes are automatic (JAX 0.10 to 0.12).
         return sums.all_sum(x.astype(jnp.float32), axes).astype(x.dtype)
@@ -104,7 +104,7 @@ def sum_scalar(x: jax.Array, axes: Sequence[str], sums: Sums = NATIVE) -> jax.Ar
 
 
 def all_max(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Take the maximum over the axes, on every device; `x` itself without axes. One all-reduce."""
+    """All-reduce the maximum of `x` over mesh axes; return `x` unchanged if `axes` is empty."""
     if not axes:
         return x
     wide = {jnp.dtype(bool): jnp.int32}.get(x.dtype, jnp.float32 if x.dtype in _NARROW else x.dtype)
@@ -113,7 +113,7 @@ def all_max(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 
 def average_scalar(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Average a scalar over the axes; take the maximum of integers and flags."""
+    """Average a floating scalar over mesh axes; of an integer or a boolean take the maximum instead."""
     if not axes:
         return x
     if not jnp.issubdtype(x.dtype, jnp.inexact):

@@ -1,8 +1,8 @@
 """All code that depends on the version of JAX or Python, or on their private names (JAX 0.10 to 0.12, Python 3.11 on).
 
-Each function says why the name is needed, and what happens when a new version changes it: loudly (an error where it is
-used) or silently (a wrong or slower result). Silent changes are tested in tests/core/test_compat.py, as are the names
-of primitives and compiler passes that other files compare with.
+Each function says which private or undocumented name it needs, and what happens when a new version changes that name:
+an error where the name is used, or no error but a wrong or slower result. Changes without an error are tested in
+tests/core/test_compat.py, as are the names of primitives and compiler passes that other files compare with.
 """
 
 import functools
@@ -39,7 +39,7 @@ def installed_version(package: str) -> str | None:
 
 
 def untested_version() -> str | None:
-    """Return a sentence about a JAX that is newer than `NEWEST_TESTED`, or None."""
+    """Return a warning text if the installed JAX is newer than `NEWEST_TESTED`; else None."""
     if jax.__version_info__[:2] <= NEWEST_TESTED:
         return None
     newest = ".".join(map(str, NEWEST_TESTED))
@@ -65,11 +65,11 @@ def _warn_once(message: str) -> None:
 
 
 KEEP_REPEATED_GATHERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-"""Options that keep the CPU compiler from merging the all-gather in a unit's backward pass with the forward's.
+"""Compiler options that keep the CPU compiler from merging the all-gathers of forward and backward pass.
 
 Undocumented: the name of a pass of XLA. It expands the barrier of `jax.checkpoint` too early (JAX 0.10), after which
-equal gathers are merged. Silent: under another name nothing is disabled, and gathered weights are kept for the backward
-pass. Tested by its effect.
+equal gathers are merged. If it changes, there is no error: under another name nothing is disabled, and gathered weights
+are kept for the backward pass. Tested by its effect.
 """
 
 
@@ -102,7 +102,7 @@ def compiler_input(lowered: jax.stages.Lowered) -> CompilerInput:
     """Return what `lowered.compile()` would give to the compiler, so that another process can compile it.
 
     Private: `jax._src.compiler.compile_or_get_cached`, which every compilation calls; it is replaced for this thread
-    while `compile` runs. Loud: an AttributeError, or a program that compiles where the test expects none.
+    while `compile` runs. If it changes: an AttributeError, or a program that compiles where the test expects none.
     """
     taken: list[CompilerInput] = []
     private: Any = compiler
@@ -136,10 +136,10 @@ def compiler_input(lowered: jax.stages.Lowered) -> CompilerInput:
 
 
 NonFiniteResult = api_util.InternalFloatingPointError
-"""Raised under `jax.debug_nans` by a program that was compiled ahead of its call.
+"""The exception that a program compiled ahead of its call raises under `jax.debug_nans`.
 
-Private: `jax._src.api_util`. `jax.jit` itself catches it and runs the function again, operation by operation. Loud: an
-AttributeError with `import jaxshard`.
+Private: `jax._src.api_util`. `jax.jit` itself catches it and runs the function again, operation by operation. If it
+changes: an AttributeError with `import jaxshard`.
 """
 
 
@@ -149,8 +149,8 @@ AttributeError with `import jaxshard`.
 def backend_is_initialized() -> bool:
     """Return whether JAX has started a backend, after which the number of simulated devices is fixed.
 
-    Private: `jax._src.xla_bridge`. There is no public way to ask without starting the backend. Loud: an ImportError or
-    AttributeError with `import jaxshard`.
+    Private: `jax._src.xla_bridge`. There is no public way to ask without starting the backend. If it changes: an
+    ImportError or AttributeError with `import jaxshard`.
     """
     return xla_bridge.backends_are_initialized()
 
@@ -160,8 +160,8 @@ def cluster_processes() -> int:
 
     Only Kubernetes pods of an indexed Job count: JAX takes every pod for one of a Job, and fails in a notebook's pod.
 
-    Private: `jax._src.clusters`, `ClusterEnv._cluster_types` and its methods. JAX can't be asked without joining. Loud:
-    an AttributeError in `js.initialize`.
+    Private: `jax._src.clusters`, `ClusterEnv._cluster_types` and its methods. JAX can't be asked without joining. If it
+    changes: an AttributeError in `js.initialize`.
     """
     kinds = [kind for kind in clusters.ClusterEnv._cluster_types if not kind.opt_in_only_method]
     if "JOB_COMPLETION_INDEX" not in os.environ:
@@ -177,7 +177,7 @@ def place_in_cluster(timeout: int) -> tuple[str, int, int, Sequence[int] | None]
     pods it may wait, up to `timeout` seconds, until the first host has an address.
 
     Private: `jax._src.clusters`, `ClusterEnv.auto_detect_unset_distributed_params`. JAX can't be asked without joining.
-    Loud: an AttributeError or TypeError in `js.initialize`.
+    If it changes: an AttributeError or TypeError in `js.initialize`.
     """
     address, count, index, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
         os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, timeout
@@ -191,7 +191,7 @@ def process_count_and_id() -> tuple[int, int]:
     """Return (number of processes, index of this one) as `jax.distributed` knows them, without touching a device.
 
     Private: `jax._src.distributed.global_state`. `jax.process_count()` would start the backend, which has to wait until
-    the number of simulated devices is set. Loud: an AttributeError.
+    the number of simulated devices is set. If it changes: an AttributeError.
     """
     return distributed.global_state.num_processes, distributed.global_state.process_id
 
@@ -199,8 +199,8 @@ def process_count_and_id() -> tuple[int, int]:
 def coordinator_client() -> Any:
     """Return the client of JAX's coordinator, whose key-value store all processes share; None in a single process.
 
-    Private: `jax._src.distributed.global_state.client`, the only way to the store that JAX itself uses. Loud: an
-    AttributeError. `put_key` and the functions below it use its methods.
+    Private: `jax._src.distributed.global_state.client`, the only way to the store that JAX itself uses. If it changes:
+    an AttributeError. `put_key` and the functions below it use its methods.
     """
     return distributed.global_state.client
 
@@ -208,7 +208,8 @@ def coordinator_client() -> Any:
 def default_devices() -> list[jax.Device] | None:
     """Return the devices of the default backend, or None if no platform in JAX_PLATFORMS is available.
 
-    Undocumented: up to 0.12 an assertion fails inside JAX for a platform without a plugin. Loud: another error.
+    Undocumented: up to 0.12 an assertion fails inside JAX for a platform without a plugin. If it changes: another
+    error.
     """
     try:
         return jax.devices()
@@ -219,7 +220,7 @@ def default_devices() -> list[jax.Device] | None:
 def has_cudnn() -> bool:
     """Return whether cuDNN can be loaded: JAX reads its version when it traces attention for a GPU.
 
-    Private: `jax._src.lib.cuda_versions`, None without a CUDA plugin. Loud: an ImportError.
+    Private: `jax._src.lib.cuda_versions`, None without a CUDA plugin. If it changes: an ImportError.
     """
     from jax._src.lib import cuda_versions
 
@@ -232,9 +233,11 @@ def has_cudnn() -> bool:
 
 
 def device_order(compiled: Any) -> tuple[jax.Device, ...] | None:
-    """Return the devices of a compiled program by position; None without arguments and results, or for a text.
+    """Return the devices of a compiled program, in the order of its partitions.
 
-    Private: `Sharding._device_assignment`. `device_set` is public, but has no order. Loud: an AttributeError.
+    Return None for a program without arguments and results, and for a program that is given as text.
+
+    Private: `Sharding._device_assignment`. `device_set` is public, but has no order. If it changes: an AttributeError.
     """
     shardings = getattr(compiled, "input_shardings", ()), getattr(compiled, "output_shardings", ())
     return next((tuple(sharding._device_assignment) for sharding in jax.tree.leaves(shardings)), None)
@@ -246,8 +249,8 @@ def device_order(compiled: Any) -> tuple[jax.Device, ...] | None:
 def varying_axes(x: Any) -> frozenset[str]:
     """Return the mesh axes over which the type of `x` varies inside shard_map; none under check_vma=False.
 
-    Undocumented: `.vma` of the type, `.mat.varying` from 0.12 on. Silent: under a third name nothing would seem to
-    vary, and `js.optim` would take each device's gradients for their sum. Tested by name.
+    Undocumented: `.vma` of the type, `.mat.varying` from 0.12 on. If it changes, there is no error: under a third name
+    nothing would seem to vary, and `js.optim` would take each device's gradients for their sum. Tested by name.
     """
     kind = jax.typeof(x)
     return frozenset(kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", ()))
@@ -256,7 +259,7 @@ def varying_axes(x: Any) -> frozenset[str]:
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     """Return (number of constants, number of carries) from the parameters of a scan; its other inputs are scanned over.
 
-    Undocumented: `num_consts` and `num_carry`, `ft_in` from 0.12 on. Loud: a KeyError or ValueError.
+    Undocumented: `num_consts` and `num_carry`, `ft_in` from 0.12 on. If it changes: a KeyError or ValueError.
     """
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -267,7 +270,7 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 def newly_manual_axes(params: dict[str, Any]) -> frozenset[str]:
     """Return the mesh axes that a shard_map makes manual and that are automatic outside of it, from its parameters.
 
-    Undocumented: the name of the parameter. Loud: a KeyError with it.
+    Undocumented: the name of the parameter. If it changes: a KeyError with the name.
     """
     return frozenset(params["newly_manual_axes"])
 
@@ -278,7 +281,7 @@ def contracted_kernel_dims(params: dict[str, Any]) -> tuple[int, ...]:
     With feature groups the kernel's input features are already those of one group.
 
     Undocumented: that the equation has a parameter `dimension_numbers` and `rhs_spec` begins with the output features.
-    Silent: FLOPs of convolutions would be counted wrong.
+    If it changes, there is no error: FLOPs of convolutions would be counted wrong.
     """
     _, *summed = params["dimension_numbers"].rhs_spec
     return tuple(summed)
@@ -287,7 +290,7 @@ def contracted_kernel_dims(params: dict[str, Any]) -> tuple[int, ...]:
 def equation_frames(equation: Any) -> list[tuple[str, int, str]]:
     """Return (file, line, qualified function name) of the Python frames that made an equation, innermost first.
 
-    Private: `source_info.traceback`, needed to name the user's line in errors. Loud: an AttributeError.
+    Private: `source_info.traceback`, needed to name the user's line in errors. If it changes: an AttributeError.
     """
     traceback = equation.source_info.traceback
     return [] if traceback is None else [(f.file_name, f.line_num, f.function_name) for f in traceback.frames]
@@ -297,7 +300,8 @@ def equation_frames(equation: Any) -> list[tuple[str, int, str]]:
 def equation_context(equation: Any) -> Iterator[None]:
     """Enter the context in which to evaluate an equation again: mesh, `check_vma`, precision, source line.
 
-    Private: `eqn.ctx.manager` and `eqn.source_info`, which `jax.core.eval_jaxpr` uses itself. Loud: an AttributeError.
+    Private: `eqn.ctx.manager` and `eqn.source_info`, which `jax.core.eval_jaxpr` uses itself. If it changes: an
+    AttributeError.
     """
     source = equation.source_info
     names = source_info_util.current_name_stack() + source.name_stack
@@ -308,7 +312,7 @@ def equation_context(equation: Any) -> Iterator[None]:
 def cast_primitive(name: str) -> Primitive:
     """Make a primitive `bind(x, dtype=dtype)` that casts, so that a jaxpr shows which casts are deliberate.
 
-    Undocumented: `jax.interpreters.mlir`. Loud: an AttributeError with the import.
+    Undocumented: `jax.interpreters.mlir`. If it changes: an AttributeError with the import.
     """
 
     def cast(x: jax.Array, dtype: Any) -> jax.Array:
@@ -326,8 +330,8 @@ def function_primitive(name: str, fn: Callable[..., Sequence[jax.Array]]) -> Pri
 
     It returns a list of arrays, as `fn` does, and is compiled, differentiated and mapped as `fn` is.
 
-    Undocumented: `jax.interpreters.mlir`, `ad.primitive_jvps`, `ad.Zero` and `batching.primitive_batchers`. Loud: an
-    AttributeError with the import, or JAX's own error that there is no rule.
+    Undocumented: `jax.interpreters.mlir`, `ad.primitive_jvps`, `ad.Zero` and `batching.primitive_batchers`. If it
+    changes: an AttributeError with the import, or JAX's own error that there is no rule.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -359,12 +363,12 @@ def function_primitive(name: str, fn: Callable[..., Sequence[jax.Array]]) -> Pri
 
 
 def mark_primitive(name: str) -> Primitive:
-    """Make a primitive `bind(*arrays, results=avals, **params)` that computes nothing, only to be found in a jaxpr.
+    """Make a primitive `bind(*arrays, results=avals, **params)` that computes nothing and is only found in a jaxpr.
 
     Under `jax.vmap` operands and results get the new dimension in front. It has no derivatives and can't be compiled.
 
-    Undocumented: `jax.interpreters.batching.primitive_batchers` and the form of its rules. Loud: an AttributeError with
-    the import, or a TypeError where a mark is mapped.
+    Undocumented: `jax.interpreters.batching.primitive_batchers` and the form of its rules. If it changes: an
+    AttributeError with the import, or a TypeError where a mark is mapped.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -387,8 +391,8 @@ def splash_gradients(blocks: Any, mask_infos: Any, residuals: Any, d_out: Any, *
     step of the ring computes the gradients of some keys. `residuals` are (q, k, v, segment ids, output, log of the
     sum of exp(logits)) there.
 
-    Private: `splash_attention_kernel._splash_attention_bwd`, its arguments and the order of its results. Loud: an
-    AttributeError or TypeError.
+    Private: `splash_attention_kernel._splash_attention_bwd`, its arguments and the order of its results. If it changes:
+    an AttributeError or TypeError.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
@@ -411,8 +415,8 @@ def splash_gradients(blocks: Any, mask_infos: Any, residuals: Any, d_out: Any, *
 def forget_profile() -> None:
     """Drop a profile that could not be written, so that another one can be started.
 
-    Private: `jax._src.profiler._profile_state`, which `jax.profiler.stop_trace` resets only where it succeeds. Loud: an
-    AttributeError.
+    Private: `jax._src.profiler._profile_state`, which `jax.profiler.stop_trace` resets only where it succeeds. If it
+    changes: an AttributeError.
     """
     with profiler._profile_state.lock:
         profiler._profile_state.reset()
@@ -421,8 +425,8 @@ def forget_profile() -> None:
 def dce_jaxpr(jaxpr: Any) -> tuple[Any, list[bool]]:
     """Return (the jaxpr without dead code, for each input whether it is still used).
 
-    Undocumented: `jax.interpreters.partial_eval.dce_jaxpr`, which knows which inputs each primitive with
-    inner jaxprs (scan, cond, jit, ...) needs. Loud: an AttributeError.
+    Undocumented: `jax.interpreters.partial_eval.dce_jaxpr`, which knows which inputs each primitive with inner jaxprs
+    (scan, cond, jit, ...) needs. If it changes: an AttributeError.
     """
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
 
@@ -430,10 +434,11 @@ def dce_jaxpr(jaxpr: Any) -> tuple[Any, list[bool]]:
 def without_callbacks(program: Any) -> Any:
     """Return the jaxpr with callbacks made effect-free, so that dead code elimination removes those that nothing reads.
 
-    `jax.debug.print` is such a callback. Inner jaxprs of calls and control flow are changed too, those of kernels not.
+    `jax.debug.print` is such a callback. Inner jaxprs of calls and control flow are changed too, but not
+    inner jaxprs of kernels.
 
-    Private: `Jaxpr.replace`, and the names of the effects. Silent: under other names callbacks would stay, and run once
-    more. Tested by its effect.
+    Private: `Jaxpr.replace`, and the names of the effects. If it changes, there is no error: under other names
+    callbacks would stay, and run once more. Tested by its effect.
     """
     if hasattr(program, "jaxpr") and program.jaxpr is not program:
         return program.replace(jaxpr=without_callbacks(program.jaxpr))
@@ -460,19 +465,19 @@ _WITH_CALLBACKS_INSIDE = {"jit", "pjit", "remat2", "remat", "checkpoint", "close
 
 
 def replace_equations(jaxpr: Any, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any]) -> Any:
-    """Return the jaxpr with other arguments, results and equations, chosen from its own variables and equations.
+    """Return a jaxpr with these arguments, results and equations, all of them taken from the jaxpr that is given.
 
     Private: `debug_info._replace`. The names of arguments and results in it have to be forgotten, since JAX checks that
-    there are as many as arguments. Loud: an AttributeError, or JAX's own assertion.
+    there are as many as arguments. If it changes: an AttributeError, or JAX's own assertion.
     """
     names = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     return jaxpr.replace(eqns=list(eqns), invars=list(invars), outvars=list(outvars), debug_info=names)
 
 
 def fresh_variable(aval: Any) -> Any:
-    """Return a new jaxpr variable of this type.
+    """Make a new jaxpr variable of type `aval`.
 
-    Undocumented: the argument of `jax.extend.core.Var`. Loud: a TypeError.
+    Undocumented: the argument of `jax.extend.core.Var`. If it changes: a TypeError.
     """
     return Var(aval)
 
@@ -486,8 +491,8 @@ def unbound_axis_name(error: NameError) -> str | None:
     """Return the mesh axis that a collective named outside of any `shard_map` over it; None for other NameErrors.
 
     Undocumented: JAX raises "Found an unbound axis name: data. To fix this, please call psum under `jax.shard_map`." or
-    "unbound axis name: data", with no attribute that holds the name. Silent: the user would see JAX's own error instead
-    of the explanation. Tested by name.
+    "unbound axis name: data", with no attribute that holds the name. If it changes, there is no error: the user would
+    see JAX's own error instead of the explanation. Tested by name.
     """
     found = _UNBOUND_AXIS.search(str(error))
     return found[1] if found else None
@@ -502,8 +507,8 @@ _REFUSED_SPEC = re.compile(
 def is_refused_spec(error: Exception) -> bool:
     """Return whether JAX refused a sharding that a function asked for: `out_sharding=P(...)`, a constraint, `reshard`.
 
-    Undocumented: the texts of JAX's ValueErrors and RuntimeErrors. Silent: the user would see JAX's own error, which
-    suggests `jax.set_mesh`, instead of the explanation. Tested by text.
+    Undocumented: the texts of JAX's ValueErrors and RuntimeErrors. If it changes, there is no error: the user would see
+    JAX's own error, which suggests `jax.set_mesh`, instead of the explanation. Tested by text.
     """
     return bool(_REFUSED_SPEC.search(str(error)))
 
@@ -515,7 +520,7 @@ def call_before_exit(fn: Callable[[], Any]) -> None:
     """Call a function when the program ends, while threads can still be started: `atexit` comes too late for that.
 
     Private: `threading._register_atexit`, which `concurrent.futures` itself uses; to be replaced when Python has a
-    public name for it (https://github.com/python/cpython/issues/86128). Loud: an AttributeError.
+    public name for it (https://github.com/python/cpython/issues/86128). If it changes: an AttributeError.
     """
     threading._register_atexit(fn)  # type: ignore[attr-defined]  # private, so the stubs lack it
 
@@ -544,7 +549,7 @@ def avoid_compilation_cache(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh)
 # The key-value store of JAX's coordinator. `store` is `coordinator_client()`, or an object with its methods.
 #
 # Private: the methods of the client, undocumented and written in C++, and the texts of its errors, all RuntimeErrors.
-# Renamed methods are loud. A changed text is loud too: a function raises where it should return None.
+# A renamed method is an AttributeError. If a text changes, a function raises where it should return None.
 
 
 def put_key(store: Any, key: str, value: str, *, overwrite: bool = False) -> None:
@@ -567,7 +572,7 @@ def get_key(store: Any, key: str) -> str | None:
 
 
 def wait_for_key(store: Any, key: str, seconds: float) -> str | None:
-    """Wait until a key exists and return its value, or None after `seconds`."""
+    """Wait until a key exists and return its value; return None if it does not exist after `seconds`."""
     try:
         return str(store.blocking_key_value_get(key, max(1, int(1000 * seconds))))
     except RuntimeError as error:

@@ -30,10 +30,10 @@ _FREE = PartitionSpec.UNCONSTRAINED
 _current = jax.make_user_context(default_value=None)
 
 TOKENS = "tokens"
-"""The name of a dimension of rows times positions, in the order of `layers/head_loss.py`."""
+"""The name of a dimension into which `layers/head_loss.py` flattens the rows and positions of a batch."""
 
 CONSTRAINED = "constrained"
-"""The name, for `jax.checkpoint` policies, of an activation that a rule placed."""
+"""The name that `constrain` gives its results, so that `jax.checkpoint` policies can save them."""
 
 
 def constrain(
@@ -75,7 +75,7 @@ def constrain(
 
 
 def is_split(name: str, size: int | None = None) -> bool:
-    """Return whether the current strategy splits dimensions of this name (and size, if given)."""
+    """Return True if the current strategy splits dimensions of this name, and of this size if it is given."""
     activations: Activations | None = _current.value
     if activations is None:
         return False
@@ -87,7 +87,7 @@ def is_split(name: str, size: int | None = None) -> bool:
 
 
 def split_count(name: str, size: int) -> int:
-    """Return into how many parts the current strategy splits a dimension of this name and size; 1 without a layout."""
+    """Return the number of parts into which the current strategy splits a dimension; 1 outside of jaxshard's steps."""
     activations: Activations | None = _current.value
     return 1 if activations is None else activations.split_count(name, size)
 
@@ -133,7 +133,7 @@ _constrain_both_ways.defvjp(_forward, _backward)
 
 @dataclass(frozen=True)
 class Activations:
-    """The shardings of activations under a layout; equal for equal layouts."""
+    """The shardings of activations under a layout; equal only for the same `Layout` object."""
 
     layout: Layout
 
@@ -167,13 +167,13 @@ class Activations:
         return 1 if axes is _FREE else axis_size(mesh, tuple(axis for axis in axes if axis not in manual))
 
     def mesh(self) -> tuple[Mesh, frozenset[str]]:
-        """Return the mesh, and its manual axes in an enclosing `shard_map`, over which nothing is constrained."""
+        """Return (the mesh, its axes that an enclosing `shard_map` makes manual); manual axes can't be constrained."""
         inside = jax.sharding.get_abstract_mesh()
         manual = [name for name, kind in zip(inside.axis_names, inside.axis_types) if kind == AxisType.Manual]
         return (inside if manual else self.layout.mesh), frozenset(manual)  # type: ignore[return-value]
 
     def axes(self, name: str | None, size: int, who: str = "constrain") -> Any:
-        """Return the mesh axes that split a dimension of this name and size, UNCONSTRAINED for odd rows."""
+        """Return the mesh axes that split a dimension; UNCONSTRAINED if they do not divide the rows or positions."""
         if name is None:
             return ()
         if name in ("batch", TOKENS):
@@ -187,14 +187,14 @@ class Activations:
         return _FREE if of_context and size % axis_size(self.layout.mesh, axes) else axes
 
     def _size_of(self, name: str) -> int:
-        """The number of devices over which rules of `js.tensor` split dimensions of this name."""
+        """Return the number of devices over which rules of `js.tensor` split dimensions of this name."""
         return math.prod(axis_size(self.layout.mesh, p.axis) for p in self.tensors() if p.rules.fate(name) == "split")
 
     def _context_axes(self) -> tuple[str, ...]:
-        """The axes of the context, unless a `shard_map` makes them manual, where each device has its own positions."""
+        """Return the axes of `js.context`, without those that an enclosing `shard_map` makes manual."""
         context, (_, manual) = self.layout.context, self.mesh()
         return () if context is None else tuple(axis for axis in context.axis if axis not in manual)
 
     def tensors(self) -> list[Tensor]:
-        """Return the parts of the strategy that split dimensions by name."""
+        """Return the `js.tensor` parts of the strategy, which split dimensions by name."""
         return [part for part in parts_of(self.layout.strategy) if isinstance(part, Tensor)]

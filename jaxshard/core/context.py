@@ -21,7 +21,7 @@ CONTEXT_DIMS: Mapping[str, int] = {"tokens": 1, "targets": 1, "weights": 1, "pos
 def context(
     axis: AxisName = "context", *, dims: Mapping[str, int | None] = CONTEXT_DIMS, how: ContextForm = "gather"
 ) -> Strategy:
-    """Context parallelism: each device computes a part of the positions of every row, for rows too long for one.
+    """Context parallelism: each device computes a part of the positions of every row, for rows too long for one device.
 
     Every layer but attention computes each position by itself, and `js.attention` communicates keys and values. The
     positions are divided so that causal attention is the same work on each of n devices: a row is cut into 2n chunks,
@@ -80,7 +80,11 @@ def context(
 
 
 def rows_without_context(parts: Sequence[Strategy]) -> Sequence[Strategy]:
-    """Remove the axes of `js.context` from `js.batch`; raise ValueError for strategies that can't be combined."""
+    """Return the parts of a strategy, with the axes of `js.context` removed from `js.batch`.
+
+    Raises:
+      ValueError: parts that can't be combined with `js.context`.
+    """
     contexts = [part for part in parts if isinstance(part, Context)]
     if not contexts:
         return parts

@@ -1,6 +1,7 @@
-"""A context in which a program is traced to count its FLOPs, not to run: layers then trace their formulas.
+"""A context in which a program is traced to count its FLOPs, not to run: layers then trace formulas, not kernels.
 
-The jaxpr of a kernel does not show its matrix products, or shows others on every platform; that of its formula does.
+The jaxpr of a kernel hides its matrix products, or differs from platform to platform. The jaxpr of the formula that the
+kernel computes shows them.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ _counting = jax.make_user_context(default_value=False)
 
 
 def count_formulas() -> AbstractContextManager[None]:
-    """Make a context in which layers compute by their formulas."""
+    """Make a context in which layers compute by plain formulas in place of kernels."""
     context: AbstractContextManager[None] = _counting(True)
     return context
 
 
 def is_counting() -> bool:
-    """Return whether the program that is traced here is only counted."""
+    """Return True inside `count_formulas`, where a program is traced only to count its FLOPs."""
     return bool(_counting.value)

@@ -1,4 +1,4 @@
-"""The names of the dimensions of a run's parameters, from its models and from the rules of `js.tensor`."""
+"""Name the dimensions of parameters, from the known models of a training run and from the rules of `js.tensor`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def name_dims(strategy: Strategy, mesh: Mesh, runs: Sequence[ModelRun], params: 
 def names_by_models(runs: Sequence[ModelRun], params: PyTree) -> PyTree:
     """Find the names of the parameters' dimensions, from the known models whose `init` made the parameters.
 
-    A parameter is recognised by its path and shape, also where `init_fn` puts what a model's `init` returned into a
+    A parameter is recognised by its path and shape, also where `init_fn` puts the result of a model's `init` into a
     larger tree.
     """
     known: dict[tuple[Any, ...], tuple[tuple[int, ...], Any]] = {}

@@ -47,7 +47,10 @@ def _batch(eqn: Any) -> tuple[int, ...]:
 
 
 def _loop(eqn: Any, operands: list[Any]) -> list[Any] | None:
-    """Rule for `replay`: evaluate an equation that factorizes several matrices, itself or in a branch, by a loop."""
+    """Evaluate an equation that factorizes several matrices, itself or in a branch, by a loop; None for any other.
+
+    This is a `Rule` for `replay`.
+    """
     if batch := _batch(eqn):
         flat = [x.reshape(math.prod(batch), *x.shape[len(batch) :]) for x in operands]
         made = lax.map(lambda matrices: bind(eqn, matrices), flat)
@@ -59,7 +62,7 @@ def _loop(eqn: Any, operands: list[Any]) -> list[Any] | None:
 
 
 def _in_param(value: Any) -> Any:
-    """Return an equation's parameter with loops in its jaxprs: those of branches, or the body of a loop."""
+    """Replace batched factorizations by loops in the jaxprs of an equation's parameter (branches, a loop's body)."""
     if type(value) is tuple:
         return tuple(map(_in_param, value))
     return one_matrix_at_a_time(value) if hasattr(value, "jaxpr") else value

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _TENSORSTORE = re.compile(r"\[os_error_code='(\d+)'\]")
-"""The errno in TensorStore's messages; see checkpoint/compat.py."""
+"""Finds the errno in a message of TensorStore; see checkpoint/compat.py."""
 
 
 @contextlib.contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Re-raise an OSError of the block with its errno and the path, without the chain of earlier errors."""
+    """Re-raise an OSError of the `with` block with its errno and the path, without the chain of earlier errors."""
     try:
         yield
     except OSError as error:

@@ -42,7 +42,7 @@ CALLS = {
 """{primitive that runs an inner jaxpr, once and on its own operands: the parameter that holds the jaxpr}."""
 
 PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call")
-"""The primitives of `CALLS` that do nothing else."""
+"""The primitives of `CALLS` that only call the inner jaxpr, without a checkpoint or custom derivatives."""
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ class Program(NamedTuple):
         return cls._of(closed, jax.tree.structure(args), jax.tree.structure(shapes))
 
     def results(self, values: Sequence[Any]) -> PyTree:
-        """Return the tree of results with these values; Python numbers become arrays of the program's dtypes."""
+        """Arrange values as the tree of the function's results, with arrays in place of Python numbers."""
         arrays = (jnp.asarray(x, atom.aval.dtype) for x, atom in zip(values, jax.tree.leaves(self.out), strict=True))
         return jax.tree.unflatten(jax.tree.structure(self.out), arrays)
 
@@ -93,12 +93,12 @@ class Program(NamedTuple):
         return self._of(closed, jax.tree.structure(self.args), jax.tree.structure(self.out))
 
     def part(self, outs: Sequence[Any], ins: Sequence[Any]) -> Callable[..., list[Any]]:
-        """Return `fn(*values of ins) -> values of outs`, which computes these variables and nothing else."""
+        """Return `fn(*values of ins) -> values of outs`, which runs only the equations that `outs` need."""
         steps, _ = needed_equations(self.eqns, outs, set(ins))
         return subprogram(self.closed, outs, ins, steps)
 
     def only(self, wanted: Sequence[Any]) -> Callable[..., list[Any]]:
-        """Return a function of the program's arguments that computes some variables and nothing else.
+        """Return a function of the program's arguments that computes the variables `wanted` and nothing else.
 
         Callbacks are left out: the compiler never removes a `jax.debug.print`, which would then print twice.
         """
@@ -114,7 +114,7 @@ class Program(NamedTuple):
     def run(
         self, wanted: PyTree, given: Mapping[Any, Any], eqns: Sequence[Any] | None = None, *, effects: bool = False
     ) -> PyTree:
-        """Return the values of a tree of variables, computed from those given.
+        """Compute the values of a tree of variables from the values of other variables.
 
         Args:
           wanted: a tree of variables and Literals.
@@ -135,8 +135,8 @@ def trace_or_none(trace: Callable[[], T]) -> T | None:
     """Trace a user's function for shapes that it may not support; return None if it fails.
 
     Args:
-      trace: traces it. Every exception counts as "not supported", since user code, and the libraries that check shapes
-        in it, raise errors of any class.
+      trace: the call that traces the function. Every exception counts as "not supported", since user code, and the
+        libraries that check shapes in it, raise errors of any class.
     """
     try:
         return trace()
@@ -197,7 +197,7 @@ def read_equations(jaxpr: Any) -> list[Any]:
 def subprogram(program: Any, outs: Sequence[Any], ins: Sequence[Any], eqns: Sequence[Any]) -> Callable[..., list[Any]]:
     """Return `fn(*values of ins) -> values of outs`, which evaluates some equations of a program with its constants.
 
-    `eqns` must be enough: see `needed_equations`.
+    `eqns` must have all equations that compute `outs` from `ins`; `needed_equations` finds them.
     """
     jaxpr, consts = open_jaxpr(program)
     part = replace_equations(jaxpr, ins, outs, eqns)
@@ -251,7 +251,7 @@ def is_checkpoint(eqn: Any) -> bool:
 def checkpoint_again(
     eqn: Any, body: Callable[..., list[Any]], policy: Callable[..., Any] | None
 ) -> Callable[..., list[Any]]:
-    """Wrap `body` in a `jax.checkpoint` with the equation's options, but this policy."""
+    """Wrap `body` in a `jax.checkpoint` with the options of the checkpoint `eqn`, but with the policy `policy`."""
     prevent_cse = bool(jax.tree.reduce(lambda a, b: a or b, eqn.params["prevent_cse"]))
     again: Callable[..., list[Any]] = jax.checkpoint(body, policy=policy, prevent_cse=prevent_cse)
     return again
@@ -261,7 +261,7 @@ def checkpoint_again(
 
 
 def variables(atoms: Iterable[Any]) -> set[Any]:
-    """Return the variables among variables and Literals."""
+    """Return the set of the atoms that are variables, not Literals."""
     return {atom for atom in atoms if not isinstance(atom, Literal)}
 
 
@@ -270,7 +270,7 @@ def needed_equations(
 ) -> tuple[list[Any], set[Any]]:
     """Return (the equations that `outs` depend on, in order; all their variables, `outs` included).
 
-    Equations that compute only `given` variables are not needed, nor are the equations that only these depend on.
+    Values of `given` are known: an equation that computes only these is not needed, nor are its own inputs.
     Equations with side effects are needed if `effects` is True.
     """
     want = variables(outs)

@@ -22,7 +22,7 @@ _stride = jax.make_user_context(default_value=1)
 
 
 def row_stride(rows: int) -> AbstractContextManager[None]:
-    """Make a context in which neighbouring rows of the loss's batch are `rows` apart in the global batch."""
+    """Make a context in which neighbouring rows that the loss receives are `rows` apart in the global batch."""
     context: AbstractContextManager[None] = _stride(rows)
     return context
 
@@ -68,14 +68,17 @@ def advance(key: jax.Array, rows: jax.Array | int) -> jax.Array:
 
 
 def neighbour(key: jax.Array) -> jax.Array:
-    """Return a key that is independent of this key and of all keys split or folded from it; both advance alike."""
+    """Return a second key that is independent of `key` and of every key that is split or folded from `key`.
+
+    The order of `neighbour` and `advance` does not matter: both give the same key.
+    """
     data = words_of(key)
     # Not by fold_in: engines add rows to the last word before this call, and `row_keys` adds to it afterwards.
     return keys_of(data.at[..., 0].add(jnp.asarray(0x9E3779B9, data.dtype)), key.dtype)
 
 
 def typed_key(key: Any) -> jax.Array:
-    """Return a new-style key for a seed, an old uint32 key or a new-style key."""
+    """Convert a seed, an old uint32 key or a new-style key to a new-style key; raise TypeError for anything else."""
     if isinstance(key, Integral):
         return jax.random.key(int(key))
     dtype = getattr(key, "dtype", None)

@@ -1,4 +1,4 @@
-"""Group arrays of the same kind in all blocks of a model: paths that differ only in the index of a block."""
+"""Group arrays by kind: two arrays are of one kind if their paths differ only in the index of a block or layer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def group_by_kind(
       rest_of: returns a further property that items of a group must share, such as their shape.
 
     Returns:
-      {(kind, rest): items}, in the order of the first of each. The kind of a single item is its path itself.
+      {(kind, rest): items}, in the order of the first item of each group. The kind of a single item is its path itself.
     """
     groups: dict[tuple[str, Any], list[T]] = {}
     for item in items:

@@ -44,19 +44,19 @@ class KnownModel:
 
     @property
     def evaluate(self) -> EvaluateOf:
-        """`evaluate(model, batch)`: {"loss": js.Mean} and the loss's metrics, without keys; for `js.make_eval_step`."""
+        """`evaluate(model, batch)`: {"loss": js.Mean} and the loss's metrics, computed without a random key."""
         return EvaluateOf(self)
 
     def make_params(self, key: jax.Array) -> PyTree:
-        """Make what `init` returns."""
+        """Make the result of `init`: the parameters, or `js.Model(params, state)`."""
         raise NotImplementedError
 
     def compute_loss(self, model: PyTree, batch: PyTree, key: jax.Array | None) -> Any:
-        """Compute what `loss` returns."""
+        """Compute the result of `loss`: a `js.Mean`, a scalar or a `js.Loss`."""
         raise NotImplementedError
 
     def compute_metrics(self, model: PyTree, batch: PyTree) -> dict[str, Mean | Sum | Max]:
-        """Compute what `evaluate` returns."""
+        """Compute the result of `evaluate`: the loss and metrics of a batch, by name."""
         raise NotImplementedError
 
     def separate_labels(self, batch: PyTree) -> PyTree:
@@ -64,7 +64,7 @@ class KnownModel:
         return batch
 
     def dim_names(self, params: PyTree) -> PyTree:
-        """Return a tree with a tuple for every parameter: the logical names, or None, of its first dimensions."""
+        """Return, for every parameter, a tuple with a logical name or None for each of its first dimensions."""
         raise NotImplementedError
 
 
@@ -178,13 +178,13 @@ def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def known_loss(fn: Callable[..., Any]) -> KnownModel | None:
-    """Return the model whose `loss` a function is; None for any other function."""
+    """Return the known model if `fn` is its `loss`; None for any other function."""
     fn = unwrap(fn)
     return fn.model if isinstance(fn, LossOf) else None
 
 
 def known_evaluate(fn: Callable[..., Any]) -> KnownModel | None:
-    """Return the model whose `evaluate` a function is; None for any other function."""
+    """Return the known model if `fn` is its `evaluate`; None for any other function."""
     fn = unwrap(fn)
     return fn.model if isinstance(fn, EvaluateOf) else None
 
@@ -197,7 +197,7 @@ class ModelRun(NamedTuple):
 
 
 class _Runs:
-    """A list with an identity, which makes it part of the key under which JAX caches a traced function."""
+    """A list of `ModelRun` that compares by identity, as part of the key under which JAX caches a traced function."""
 
     def __init__(self) -> None:
         self.found: list[ModelRun] = []
@@ -211,7 +211,7 @@ _runs = jax.make_user_context(default_value=None)
 def models_run() -> Iterator[list[ModelRun]]:
     """Collect the known models whose `init` or `loss` runs in the block, in order.
 
-    An outer `models_run` collects them, too.
+    An enclosing `models_run` block collects them as well.
     """
     outer: _Runs | None = _runs.value
     runs = _Runs()

@@ -1,4 +1,4 @@
-"""`Layout`: the placement of every array of a run, which training, checkpoints, planning and pictures share."""
+"""`Layout`: the placement of every array of a training run, for training, checkpoints, planning and pictures."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Layout:
       stacked_for_user: True if the user wrote single blocks that the library stacked: `js.make_step` then refuses an
         optimizer that would update stacked blocks differently from single ones.
       model: the known model whose `init` the layout was made from; None for another function, and after unpickling.
-      carried: how the optimizer state is made and stored, if not one array for each of `tx.init`: by the owners of
-        matrices, or for each replica of `js.local`; else None.
+      carried: how the optimizer state is made and stored where it is not stored array by array (owners of matrices,
+        replicas of `js.local`); None where it is.
 
     Example:
         layout = js.layout(js.zero2(), js.make_mesh(data=8), init_fn, tx)
@@ -82,7 +82,7 @@ class Layout:
 
     @property
     def owners(self) -> Any:
-        """The device that updates each matrix, if the optimizer multiplies matrices and its state is split; else None.
+        """Which device updates each matrix; None unless the optimizer multiplies matrices and its state is split.
 
         `print(layout.owners)` shows it.
         """
@@ -109,15 +109,15 @@ class Layout:
         return part_of(self.strategy, Expert)
 
     def start_optimizer(self, tx: Any, params: PyTree) -> PyTree:
-        """Make the first optimizer state for trained parameters, in logical arrays."""
+        """Make the optimizer state for the first step, in logical arrays, from the trained parameters."""
         return tx.init(params) if self.carried is None else self.carried.start(tx, params, self.mesh)
 
     def store_optimizer(self, state: PyTree) -> PyTree:
-        """Convert an optimizer state of logical arrays to stored ones."""
+        """Convert an optimizer state of logical arrays to stored arrays."""
         return (store if self.carried is None else self.carried.store)(self.opt_state, state)
 
     def unstore_optimizer(self, state: PyTree) -> PyTree:
-        """Convert an optimizer state of stored arrays to logical ones: the inverse of `store_optimizer`."""
+        """Convert an optimizer state of stored arrays to logical arrays: the inverse of `store_optimizer`."""
         return (unstore if self.carried is None else self.carried.unstore)(self.opt_state, state)
 
     @cached_property
@@ -132,7 +132,7 @@ class Layout:
 
     @cached_property
     def manual_axes(self) -> frozenset[str]:
-        """The mesh axes that engines handle in `shard_map`: of the batch, of the context, and of sharded storage.
+        """The mesh axes that engines make manual in `shard_map`: of the batch, of `js.context`, and of sharded storage.
 
         An axis of sharded storage splits arrays in `store` but not in `use`. The set is empty if only tensor axes split
         anything: the compiler derives those collectives.
@@ -218,7 +218,10 @@ class Layout:
         return bytes_on_host(self.placed(), self.mesh)
 
     def argument_bytes(self, batch: PyTree) -> int:
-        """Return the bytes per device of a step's arguments: parameters, both states, step, key and batch."""
+        """Return the bytes per device of all arguments of a step.
+
+        These are the parameters, the optimizer state, the model state, the step's index, the key and the batch.
+        """
         resting = sum(count for role, count in self.bytes_per_device().items() if role != "grad")
         placed = zip(jax.tree.leaves(batch), jax.tree.leaves(self.batch_placements(batch)), strict=True)
         rows: int = sum(placement.bytes_per_device(self.mesh, x.dtype) for x, placement in placed)
@@ -294,7 +297,7 @@ def select(mask: PyTree, tree: PyTree) -> PyTree:
 
 
 def put_back(mask: PyTree, chosen: PyTree, rest: PyTree) -> PyTree:
-    """Take the leaves of `chosen` where the mask is True and those of `rest` elsewhere: the inverse of `select`."""
+    """Take leaves of `chosen` where the mask is True and leaves of `rest` elsewhere: the inverse of `select`."""
     return jax.tree.map(lambda keep, a, b: a if keep else b, mask, chosen, rest, is_leaf=lambda x: x is None)
 
 

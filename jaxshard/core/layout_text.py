@@ -30,14 +30,14 @@ _KINDS_IN_NOTEBOOK = 12
 
 
 class Contents(NamedTuple):
-    """The parts of a layout that are shown.
+    """The parts of a layout that its text shows.
 
     Attributes:
       mesh: the mesh.
       batch_axes: the axes that split the rows of a batch.
-      context: the strategy that splits their positions; None without one.
+      context: the strategy that splits the positions of these rows; None without one.
       pipeline: the strategy that places the blocks in stages; None without one.
-      num_blocks: the number of those blocks.
+      num_blocks: the number of blocks in all stages.
       placed: every array.
       carried: lines about the owners of matrices, or about replicas that train independently.
     """
@@ -135,7 +135,7 @@ def _run_str(run: range) -> str:
 
 
 class _Kind(NamedTuple):
-    """The key of a group of arrays: kind of path, place, and the axes over which it is replicated, with the reason."""
+    """The key of a group of arrays: kind of path, stored shape with its axes, how they are replicated, and why."""
 
     kind: str
     place: str
@@ -214,7 +214,7 @@ def _describe_place(placement: Placement) -> str:
 
 
 def _find_reason(placement: Placement) -> tuple[str, str]:
-    """Return (how an array is replicated, why); ("", "") if it is split as the strategy wants it."""
+    """Return (how an array is replicated, why); ("", "") for an array that is split as the strategy wants it."""
     if placement.owned:
         return "", ""
     if not axes_of(placement.store):

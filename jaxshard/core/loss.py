@@ -133,7 +133,7 @@ def _float_dtype(number: Any) -> Any:
 def weighted_sum(mean: Mean, weights: tuple[Float[Array, ""], ...]) -> Float[Array, ""]:
     """Add up the totals of a mean, each divided by the given weight.
 
-    With the weights of the global batch this is a device's share of the global mean: the shares add up to it.
+    With the weights of the global batch this is a device's share of the global mean: the sum of all shares is the mean.
 
     Args:
       mean: totals of a part of the rows.

@@ -103,7 +103,7 @@ def matrix_shapes(tree: PyTree) -> PyTree:
 
 
 def choose_trained(params: PyTree, trainable: Callable[[str], bool] | None) -> PyTree:
-    """Return True for the parameters that are trained: never for the base of a `LowRank`.
+    """Return a tree with True for each parameter that is trained; never for the base of a `LowRank`.
 
     Args:
       params: parameters, or their shapes.
@@ -121,7 +121,10 @@ def choose_trained(params: PyTree, trainable: Callable[[str], bool] | None) -> P
 
 
 def name_factors(params: PyTree, matrices: PyTree) -> PyTree:
-    """Return the `Leaf` of every parameter, where `matrices` has one leaf for the matrix of each `LowRank`."""
+    """Make the `Leaf` of every parameter, given the leaves in which each `LowRank` counts as one matrix.
+
+    The factors of a `LowRank` take the names of their dimensions from the matrix.
+    """
 
     def name(path: Any, x: Any, matrix: Leaf) -> Any:
         if not is_low_rank(x):
@@ -178,7 +181,7 @@ def cast_base(w: Shaped[Array, ...], stack: int, inputs: int, cast: BaseDtype | 
 
 
 def key_of_path(key: jax.Array, path: Any) -> jax.Array:
-    """Return the key for the factors at a path, which differs from the keys of parameters."""
+    """Derive the random key for the factors at a path; no parameter of the model is made from the same key."""
     return jax.random.fold_in(jax.random.fold_in(key, 0x10AA), zlib.crc32(path_str(path).encode()) >> 1)
 
 

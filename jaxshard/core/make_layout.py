@@ -53,7 +53,7 @@ def layout(
     *,
     trainable: PyTree | Callable[[str], bool] | None = None,
 ) -> Layout:
-    """Apply a strategy to a training run, as `js.layout` does, without owners of matrices and replicas' own state.
+    """Apply a strategy to a training run, as `js.layout` does before it assigns matrices to owners or adds replicas.
 
     Traces `init_fn` and `tx.init` on shapes alone and touches no device.
 
@@ -118,7 +118,7 @@ def layout(
 
 
 def place_optimizer(layout: Layout, tx: Any) -> tuple[PyTree, PyTree]:
-    """Return the shapes and placements of the state of another optimizer for the trained parameters of a layout."""
+    """Return (shapes, placements) of the state that the optimizer `tx` has for the trained parameters of a layout."""
     placer = Placer(layout.strategy, layout.mesh)
     placed = _place_optimizer(placer, tx, select(layout.trainable, layout.shapes.params), layout.opt_params)
     placer.raise_problems()
@@ -133,7 +133,10 @@ STACKED_EXAMPLE = """model = js.Stacked(embed, block, head, num_blocks=24, init=
 
 
 def _find_model(runs: Sequence[ModelRun], params: PyTree) -> KnownModel | None:
-    """Return the model whose `init` made all parameters, or else the only one that ran (`js.lora` runs its base's)."""
+    """Return the known model whose `init` made all parameters, or else the only known model that ran.
+
+    For `js.lora` that is the model which it adapts. Return None if several models match, or none.
+    """
     whole = [run for run in runs if same_structure(split_model(run.tree)[0], params)] or runs
     return whole[0].model if len(whole) == 1 else None
 
@@ -148,7 +151,7 @@ def _check_blocks(strategy: Strategy, leaves: PyTree) -> None:
 
 
 def _check_rows(strategy: Strategy, mesh: Mesh) -> None:
-    """Check here how rows are split, so that an error does not wait for the first batch."""
+    """Raise ValueError if the strategy splits rows wrongly, now rather than with the first batch."""
     axes, context = split_rows(strategy, mesh), part_of(strategy, Context)
     if both := [axis for axis in axes if context is not None and axis in context.axis]:
         raise ValueError(

@@ -33,12 +33,12 @@ def show_marks(length: int) -> AbstractContextManager[None]:
 
 
 def is_marking() -> bool:
-    """Return whether this trace is only read by a proof, so that functions leave marks."""
+    """Return True if a function is traced only for a proof to read, so that it should leave marks."""
     return bool(_length.value)
 
 
 def marked_length() -> int:
-    """Return the number of all positions in a row, in a context of `show_marks`."""
+    """Return the number of all positions in a row, as given to `show_marks`; 0 outside of its context."""
     length: int = _length.value
     return length
 

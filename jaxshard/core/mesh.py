@@ -143,7 +143,7 @@ class MeshById(NamedTuple):
         return cls(mesh.devices.flat[0].platform, ids.tolist(), mesh.axis_names)
 
     def find(self) -> Mesh:
-        """Return the mesh of this process's devices with these ids.
+        """Make the described mesh again, from the devices of this process.
 
         Raises:
           ValueError: there are no such devices.
@@ -202,7 +202,10 @@ def mesh_str(mesh: Mesh) -> str:
 
 
 def mesh_inside(mesh: Mesh) -> Mesh | AbstractMesh:
-    """Return the mesh for sharding constraints: inside a `shard_map` its own, in which some axes are manual."""
+    """Return the mesh to use in sharding constraints.
+
+    Inside a `shard_map` this is its mesh, in which some axes are manual; elsewhere it is `mesh`.
+    """
     inside = jax.sharding.get_abstract_mesh()
     return inside if inside.manual_axes else mesh
 

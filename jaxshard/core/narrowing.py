@@ -19,7 +19,7 @@ _SWITCH = 'or switch 64-bit numbers on: jax.config.update("jax_enable_x64", True
 
 
 def check_narrowing(tree: PyTree, what: str) -> None:
-    """Check arrays that are about to be placed on devices.
+    """Raise or warn if values of 64-bit NumPy arrays do not survive the cast to 32 bits.
 
     Warn once per array of floating-point or complex numbers, which lose half their digits. Integers pass if their
     values fit.
@@ -29,7 +29,7 @@ def check_narrowing(tree: PyTree, what: str) -> None:
       what: the name of the tree, for messages.
 
     Raises:
-      ValueError: integers that do not fit; the message names every array, with such a value.
+      ValueError: integers that do not fit; the message names every array, with a value that does not fit.
     """
     if jnp.result_type(float) == jnp.float64:
         return

@@ -38,7 +38,7 @@ def pairwise_sum(parts: Num[Array, " n *dims"]) -> Num[Array, "*dims"]:
 
 
 def scatter_sum(x: jax.Array, spec: PartitionSpec, axes: Sequence[str], *, keep: Sequence[str] = ()) -> jax.Array:
-    """Compute `collectives.scatter_sum` in a fixed order.
+    """Compute what `collectives.scatter_sum` computes, adding in a fixed order.
 
     An all-to-all replaces each reduce-scatter. It moves the same bytes, but its result is as large as its operand,
     while a reduce-scatter returns only the shard.
@@ -55,7 +55,7 @@ def scatter_sum(x: jax.Array, spec: PartitionSpec, axes: Sequence[str], *, keep:
 
 
 def all_sum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Compute `collectives.all_sum` in a fixed order.
+    """Compute what `collectives.all_sum` computes, adding in a fixed order.
 
     One all-to-all and one all-gather of the array, flattened and padded so that it divides: together the bytes of an
     all-reduce. An array with fewer elements than devices is all-gathered instead.
@@ -76,9 +76,9 @@ def all_sum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 def stack_totals(
     fn: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array], specs: Sequence[PartitionSpec], mesh: Mesh
 ) -> jax.Array:
-    """Compute `collectives.stack_totals` in a fixed order, f32[arrays], for an `fn` that is a sum over elements.
+    """Compute what `collectives.stack_totals` computes, f32[arrays], adding in a fixed order.
 
-    One all-gather of one number per array and device. In global-view code, under jit.
+    `fn` must be a sum over elements. One all-gather of one number per array and device. In global-view code, under jit.
     """
     axes = tuple(axis for axis in mesh.axis_names if any(axis in axes_of(spec) for spec in specs))
     sizes = tuple(mesh.shape[axis] for axis in axes)
@@ -95,12 +95,12 @@ def stack_totals(
 
 
 def _sum_shards(numbers: jax.Array, axes: tuple[str, ...], split: tuple[str, ...]) -> jax.Array:
-    """Sum one scalar per device, [size of each axis]; replicas over axes that do not split it count once."""
+    """Sum the devices' scalars [size of each axis]; along axes not in `split` devices are replicas and count once."""
     return pairwise_sum(numbers[tuple(slice(None) if axis in split else 0 for axis in axes)].reshape(-1))
 
 
 ORDERED = Sums(scatter_sum, all_sum, stack_totals, in_order=True)
-"""Sums in a fixed order, for `js.explicit(reduction="ordered")`."""
+"""Adds in a fixed order, for `js.explicit(reduction="ordered")`."""
 
 
 def _exchange(parts: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -72,7 +72,10 @@ def users_frame(frames: Sequence[str]) -> str:
 
 
 def is_outside_engines(line: str) -> bool:
-    """Return True for a line (or "near ..." one) of a model: the user's, a ready-made one, or a library's."""
+    """Return True if a source line "file:number", or "near file:number", is not in this package's own code.
+
+    The ready-made models of `jaxshard/models` do not count as its own code.
+    """
     file = Path(line.removeprefix("near ").rpartition(":")[0])
     return file.is_relative_to(_MODELS) or not is_jaxshard_file(file)
 

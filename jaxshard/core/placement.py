@@ -62,13 +62,13 @@ class View:
         return self.padded != self.logical
 
     def apply(self, x: Shaped[Array, "*logical"]) -> Shaped[Array, "*stored"]:
-        """Pad and reshape an array from its logical shape to its stored one."""
+        """Pad and reshape an array from its logical shape to its stored shape."""
         if self.is_padded:
             x = jnp.pad(x, [(0, wide - size) for size, wide in zip(self.logical, self.padded)])
         return x.reshape(self.stored) if self.stored != self.padded else x
 
     def invert(self, x: Shaped[Array, "*stored"]) -> Shaped[Array, "*logical"]:
-        """Reshape an array from its stored shape to its logical one, and drop the padding."""
+        """Reshape an array from its stored shape, and drop the padding, to its logical shape."""
         x = x.reshape(self.padded) if self.stored != self.padded else x
         return x[tuple(slice(size) for size in self.logical)] if self.is_padded else x
 
@@ -87,11 +87,11 @@ class View:
         return max(0, stored_dim - self.extra_dims)
 
     def stored_dim(self, logical_dim: int) -> int:
-        """Return the index in `stored` of a logical dimension; the innermost one if it is unfolded into several."""
+        """Return the stored dimension of a logical dimension; the innermost if several stored dimensions hold it."""
         return logical_dim + self.extra_dims
 
     def unfold_first(self, sizes: tuple[int, ...]) -> View:
-        """Store the first dimension as several dimensions of these sizes, padded to their product."""
+        """Return a view with the first dimension stored as dimensions of these sizes, padded to their product."""
         assert not self.extra_dims, "the first dimension is unfolded once"
         padded = (math.prod(sizes), *self.padded[1:])
         return View(self.logical, padded, (*sizes, *padded[1:]), len(sizes) - 1)
@@ -110,10 +110,10 @@ class Placement:
       use: the PartitionSpec in computation, one entry per logical dimension.
       store: the PartitionSpec in storage, between steps, one entry per stored dimension. From `store` to `use` an
         engine issues an all-gather.
-      why: the reason why a fill left the array replicated, for people; "" if it is split.
+      why: why `js.shard` left the array replicated, as text for people; "" if it is split.
       rule: the rule of `js.tensor` that decided about the array, for people; "" without one.
-      owned: where state that is stored with the owners of matrices (`Layout.owners`) is, for people; "" for other
-        arrays. Such an array is stored in a stack with others, not by its own view.
+      owned: for optimizer state that is stored with the owners of matrices (`Layout.owners`), in a stack of several
+        arrays and not by its own view: where the stack is, as text for people. "" for all other arrays.
       memory: the memory kind of the stored array, such as "pinned_host"; "" is the device's own memory.
 
     Example:
@@ -155,7 +155,7 @@ class Placement:
         return replace(self, view=self.view.unfold_first(sizes), store=PartitionSpec(*more, *self.store))
 
     def resize(self, dim: int, size: int) -> Placement:
-        """Return the placement of an array of another size along a dimension, such as a chunk, without padding."""
+        """Return this placement for an array with `size` elements along `dim`, such as a chunk, without padding."""
         view = self.view
         assert not view.extra_dims, "blocks in pipeline order have no chunks"
 
@@ -170,10 +170,10 @@ class Placement:
         return replace(self, view=self.view.drop_first(), use=use, store=store)
 
     def of_blocks(self, counts: tuple[int, ...], mesh: Mesh) -> Placement | None:
-        """Return the placement of an array with one value for each block of this array's elements.
+        """Return the placement for an array with one value per block of this array's elements, such as 8-bit scales.
 
         Args:
-          counts: the shape of that array: the number of blocks along each dimension.
+          counts: the shape of the array of values: the number of blocks along each dimension.
           mesh: the mesh of the layout.
 
         Returns:

@@ -21,7 +21,7 @@ SAME = {
 """Primitives whose every output equals the input of the same index."""
 
 RESHAPES = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"}
-"""Primitives that only move elements: harmless if all elements are equal, or none moves."""
+"""Primitives that only move or repeat elements: an array of equal elements stays one."""
 
 ARITHMETIC: dict[str, Callable[..., Any]] = {
     "abs": np.abs, "add": np.add, "add_any": np.add, "cbrt": np.cbrt, "ceil": np.ceil, "cos": np.cos, "div": np.divide,
@@ -33,7 +33,7 @@ ARITHMETIC: dict[str, Callable[..., Any]] = {
     "convert_element_type": lambda x: x, "integer_pow": lambda x, y: np.float64(x) ** y,
     "select_n": lambda which, *cases: cases[int(which)],
 }  # fmt: skip
-"""Elementwise primitives that can be evaluated for the constant values in padding."""
+"""Elementwise primitives with NumPy functions, by which proofs compute the constant values in padding."""
 
 ELEMENTWISE = frozenset(ARITHMETIC) | {
     "acos", "acosh", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
@@ -49,7 +49,7 @@ GENERATORS = frozenset({"random_bits", "random_gamma", "threefry2x32", "rng_bit_
 
 
 def evaluate(name: str, params: dict[str, Any], numbers: Sequence[float | None], dtype: Any) -> float | None:
-    """Return the result of an elementwise primitive for these numbers, in its dtype; None if unknown or not finite."""
+    """Compute an elementwise primitive of scalars, rounded to `dtype`; return None if unknown or not finite."""
     if name not in ARITHMETIC or jnp.issubdtype(dtype, np.complexfloating):
         return None
     extra = {"y": params["y"]} if name == "integer_pow" else {}

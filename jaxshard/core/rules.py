@@ -6,10 +6,9 @@ A list has two kinds of pairs, and the first pair that fits decides:
     ("up_proj/kernel", ("embed", "mlp"))     a pattern and names, for parameters whose path ends with the pattern
     ("*/scale", "whole")                     a pattern, for parameters that are not split
 
-Names are found first, fates second: "layer_0/up_proj/kernel" [512, 2048] is ("embed", "mlp"), "embed" is whole and
-  "mlp"
-split, so the matrix is split along dimension 1. A name without "/" and "*" in front of a fate is a name of dimensions,
-anything else is a pattern.
+Names are found first, fates second: "layer_0/up_proj/kernel" [512, 2048] is ("embed", "mlp"), "embed" is whole
+and "mlp" split, so the matrix is split along dimension 1. A name without "/" and "*" in front of a fate is a name of
+dimensions, anything else is a pattern.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ def gating_names(leaf: Leaf) -> Names | None:
 
 
 def gate_names(leaf: Leaf) -> Names | None:
-    """Name the gate of an MLP, [embed, mlp]; None for a gate with fewer outputs than inputs, a router of experts."""
+    """Name the dimensions of an MLP's gate, [embed, mlp]; None if it has fewer outputs than inputs, as a router."""
     return ("embed", "mlp") if leaf.shape[-1] >= leaf.shape[-2] else None
 
 
@@ -201,13 +200,13 @@ class Rules:
         )
 
     def fate(self, name: str | None) -> Fate | None:
-        """Return what happens to the dimensions of this name; None for a name that no rule knows."""
+        """Return the fate of dimensions with this name, such as "split"; None for a name that no rule knows."""
         if name is None:
             return "whole"
         return next((fate for key, fate in self.rules if key == name and isinstance(fate, str)), None)
 
     def keeps_whole(self, names: Names) -> bool:
-        """Return whether such arrays are meant to be replicated: by the user's own fates, or by position."""
+        """Return True if arrays with these names are replicated on purpose: by a user's rule, or as position tables."""
         own = {key for key, value in self.rules if isinstance(value, str) and (key, value) not in RULES}
         return any(name in own or name in _POSITIONS for name in names)
 
@@ -218,9 +217,9 @@ class Rules:
         built-in patterns. A bias has the names of the last dimensions of the kernel in the same module.
 
         Args:
-          leaves: parameters; the model's annotation may name only the first dimensions. It decides if it splits
-            something; otherwise the built-in patterns are tried as well. (Flax's attention passes an annotation of two
-            names on to kernels of three dimensions.)
+          leaves: parameters; the model's annotation may name only the first dimensions. The annotation decides if
+            it splits something; otherwise the built-in patterns are tried as well. (Flax's attention passes an
+            annotation of two names on to kernels of three dimensions.)
           axes: names that need no rule.
 
         Returns:
@@ -304,7 +303,10 @@ class Rules:
 
 
 def find_routed(leaves: Sequence[Leaf]) -> set[str]:
-    """Find the paths of arrays whose third last dimension has the size of a router's outputs in the same module."""
+    """Find the paths of parameters [..., experts, in, out] that have a router in the same module.
+
+    They are recognised by their third last dimension, as large as the router's outputs.
+    """
     outputs = {}
     for leaf in leaves:
         words = leaf.path.split("/")
@@ -319,7 +321,7 @@ def find_routed(leaves: Sequence[Leaf]) -> set[str]:
 
 
 def pad_names(leaf: Leaf) -> Leaf:
-    """Give a leaf None for every dimension that its names do not reach."""
+    """Return the leaf with as many names as dimensions: None for each dimension after the last name."""
     return leaf._replace(names=(*leaf.names, *(None,) * (len(leaf.shape) - len(leaf.names))))
 
 
@@ -343,14 +345,14 @@ def _fits(key: str, leaf: Leaf) -> bool:
 
 
 def ends_with(path: str, pattern: str) -> bool:
-    """Return whether the path of an array ends with the pattern, from the start of a word."""
+    """Return True if an array's path ends with the pattern; the pattern must match words between slashes in full."""
     return fnmatchcase("/" + path, "*/" + pattern.removeprefix("*/"))
 
 
 def _names_by(value: Fate | Names | NamesOf, leaf: Leaf) -> Names | None:
-    """Return the names that a pattern gives to the dimensions of a parameter; None if it has another number of names.
+    """Return the names that a pattern gives to the dimensions of a parameter; None if their number does not fit.
 
-    One leading dimension more than names stacks layers, as `nn.scan` and `nn.vmap` do.
+    A parameter may have one dimension more, in front, that stacks layers as `nn.scan` and `nn.vmap` do.
     """
     front = leaf.names[: _count_stacked_dims(leaf)]
     rank = len(leaf.shape) - len(front)
@@ -363,7 +365,10 @@ def _names_by(value: Fate | Names | NamesOf, leaf: Leaf) -> Names | None:
 
 
 def _bias_names(shape: tuple[int, ...], kernel: Leaf) -> Names | None:
-    """Return the names of a kernel's last dimensions, for a bias of their sizes; a first one may stack layers."""
+    """Return the names of a bias: the names of its kernel's last dimensions, if their sizes agree; else None.
+
+    Both may have a first dimension that stacks layers.
+    """
     for front in (0, 1):
         tail = len(shape) - front
         if tail > 0 and shape == kernel.shape[:front] + kernel.shape[len(kernel.shape) - tail :]:

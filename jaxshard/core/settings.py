@@ -41,7 +41,7 @@ def own_settings(mesh: Mesh | AbstractMesh) -> Iterator[None]:
 
 
 def own_mesh(mesh: Mesh | AbstractMesh) -> AbstractContextManager[Any]:
-    """Return a context in which this mesh replaces a mesh that the caller activated; without one nothing changes."""
+    """Return a context in which this mesh replaces the mesh that the caller activated, if any."""
     active = jax.sharding.get_abstract_mesh()
     if active.empty or active == (mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh):
         return contextlib.nullcontext()
@@ -60,14 +60,14 @@ def no_mesh() -> AbstractContextManager[Any]:
 
 
 def settings_of(results: PyTree) -> AbstractContextManager[None]:
-    """Return the settings for computing with arrays of a mesh; an empty context if they are on no mesh."""
+    """Return `own_settings` for the mesh of the arrays in a tree; a context without effect if they are on no mesh."""
     shardings = (x.sharding for x in jax.tree.leaves(results) if isinstance(x, jax.Array))
     mesh = next((sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), None)
     return contextlib.nullcontext() if mesh is None else own_settings(mesh)
 
 
 def with_own_settings(fn: Callable[P, R]) -> Callable[P, R]:
-    """Run a function that has a parameter `layout` under `own_settings(layout.mesh)`."""
+    """Decorate a function that has a parameter `layout` to run under `own_settings(layout.mesh)`."""
     signature = inspect.signature(fn)
 
     @functools.wraps(fn)

@@ -13,18 +13,18 @@ from jaxshard.core.types import PyTree
 
 
 def store(placements: PyTree, tree: PyTree) -> PyTree:
-    """Convert logical arrays to stored ones, leaf by leaf, and move offloaded arrays to the host."""
+    """Convert logical arrays to stored arrays, leaf by leaf, and move offloaded arrays to the host's memory."""
     return send_to_host(placements, jax.tree.map(lambda x, placement: placement.view.apply(x), tree, placements))
 
 
 def unstore(placements: PyTree, tree: PyTree) -> PyTree:
-    """Convert stored arrays to logical ones on the devices, leaf by leaf."""
+    """Convert stored arrays to logical arrays on the devices, leaf by leaf."""
     there = bring_to_device(placements, tree)
     return jax.tree.map(lambda x, placement: placement.view.invert(x), there, placements)
 
 
 def bring_to_device(placements: PyTree, tree: PyTree) -> PyTree:
-    """Copy arrays in the host's memory to the devices; others are there already."""
+    """Copy arrays in the host's memory to the devices; return all other arrays unchanged."""
 
     def bring(x: jax.Array, placement: Placement) -> jax.Array:
         return jax.device_put(x, jax.memory.Space.Device) if placement.memory else x

@@ -239,10 +239,10 @@ class Tensor:
         return self.rules.resolve([without_foreign(leaf) for leaf in leaves], own)
 
     def find_whole(self, leaves: Sequence[Leaf], mesh: Mesh) -> dict[str, list[Leaf]]:
-        """Group by reason the parameters of `MIN_SIZE` elements or more that no rule asks to replicate, but which are.
+        """Return {reason: parameters} of large parameters that stay replicated although no rule asks for it.
 
-        Leave out parameters that a pattern or one of the user's own fates keeps replicated, tables of positions, and
-        the kernels of fewer key and value heads than devices.
+        Large means `MIN_SIZE` elements or more. Leave out parameters that a pattern or a fate of the user keeps
+        replicated, tables of positions, and the kernels of fewer key and value heads than devices.
         """
         found: dict[str, list[Leaf]] = {}
         for leaf in leaves:
@@ -264,7 +264,11 @@ class Tensor:
         return "the model's annotations split nothing of"
 
     def entry(self, name: str | None, size: int, mesh: Mesh, who: str = "constrain") -> tuple[str, ...]:
-        """Return the mesh axes that split a dimension of an activation; raise ValueError if they do not divide it."""
+        """Return the mesh axes that split a dimension of an activation with this name; () if the rules keep it whole.
+
+        Raises:
+          ValueError: no rule knows the name, or the axis does not divide a dimension that is to be split.
+        """
         fate = self.rules.fate(name)
         if fate is None:
             raise ValueError(f"{who}: no rule knows the name {name!r}; add ({name!r}, 'split') or ({name!r}, 'whole')")

@@ -101,5 +101,5 @@ def align_columns(rows: Iterable[Sequence[str]], sides: str = "") -> list[str]:
 
 
 def first_words(words: Sequence[str], most: int = 3) -> str:
-    """Join words by commas, with the number of those that are left out: "a, b, c and 2 more"."""
+    """Join the first words by commas, and count the words that are left out: "a, b, c and 2 more"."""
     return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")

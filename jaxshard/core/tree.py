@@ -84,7 +84,7 @@ def paths(tree: PyTree) -> list[str]:
 
 
 def row_count(batch: PyTree) -> int:
-    """Return the first size of a batch's arrays [rows, ...], scalars ignored; 0 if there are none."""
+    """Return the number of rows: the largest first dimension of a batch's arrays; 0 if all of them are scalars."""
     return max((np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)), default=0)
 
 

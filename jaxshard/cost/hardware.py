@@ -1,4 +1,4 @@
-"""Limits of accelerator chips and their networks, from public sources, and the fraction of them that a run uses."""
+"""Limits of accelerator chips and their networks, from public sources, and the fraction that a training run uses."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ class Network(NamedTuple):
     """The links between devices: a torus (TPUs), or islands around a switch (GPUs), and a network outside.
 
     Attributes:
-      inside: "ici" for a torus, "nvlink" for an island, as tables name it.
-      outside: "dcn" or "ib": between slices of TPUs, or between islands of GPUs.
+      inside: the name of the links within a torus ("ici") or an island ("nvlink").
+      outside: the name of the network between slices of TPUs ("dcn") or islands of GPUs ("ib").
       bandwidth: bytes per second in one direction, of one link of the torus, or of a device to the switch of an island.
       dims: the number of dimensions of the torus; 0 for islands.
       closes_at: a dimension of the torus is a ring where its size is a multiple of this; 0 if never.
       closes_together: True if all dimensions are rings or none is (slices made of whole cubes).
       island: how many devices share a switch; 0 for a torus, which is as large as the slice.
       outside_bandwidth: bytes per second of one device in one direction.
-      latency: seconds of a hop inside.
-      outside_latency: seconds of a hop outside.
+      latency: seconds of a hop within the torus or island.
+      outside_latency: seconds of a hop through the outer network.
 
     Example:
         network = js.plan.chip("TPU v5e").network
@@ -39,7 +39,7 @@ class Network(NamedTuple):
     outside_latency: float = 1e-5
 
     def closed(self, torus: tuple[int, ...]) -> tuple[bool, ...]:
-        """Return which dimensions of a slice of this shape are closed to rings.
+        """Return for each dimension of a slice of shape `torus` whether its links close to a ring.
 
         >>> chip("TPU v5e").network.closed((16, 8))
         (True, False)
@@ -65,7 +65,7 @@ class Chip(NamedTuple):
       network: the network between such devices; None for chips without one (PCIe cards).
       peak_f32: FLOPs per second of f32 products as JAX computes them by default: one bf16 pass on TPUs, TF32 on GPUs.
       peak_fp8: FLOPs per second of 8-bit floating products; None where the chip has none.
-      peak_int8: the same for 8-bit integers.
+      peak_int8: operations per second of 8-bit integer products; None where the chip has none.
       mxu: the rows and columns of a TPU's matrix unit; 0 for GPUs.
       reached: the share of `peak_flops` that large bf16 products reach by public measurements.
       host_bandwidth: bytes per second between the chip and the memory of its host, in each direction.
@@ -226,7 +226,7 @@ KINDS = {
     "l4": "NVIDIA L4",
     "l40s": "NVIDIA L40S",
 }
-"""The kinds of devices by the short names of chips, with which topologies begin."""
+"""{short name of a chip, with which names of topologies begin: its `jax.Device.device_kind`}."""
 
 
 # Networks of TPUs. Bytes per second of one link and direction are Google's "bidirectional inter-chip interconnect
@@ -255,7 +255,7 @@ def _tpu(
     link: float = 15e9,
     host: float = 0,
 ) -> Chip:
-    """A TPU's figures: f32 products run as one bf16 pass by default."""
+    """Make the `Chip` of a TPU, on which an f32 product is one bf16 pass by default; memory sizes are in GiB."""
     memory, own, beside = gibibytes * _GIB, int(usable * _GIB), int(host * _GIB)
     return Chip(name, peak, memory, bandwidth, own, network, peak, fp8, int8, mxu, reached, link, beside)
 
@@ -328,7 +328,7 @@ def _gpu(
     reached: float = 0.8,
     link: float = 32e9,
 ) -> Chip:
-    """A GPU's figures: 8-bit products run at twice the rate of bf16 ones, TF32 at half of it."""
+    """Make the `Chip` of a GPU, whose 8-bit products run at twice the rate of bf16, and TF32 products at half of it."""
     memory = gigabytes * 10**9
     twice = 2 * peak
     narrow = (twice if fp8 else None, twice if int8 else None)

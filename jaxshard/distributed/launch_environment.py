@@ -1,4 +1,4 @@
-"""Names of the environment variables by which the processes of one run find each other.
+"""Names of the environment variables by which the processes of one training run find each other.
 
 `jaxshard launch` sets them and `js.distributed.initialize` reads them. This file imports nothing, so that the launcher
 needs no JAX.
@@ -20,4 +20,4 @@ LIMIT = "JAXSHARD_INITIALIZATION_TIMEOUT"
 """How many seconds a process waits for all the others to start."""
 
 MEMORY = "JAXSHARD_MEMORY"
-"""The in-memory folder in which `js.MemoryCheckpointer` keeps runs across restarts of the processes."""
+"""The in-memory folder in which `js.MemoryCheckpointer` keeps checkpoints across restarts of the processes."""

@@ -33,7 +33,7 @@ LossOf = Callable[[PyTree, PyTree, PyTree, PyTree, Any], Loss]
 """`loss_of(sinks, params, state, batch, row)`: the loss of a part of the batch whose first row has index `row`."""
 
 Read = Callable[[Part], StateRules]
-"""Checks the trace of a part of the batch, and finds how to combine the states that parts return."""
+"""`read(part)`: check the trace of a part of the batch; return the rules that combine the model states of all parts."""
 
 
 def accumulate(
@@ -47,7 +47,7 @@ def accumulate(
 ) -> tuple[Outcome, PyTree, StateRules | None]:
     """Compute the loss over all micro-batches, and its gradient with respect to the sinks.
 
-    The loss is traced once, or twice with several micro-batches, whose weights need a separate pass.
+    The loss is traced once, or twice with several micro-batches, whose loss weights need a separate pass.
 
     Args:
       loss_of: the loss of some rows.
@@ -154,7 +154,7 @@ def _share_of_mean(loss: Loss, weights: Weights) -> jax.Array:
 
 
 def _combine_turns(metric: Mean | Sum | Max) -> Mean | Sum | Max:
-    """Combine a metric whose values are stacked, [micro-batches]."""
+    """Combine a metric whose values are stacked over micro-batches, [micro-batches, ...], into a single metric."""
     if isinstance(metric, Max):
         return Max(metric.value.max(0))
     combined: Mean | Sum = jax.tree.map(lambda x: x.sum(0, dtype=sum_dtype(x.dtype)), metric)

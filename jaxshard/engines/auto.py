@@ -76,7 +76,7 @@ class Auto(WholeModelEngine):
     def _value_and_grad(
         self, objective: Objective, layout: Layout, report: Callable[[StateRules], None]
     ) -> ValueAndGrad:
-        """Implement `value_and_grad`; when the loss is traced, `report` the rules of the model's state."""
+        """Implement `value_and_grad`; call `report` with the rules for the model's state while the loss is traced."""
         call = self.make_call(objective, layout, make_move(layout, self))
         check_means = make_mean_check(
             layout, objective.loss_fn, self.microbatches, frozenset(), compute_dtype=self.compute_dtype
@@ -168,7 +168,10 @@ def auto(
 
 
 def make_move(layout: Layout, engine: Engine) -> MakeMove:
-    """Make moves by sharding constraints: weights to their sharding in use, gradients to their stored one."""
+    """Return the function that makes the moves of `js.auto`: sharding constraints on weights and gradients.
+
+    A weight is constrained to the sharding in its placement's `use`, a gradient to the sharding in `store`.
+    """
 
     # The compiler decides the order of a cast and an all-gather. A constraint to the stored sharding after the cast
     # forces the gather to come after it, in the smaller dtype.
@@ -191,13 +194,16 @@ def make_move(layout: Layout, engine: Engine) -> MakeMove:
 
 
 def constrain(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Constrain `x` to a spec whose axes divide its dimensions, as the padding of a view ensures."""
+    """Constrain `x` to the sharding `spec`, whose axes must divide its dimensions, as they divide padded arrays."""
     constrained: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(mesh_inside(layout.mesh), spec))
     return constrained
 
 
 def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
-    """Make global zeros with the sharding of the gradients; with "end", of the weights, to add unreduced cotangents."""
+    """Make the zeros with respect to which the loss is differentiated: global arrays, sharded like the gradients.
+
+    With `scatter="end"` they have the logical shapes and no constraint, for cotangents that are not reduced yet.
+    """
 
     def sink(x: Any, grad: Placement | None) -> jax.Array | None:
         if grad is None:
@@ -210,7 +216,10 @@ def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
 
 
 def _turns(layout: Layout, batch: PyTree, count: int) -> tuple[PyTree, jax.Array]:
-    """Cut the batch into [micro-batches, rows, ...] without communication: j has the rows j, j + count, ..."""
+    """Cut the batch into `count` micro-batches without communication; micro-batch j has the rows j, j + count, ...
+
+    Return (the batch as [micro-batches, rows, ...], the index of the first row of each micro-batch).
+    """
 
     def split(path: Any, x: jax.Array) -> jax.Array:
         turns = x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)

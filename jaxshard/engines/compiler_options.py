@@ -71,7 +71,7 @@ _NOT_WITH_BYTES = (f"{_FUSION}_fuse_kloop_fusions",)
 
 
 def overlap_options(mesh: Mesh | AbstractMesh, *, with_bytes: bool = False) -> dict[str, Any]:
-    """Return the options for the chips of a mesh; none for one device, which has no collectives, and for a CPU.
+    """Return the options that overlap collectives on the chips of a mesh; {} for a single device and for CPUs.
 
     Args:
       mesh: the mesh of the step.
@@ -104,13 +104,13 @@ def check_options(options: Any) -> dict[str, Any]:
 
 
 def merge_options(*options: Options) -> dict[str, Any]:
-    """Merge options: later ones override earlier ones, and None removes an option."""
+    """Merge mappings of options: a later mapping overrides earlier ones, and the value None removes an option."""
     merged = {name: value for one in options for name, value in one.items()}
     return {name: value for name, value in merged.items() if value is not None}
 
 
 def describe_options(own: Options) -> list[str]:
-    """Return a line with the options for each kind of chip, then the line for all other chips."""
+    """Return lines for `print(engine)`: the options for each kind of chip, then the options for all other chips."""
     rows = {chip: merge_options(options, own) for chip, options in OVERLAP.items()} | {"others": merge_options(own)}
     return [f"  {chip}: {', '.join(map(_option, options.items())) or 'none'}" for chip, options in rows.items()]
 

@@ -1,4 +1,4 @@
-"""Batches under `js.context`: separate inputs from labels, check positions, and take each device's part of them."""
+"""Batches under `js.context`: separate inputs from labels, check positions, and take each device's positions."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from jaxshard.layers.positions import take_part
 
 
 def split_batch(layout: Layout, model: KnownModel | None, batch: PyTree) -> PyTree:
-    """Take this device's part of the positions of its rows, inside a `shard_map` over the context's axes.
+    """Take this device's part of the positions of every row, inside a `shard_map` over the axes of `js.context`.
 
-    Return the batch itself without a context, or over a single device. Nothing is communicated, as batches are stored
-    replicated over the axes.
+    Return the batch itself without a `js.context`, or with one over a single device. Nothing is communicated, as
+    batches are stored replicated over the axes.
 
     Args:
       layout: has the `js.context`.
@@ -50,7 +50,7 @@ def split_shapes(layout: Layout, model: KnownModel | None, batch: PyTree) -> PyT
 
 
 def constrain_batch(layout: Layout, model: KnownModel | None, batch: PyTree) -> PyTree:
-    """Constrain the positions of a global batch to be split over the context, in natural order."""
+    """Constrain the positions of a global batch to be split over the axes of `js.context`, in their natural order."""
     context = _in_force(layout)
     if context is None:
         return batch
@@ -77,7 +77,7 @@ def position_entries(layout: Layout, path: Any, ndim: int) -> list[Any]:
 
 
 def prepare(layout: Layout, model: KnownModel | None, batch: PyTree) -> PyTree:
-    """Separate inputs from labels, and check that the positions can be split; the batch itself without a context.
+    """Separate inputs from labels, and check that positions can be split; without `js.context` return the batch.
 
     Raises:
       ValueError: no array has positions, the devices do not divide them, or an array that the context does not name has
@@ -97,7 +97,7 @@ def _has_shapes(batch: PyTree) -> bool:
 
 
 def _in_force(layout: Layout) -> Context | None:
-    """Return the context of a layout if it splits positions over several devices."""
+    """Return the `js.context` of a layout if it splits positions over several devices; else None."""
     context = layout.context
     return context if context is not None and axis_size(layout.mesh, context.axis) > 1 else None
 

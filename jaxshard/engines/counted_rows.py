@@ -1,4 +1,4 @@
-"""Check that the means of a loss add up over the parts of a batch, on several devices or in micro-batches."""
+"""Check that the means of a loss over the parts of a batch (devices, micro-batches) add up to its global mean."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class UnequalMeans(Unsuited):
 
 
 def has_doubtful_mean(program: Program, loss: Loss, rows: PyTree) -> bool:
-    """Return whether the trace of a part leaves doubt that its means are right, so that `make_mean_check` must run.
+    """Return True unless the trace of a part of the batch proves its means right; then `make_mean_check` must run.
 
     Args:
       program: computes the loss of a part of the batch.
-      loss: the loss, of variables of the program.
-      rows: the inputs that have rows.
+      loss: the loss, a tree of variables of the program.
+      rows: the inputs of the program that have rows, a tree of variables.
     """
     inputs: list[Any] = jax.tree.leaves(rows)
     # A shape of size 1 in the trace of a single row may or may not be the number of rows.
@@ -43,10 +43,10 @@ def make_mean_check(
     compute_dtype: Any = None,
     with_key: bool = True,
 ) -> Callable[[PyTree], None]:
-    """Make `check(batch)`, which compares the jaxprs of `fn` for the rows of a part and for all rows.
+    """Make `check(batch)`, which raises if the means of `fn` over parts of a batch do not combine to the batch's mean.
 
-    It takes about as long as tracing `fn` twice, and no time for a single part or for shapes that passed before. An
-    engine calls `has_doubtful_mean` first.
+    It compares the jaxprs of `fn` for the rows of a part and for all rows. It takes about as long as tracing `fn`
+    twice, and no time for a single part or for shapes that passed before. An engine calls `has_doubtful_mean` first.
 
     Args:
       layout: says which arrays have rows.

@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
       value: the global loss, a scalar.
       metrics: the loss's metrics, by name.
       state: the model's new state.
-      residuals: the rounding errors of the gradients, placed by `Engine.residuals`; () without feedback.
+      residuals: rounding errors of the gradients, for `js.wire` with feedback to add in the next step; else ().
     """
 
     value: jax.Array
@@ -52,7 +52,7 @@ class Outcome(NamedTuple):
 
 ValueAndGrad = Callable[..., tuple[Outcome, PyTree]]
 """`fn(stored parameters, state, batch, key) -> (Outcome, gradients as stored)` of global arrays, under jit. An engine
-that places residuals (`Engine.residuals`) receives the residuals of the step before as a fifth argument."""
+that places residuals (`Engine.residuals`) receives the residuals of the previous step as a fifth argument."""
 
 
 class BlockPasses(NamedTuple):
@@ -72,7 +72,7 @@ class BlockPasses(NamedTuple):
 
 @dataclass(frozen=True)
 class Engine:
-    """The base class of all engines.
+    """The base class of all engines, which compute the loss and gradient of a step.
 
     The step, the checks and the planner call the methods below; none of them tests which engine it is.
 
@@ -145,9 +145,9 @@ class Engine:
         raise NotImplementedError(f"{type(self).__name__} has no make_call")
 
     def state_rules(self, objective: Objective, layout: Layout, batch: PyTree) -> Any:
-        """Return the `StateRules` to combine the states that parts of a batch return.
+        """Return the `StateRules` that combine the model states returned for the parts of a batch.
 
-        None if the loss sees the global batch, or if the engine refuses a state.
+        Return None if the loss sees the global batch, or if the engine refuses a state.
         """
         return None
 
@@ -164,13 +164,13 @@ class Engine:
         return layout.sum_axes
 
     def sums(self, layout: Layout) -> Sums:
-        """Return the sums by which shares of a loss, a gradient or a metric are added over devices."""
+        """Return the functions that add the devices' shares of a loss, a gradient or a metric."""
         return NATIVE
 
     def residuals(self, layout: Layout) -> PyTree:
-        """Return the placements of the gradients' residuals, which a run carries from step to step.
+        """Return the placements of the gradients' rounding errors, which the training state carries to the next step.
 
-        A tree like the parameters, with None for a parameter without one; () for an engine without feedback.
+        A tree like the parameters, with None where nothing is rounded; () for an engine without feedback.
         """
         return ()
 
@@ -237,7 +237,7 @@ class WholeModelEngine(Engine):
         object.__setattr__(self, "units", _check_units(self.units))
 
     def make_call(self, objective: Objective, layout: Layout, make_move: MakeMove) -> Call:
-        """Make the function that runs the loss as this engine does, with weights moved as `make_move` says."""
+        """Make the function that runs the loss as this engine does; see `Engine.make_call`."""
         return make_call(objective, layout, make_move, self.remat, tuple(self.units))
 
     def needed_options(self, mesh: Mesh) -> Options:

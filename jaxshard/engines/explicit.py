@@ -83,7 +83,7 @@ class Explicit(WholeModelEngine):
         return layout.manual_axes
 
     def sums(self, layout: Layout) -> Sums:
-        """Return how shares are added over devices.
+        """Return the functions that add the devices' shares.
 
         Raises:
           ValueError: the sums are "ordered", but over axes that the compiler handles.
@@ -128,7 +128,7 @@ class Explicit(WholeModelEngine):
     def _value_and_grad(
         self, objective: Objective, layout: Layout, report: Callable[[StateRules], None]
     ) -> ValueAndGrad:
-        """Implement `value_and_grad`; when the loss is traced, `report` the rules of the model's state."""
+        """Implement `value_and_grad`; call `report` with the rules for the model's state while the loss is traced."""
         axes, sums = layout.sum_axes, self.sums(layout)
         manual = self.manual_axes(layout)
         call = self.make_call(objective, layout, make_move(layout, self))
@@ -288,7 +288,7 @@ def explicit(
 
 
 def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
-    """Make zeros like this device's gradients, to differentiate with respect to; see `just_in_time`."""
+    """Make the zeros with respect to which this device's loss is differentiated; see `just_in_time`."""
     manual = layout.manual_axes
 
     def sink(x: Any, param: Placement, grad: Placement | None) -> jax.Array | None:
@@ -304,7 +304,10 @@ def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
 
 
 def _turns(batch: PyTree, count: int, axes: tuple[str, ...]) -> tuple[PyTree, jax.Array]:
-    """Cut this device's rows into [micro-batches, rows, ...]; also return the global index of each one's first row."""
+    """Cut this device's rows into micro-batches.
+
+    Return (the arrays as [micro-batches, rows, ...], the index in the global batch of each micro-batch's first row).
+    """
     rows = row_count(batch)
 
     def split(x: jax.Array) -> jax.Array:

@@ -22,12 +22,12 @@ Weights = tuple[jax.Array, ...]
 
 @dataclass(frozen=True)
 class Joint:
-    """Replicas that compute a common mean in some steps.
+    """Replicas of `js.local` that divide their losses by a common weight in some steps.
 
     Attributes:
-      now: bool[], whether this is such a step.
+      now: bool[], True if the current step is such a step.
       axes: the mesh axes of the replicas.
-      asked: for each call of `weigh`, whether the loss had weights.
+      asked: recorded for each call of `weigh`: True if the loss had weights.
     """
 
     now: jax.Array
@@ -35,7 +35,10 @@ class Joint:
     asked: list[bool] = field(default_factory=list)
 
     def weigh(self, weights: Weights) -> Weights:
-        """Return the weights of all replicas' rows if `now`; otherwise this replica's, without communication."""
+        """Sum the loss weights over all replicas if `now`; otherwise return them unchanged, without communication.
+
+        Each call is recorded in `asked`.
+        """
         self.asked.append(bool(weights))
         if not weights:
             return ()
@@ -48,7 +51,10 @@ class Joint:
         return weighed
 
     def inside(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `fn(*given)` as `fn(now, *given)`, since a nested `shard_map` can't close over the array `now`."""
+        """Convert `fn(*given)` to a function of `(now, *given)`, for a nested `shard_map`.
+
+        The `shard_map` can't close over the array `now`, so that it has to be an argument.
+        """
 
         def call(now: jax.Array, *given: Any) -> Any:
             with joining(replace(self, now=now)):
@@ -67,7 +73,7 @@ def joint_in_force() -> Joint | None:
 
 @contextmanager
 def joining(joint: Joint) -> Iterator[None]:
-    """Make a context in which engines divide a loss by `joint.weigh` of its weights."""
+    """Make a context in which engines call `joint.weigh` on the weights of a loss before they divide by them."""
     token = _joint.set(joint)
     try:
         yield

@@ -97,7 +97,7 @@ def use_weights(make_move: MakeMove, params: PyTree, grads: PyTree, stored: PyTr
 def list_offered(
     layout: Layout, make_move: MakeMove, weights: PyTree, params: PyTree, grads: PyTree, stored: PyTree, sinks: PyTree
 ) -> list[Offered]:
-    """List the weights that a layer may gather in chunks instead: all matrices.
+    """List the weights that a layer may gather chunk by chunk: matrices that no batch axis splits in use.
 
     Args:
       layout: the layout.
@@ -164,7 +164,7 @@ Run = Callable[[PyTree, PyTree, PyTree, PyTree, Any, Any], Any]
 def make_opaque_run(
     fn: Callable[..., Any], layout: Layout, make_move: MakeMove, remat: RematPolicy | None, units: Units = ()
 ) -> Run:
-    """Make the run of a function `fn(model, batch, key)` of no known model: it receives gathered weights.
+    """Make the `Run` of a function `fn(model, batch, key)` that belongs to no known model: pass it gathered weights.
 
     If `fn` runs a known model on these same arrays, the model gathers its weights just in time instead. If `fn` runs it
     on other arrays, and that costs memory, warn once.
@@ -208,7 +208,7 @@ def make_opaque_run(
 
 
 def _warn_of_whole_weights(layout: Layout, missed: list[Stacked]) -> None:
-    """Warn that models were run on weights that are all gathered at once, if that costs memory."""
+    """Warn, if it costs memory, that models ran on weights that were all gathered at once."""
     gathered = [
         (x, placement)
         for x, placement in zip(jax.tree.leaves(layout.shapes.params), jax.tree.leaves(layout.params), strict=True)
@@ -322,7 +322,7 @@ def why_not_by_block(layout: Layout) -> str:
 
 @contextmanager
 def users_code(layout: Layout, what: str = "the loss") -> Iterator[None]:
-    """Enter a context for the user's functions: constraints follow the layout, errors about axes are explained."""
+    """Make a context for the user's functions: `js.constrain` follows the layout, errors about axes are explained."""
     with follow_layout(layout):
         try:
             yield

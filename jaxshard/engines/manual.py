@@ -18,7 +18,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def used_shape(layout: Layout, placement: Placement) -> tuple[int, ...]:
-    """Return the shape of a weight in use on one device: a shard over manual axes in its `use`, else logical."""
+    """Return the shape of a weight in code inside the `shard_map`: only the manual axes of its `use` divide it."""
     use = only_axes(placement.use, layout.manual_axes)
     return tuple(size // parts for size, parts in zip(placement.view.logical, splits_per_dim(layout.mesh, use)))
 
@@ -26,7 +26,7 @@ def used_shape(layout: Layout, placement: Placement) -> tuple[int, ...]:
 def on_each_device(
     fn: _Function, layout: Layout, axes: Set[str], *, in_specs: PyTree, out_specs: PyTree
 ) -> _Function | Callable[..., Any]:
-    """Wrap `fn` to take global arrays and run once per device along the axes, on this device's shards.
+    """Wrap `fn`, which computes on one device's shards, in a `shard_map` over the axes that takes global arrays.
 
     The other axes stay automatic: the compiler splits the work over them. Without axes return `fn` itself.
     """
@@ -48,17 +48,17 @@ def _axes_outside() -> frozenset[str]:
 
 
 def stored_specs(placements: PyTree, axes: Set[str]) -> PyTree:
-    """Return the specs of stored arrays, restricted to the manual axes."""
+    """Return the `PartitionSpec` of each stored array, with only the axes `axes`."""
     return jax.tree.map(lambda placement: only_axes(placement.store, axes), placements)
 
 
 def used_specs(placements: PyTree, axes: Set[str]) -> PyTree:
-    """Return the specs of arrays in use, restricted to the manual axes."""
+    """Return the `PartitionSpec` of each array in use, with only the axes `axes`."""
     return jax.tree.map(lambda placement: only_axes(placement.use, axes), placements)
 
 
 def row_specs(layout: Layout, batch: PyTree) -> PyTree:
-    """Return the specs of the arrays of a global batch."""
+    """Return the `PartitionSpec` of each array of a global batch."""
     return jax.tree.map(lambda placement: placement.store, layout.batch_placements(batch))
 
 

@@ -25,7 +25,7 @@ from jaxshard.engines.manual import nest_in_shard_map
 
 
 def make_move(layout: Layout, engine: Engine) -> MakeMove:
-    """Make moves by manual collectives: all-gather weights, and reduce gradients by `reduce_gradient`."""
+    """Return the function that makes moves of manual collectives: all-gathers of weights, and `reduce_gradient`."""
 
     def make(param: Placement, grad: Placement | None) -> Move:
         def gather_weight(stored: jax.Array) -> jax.Array:
@@ -64,7 +64,7 @@ def reduce_gradient(
 
     Args:
       layout: the layout.
-      engine: has the dtype and the order of the sum.
+      engine: says in which dtype and order to add.
       grad: the gradient's placement.
       x: this device's share, in the weight's logical shape.
       param: the parameter's placement.
@@ -101,7 +101,7 @@ def _reduce_encoded(
 ) -> tuple[jax.Array, jax.Array]:
     """Implement `reduce_gradient` for a format of `js.wire`; return the shard and the rounding error, f32[share].
 
-    `residual` is the rounding error of the step before, which is added before rounding.
+    `residual` is the rounding error of the previous step, which is added before rounding.
     """
 
     def scatter(share: jax.Array, residual: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
@@ -115,7 +115,7 @@ def _reduce_encoded(
 
 
 class _Reduced(NamedTuple):
-    """A stored gradient, and this device's rounding error."""
+    """A reduced gradient as stored, and the rounding error of this device's share."""
 
     total: jax.Array
     error: jax.Array | None
@@ -126,9 +126,9 @@ def reduce_all(layout: Layout, engine: Engine, grads: PyTree, residuals: PyTree)
 
     Args:
       layout: the layout.
-      engine: has the dtype or format and the order of the sums.
-      grads: this device's shares.
-      residuals: the rounding errors of the step before, f32[1, *share], None where nothing was rounded; () without
+      engine: says in which dtype or wire format, and in which order, to add.
+      grads: this device's shares of the gradients.
+      residuals: the rounding errors of the previous step, f32[1, *share], None where nothing was rounded; () without
         feedback.
 
     Returns:
@@ -153,7 +153,7 @@ def reduce_all(layout: Layout, engine: Engine, grads: PyTree, residuals: PyTree)
 
 
 def place_residual(layout: Layout, param: Placement, grad: Placement | None) -> Placement | None:
-    """Return the placement of a gradient's residual, f32[devices that add, *stored shape]; None if it is frozen.
+    """Return the placement of a gradient's residual, f32[devices that add, *stored shape]; None if frozen.
 
     Every device that contributes to the sum has a residual of the size of its share, before the reduce-scatter.
     """
@@ -166,5 +166,5 @@ def place_residual(layout: Layout, param: Placement, grad: Placement | None) -> 
 
 
 def stack_view(view: View, count: int) -> View:
-    """Return the view of `count` arrays of one view, stacked along a new first dimension."""
+    """Return the view of a stack of `count` arrays, each with the view `view`, along a new first dimension."""
     return View((count, *view.logical), (count, *view.padded), (count, *view.stored), view.extra_dims)

@@ -29,7 +29,7 @@ class Cut(NamedTuple):
       batch: this device's batch, before the cut.
       mask: True for every array of the batch that has rows.
       turns: the arrays with rows, cut to [micro-batches, rows, ...]; None for the others.
-      first_rows: [micro-batches], the global index of each one's first row.
+      first_rows: [micro-batches], the index in the global batch of each micro-batch's first row.
     """
 
     batch: PyTree
@@ -38,7 +38,7 @@ class Cut(NamedTuple):
     first_rows: jax.Array
 
     def part(self, rows: PyTree) -> PyTree:
-        """Return one micro-batch, given its slice of `turns`."""
+        """Return one micro-batch: `rows`, its slice of `turns`, together with the arrays that have no rows."""
         return put_back(self.mask, rows, self.batch)
 
     def first(self) -> tuple[PyTree, jax.Array]:
@@ -47,7 +47,7 @@ class Cut(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A traced function of a part of the batch.
+    """A function of a part of the batch, with its trace.
 
     Attributes:
       fn: `fn(params, state, batch, row) -> (js.Loss, *others)`; `row` is the global index of the batch's first row.
@@ -61,7 +61,7 @@ class Part(NamedTuple):
 
     @classmethod
     def trace(cls, fn: Callable[..., tuple[Any, ...]], *args: Any) -> Part:
-        """Trace a function."""
+        """Trace `fn(*args)`, and keep the function and its arguments with the trace."""
         return cls(fn, args, Program.trace(fn, *args))
 
     @property
@@ -75,7 +75,7 @@ class Part(NamedTuple):
         return select(mask, self.program.args[2])
 
     def run(self) -> tuple[Any, ...]:
-        """Return the function's results; JAX finds the trace in its cache."""
+        """Compute the function's results; JAX finds the trace in its cache."""
         results: tuple[Any, ...] = jax.jit(self.fn)(*self.args)
         return results
 

@@ -118,7 +118,7 @@ def _run_checkpoint(eqn: Any, operands: list[Any], computed: list[int]) -> list[
 
 
 def _run_control(eqn: Any, operands: list[Any], computed: list[int]) -> list[Any]:
-    """Evaluate a loop or branch; gather its weights before it, and again for the backward pass."""
+    """Evaluate a loop or branch; gather the weights that it uses before it runs, and again for the backward pass."""
 
     def body(*operands: Any) -> list[Any]:
         return _chosen(bind(eqn, _gather(operands)), computed)

@@ -28,9 +28,9 @@ def make_position_check(
     compute_dtype: Any = None,
     with_key: bool = True,
 ) -> Callable[[PyTree], None]:
-    """Make `check(batch)`, which reads the jaxpr of `fn` before a context splits its positions.
+    """Make `check(batch)`, which raises if the jaxpr of `fn` mixes positions that `js.context` would split.
 
-    It takes about as long as tracing `fn` twice, once for each shape of a batch, and no time without a context.
+    It takes about as long as tracing `fn` twice, once for each shape of a batch, and no time without `js.context`.
 
     Args:
       layout: has the `js.context`.
@@ -70,7 +70,7 @@ def make_position_check(
 
 
 def _rows_of_a_turn(layout: Layout, batch: PyTree, microbatches: int) -> PyTree:
-    """Reduce the rows of a batch of shapes to a micro-batch of one device; keep rows that do not divide."""
+    """Return the shapes of one device's micro-batch of a batch; arrays whose rows do not divide keep all rows."""
     count = axis_size(layout.mesh, layout.batch_axes) * microbatches
 
     def shrink(x: Any, has_rows: bool) -> Any:

@@ -12,7 +12,7 @@ _in_turns = jax.make_user_context(default_value=False)
 
 
 def taking_turns() -> AbstractContextManager[None]:
-    """Make a context in which the loss sees one of several micro-batches."""
+    """Make a context that says that the loss sees only one of several micro-batches, so that `row_axes` raises."""
     context: AbstractContextManager[None] = _in_turns(True)
     return context
 

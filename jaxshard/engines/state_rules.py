@@ -1,7 +1,7 @@
-"""Combine the states that micro-batches and devices return to the model's new state.
+"""Combine the states that a loss returns on each device and in each micro-batch to the model's new state.
 
-Each of them receives the state from before the step and sees some of the rows. For every array of the returned state
-there is one of these rules, found once when a step is traced:
+Each call of the loss receives the state from before the step and sees some of the rows. For every array of the
+returned state there is one of these rules, found once when a step is traced:
 
     "kept"   the loss returned the old array             nothing is done
     "sum"    declared by js.Sum, or a part of a js.Mean  added
@@ -73,7 +73,7 @@ class Sharing:
 
     @classmethod
     def of(cls, engine: Engine, layout: Layout, mask: PyTree) -> Sharing:
-        """Describe how an engine shares the rows of a batch, given the mask of its arrays."""
+        """Describe how an engine divides the rows of a batch; `mask` is True for arrays that have rows."""
         manual = frozenset(axis for axis in engine.manual_axes(layout) if layout.mesh.shape[axis] > 1)
         rows = manual.intersection(layout.sum_axes)
         positions = rows.difference(layout.batch_axes)  # of a context, which may split an array without rows
@@ -91,7 +91,7 @@ class Sharing:
         return self.microbatches > 1 or bool(self.facts[3])
 
     def facts_of_leaves(self) -> list[Axes]:
-        """Return the fact of every input; arrays with rows also differ between parts of the batch."""
+        """Return for every input of the loss the axes over which it differs, with `_ROWS` for arrays with rows."""
         params, state, batch, row = self.facts
         batch = jax.tree.map(lambda fact, has_rows: fact | {_ROWS} if has_rows else fact, batch, self.mask)
         return [*jax.tree.leaves((params, state, batch)), row | {_ROWS}]
@@ -104,8 +104,8 @@ class StateRules:
     Attributes:
       tree: the structure of the returned state; None if the loss returns no state.
       paths: the path of each array, in the order of leaves.
-      rules: the rule of each.
-      like: the shape and dtype of each.
+      rules: the rule of each array.
+      like: the shape and dtype of each array.
       update: the loss's own `update`; None without one.
     """
 
@@ -121,7 +121,7 @@ class StateRules:
         return [jnp.asarray(x) for rule, x in zip(self.rules, leaves, strict=True) if rule != "kept"]
 
     def start(self) -> list[jax.Array]:
-        """Return the initial totals, to which micro-batches are added; floats in at least f32."""
+        """Return the totals to which the first micro-batch is added; floats in at least f32."""
 
         def identity(rule: Rule, x: jax.ShapeDtypeStruct) -> jax.Array:
             if rule == "max":
@@ -134,7 +134,7 @@ class StateRules:
         return [identity(rule, x) for rule, x in self._combined()]
 
     def add(self, total: Sequence[jax.Array], new: Sequence[jax.Array]) -> list[jax.Array]:
-        """Add the arrays of another micro-batch to the totals."""
+        """Add the arrays of another micro-batch to the totals, each by its rule; return the new totals."""
 
         def add(rule: Rule, a: jax.Array, b: jax.Array) -> jax.Array:
             return b if rule == "once" else jnp.maximum(a, b) if rule == "max" else a + b
@@ -142,7 +142,7 @@ class StateRules:
         return [add(rule, a, b) for (rule, _), a, b in zip(self._combined(), total, new, strict=True)]
 
     def combine(self, total: Sequence[jax.Array], count: int, axes: tuple[str, ...], sums: Sums = NATIVE) -> PyTree:
-        """Combine the arrays of all micro-batches and devices.
+        """Combine the arrays of all micro-batches and devices, each by its rule.
 
         Collectives: an all-reduce for each array that is not equal on all devices.
 
@@ -153,7 +153,7 @@ class StateRules:
           sums: how to add over them.
 
         Returns:
-          A tree like the state that the loss returns, with None where it returned the old array.
+          The combined arrays in the order of the state's leaves; None for an array that the loss returned unchanged.
         """
 
         def over_all(rule: Rule, like: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
@@ -200,7 +200,7 @@ NO_STATE = StateRules(None, (), (), (), None)
 
 
 def trace_step(value_and_grad: ValueAndGrad, layout: Layout, batch: PyTree) -> None:
-    """Trace loss and gradient of a batch, or of its shapes, for the side effects of the trace."""
+    """Trace loss and gradient of a batch, or of its shapes, to make the engine report its `StateRules`."""
 
     def stored(x: Any, placement: Placement) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(placement.view.stored, x.dtype)
@@ -262,7 +262,7 @@ _DIFFERS = (
 
 
 def _facts_of(program: Program, results: list[Any], sharing: Sharing) -> list[Axes]:
-    """Return the axes over which some variables of a program may differ."""
+    """Return for each result the axes over which its value may differ between devices or parts of the batch."""
     alone, used = results_alone(program.closed, results)
     facts = [fact for fact, needed in zip(sharing.facts_of_leaves(), used, strict=True) if needed]
     return differing(alone, facts, sharing.manual)
@@ -288,7 +288,7 @@ def _rule_of(var: Any, fact: Axes, microbatches: int) -> Rule | None:
 
 
 def _depend_on_row_count(part: Part, mask: PyTree, which: Sequence[int]) -> list[int]:
-    """Return which arrays of the new state are computed by another jaxpr if there are twice as many rows."""
+    """Return those indices in `which` whose state array is computed by another jaxpr for twice as many rows."""
     more = part.of_twice_the_rows(mask) if which else None
     if more is None:
         return []  # the loss supports only this number of rows

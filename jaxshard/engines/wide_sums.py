@@ -4,8 +4,7 @@ In global-view code the sum over devices is no separate operation. It belongs to
 the compiler adds the devices' shares in that operation's dtype. With bf16 weights that is bf16, even if the gradient is
 cast afterwards:
 
-    dw: bf16[16,8] = dot_general x dy            x and dy are split by rows: each device has a share, all-reduced in
-      bf16
+    dw: bf16[16,8] = dot_general x dy            x and dy are split by rows: all-reduced in bf16
     g: f32[16,8]   = convert_element_type dw     too late
 
 So the cast is moved into the operation with the sum, in the jaxpr of the gradient:
@@ -48,7 +47,7 @@ _LINEAR = frozenset({
     "dynamic_update_slice", "mul", "neg", "pad", "reshape", "rev", "select_n", "sharding_constraint",
     "slice", "squeeze", "sub", "transpose",
 })  # fmt: skip
-"""Primitives that may be between such a sum and a gradient, and can compute the same in f32."""
+"""Primitives that may be between a sum over rows and the marked gradient, and that can compute in f32 too."""
 
 _MOVES = frozenset({
     "broadcast_in_dim", "convert_element_type", "copy", "reshape", "rev", "sharding_constraint", "squeeze", "transpose",
@@ -66,13 +65,13 @@ Dtypes = Sequence[Any]
 
 
 def sum_in(gradient: jax.Array, dtype: Any) -> jax.Array:
-    """Cast a gradient; inside `widen_sums`, its sums over devices have this dtype too."""
+    """Cast a gradient to a dtype; inside `widen_sums` also make the sum over devices in that dtype."""
     marked: jax.Array = _mark.bind(gradient, dtype=jnp.dtype(dtype))
     return marked
 
 
 def widen_sums(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `fn` in which gradients passed to `sum_in` are summed over devices in its dtype."""
+    """Return `fn` with every gradient that it passes to `sum_in(gradient, dtype)` summed over devices in that dtype."""
 
     def run(*args: Any) -> Any:
         program = Program.trace(fn, *args)
@@ -141,7 +140,7 @@ def _evaluate(eqn: Any, values: Sequence[Any], wanted: Dtypes) -> list[Any]:
 
 
 def _narrow_sum(x: jax.Array, dims: Sequence[int], dtype: Any) -> jax.Array:
-    """Sum over dimensions; only the leading ones, the rows split over devices, in the smaller dtype."""
+    """Sum over dimensions; in the smaller dtype only over the first of them, the rows that devices split."""
     rows, *rest = sorted(dims)
     zero = np.zeros((), x.dtype)
     partial = lax.convert_element_type(lax.reduce(x, zero, lax.add, rest) if rest else x, dtype)
@@ -150,7 +149,7 @@ def _narrow_sum(x: jax.Array, dims: Sequence[int], dtype: Any) -> jax.Array:
 
 
 def _widen_program(inner: Any, ins: Dtypes, outs: Dtypes) -> Any:
-    """Return a call's jaxpr with arguments and results in the wanted dtypes, closed if it is closed."""
+    """Return the jaxpr `inner` with arguments in the dtypes `ins` and results in `outs`, closed if `inner` is."""
     jaxpr, _ = open_jaxpr(inner)
     avals = [x if dtype is None else x.update(dtype=dtype) for x, dtype in zip(jaxpr.in_avals, ins, strict=True)]
     widened = jax.make_jaxpr(lambda *args: _run(inner, args, outs))(*avals)
@@ -188,12 +187,12 @@ def _find_wanted(jaxpr: Any, outs: Dtypes) -> dict[Any, Any]:
 
 
 def _is_narrower(dtype: Any, atom: Any) -> bool:
-    """Return True for a dtype that is smaller than that of a floating variable."""
+    """Return True if `dtype` has fewer bits than the dtype of the floating variable `atom`."""
     return bool(jnp.finfo(dtype).bits < jnp.finfo(atom.aval.dtype).bits)
 
 
 def _wanted_inputs(eqn: Any, outs: Dtypes) -> list[Any]:
-    """Return the dtypes of a call's or scan's operands for which its results have the wanted dtypes."""
+    """Return the dtypes in which a call or scan should receive its operands, to have results in the dtypes `outs`."""
     jaxpr, _ = open_jaxpr(eqn.params[_CALLS[eqn.primitive.name]])
     wanted = _find_wanted(jaxpr, outs)
     ins = [wanted.get(var) for var in jaxpr.invars]

@@ -75,19 +75,19 @@ def compute_nats(logits: Float32[Array, "*batch vocab"], labels: Int[Array, "*ba
 
 
 def in_vocabulary(labels: Int[Array, "*batch"], vocab: int) -> Bool[Array, "*batch"]:
-    """Return which labels are from 0 to vocab - 1."""
+    """Return True for each label from 0 to vocab - 1, False for any other."""
     # One comparison: cast to unsigned, negative labels are larger than any vocabulary. A cast to fewer bits than they
     # have, or than 32, might wrap a label around into the vocabulary.
     return labels.astype(f"uint{max(32, 8 * labels.dtype.itemsize)}") < vocab
 
 
 def spoil(good: Bool[Array, "*batch"], nats: Float32[Array, "*batch"]) -> Float32[Array, "*batch"]:
-    """Replace losses that are not good by NaN; gradients pass unchanged, so this adds no work to the backward pass."""
+    """Return the losses with NaN where `good` is False; gradients pass unchanged, without work in the backward pass."""
     return nats + jnp.where(good, jnp.float32(0), jnp.float32(jnp.nan))
 
 
 def _find_counted(labels: jax.Array, where: Any, ignore_index: Any) -> jax.Array | None:
-    """Return which labels count, in their shape; None for all of them."""
+    """Return True for each label that counts, in the labels' shape; None if all labels count."""
     counts = None
     if where is not None:
         if jnp.result_type(where) != jnp.bool_:

@@ -21,7 +21,7 @@ from jaxshard.core.marks import is_marking, leave_mark, marked_length
 
 
 def positions(count: int) -> Int[Array, " count"]:
-    """Return the positions of the `count` elements that the model computes in each row; a device may have some of them.
+    """Return the indices in their row of the `count` positions that the model computes here, int32[count].
 
     Use it in a model that does not read positions from its batch, for rotary angles or a table of learned positions.
     Under `js.explicit` and `js.pipelined` with `js.context` these are this device's positions. In `js.generate` they
@@ -56,7 +56,7 @@ def positions(count: int) -> Int[Array, " count"]:
 
 
 def count_in_row(count: int) -> int:
-    """Return the number of positions of a row, of which `count` are on this device."""
+    """Return the number of positions in a full row, given that this device has `count` of them."""
     if is_marking():
         return marked_length()
     axes = split_axes()
@@ -77,7 +77,7 @@ def sum_in_row(x: jax.Array) -> jax.Array:
 
 
 def split_axes() -> tuple[str, ...]:
-    """Return the axes over which each device has its own positions here; () if it has all positions."""
+    """Return the mesh axes over which the traced code sees split positions; () if it sees all positions of a row."""
     activations = activations_in_force()
     context = None if activations is None else activations.layout.context
     if activations is None or context is None:
@@ -87,12 +87,12 @@ def split_axes() -> tuple[str, ...]:
 
 
 def has_part() -> bool:
-    """Return whether a device has its own positions here, or a proof traces the program as if it had."""
+    """Return True if the traced code sees only this device's positions, or a proof traces it as if it did."""
     return is_marking() or bool(split_axes())
 
 
 def take_part(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-    """Take this device's positions of an array that has all of them in dimension `dim`, inside a `shard_map`."""
+    """Take this device's positions from an array that has all positions in dimension `dim`, inside a `shard_map`."""
     size = x.shape[dim] // (2 * lax.axis_size(axes))
     halves = [lax.dynamic_slice_in_dim(x, number * size, size, dim) for number in chunks_of(axes)]
     return jnp.concatenate(halves, dim)

@@ -32,7 +32,7 @@ from jaxshard.core.mesh import axis_names, axis_size
 from jaxshard.core.placement import Placement
 
 _LANES = 128
-"""Larger chunks have a multiple of this width: the width of a TPU's tiles."""
+"""Chunks wider than this have a multiple of this width: the width of a TPU's tiles."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Chunks:
       dim: the dimension.
       size: its size, without padding.
       parts: the number of shards in which the weight or its gradient is stored.
-      part: the size of a shard.
+      part: the size of a shard along the dimension.
       width: the elements of every shard that a chunk has.
       gather: maps a stored chunk to the chunk of the weight, [..., parts * width, ...].
       reduce: maps the cotangent of that chunk to the stored chunk of the gradient.
@@ -63,7 +63,7 @@ class Chunks:
         return -(-self.part // self.width)
 
     def take(self, stored: jax.Array, index: jax.Array) -> jax.Array:
-        """Gather one chunk of the weight. Issues the engine's collectives."""
+        """Gather chunk `index` of the weight from its stored array. Issues the engine's collectives."""
         shape, dim = stored.shape, self.dim
         parts = stored.reshape(*shape[:dim], -1, self.part, *shape[dim + 1 :])
         chunk = lax.dynamic_slice_in_dim(parts, self._start(index), self.width, dim + 1)
@@ -79,12 +79,15 @@ class Chunks:
         return jnp.where((inside >= index * self.width) & (numbers < self.size), numbers, -1).reshape(-1)
 
     def zeros(self, sink: jax.ShapeDtypeStruct) -> jax.Array:
-        """Return zeros to accumulate the gradient in, with the dimension divided into shards."""
+        """Return zeros for the gradient of all chunks: like `sink`, with the dimension reshaped to [shards, part]."""
         parts = -(-sink.shape[self.dim] // self.part)
         return jnp.zeros((*sink.shape[: self.dim], parts, self.part, *sink.shape[self.dim + 1 :]), sink.dtype)
 
     def add(self, total: jax.Array, cotangent: jax.Array, index: jax.Array) -> jax.Array:
-        """Reduce the cotangent of a chunk and add it to the gradient. Issues the engine's collectives."""
+        """Reduce the cotangent of chunk `index` over devices and add it to the gradient `total`; return the new total.
+
+        Issues the engine's collectives.
+        """
         shape, start = total.shape, self._start(index)
         new = self.reduce(cotangent.astype(total.dtype)).astype(total.dtype)
         new = new.reshape(*shape[: self.dim + 1], self.width, *shape[self.dim + 2 :])
@@ -92,7 +95,7 @@ class Chunks:
         return lax.dynamic_update_slice_in_dim(total, old + new, start, self.dim + 1)
 
     def finish(self, total: jax.Array, sink: jax.ShapeDtypeStruct) -> jax.Array:
-        """Return the accumulated gradient in the shape of the sink."""
+        """Return the accumulated gradient `total` in the shape of `sink`."""
         whole = total.reshape(*sink.shape[: self.dim], -1, *sink.shape[self.dim + 1 :])
         return lax.slice_in_dim(whole, 0, sink.shape[self.dim], axis=self.dim)
 
@@ -122,7 +125,13 @@ class Offered(NamedTuple):
     mesh: Mesh
 
     def cut(self, dim: int, count: int, parts: int) -> Chunks | None:
-        """Return the chunks along a dimension that `parts` devices split in use; None if they can't be gathered."""
+        """Return the weight's chunks along a dimension; None if its shards can't be gathered chunk by chunk.
+
+        Args:
+          dim: the dimension.
+          count: the number of chunks; the result may have fewer.
+          parts: the number of devices that split the dimension in computation.
+        """
         grad = self.grad or self.param
         used, held, made = (axis_names(spec[dim]) for spec in (self.param.use, self.param.store, grad.store))
         finest = max(held, made, key=len)
@@ -147,7 +156,7 @@ _current: ContextVar[Mapping[int, Offered]] = ContextVar("chunks", default=Mappi
 
 @contextmanager
 def offer_chunks(offered: Iterable[Offered]) -> Iterator[None]:
-    """Make a context in which layers find the weights that are offered in chunks."""
+    """Make a context in which `cut_weight` finds these weights, so that layers can gather them in chunks."""
     token = _current.set({id(one.weight): one for one in offered})
     try:
         yield
@@ -156,7 +165,7 @@ def offer_chunks(offered: Iterable[Offered]) -> Iterator[None]:
 
 
 def parts_in_use(weight: jax.Array, dim: int) -> int | None:
-    """Return over how many devices a weight's dimension is split in computation; None if no engine offers it."""
+    """Return the number of devices that split a weight's dimension in computation; None if no engine offers it."""
     offered = _current.get().get(id(weight))
     return None if offered is None else axis_size(offered.mesh, offered.param.use[dim])
 

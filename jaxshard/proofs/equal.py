@@ -47,10 +47,10 @@ EXCHANGES = frozenset(
 
 
 class Difference(NamedTuple):
-    """The fact about a value.
+    """The fact about a value: the axes over which it may differ between devices, and what is known of its shards.
 
     Attributes:
-      over: the axes over which it may differ between devices.
+      over: the axes over which the value may differ between devices.
       shards: for a global array returned by a `shard_map`, (its PartitionSpec, the axes over which its shards may
         differ). () for an array with equal elements, whose shards never differ. None if nothing is known.
     """
@@ -203,7 +203,7 @@ def _split_over(place: Place, spec: Any) -> Axes:
 
 
 class _Rows(NamedTuple):
-    """The spec of an array that a scan stacked: `row` is the spec of each of its rows."""
+    """The spec of an array that a scan stacked along a new first dimension: `row` is the spec of each slice."""
 
     row: Any
 
@@ -213,7 +213,7 @@ def _row_of(spec: Any) -> Any:
 
 
 def _with_spec(fact: Difference, change: Callable[[Any], Any]) -> Difference:
-    """Return the fact with the spec of its shards changed; forget the shards if the new spec is None."""
+    """Return the fact with `change` applied to the spec of its shards; without shards if the new spec is None."""
     if not fact.shards:
         return fact
     spec = change(fact.shards[0])

@@ -36,7 +36,7 @@ _ENGINES = package_folder("jaxshard.engines")
 
 
 class Parting(NamedTuple):
-    """A collective that some of its devices may not reach.
+    """A collective that some of the devices that take part in it may not reach.
 
     Attributes:
       branch: the `cond` or `while` equation around it; the outermost whose predicate may differ.
@@ -78,7 +78,7 @@ class Reading(NamedTuple):
 
 
 def read_partings(program: Any) -> Reading:
-    """Find the collectives of a jaxpr that some of their devices may not reach.
+    """Find collectives in a jaxpr that some of the devices that take part in them may not reach.
 
     Args:
       program: a jaxpr of global arrays, closed or not, such as `jitted.trace(*args).jaxpr`.
@@ -131,7 +131,7 @@ def check_together(program: Any, what: str) -> tuple[Choice, ...]:
       The choices that have to be looked up in the compiled program; see `Reading`.
 
     Raises:
-      ValueError: there is such a collective; names the line of each branch and its collectives.
+      ValueError: there is such a collective; the message names the line of each branch and the collectives in it.
     """
     partings, choices = read_partings(program)
     if not partings:
@@ -150,12 +150,12 @@ def check_together(program: Any, what: str) -> tuple[Choice, ...]:
 
 
 def _maps_around(place: Place) -> list[dict[str, Any]]:
-    """Return the parameters of the `shard_map` equations around a place."""
+    """Return the parameters of the `shard_map` equations that contain an equation."""
     return [one.equation.params for one in place.around if one.equation.primitive.name == "shard_map"]
 
 
 def _mesh_around(place: Place) -> tuple[dict[str, int], Axes]:
-    """Return ({axis: size} of the mesh axes larger than 1 around a place, the manual axes among them)."""
+    """Return ({axis: size} of the mesh around an equation, without axes of size 1; the manual axes among them)."""
     maps = _maps_around(place)
     sizes = {axis: size for axis, size in dict(maps[-1]["mesh"].shape).items() if size > 1} if maps else {}
     return sizes, frozenset().union(*map(newly_manual_axes, maps)) & sizes.keys()

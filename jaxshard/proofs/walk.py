@@ -31,11 +31,11 @@ Fact = TypeVar("Fact", bound=Hashable)
 
 
 class Around(NamedTuple):
-    """An equation, such as a `cond`, that contains the jaxpr of another equation.
+    """An equation, such as a `cond`, whose inner jaxpr contains the equation of a `Place`.
 
     Attributes:
-      equation: the equation with the program.
-      choice: the fact about the predicate of a `cond` or `while`; None for equations that always run their program.
+      equation: the containing equation.
+      choice: the fact about the predicate of a `cond` or `while`; None for an equation that always runs its jaxpr.
     """
 
     equation: Any
@@ -75,7 +75,7 @@ class Place(NamedTuple):
         return tuple(one.params[name] for one in self.equations)
 
     def joined(self, fact: Fact) -> list[Fact]:
-        """Return the same fact about every result."""
+        """Return a list with `fact` for every result of the equation."""
         return [fact] * len(self.equation.outvars)
 
 

@@ -66,7 +66,7 @@ class Value(NamedTuple):
 
 
 class Lifetime(NamedTuple):
-    """The device on which a value waits, and the times at which it is written and last read."""
+    """The time for which a value waits in a buffer of a device: from when it is written to when it is last read."""
 
     device: int
     value: Value
@@ -83,8 +83,8 @@ class BufferPlan:
       rows: columns of integers by name, [ticks, devices] or, if they are equal for all devices, [ticks]:
         - "f_chunk", "f_microbatch", "b_...", "w_...": the chunk and micro-batch of the operation; micro-batch -1 if
           there is no operation.
-        - "f_inbox", "f_kept", "f_outbox", "b_outbox", "b_kept", "b_carried", "b_result", "w_carried": the slots that it
-          reads and writes, or -1 ("b_result" is for stage 0's dx, for the embedding).
+        - "f_inbox", "f_kept", "f_outbox", "b_outbox", "b_kept", "b_carried", "b_result", "w_carried": the slots that
+          the operation reads and writes, or -1 ("b_result" is for stage 0's dx, for the embedding).
         - "arrive_f", "arrive_b": the slots for values from neighbours, written at the end of the tick, or -1.
         - "f", "b", "w" [ticks]: 1 if any device has such an operation.
         - "embed", "head", "embed_grad" [ticks]: the index of the run in the tick, or -1.
@@ -93,7 +93,7 @@ class BufferPlan:
         slots [runs + 1, devices, devices]: on each device the slot of each member's value. Only the first (for "head"
         the last) device has the values, all others have -1.
         The last row is for the index -1, no run: it has no micro-batches and no slots.
-      sizes: the lengths of the buffers.
+      sizes: the number of slots of each buffer.
     """
 
     schedule: Schedule
@@ -163,7 +163,7 @@ def _lifetimes(schedule: Schedule, ops: Sequence[Op], runs: dict[str, list[Run]]
 
 
 def _assign_slots(lifetimes: Iterable[Lifetime]) -> tuple[dict[Value, int], dict[str, int]]:
-    """Return (the slot of every value, the length of every buffer)."""
+    """Return (the slot of every value, the number of slots of every buffer)."""
     by_buffer = defaultdict(list)
     for device, value, written, last_read in lifetimes:
         by_buffer[device, _BUFFER_OF[value.kind]].append((written, last_read, value))
@@ -181,7 +181,7 @@ def _assign_slots(lifetimes: Iterable[Lifetime]) -> tuple[dict[Value, int], dict
 
 
 def _write_operation(rows: dict[str, np.ndarray], schedule: Schedule, op: Op, slots: dict[Value, int]) -> None:
-    """Write an operation into its row: its own columns, and the slot for its result on the receiving device."""
+    """Write an operation into `rows`: its chunk, micro-batch and slots, and the slot of its result on the receiver."""
     stage, m, last = schedule.stage(op), op.microbatch, schedule.stages * schedule.chunks - 1
     here, kind = (op.tick, op.device), op.kind.lower()
 
@@ -215,7 +215,10 @@ def _write_operation(rows: dict[str, np.ndarray], schedule: Schedule, op: Op, sl
 def _run_arrays(
     runs: list[Run], devices: int, kind: str, stage: int, owner: int, slots: dict[Value, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (members, slots) of runs whose values, of the given kind and stage, are all on the device `owner`."""
+    """Return the arrays (members, slots) of `BufferPlan.runs` for runs whose values are all on the device `owner`.
+
+    `kind` and `stage` are those of the values.
+    """
     members = np.full((len(runs) + 1, devices), -1)
     places = np.full((len(runs) + 1, devices, devices), -1)
     for number, run in enumerate(runs):
@@ -226,7 +229,7 @@ def _run_arrays(
 
 
 def _narrow(x: np.ndarray) -> np.ndarray:
-    """Convert integers to the smallest of int8, int16, int32 that fits, as they become constants of the program."""
+    """Convert to the smallest of int8, int16 and int32 that holds the integers, which the program has as constants."""
     for dtype in (np.int8, np.int16):
         if np.abs(x).max(initial=0) <= np.iinfo(dtype).max:
             return x.astype(dtype)

@@ -19,7 +19,7 @@ WIDTH = 120
 
 
 def draw_chart(schedule: Table, *, width: int = WIDTH) -> str:
-    """Return the table as lines of at most `width` characters: the first ticks that fit, and the number of others.
+    """Return the table as lines of at most `width` characters: the ticks that fit, and how many more there are.
 
     A cell contains the micro-batch, or "chunk.micro-batch" if a device has several chunks.
     """

@@ -28,7 +28,7 @@ _NUMBER = re.compile("[0-9]{1,9}")
 
 
 class Contents(NamedTuple):
-    """The fields of a table in a file."""
+    """The contents of a CSV file: the arguments of `Schedule`."""
 
     name: str
     stages: int
@@ -42,8 +42,8 @@ def read_csv(path: Path) -> Contents:
 
     Raises:
       OSError: the file can't be read.
-      ValueError: names every line that is not an operation. If all lines are, it names every wrong operation with its
-        line, and every missing operation.
+      ValueError: names every line that is not an operation. If all lines are operations, the message names every
+        wrong operation with its line, and every missing operation.
     """
     text = _decoded(path)
     first, _, rest = text.partition("\n")
@@ -73,7 +73,7 @@ def read_csv(path: Path) -> Contents:
 
 
 def write_csv(path: Path, schedule: Table) -> None:
-    """Write the file that `read_csv` reads."""
+    """Write a schedule to the CSV file that `read_csv` reads."""
     sizes = " ".join(f"{size}={getattr(schedule, size)}" for size in _SIZES)
     rows = [f"# {sizes} name={schedule.name}", ",".join(COLUMNS), *(",".join(map(str, op)) for op in schedule.ops)]
     path.write_text("\n".join(rows) + "\n", encoding="utf-8")
@@ -89,7 +89,7 @@ def _decoded(path: Path) -> str:
 
 
 def _head(line: str, wrong: list[str]) -> dict[str, str]:
-    """Parse the sizes and the name in the first line; the name is all of the text after name=."""
+    """Parse the sizes and the name (all text after name=) in the first line; add problems to `wrong`."""
     words, named, name = line.removeprefix("#").strip().partition("name=")
     head = {}
     for word in words.split():

@@ -22,7 +22,7 @@ from jaxshard.schedules.table import Op, check_sizes
 
 
 class _Group(NamedTuple):
-    """Micro-batches that go through all chunks together: the first, and their number."""
+    """Consecutive micro-batches that go through all chunks together: the index of the first, and their number."""
 
     start: int
     size: int
@@ -97,9 +97,10 @@ def interleaved(stages: int, microbatches: int, *, chunks: int = 2) -> Schedule:
 def zero_bubble(stages: int, microbatches: int, *, chunks: int = 2) -> Schedule:
     """Make `interleaved` with the weights' gradients as separate operations, W, whose slots are never idle.
 
-    No device waits for another device's W. So all devices run the W of a position in the same tick, in which device 0,
-    the last, runs its B. Between the first and the last W there are no idle slots of W. At its peak device s stores the
-    residuals of min(m v, D + p - s) pairs of chunk and micro-batch, with D as in `interleaved`. Source: Qi et al. 2024.
+    No device waits for another device's W. So all devices run their n-th W in the same tick, the tick in which device 0
+    runs its n-th B after all other devices. Between the first and the last W there are no idle slots of W. At its peak
+    device s stores the residuals of min(m v, D + p - s) pairs of chunk and micro-batch, with D as in
+    `interleaved`. Source: Qi et al. 2024.
 
     Args:
       stages: the devices of the pipeline, p.
@@ -140,7 +141,7 @@ def _groups(microbatches: int, stages: int) -> list[_Group]:
 
 
 def _first_backward(stages: int, groups: list[_Group], chunks: int) -> int:
-    """Return the smallest tick for the last device's first backward.
+    """Return the earliest tick in which the last device can run its first backward.
 
     The losses of a run (up to p micro-batches of a group, see `runs.py`) are computed together, one per device, in the
     tick of the run's last forward, so no backward of the run may be earlier. A group is split into as few runs as
@@ -168,7 +169,10 @@ def _backwards(stages: int, groups: list[_Group], chunks: int, *, first: int) ->
 
 
 def _positions(groups: list[_Group], chunks: range) -> Iterator[tuple[int, int, int]]:
-    """Yield (position, chunk, micro-batch) of a device's operations without gaps: by group, then chunk, then member."""
+    """Yield (position, chunk, micro-batch) for a device's operations of one kind: by group, then chunk, then member.
+
+    The position counts from 0, without gaps.
+    """
     position = 0
     for start, size in groups:
         for chunk in chunks:
@@ -222,7 +226,7 @@ def named(name: str, stages: int, microbatches: int, *, chunks: int | None = Non
     """Make a schedule by its name.
 
     Args:
-      name: one of `NAMES`, or another spelling (see there).
+      name: one of `NAMES`, or another spelling of it, such as "1f1b".
       stages: the devices of the pipeline, p.
       microbatches: the number of micro-batches, m.
       chunks: chunks per device; by default 1 or 2, as in the function of that name.

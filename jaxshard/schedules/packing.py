@@ -29,7 +29,7 @@ class _Field(NamedTuple):
 
 
 def pack_columns(columns: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Callable[[Any], dict[str, Any]]]:
-    """Pack columns of integers of equal shapes.
+    """Pack columns of integers of equal shapes into 32-bit words.
 
     Returns:
       (words, unpack): `words` is uint32 [*shape, number of words]; `unpack(words[i])` returns the int32 values of row i

@@ -19,7 +19,7 @@ NAMES = {"F": "forward", "B": "backward", "W": "weights' gradients"}
 """The operations in words."""
 
 _SMALL = SIZE - 2
-"""The font size of the micro-batches in bars, in points."""
+"""The font size, in points, of the micro-batch index in a bar."""
 
 
 def plot_schedule(schedule: Schedule, path: str | os.PathLike[str], *, costs: Costs = Costs()) -> None:  # noqa: B008

@@ -20,7 +20,7 @@ from jaxshard.schedules.table import Kind, Op, Table
 
 
 class Run(NamedTuple):
-    """One run of embedding or head.
+    """A run of embedding or head: a tick in which each device computes it for a micro-batch of its own.
 
     Attributes:
       tick: the tick of the run.
@@ -35,7 +35,7 @@ class Run(NamedTuple):
 
 
 def head_runs(schedule: Table) -> list[Run]:
-    """Return the runs that compute losses and their gradients, between the F and B slots of their ticks.
+    """Return the runs of the head, which compute losses and their gradients, between the F and B slots of a tick.
 
     A run collects forwards of the last stage in the order of ticks until it has one per device, or until the next
     forward would come after the backward of a member. Its tick is that of its last forward.
@@ -64,7 +64,7 @@ def output_runs(schedule: Table) -> list[Run]:
 
 
 def embed_runs(schedule: Table) -> list[Run]:
-    """Return the runs that compute the first stage's inputs, before the F slot: each in the tick of its first forward.
+    """Return the runs that compute the inputs of stage 0, before the F slot: each in the tick of its first forward.
 
     Example:
         [(run.tick, run.microbatches) for run in js.schedules.embed_runs(js.schedules.gpipe(2, 2))]

@@ -19,7 +19,7 @@ from jaxshard.schedules.table import KINDS, Key, Kind, Op, Table
 
 @dataclass(frozen=True)
 class Costs:
-    """The time of a micro-batch on a device, for all of its chunks, in any unit.
+    """The time that a device needs for one micro-batch, over all chunks of the device, in any unit.
 
     Attributes:
       F: the time of the forward.
@@ -80,7 +80,7 @@ class Stats:
 
     @property
     def facts(self) -> dict[str, str]:
-        """The figures in words, by name."""
+        """{name: value in words} of the statistics, for reports."""
         return {
             "ticks": str(self.ticks),
             "bubble": f"{self.bubble:.4f} in lockstep, {self.bubble_async:.4f} asynchronously",
@@ -113,7 +113,7 @@ def compute_stats(schedule: Table, costs: Costs) -> Stats:
 
 
 def lockstep_spans(schedule: Table, costs: Costs) -> list[Span]:
-    """Return the times of all operations if all devices go through every slot of every tick together."""
+    """Return when every operation starts and ends if all devices go through every slot of every tick together."""
     cost = {kind: costs.of_op(kind, schedule) for kind in KINDS}
     spans: list[Span] = []
     end, slot = 0.0, (-1, "")
@@ -125,7 +125,7 @@ def lockstep_spans(schedule: Table, costs: Costs) -> list[Span]:
 
 
 def asynchronous_spans(schedule: Table, costs: Costs) -> list[Span]:
-    """Return the times of all operations if every device runs its own in order, as soon as their inputs arrive."""
+    """Return when every operation starts and ends if devices run their own in order, each once its inputs arrive."""
     cost = {kind: costs.of_op(kind, schedule) for kind in KINDS}
     free = [0.0] * schedule.stages
     done: dict[Key, float] = {}

@@ -107,7 +107,7 @@ class Table:
         return op.kind, self.stage(op), op.microbatch
 
     def inputs(self, op: Op) -> list[Key]:
-        """Return the operations that must come before an operation, in an earlier tick or in an earlier slot."""
+        """Return the keys of the operations whose results `op` needs; they run in an earlier tick or earlier slot."""
         return [key for key, _ in _inputs(self.key(op), self.stages * self.chunks)]
 
     def verify(self) -> None:
@@ -137,7 +137,7 @@ def check_sizes(stages: int, microbatches: int, chunks: int) -> None:
 
 
 def find_problems(ops: Sequence[Op], stages: int, microbatches: int, chunks: int) -> list[Problem]:
-    """Return the reasons why operations, in any order, are not a table that can run: the first 20."""
+    """Return the first 20 reasons why operations, in any order, do not make a table that can run; [] if they do."""
     depth = stages * chunks
     found: list[Problem] = []
     good = []
@@ -165,7 +165,7 @@ def find_problems(ops: Sequence[Op], stages: int, microbatches: int, chunks: int
 
 
 def shorten(texts: Sequence[str]) -> list[str]:
-    """Return the first 20 texts, and the number of further texts."""
+    """Return the first 20 texts; if there are more, also a text with the number of further texts."""
     more = len(texts) - _SHOWN
     return [*texts[:_SHOWN], f"and {more} more"] if more > 0 else list(texts)
 
@@ -205,7 +205,7 @@ def _shared_slots(ops: Iterable[Op]) -> Iterator[Problem]:
 
 
 def _inputs(key: Key, depth: int) -> list[tuple[Key, int]]:
-    """Return the operations that an operation needs, each with the number of ticks by which it must be earlier."""
+    """Return [(key, gap)] of the operations that an operation needs: each must be at least `gap` ticks earlier."""
     kind, stage, microbatch = key
     if kind == "F":
         return [(("F", stage - 1, microbatch), 1)] if stage > 0 else []
@@ -227,7 +227,7 @@ def _premature(done: dict[Key, Op], depth: int) -> Iterator[Problem]:
 def _missing(
     done: dict[Key, Op], kinds: Sequence[Kind], stages: int, chunks: int, microbatches: int
 ) -> tuple[int, list[Problem]]:
-    """Return (the number of missing operations, problems for the first of these)."""
+    """Return (the number of missing operations, a `Problem` for each of the first 20 of them)."""
     depth = stages * chunks
     count = len(kinds) * depth * microbatches - sum(key[0] in kinds for key in done)
     # Lazily, and only as far as needed: the sizes in a file may demand far more operations than the file has.

@@ -24,7 +24,7 @@ ROLES = {
     "logits": PURPLE,
     "temporaries": YELLOW,
 }
-"""The colours of the roles of memory; the brown of the batch is added, since the palette has only eight colours."""
+"""The colour of each role of memory; the palette has only eight colours, so the batch is brown."""
 
 OPERATIONS = {"F": SKY, "B": ORANGE, "W": GREEN}
 """The colours of the operations of a schedule."""
@@ -33,7 +33,7 @@ SIZE = 13
 """The font size in points: legible in a picture of `WIDTH` that is shown at half its size."""
 
 WIDTH = 9.5
-"""Inches."""
+"""The width of a picture in inches."""
 
 
 class Look(NamedTuple):

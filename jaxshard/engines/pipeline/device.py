@@ -68,7 +68,7 @@ class DeviceStep:
     key: jax.Array | None
 
     def embed_and_head(self) -> EmbedAndHead:
-        """Gather the weights of embedding and head, and return both."""
+        """Gather the weights of embedding and head, and return the functions that run on them."""
         params, grads, stored = map(without_blocks, (self.layout.params, self.layout.grads, self.params))
         weights = jax.tree.map(lambda p, g, x: self._move(p, g).gather(x), params, grads, stored)
         return EmbedAndHead(
@@ -77,7 +77,7 @@ class DeviceStep:
         )  # fmt: skip
 
     def with_loss_weights(self, embed_and_head: EmbedAndHead, loss: Program) -> EmbedAndHead:
-        """Return embedding and head with the weights of the traced loss, summed over micro-batches and devices.
+        """Return `embed_and_head` with `loss_weights`: the loss's weights, summed over micro-batches and devices.
 
         Collectives: one all-reduce of a scalar over the axes of rows and context per term of the loss.
         """
@@ -89,7 +89,10 @@ class DeviceStep:
         return replace(embed_and_head, loss_weights=weights)
 
     def training_stages(self, embed_and_head: EmbedAndHead, policy: RematPolicy, *, recompute: bool = False) -> Stages:
-        """Return this device's blocks, which save what the policy says; with `recompute` only the input of a chunk."""
+        """Return this device's blocks for training, which save what the policy says for the backward.
+
+        With `recompute` they save only the input of a chunk.
+        """
         zero = jnp.int32(0)
         weights, x = jax.eval_shape(self._fetch_weights, zero), jax.eval_shape(embed_and_head.run_embed, zero)
         key = jax.eval_shape(self._key, zero, zero)
@@ -100,11 +103,11 @@ class DeviceStep:
         return self._stages(split_block(block, weights, x, key, trained), recompute)
 
     def evaluation_stages(self) -> Stages:
-        """Return this device's blocks without residuals."""
+        """Return this device's blocks for evaluation, which save nothing for a backward."""
         return self._stages(forward_only(self.model.block), False)
 
     def zero_grad_sums(self) -> GradSums:
-        """Return zeros to sum the gradients of this device's blocks in.
+        """Return zeros to which the gradients of this device's blocks are added, one array per trained leaf.
 
         With scatter="end" they have the unreduced shape, since the sum is reduced; otherwise the stored shape, since
         each gradient is reduced before it is added.
@@ -122,7 +125,7 @@ class DeviceStep:
         return [zeros(param, grad, dtype) for param, grad, dtype in leaves if param is not None and grad is not None]
 
     def zero_totals(self, embed_and_head: EmbedAndHead) -> Totals:
-        """Return the totals before the first micro-batch."""
+        """Return zeros for the loss, the metrics and the gradients outside the blocks, to which micro-batches add."""
 
         def zeros(x: Any, param: Placement, trained: bool) -> jax.Array | None:
             return jnp.zeros(used_shape(self.layout, param), x.dtype) if trained else None
@@ -239,6 +242,6 @@ def _leaves(placements: PyTree) -> list[Placement | None]:
 
 
 def _stack_placement(count: int, tail: Placement) -> Placement:
-    """Return the placement of `count` arrays of one placement, stacked along a new, unsplit first dimension."""
+    """Return the placement of a stack of `count` arrays, each placed like `tail`, along a new, unsplit dimension 0."""
     view = View((count, *tail.view.logical), (count, *tail.view.padded), (count, *tail.view.stored))
     return Placement(view, PartitionSpec(None, *tail.use), PartitionSpec(None, *tail.store))

@@ -1,4 +1,4 @@
-"""Embedding and head: each micro-batch's runs on one device of the ring, so that no device computes it in vain.
+"""Embedding and head: each micro-batch is computed by one device of the ring, so that no device works in vain.
 
 They belong to no stage. All devices run the same program, so if device 0 ran the embedding in a tick, the others would
 compute it too, on meaningless data. Instead embedding and head run on up to p micro-batches at a time
@@ -11,8 +11,8 @@ compute it too, on meaningless data. Instead embedding and head run on up to p m
                                                        device 1: loss and dy of 1 ─────────────>
 
 (`tick_loop.py` moves the values.) The loss is a sum over micro-batches divided by a weight that is also a sum over all
-micro-batches, and its gradient is needed before the last micro-batch's forward. So the weights are summed first, and
-must not depend on activations.
+micro-batches, and its gradient is needed before the last micro-batch's forward. So the weights of the loss are summed
+first, and must not depend on activations.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class EmbedAndHead:
       rows_of: `rows_of(microbatch) -> rows` of the batch.
       key_of: `key_of(call, microbatch) -> key`.
       head_call: the index of the head's call; the embedding's is 0.
-      loss_weights: the global weights of the loss's terms, after they are summed.
+      loss_weights: the weight of each term of the loss, summed over the global batch; () before it is known.
     """
 
     embed: Callable[..., PyTree]
@@ -71,13 +71,13 @@ class EmbedAndHead:
     loss_weights: tuple[jax.Array, ...] = ()
 
     def run_embed(self, microbatch: jax.Array) -> PyTree:
-        """Return the input of the first stage."""
+        """Embed a micro-batch: return the input of the first stage."""
         return self._embed(self.params, microbatch)
 
     def run_head(self, microbatch: jax.Array, y: PyTree, totals: Totals, active: jax.Array) -> tuple[PyTree, Totals]:
         """Return (the cotangent of the last stage's output `y`, the totals with the micro-batch added).
 
-        Nothing is added if `active` is False. Gradients are computed for the weights that have a sum in the totals.
+        Nothing is added if `active` is False. Only weights with an array in `totals.grads` get a gradient.
         """
 
         def objective(own: PyTree, floats: PyTree) -> tuple[jax.Array, Loss]:
@@ -92,7 +92,7 @@ class EmbedAndHead:
         return fill(dy, y), Totals(value, metrics, _add_gradients(totals.grads, grads, active))
 
     def add_embed_gradients(self, microbatch: jax.Array, dx: PyTree, sums: PyTree, active: jax.Array) -> PyTree:
-        """Return the sums with the embedding's gradients of the micro-batch added where `active`."""
+        """Add the embedding's gradients for a micro-batch to `sums`, if `active`; return the new sums."""
 
         def forward(own: PyTree) -> PyTree:
             return floats_of(self._embed(fill(own, self.params), microbatch))
@@ -102,13 +102,14 @@ class EmbedAndHead:
         return _add_gradients(sums, grads, active)
 
     def add_metrics(self, microbatch: jax.Array, y: PyTree, metrics: Metrics, active: jax.Array) -> Metrics:
-        """Return the metrics with the micro-batch's loss and metrics added where `active`. Evaluation only."""
+        """Add a micro-batch's loss and metrics to `metrics`, if `active`; return the new metrics. Evaluation only."""
         return _add_metrics(metrics, evaluation(self._loss(self.params, y, microbatch)), active)
 
     def readers(self) -> tuple[PyTree, PyTree]:
-        """Return for every trained weight whether the embedding reads it, and whether the head does.
+        """Return two trees of booleans: which trained weights the embedding reads, and which of them the head reads.
 
-        The gradient of a weight that is not read is zero, so that its sum need not pass through the conditional.
+        The gradient of a weight that is not read is zero, so that its accumulator need not pass through a conditional
+        of the tick loop.
         """
         own = jax.tree.map(lambda x, trained: x if trained else None, self.params, self.trained)
         leaves, tree = jax.tree.flatten(own)
@@ -123,7 +124,7 @@ class EmbedAndHead:
         return by_embed, is_read(lambda params: self._loss(params, x, zero).value.totals)
 
     def zero_totals(self, grads: PyTree) -> Totals:
-        """Return the totals before the first micro-batch; `grads` are zeros for the gradients."""
+        """Return the totals to which the first micro-batch is added; `grads` are zeros for the gradients."""
         metrics = self.zero_metrics()
         value = metrics.pop("loss")
         return Totals(jnp.zeros((), jnp.result_type(jnp.float32, *jax.tree.leaves(value))), metrics, grads)
@@ -138,7 +139,7 @@ class EmbedAndHead:
         """Trace the loss of a micro-batch, `fn(rows, key, x) -> js.Loss`, where `x` is the last block's output.
 
         Raises:
-          Unsuited: its weights depend on `x`, so that they can't be summed before the forwards.
+          Unsuited: a weight of the loss depends on `x`; weights are summed before any block has computed `x`.
         """
         zero = jnp.int32(0)
         x = jax.eval_shape(self.run_embed, zero)
@@ -173,7 +174,7 @@ class EmbedAndHead:
         return loss
 
     def _with_sums(self, sums: PyTree) -> PyTree:
-        """Return the weights that have a sum for their gradient, None for the others."""
+        """Return the model weights whose gradient has an accumulator in `sums`; None for all other weights."""
         return jax.tree.map(lambda s, x: None if s is None else x, sums, self.params, is_leaf=lambda x: x is None)
 
 

@@ -36,7 +36,7 @@ MICROBATCHES_PER_DEVICE = 4
 
 
 def make_evaluate(model: Stacked, layout: Layout) -> Callable[..., Metrics]:
-    """Make the function that evaluates batches.
+    """Make the function that evaluates a pipelined model on a batch.
 
     Returns:
       `fn(stored parameters, batch, rows=None) -> {"loss": js.Mean, ...}` with the head's metrics, of global arrays,

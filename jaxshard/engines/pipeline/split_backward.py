@@ -60,7 +60,7 @@ class SplitBlock(NamedTuple):
 
 
 def split_block(block: Block, weights: PyTree, x: PyTree, key: Any, trained: Sequence[bool]) -> SplitBlock:
-    """Trace a block, and split its derivative into programs.
+    """Trace a block, and split it and its derivative into the programs of a `SplitBlock`.
 
     The residuals that `jax.vjp` of the block saves are kept: wrap the block in a `jax.checkpoint` to keep fewer. Call
     this where the block runs (inside `shard_map`), since the block may name axes.
@@ -150,7 +150,7 @@ def _cut_backward(
 
 
 def forward_only(block: Block) -> SplitBlock:
-    """Return a block without residuals and without a backward, for evaluation."""
+    """Return a block for evaluation, whose forward saves nothing and whose backward programs raise."""
 
     def forward(weights: PyTree, x: PyTree, key: Any) -> tuple[PyTree, Arrays]:
         y = block(weights, x, key)

@@ -29,11 +29,11 @@ from jaxshard.core.types import PyTree
 from jaxshard.engines.pipeline.split_backward import Arrays, SplitBlock
 
 GradSums = list[jax.Array]
-"""Sums of gradients: one array [blocks of the device, ...] per trained weight of a block."""
+"""Gradient accumulators: one array [blocks of the device, ...] per trained weight of a block."""
 
 
 class Slot(NamedTuple):
-    """Values that a chunk saved in a slot of a buffer, whose leaves are [slots, ...].
+    """A slot of a buffer (a tree of arrays [slots, ...]) in which a chunk saved values.
 
     Each value is read where it is used, one block at a time: reading all first would need the memory twice.
     """
@@ -78,14 +78,14 @@ class Stages:
     recompute: bool
 
     def forward(self, chunk: jax.Array, microbatch: jax.Array, x: PyTree) -> tuple[PyTree, Arrays]:
-        """Return (the chunk's output, a tree like `x`; the residuals for its backward)."""
+        """Run a chunk forward; return (its output, a tree like `x`; the residuals for its backward)."""
         y, kept = self._forward(chunk, microbatch, x)
         return y, jax.tree.leaves(x) if self.recompute else kept
 
     def backward(
         self, chunk: jax.Array, microbatch: jax.Array, kept: Slot, dy: PyTree, sums: GradSums, active: jax.Array
     ) -> tuple[PyTree, GradSums]:
-        """Return (the cotangent of the chunk's input, the sums with its gradients added if `active`)."""
+        """Run a chunk backward; return (the cotangent of its input, the sums with its gradients added if `active`)."""
 
         def whole(weights: PyTree, key: Any, kept: Arrays, dy: PyTree) -> tuple[list[Any], PyTree, Arrays]:
             return *self.block.backward(weights, key, kept, dy), []
@@ -96,13 +96,16 @@ class Stages:
     def input_backward(
         self, chunk: jax.Array, microbatch: jax.Array, kept: Slot, dy: PyTree, sums: GradSums, active: jax.Array
     ) -> tuple[PyTree, GradSums, Arrays]:
-        """Run `backward` without the gradients that can wait; also return the values that they need."""
+        """Run a chunk's backward without the weight gradients that can wait, which `weight_backward` computes.
+
+        Return (the cotangent of its input, the sums as in `backward`, the values that `weight_backward` needs).
+        """
         return self._backward(self.block.input_backward, chunk, microbatch, kept, dy, sums, active)
 
     def weight_backward(
         self, chunk: jax.Array, microbatch: jax.Array, carried: Slot, sums: GradSums, active: jax.Array
     ) -> GradSums:
-        """Return the sums with the gradients that `input_backward` left out added, if `active`."""
+        """Add the gradients that `input_backward` left out to the sums, if `active`; return the new sums."""
 
         def block(sums: GradSums, turn: jax.Array) -> tuple[GradSums, None]:
             index, weights, key, real = self._block(chunk, microbatch, turn)
@@ -123,7 +126,10 @@ class Stages:
         self, block_backward: Callable[..., tuple[list[Any], PyTree, Arrays]], chunk: jax.Array,
         microbatch: jax.Array, kept: Slot, dy: PyTree, sums: GradSums, active: jax.Array,
     ) -> tuple[PyTree, GradSums, Arrays]:  # fmt: skip
-        """Run the blocks' backwards in reverse; stack the values that each carries like the values that it kept."""
+        """Run the backward of a chunk's blocks, the last block first.
+
+        Return (the cotangent of the chunk's input, the new sums, the blocks' carried values [blocks of a chunk, ...]).
+        """
         if self.recompute:
             # Only the chunk's input was kept; compute the residuals of each block again.
             x = jax.tree.unflatten(jax.tree.structure(dy), kept.whole())

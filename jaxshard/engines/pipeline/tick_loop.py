@@ -56,7 +56,7 @@ Tick = dict[str, jax.Array]
 
 
 class Carry(NamedTuple):
-    """The scan carry over ticks: the buffers, every leaf [slots, ...], and the sums."""
+    """The carry of the scan over ticks: the buffers, every leaf [slots, ...], and the accumulators."""
 
     inbox: PyTree
     kept: PyTree
@@ -84,7 +84,7 @@ def run_ticks(
       totals: zeros, for the totals of embedding and head.
 
     Returns:
-      The sums and totals after all ticks: this device's share.
+      (the gradients of the blocks, the totals of embedding and head) after all ticks: this device's share.
     """
     loop = _TickLoop.of(plan, axis, stages, embed_and_head)
     zero = jnp.int32(0)
@@ -103,9 +103,9 @@ def run_ticks(
 def run_forwards(
     plan: BufferPlan, axis: str, stages: Stages, embed_and_head: EmbedAndHead, counts: Callable[[jax.Array], jax.Array]
 ) -> Metrics:
-    """Run a table of forwards for evaluation, inside `shard_map` over `axis`.
+    """Evaluate micro-batches by a schedule's table without backwards, inside `shard_map` over `axis`.
 
-    Returns this device's share of the metrics of the micro-batches for which `counts(microbatch)` is True. Collectives
+    Return this device's share of the metrics of the micro-batches for which `counts(microbatch)` is True. Collectives
     as in `run_ticks`, without those of the backward.
     """
     loop = _TickLoop.of(plan, axis, stages, embed_and_head)
@@ -116,7 +116,7 @@ def run_forwards(
 
 
 class _Operation(NamedTuple):
-    """A device's operation in an event; if not `active`, it computes on meaningless data without effect."""
+    """A device's F, B or W of a tick; if not `active`, the device computes on meaningless data, without effect."""
 
     chunk: jax.Array
     microbatch: jax.Array
@@ -129,7 +129,7 @@ class _Operation(NamedTuple):
 
 
 class _RunMember(NamedTuple):
-    """A device's part of a run of micro-batches: its micro-batch, and whether it has one."""
+    """A device's part of a run (micro-batches that embedding or head compute together): its micro-batch, if any."""
 
     microbatch: jax.Array
     active: jax.Array
@@ -137,12 +137,12 @@ class _RunMember(NamedTuple):
 
 @dataclass(frozen=True)
 class _TickLoop:
-    """A table on one device, with the functions for its operations.
+    """A schedule's table as one device runs it, with the functions for its operations.
 
     Attributes:
       ring: the devices of the pipeline.
-      device: the index of this one.
-      sizes: the length of each buffer.
+      device: the index of this device on the ring.
+      sizes: the number of slots of each buffer.
       splits_backward: whether the table has W operations.
       rows: the table, packed, as arrays [ticks, ...] to scan over.
       read: `read(row of one tick) -> Tick` of this device.
@@ -176,10 +176,10 @@ class _TickLoop:
     def tick(self, carry: Carry, row: Any) -> tuple[Carry, None]:
         """Run one tick of training.
 
-        XLA may copy the results of a conditional, so a branch that wrote one slot would copy its buffer. So
-        conditionals return new values, which are written outside, by devices that have a slot for them. Only sums pass
-        through a conditional, because a gradient is as large as its sum: the head's conditional has the sums of the
-        weights that the head reads, the embedding's those of the weights that the embedding reads.
+        XLA may copy the results of a conditional, so a branch that wrote one slot would copy its buffer. Therefore
+        conditionals return new values, which are written to buffers outside, by devices that have a slot for them.
+        Gradient accumulators do pass through conditionals, because a new gradient is as large as its accumulator.
+        Embedding and head each get only the accumulators of the weights that they read.
         """
         at, totals = self.read(row), carry.totals
         read_by_embed, read_by_head = self.embed_and_head.readers()
@@ -227,17 +227,17 @@ class _TickLoop:
     # The events. The last argument of each is the sums that it adds to; each returns (new values, these sums).
 
     def embed(self, at: Tick, sums: tuple[()]) -> tuple[list[PyTree], tuple[()]]:
-        """Return, on the first device, the inputs of a run of micro-batches."""
+        """Embed a run of micro-batches, one on each device, and collect the results on the first device."""
         run = self._run("embed", at)
         return self.ring.gather_to(self.embed_and_head.run_embed(run.microbatch), to=0), sums
 
     def forward(self, at: Tick, inbox: PyTree, sums: tuple[()]) -> tuple[tuple[PyTree, PyTree], tuple[()]]:
-        """Run a forward on every device; the new values are (output, residuals)."""
+        """Run a chunk forward on every device; the new values are (output, residuals)."""
         chunk, microbatch, _ = _Operation.of(at, "f")
         return self.stages.forward(chunk, microbatch, Slot(inbox, at["f_inbox"]).whole()), sums
 
     def head(self, at: Tick, outbox: PyTree, totals: Totals) -> tuple[list[PyTree], Totals]:
-        """Apply the head to a run of micro-batches; the new values, on the last device, are the outputs' cotangents."""
+        """Apply the head to a run of micro-batches; the new values are the outputs' cotangents, on the last device."""
         run = self._run("head", at)
         dy, totals = self.embed_and_head.run_head(run.microbatch, self._outputs(at, outbox), totals, run.active)
         return self.ring.gather_to(dy, to=self.ring.size - 1), totals
@@ -245,7 +245,7 @@ class _TickLoop:
     def add_metrics(
         self, at: Tick, outbox: PyTree, counts: Callable[[jax.Array], jax.Array], metrics: Metrics
     ) -> tuple[tuple[()], Metrics]:
-        """Add the metrics of a run of micro-batches. Evaluation only."""
+        """Compute the metrics of a run of micro-batches and add them to `metrics`. Evaluation only."""
         run = self._run("head", at)
         active = run.active & counts(run.microbatch)
         y = self._outputs(at, outbox)
@@ -254,7 +254,7 @@ class _TickLoop:
     def backward(
         self, at: Tick, kept: PyTree, outbox: PyTree, grads: GradSums
     ) -> tuple[tuple[PyTree, PyTree], GradSums]:
-        """Run a backward on every device; the new values are (the input's cotangent, the values for W)."""
+        """Run a chunk backward on every device; the new values are (the input's cotangent, the values for W)."""
         chunk, microbatch, active = _Operation.of(at, "b")
         residuals, dy = Slot(kept, at["b_kept"]), Slot(outbox, at["b_outbox"]).whole()
         if self.splits_backward:
@@ -277,7 +277,7 @@ class _TickLoop:
         return (), self.stages.weight_backward(chunk, microbatch, values, grads, active)
 
     def empty_buffer(self, name: str, like: PyTree) -> PyTree:
-        """Return a buffer of zeros for values like this one: every leaf [slots, ...]."""
+        """Return the buffer `name` filled with zeros, for values like `like`: every leaf [slots, ...]."""
         return jax.tree.map(lambda leaf: jnp.zeros((self.sizes[name], *leaf.shape), leaf.dtype), like)
 
     def _empty_value(self, buffer: PyTree) -> PyTree:
@@ -289,17 +289,20 @@ class _TickLoop:
         return _RunMember(jnp.maximum(mine, 0), mine >= 0)
 
     def _run_slots(self, name: str, at: Tick) -> jax.Array:
-        """Return the slots [devices] of all members' values; -1 in a tick without a run, whose index is -1."""
+        """Return the slot of each micro-batch of a run, [devices]; -1 in a tick without a run."""
         return self.runs[name][1][at[name], self.device]
 
     def _outputs(self, at: Tick, outbox: PyTree) -> PyTree:
-        """Return this device's output of a run, from the outbox of the last device."""
+        """Fetch this device's micro-batch of a run from the outbox of the last device: the output of the last block."""
         values = read_slots(outbox, self._run_slots("head", at), self.ring.size)
         return self.ring.scatter_from(values, source=self.ring.size - 1)
 
 
 def run_if(condition: jax.Array, fn: Callable[[Any], tuple[Any, Any]], nothing: Any, sums: Any = ()) -> tuple[Any, Any]:
-    """Return `fn(sums)`, (new values, sums), if the condition holds, which all devices share; else `nothing`."""
+    """Return `fn(sums)`, a pair (new values, sums), if the condition holds; else (`nothing`, `sums`).
+
+    The condition must be the same on all devices.
+    """
     result: tuple[Any, Any] = lax.cond(condition, fn, lambda sums: (nothing, sums), sums)
     return result
 
@@ -342,14 +345,14 @@ class Ring(NamedTuple):
         return self._permute(x, [(i, (i + by) % self.size) for i in range(self.size)])
 
     def gather_to(self, x: PyTree, *, to: int) -> list[PyTree]:
-        """Return, on the device `to`, all devices' values in order; zeros on the others. size - 1 permutes.
+        """Collect all devices' values in order on the device `to`; other devices get zeros. size - 1 permutes.
 
         Instead of one all-gather, which would send every value to every device.
         """
         return [x if i == to else self._permute(x, [(i, to)]) for i in range(self.size)]
 
     def scatter_from(self, values: list[PyTree], *, source: int) -> PyTree:
-        """Return, on each device i, `values[i]` of the device `source`. size - 1 permutes."""
+        """Send `values[i]` of the device `source` to device i, for each i. size - 1 permutes."""
         mine, device = values[source], lax.axis_index(self.axis)
         for i, value in enumerate(values):
             if i != source:
