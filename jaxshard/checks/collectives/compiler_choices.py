@@ -29,11 +29,11 @@ _LANES = 128
 _PARTS = ("all-reduce", "reduce-scatter", "all-gather")
 """The steps of a collective over several TPU slices: some inside each slice, some between slices."""
 _SEQUENCE = ("sequence", "length", "positions")
-"""Logical names of a sequence's dimension."""
+"""The dimension names of models that mean the positions of a sequence."""
 
 
 def activations(layout: Layout, compiler_chooses: bool) -> Iterator[Expected]:
-    """Yield the collectives of activations over tensor axes and, if the compiler chooses, over batch axes.
+    """Yield the collectives of activations over tensor axes and, if `compiler_chooses`, over batch axes.
 
     A product that contracts a split dimension leaves partial sums, which are all-reduced. A sequence that a rule splits
     is gathered before such a product, and the sums are reduce-scattered after it.
@@ -70,7 +70,7 @@ def splits_sequence(layout: Layout) -> bool:
 
 
 def feature_gathers(layout: Layout, parameters: Sequence[Parameter], compute_dtype: Any) -> Iterator[Expected]:
-    """Yield gathers of vectors that are replicated over the tensor axes, but computed from features split there.
+    """Yield gathers of vectors that are replicated over the tensor axes but computed from features that these split.
 
     Examples are scale and bias of a norm after a product whose columns are split, and the norm's averages.
     """
@@ -85,7 +85,7 @@ def feature_gathers(layout: Layout, parameters: Sequence[Parameter], compute_dty
 
 
 def fewest_features(layout: Layout, size: int) -> int:
-    """Return how many elements of a vector a device has if the compiler splits it over the tensor axes."""
+    """Return the number of elements on each device if the compiler splits a vector of `size` over the tensor axes."""
     return max(1, size // axis_size(layout.mesh, tensor_axes(layout)))
 
 
@@ -93,7 +93,7 @@ def border_permutes(one: Expected, shard: Shape) -> Expected:
     """Return the permute between neighbouring shards that follows `one`, a reduce-scatter into shards of this shape.
 
     A TPU scatters arrays padded to whole tiles. If a shard is not a whole number of tiles, the padded shards begin at
-    other elements than the wanted ones, and the compiler permutes the difference.
+    other elements than the unpadded ones, and the compiler sends the difference to the neighbouring device.
     """
     tiles = [1] * len(shard[:-2]) + [8, 128][-len(shard) :]
     padded = tuple(size + -size % tile for size, tile in zip(shard, tiles, strict=True))
@@ -119,8 +119,9 @@ def between_slices(mesh: Mesh, expected: Iterable[Expected]) -> Iterator[Expecte
     """Replace collectives over several TPU slices by the steps they are compiled to; yield all others unchanged.
 
     A sum over chips of a slice and over slices is scattered or summed in each slice, then summed between slices, then
-    gathered in each slice. Between slices arrays are padded to tiles, and several are joined into one. So each of these
-    kinds, over the axes in a slice and over those across slices, may move as many elements as were promised in total.
+    gathered in each slice. Between slices arrays are padded to tiles, and several are joined into one. So collectives
+    of each of these kinds, over the axes inside a slice and over the axes across slices, may each move as many elements
+    as were promised in total.
     """
     slices = slice_indices(mesh)
     if slices.max() == slices.min():

@@ -86,7 +86,7 @@ class Collective(Operation):
         return f"{self.kind} over {'+'.join(self.axes)}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the collective for JSON."""
+        """Return the collective as values that JSON can represent."""
         return super().as_dict() | {"axis": "+".join(self.axes)}
 
 
@@ -172,7 +172,7 @@ def _check_mesh(compiled: Compiled | str, module: hlo.Module, mesh: Mesh) -> Non
 
 
 def _kind_of(scope: hlo.Scope, op: hlo.Op) -> str | None:
-    """Return the kind of a collective; None if the line only mentions one, or continues one counted elsewhere."""
+    """Return the kind of collective that an operation starts; None if it starts none or continues a counted one."""
     if is_transfer(op):
         return transfer_kind(op)
     kind = op.opcode.removesuffix("-start")
@@ -190,7 +190,7 @@ def _kind_of(scope: hlo.Scope, op: hlo.Op) -> str | None:
 
 
 def _make_record(mesh: Mesh, executions: Sequence[Executed], synchronous: bool) -> Collective | None:
-    """Make the record of an operation from its executions; None if no device communicates with another."""
+    """Make the record of a collective from its executions; None if no device communicates with another."""
     scope, op = executions[0].scope, executions[0].op
     kind = _kind_of(scope, op)
     groups, axes = ((), ()) if kind is None else find_groups(scope, op, mesh)

@@ -18,7 +18,7 @@ class Parameter(NamedTuple):
     Attributes:
       path: such as "blocks/mlp_in/kernel".
       shape: the logical, unpadded shape, stacked blocks included.
-      dtype: of the parameter.
+      dtype: the dtype of the parameter.
       param: the placement of the parameter.
       grad: the placement of its gradient; None if it is frozen.
       opt: the placement in which the optimizer gets parameter and gradient; None if it is frozen.

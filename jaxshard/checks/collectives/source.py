@@ -46,7 +46,7 @@ def find_source(scope: hlo.Scope, op: hlo.Op) -> SourceLine:
 
 
 def _additions(scope: hlo.Scope, op: hlo.Op) -> Iterator[hlo.Op]:
-    """Yield the additions of a sum over devices: a compiler that splits the sum keeps the stack there."""
+    """Yield the additions in a sum over devices: a compiler that splits the sum keeps the Python stack only there."""
     for computation in (scope.module.computations[name] for name in op.callees):
         yield computation[computation.root]
 
@@ -54,8 +54,8 @@ def _additions(scope: hlo.Scope, op: hlo.Op) -> Iterator[hlo.Op]:
 def find_reader(scope: hlo.Scope, op: hlo.Op) -> SourceLine:
     """Find the nearest line of the user's code, else of a library, that uses a value; an empty one if none is near.
 
-    A compiler gives an inserted operation the source line of its operand. That of a weight is a line of the engine, and
-    only the operations that use the result tell who needed it.
+    A compiler gives an inserted operation the source line of its operand. For a weight that is a line of the engine,
+    and only the operations that use the result show which part of the model needed it.
     """
     computation, outer = list(_fusions(scope, op))[-1]
     library = SourceLine("", (), "")
@@ -76,7 +76,7 @@ def _producers(computation: hlo.Computation, op: hlo.Op) -> Iterator[hlo.Op]:
 
 
 def _walk(first: Iterable[str], neighbours: Callable[[str], Iterable[str]]) -> Iterator[str]:
-    """Yield names breadth first, each once, until there are too many."""
+    """Yield the names that are reached from `first`, breadth first and each once, until there are too many."""
     queue = list(first)
     for name in queue:
         yield name

@@ -112,7 +112,7 @@ def _role(label: str, dtype: str, shape: Sequence[int], donated: bool) -> str:
 
 
 def _splits(attributes: str, dims: int, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:
-    """Parse the attribute `sharding=` into the mesh axes that split each dimension; None without one."""
+    """Parse the attribute `sharding=` into the mesh axes that split each dimension; None if that is not possible."""
     found = re.search(r"\bsharding=\{(.*)\}", attributes)
     if found is None:
         return None
@@ -127,7 +127,7 @@ def _splits(attributes: str, dims: int, mesh: Mesh) -> tuple[tuple[str, ...], ..
 
 
 def _axes_along(placed: np.ndarray, dim: int, mesh: Mesh) -> tuple[str, ...]:
-    """Return the mesh axes that split a dimension, given the device of each tile."""
+    """Return the mesh axes that split dimension `dim`, from `placed`, the device number of each tile of the array."""
     part = np.empty(mesh.size, int)
     part[placed.ravel()] = np.indices(placed.shape)[dim].ravel()
     part = part.reshape(tuple(mesh.shape.values()))

@@ -28,7 +28,7 @@ INTEGERS, SCALAR, INPUT = "integers", "scalar", "batch"
 WHAT = (WEIGHT, GRADIENT, MOMENT, ACTIVATION, INPUT, INTEGERS, SCALAR)
 
 _SCALARS = 16
-"""The most elements of an array of joined scalars."""
+"""An array of at most so many elements counts as scalars that the compiler joined."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Move(Collective):
     Attributes:
       what: the label, one of `WHAT`.
       arguments: the arguments in it, one or several joined; all candidates if only the shape is known.
-      share: the share of such an argument that one execution moves; 0 if there is none.
+      share: the share of such an argument that one execution moves; 0 without arguments.
       by_shape: True if the label is inferred from the shape alone.
     """
 
@@ -81,7 +81,7 @@ class _Known:
         self._forms: dict[tuple[str, ...], dict[int, Mapping[Shape, float]]] = {}
 
     def alike(self, found: Collective) -> dict[int, float]:
-        """Return the parameters that an array may be by its shape, each with the share of it in the array."""
+        """Return {number: share} of the parameters that an array may be, by its shape, and the part of each in it."""
         passed_on = found.kind == "collective-permute" and set(found.axes) <= self._stages
         passed_on = passed_on or found.kind.endswith("all-to-all")
         if passed_on or set(found.axes) <= self._split or not found.dtype.startswith(("f", "bf")):
@@ -125,5 +125,5 @@ def _label(found: Collective, between_slices: bool, known: _Known) -> dict[str, 
 
 
 def is_ring(found: Collective) -> bool:
-    """Return True for shards that go around a ring while a product is computed piece by piece."""
+    """Return True for a permute that passes shards around a ring while a matrix product is computed piece by piece."""
     return found.kind == "collective-permute" and operation_of(found.op_name) in PRODUCTS
