@@ -22,7 +22,7 @@ def reason_for(plan: Plan, plans: Sequence[Plan], usable: int) -> str:
 
     Args:
       plan: the plan.
-      plans: the ranking, the first of which is the best.
+      plans: all plans by rank, the best first.
       usable: bytes of a device that a program may use.
     """
     best = plans[0]
@@ -48,7 +48,7 @@ def reason_for(plan: Plan, plans: Sequence[Plan], usable: int) -> str:
 
 
 def _place(best: Plan, plans: Sequence[Plan]) -> str:
-    """Say why a plan is the first: the fastest, or nearly and with less memory than the fastest."""
+    """Say why the best plan is first: it is the fastest, or nearly as fast and needs less memory."""
     fastest = min((plan for plan in plans if plan.fits is best.fits), key=lambda plan: plan.middle)
     gain = 1 - fastest.middle / best.middle
     if gain < 0.005:
