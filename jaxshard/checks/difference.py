@@ -31,7 +31,7 @@ CLOSE = 1e-3
 
 
 class Difference(NamedTuple):
-    """The relative error of one array of the sharded step against that of one device.
+    """The relative error of one array of the sharded step, compared with the same array of one device.
 
     Attributes:
       what: "loss", "gradient", "update" or "state".
@@ -77,7 +77,7 @@ def compare_trees(what: str, ours: PyTree, theirs: PyTree, allowed: float) -> li
     Args:
       what: the kind of the arrays: "gradient", "update" or "state".
       ours: the arrays of the sharded step, in model order.
-      theirs: the arrays of one device.
+      theirs: the arrays of the step on one device.
       allowed: the largest relative error of floating arrays; integers must be equal.
     """
     assert same_structure(ours, theirs), "a layout keeps the tree"

@@ -66,7 +66,7 @@ class Parity:
 
     Attributes:
       where: the mesh and the engine: "data=8 under js.explicit()".
-      losses: the loss of the sharded step and that of one device.
+      losses: the loss of the sharded step, and the loss of one device.
       differences: the loss first, then every gradient, update and array of the model's state; only the loss if the
         step refuses the loss because its weight does not count rows.
       why: the likely causes of the differences, each with its remedy; () if all arrays agree or no cause is found.
@@ -175,7 +175,7 @@ def parity(
 ) -> Parity:
     """Compare one step, sharded over the mesh, with the same step on one device in plain JAX.
 
-    Both sides have the same parameters (those of `init_fn(key)`), global batch and key. All floating arrays are in f32,
+    Both sides have the same parameters (from `init_fn(key)`), global batch and key. All floating arrays are in f32,
     products in full f32 precision (GPUs and TPUs take less by default), and dtypes of lower precision in the engine are
     ignored. On one device the loss sees all rows of the batch, so `js.parity(...).check()` in a test tells whether a
     loss may run under `js.explicit()`.

@@ -50,7 +50,7 @@ class Difference(NamedTuple):
     Attributes:
       leaf: the array: its path in the TrainState ("params/head/kernel"), stored shape and dtype.
       copies: the devices that hold it, in the order of the mesh.
-      differ: the devices whose copy differs from the majority; all of them if there is no majority, as with two copies.
+      differ: the devices whose copy differs from the majority; all devices if there is no majority, as with two copies.
     """
 
     leaf: Leaf
@@ -66,7 +66,7 @@ class ReplicasDiffer(RuntimeError):
     gradients of later steps come from all copies. Start again from a checkpoint of the step `clean` or an earlier one.
 
     Attributes:
-      differences: a tuple of (leaf, copies, differ): the array, the devices that hold it, and those whose copy differs.
+      differences: a tuple of (leaf, copies, differ): the array, all devices that hold it, and the devices that differ.
       step: the number of the step after which the difference was found, or None if it is not known.
       clean: the last step after which all copies were found equal, or None.
 

@@ -37,12 +37,12 @@ class LiveArray:
     """Equal arrays that are live at the peak of a program's memory.
 
     Attributes:
-      bytes: the bytes of all of them on each device, padding included.
+      bytes: the bytes of all these arrays on each device, padding included.
       role: one of the roles of `core/pictures/style.py`.
       dtype: such as "bf16".
       shape: the shape of one array, on one device.
       count: the number of arrays.
-      what: JAX's name of the operation that makes them, or the name of the argument.
+      what: JAX's name of the operation that makes the arrays, or the name of the argument.
       source: `file:line` in the user's model; "" if it is not known.
       kept: True if a loop over blocks stores them block by block for the backward pass.
     """

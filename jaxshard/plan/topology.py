@@ -142,12 +142,13 @@ def has_compiler(target: Target) -> bool:
 def topology_mesh(name: str, /, *, num_slices: int = 1, **axes: int) -> Mesh:
     """Make a mesh with named axes over a TPU topology or GPUs, for which programs compile without hardware.
 
-    If the sizes are those of the torus (in any order; slices and the cores of a chip are dimensions too), each axis
-    runs along one dimension of it, as nested reduce-scatters need. Otherwise devices are ordered as `make_mesh` orders
-    real ones, or else by slice, coordinates and core. The order of the devices along an axis changed no collective. An
-    axis is never split for you: over a v5e:16x16, two axes turn a step's all-reduces into reduce-scatters, with 35 %
-    fewer bytes to wait for, but 3 % more estimated cycles, and they use the links of one dimension at a time. On v5p
-    one axis for each dimension is the better choice under `js.explicit` (`benchmarks/README.md`).
+    If the sizes are the dimensions of the torus (in any order; slices and the cores of a chip count as dimensions),
+    each axis runs along one dimension, as nested reduce-scatters need. Otherwise devices are ordered as `make_mesh`
+    orders real devices, or else by slice, coordinates and core. The order of the devices along an axis changed no
+    collective. An axis is never split for you: over a v5e:16x16, two axes turn a step's all-reduces into
+    reduce-scatters, with 35 % fewer bytes to wait for, but 3 % more estimated cycles, and they use the links of one
+    dimension at a time. On v5p one axis for each dimension is the better choice under `js.explicit`
+    (`benchmarks/README.md`).
 
     Args:
       name: version and shape, such as "v5e:16x16", "v5p:4x4x8", "h100:8" (one host) or "h100:8x4" (4 hosts).

@@ -27,7 +27,7 @@ from jaxshard.training.step import Step
 
 
 def audit(step: Step, batch: PyTree) -> Comparison:
-    """Compile a step and compare its collectives with those that its layout and engine promise.
+    """Compile a step and compare its collectives with the collectives that its layout and engine promise.
 
     Nothing runs and no array is allocated, so the mesh may be that of a TPU topology (`js.plan.topology_mesh`).
 

@@ -25,7 +25,7 @@ _LINES = 12
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of `js.audit`: the promised collectives, those of the program, and the differences.
+    """The result of `js.audit`: the promised collectives, the collectives of the program, and the differences.
 
     Attributes:
       promised: the promised collectives.
@@ -41,7 +41,7 @@ class Comparison:
       unread: kinds of collectives that are promised with a size and are not in the program in any form: either they do
         not happen, or the parser does not know the form in which the compiler wrote them.
       widened_bytes: bytes that a CPU's compiler adds by sending bf16 as f32. TPUs and GPUs send bf16.
-      misplaced: arguments that are not stored as the strategy says, in the audit of a program's text alone.
+      misplaced: arguments that are not stored as the strategy says; () except from `js.plan.audit_program`.
     """
 
     promised: tuple[Expected, ...]

@@ -161,7 +161,7 @@ def explain_substitutes(mesh: Mesh, axes: Sequence[str]) -> str:
     """Explain why a TPU replaces promised collectives over these axes, with the remedy; "" if the torus is no reason.
 
     If an axis covers several dimensions of a torus, libtpu has no reduce-scatter over it, in any order of the devices,
-    and turns some all-gathers into all-reduces: all of them over three dimensions that are not closed to rings.
+    and turns some all-gathers into all-reduces, over three dimensions that are not closed to rings all of them.
     """
     for axis in axes:
         sizes = torus_sizes(mesh, axis)

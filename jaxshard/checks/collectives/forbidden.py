@@ -28,7 +28,7 @@ class Never:
       axes: the mesh axes.
       what: the array in words, with its path.
       shapes: every shape that the gathered weight may have, sorted and without dimensions of size one.
-      shards: the numbers of elements of a device's shard, of all blocks and of one block.
+      shards: the numbers of elements that a device's shard may have: a shard of all blocks, or of one block.
       vocab: the size of the vocabulary, the last dimension of logits; 0 for a weight.
       of_experts: True for the weights of experts, over whose axes tokens are exchanged.
 

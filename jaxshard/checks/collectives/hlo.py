@@ -87,8 +87,8 @@ class Op(NamedTuple):
     def runs(self) -> tuple[str, ...]:
         """The names of the computations that it runs as parts of the program.
 
-        Left out are those that only combine or compare elements, and those that the update or the end of an
-        asynchronous call repeats.
+        Left out are computations that only combine or compare elements, and computations that the update or the end of
+        an asynchronous call names again.
         """
         names_only = self.opcode.removesuffix("-start") in _COMBINING or self.opcode.endswith(("-update", "-done"))
         return () if names_only else self.callees
@@ -113,7 +113,7 @@ class Computation:
     """A named list of operations; `computation[name]` is the parsed `Op`.
 
     Attributes:
-      name: without the percent sign.
+      name: the name of the computation, without the percent sign.
     """
 
     def __init__(self, name: str, body: list[str]) -> None:
@@ -169,7 +169,7 @@ class Module:
 
     Attributes:
       devices: the number of devices that it runs on.
-      computations: by name.
+      computations: the computations by name.
       entry: the name of the computation that runs first.
       frames: the stack, `file:line` from the innermost frame outwards, by number of the stack frame.
       text: the full text.

@@ -154,9 +154,9 @@ class Allowances:
         """Return (promised executions that one execution of the array uses up, allowance) of all that may cover it.
 
         One execution uses up one promised execution, or one for each block if the compiler joined the executions of a
-        loop. Arrays of a model often have the same number of elements, so the allowances are sorted: first those of the
-        array's dtype, then those of its shape, then the smallest, which leaves room for padded arrays, then single
-        arrays before joined ones.
+        loop. Arrays of a model often have the same number of elements, so the allowances are sorted: first
+        allowances of the array's dtype, then of its shape, then the smallest, which leaves room for padded arrays, then
+        of single arrays before joined arrays.
         """
         shape = normal_shape(array.shapes[0])
 

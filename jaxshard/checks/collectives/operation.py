@@ -25,7 +25,7 @@ class Operation:
 
     Attributes:
       kind: the opcode, such as "fusion"; of a collective one of `found.KINDS`.
-      count: executions per step, the trip counts of enclosing loops multiplied; None where one of them is not known.
+      count: executions per step: the product of the trip counts of enclosing loops; None if one of these is not known.
       arrays: dtype and shape of each of its arrays.
       op: its name in the program.
       source: `file:line` of the innermost frame in the user's code, or in this package for what an engine does itself;
@@ -71,7 +71,7 @@ class Operation:
 
     @property
     def is_users(self) -> bool:
-        """True if the source is a line of a model: the user's own, or one of the ready-made ones."""
+        """True if the source is a line of a model: the user's own model, or a ready-made model of jaxshard."""
         return bool(self.frames) and is_outside_engines(self.source)
 
     @property

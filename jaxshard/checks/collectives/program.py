@@ -17,7 +17,7 @@ _SHOWN = 8
 class Program:
     """The waits, the recomputation and the host arrays of a compiled step.
 
-    None of them breaks a promise, but each takes time.
+    None of these breaks a promise, but each takes time.
 
     Attributes:
       synchronous: the collectives for which a device waits; () on a CPU, which waits for all.

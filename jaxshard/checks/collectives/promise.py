@@ -91,7 +91,7 @@ class Promise:
 def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> Promise:
     """Derive the collectives of the step that `make_step(loss_fn, tx, layout, engine=engine)` makes for a batch.
 
-    Under `js.explicit` every collective is promised exactly, except those of activations over tensor axes. Under
+    Under `js.explicit` every collective is promised exactly, except collectives of activations over tensor axes. Under
     `js.auto` the compiler chooses: the promise is an upper bound, and an all-reduce may replace a reduce-scatter.
     Promised are:
 

@@ -30,7 +30,7 @@ class Surprise:
     """A collective that nothing promised.
 
     Attributes:
-      found: the collective, with those of its arrays that are not promised.
+      found: the collective, with only its unpromised arrays.
       why: the promise that it exceeds, or the reason why it must never happen.
       constraint: the call that keeps its first array split, such as "js.constrain(x, ('batch', None, 'features'))".
 

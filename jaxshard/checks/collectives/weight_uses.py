@@ -50,7 +50,7 @@ class Use(NamedTuple):
     Attributes:
       what: "weight" for a gather, "gradient" for a reduction.
       path: the path of the parameter.
-      shape: the logical shape that is moved: that of the full array, of one block of a stack, or of a chunk.
+      shape: the logical shape that is moved: the shape of the full array, of one block of a stack, or of a chunk.
     """
 
     what: str
@@ -208,7 +208,7 @@ def count_scheduled_uses(layout: Layout, passes: BlockPasses, loss_fn: LossFn, b
     Args:
       layout: the layout of the step.
       passes: how often the schedule gathers each block and reduces its gradient.
-      loss_fn: the loss, traced for its metrics alone.
+      loss_fn: the loss, which is traced only for the shapes of its metrics.
       batch: a tree of global arrays or of `jax.ShapeDtypeStruct`.
     """
     counts: dict[Use, int] = {}

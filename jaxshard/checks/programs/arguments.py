@@ -44,9 +44,9 @@ class Argument:
       number: the index among the entry's parameters.
       name: the path in the function's arguments, such as "state.params['embed']"; "argument 3" where none is known.
       role: one of `ROLES`.
-      dtype: as HLO writes it.
-      shape: on one device.
-      global_shape: over all devices; that of one device if the text does not say how it is split.
+      dtype: the dtype as HLO writes it.
+      shape: the shape of one device's part.
+      global_shape: the shape of the full array; the shape on one device if the text does not say how it is split.
       splits: for each dimension the mesh axes that split it; None if the text does not say.
     """
 

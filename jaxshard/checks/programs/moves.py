@@ -102,7 +102,7 @@ class _Known:
 
 
 def _label(found: Collective, between_slices: bool, known: _Known) -> dict[str, Any]:
-    """Return the attributes that a `Move` adds to those of its collective."""
+    """Label the array of a collective; return the attributes that `Move` adds to `Collective`, by name."""
     trail, small = found.trail, found.elements <= _SCALARS
     of = tuple(known.arguments[number] for number in trail.numbers if number in known.arguments)
     if of and not between_slices and (not small or (len(of) == 1 and of[0].elements > _SCALARS)):

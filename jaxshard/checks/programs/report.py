@@ -35,10 +35,10 @@ class ProgramAudit:
 
     Attributes:
       name: the name of the program, such as "jit_train_step".
-      mesh: the mesh over the positions of its devices.
+      mesh: the mesh of the program, with a `Position` for each device.
       arguments: its array arguments.
       moves: the arrays that its collectives move.
-      strategy: the name of the strategy it was compared with; None for a report alone.
+      strategy: the name of the strategy with which the program is compared; None without a comparison.
       microbatches: the number of micro-batches of a step.
       comparison: the comparison with the strategy; without differences if no strategy was named.
       slices: the number of TPU slices of the mesh; the program is written for one slice.

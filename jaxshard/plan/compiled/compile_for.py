@@ -60,7 +60,7 @@ def compile_for(
 
     Raises:
       ImportError: the compiler is not installed; has the command that installs it.
-      ValueError: no such topology (lists near ones), or one with another number of devices than the mesh of the step.
+      ValueError: no such topology (lists similar ones), or another number of devices than the mesh of the step.
       jax.errors.JaxRuntimeError: the compiler refuses the program for another reason than memory.
       TimeoutError: the compiler has assigned no memory after half an hour.
 

@@ -16,8 +16,8 @@ from jaxshard.training.step import Step
 def step_for(step: Step, target: Target) -> Step:
     """Make a step again on the devices of a topology.
 
-    Strategies place arrays by the axes of a mesh and their sizes alone, so the layout stays as it is, placement by
-    placement, on a mesh of the same axes and sizes.
+    Strategies place arrays only by the names and sizes of mesh axes, so all placements stay as they are on a mesh with
+    the same axes and sizes.
 
     Args:
       step: a step on any mesh: simulated CPU devices, `planned_mesh`, or `topology_mesh`.

@@ -335,7 +335,7 @@ class _Builder:
 
 
 def _is_constant(op: Op) -> bool:
-    """Return True if all operands of an operation are scalars, as those of a broadcast of zero."""
+    """Return True if all operands of an operation are scalars, such as the zero of a broadcast."""
     return not any(one.shape for one in op.ins)
 
 

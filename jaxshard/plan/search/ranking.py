@@ -111,8 +111,8 @@ class Ranking:
 
     Attributes:
       topology: the chips, such as "v5e:16x16".
-      plans: the plans that fit by the compiler or the prediction, the fastest first, then those that only the compiler
-        can decide; plans that do not fit are left out.
+      plans: the plans that fit by the compiler or the prediction, the fastest first, then plans about which only the
+        compiler can decide; plans that do not fit are left out.
       listed: the number of candidates.
       too_large: the number of candidates that can't fit by arithmetic alone.
       predicted: the number of candidates that were predicted.

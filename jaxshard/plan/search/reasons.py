@@ -18,7 +18,7 @@ _WORDS = {
 
 
 def reason_for(plan: Plan, plans: Sequence[Plan], usable: int) -> str:
-    """Explain the rank of a plan: its time and memory, and how both differ from those of the best plan.
+    """Explain the rank of a plan: its time and memory, and how both differ from the best plan's.
 
     Args:
       plan: the plan.

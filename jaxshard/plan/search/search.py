@@ -79,7 +79,7 @@ def search(
       topology: as for `js.plan.planned_mesh`, such as "v5e:16x16" or "h100:8x4".
       num_slices: the number of TPU slices.
       precision: as for `js.explicit`.
-      chip: the limits of a device; by default those of the topology.
+      chip: the limits of a device; by default the limits of the topology's chip.
       price: the price of one device for an hour, for `prediction.price_per_billion_tokens`.
       seconds: the processor time after which no further estimate begins.
       compile: the number of plans that must fit by the compiler, if it is installed; 0 asks no compiler.

@@ -56,7 +56,7 @@ class CollectiveCost:
       axes: the mesh axes.
       count: executions per step.
       bytes: bytes that each device receives.
-      array_bytes: bytes of the unscattered arrays, as `js.plan.summary` counts those of a compiled program.
+      array_bytes: bytes of the unscattered arrays, as `js.plan.summary` counts them for a compiled program.
       seconds: the time of all these collectives one after the other, at best and at worst.
       link: the slowest link that these collectives use: "ici", "dcn", "nvlink" or "ib"; "" on an unknown chip.
       what: the arrays in words.
