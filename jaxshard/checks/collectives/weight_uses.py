@@ -85,7 +85,7 @@ _KINDS = {
 
 
 class Uses(NamedTuple):
-    """How often a step gathers weights and reduces gradients, and what else it communicates.
+    """The number of times that a step gathers each weight and reduces each gradient, and its other communication.
 
     Attributes:
       counts: how often each use happens in a step.

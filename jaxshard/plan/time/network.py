@@ -73,7 +73,7 @@ class CollectiveCost:
 
 
 class Group(NamedTuple):
-    """How the devices of one collective are connected.
+    """The connections between the devices of one collective.
 
     Attributes:
       inside: (size, True if it is a ring) of each dimension of the torus that the devices cover; for GPUs the number of
