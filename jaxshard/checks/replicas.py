@@ -293,7 +293,7 @@ def _make_sums(mesh: Mesh, watched: tuple[Watched, ...]) -> BitSums:
 
 
 def _one_at_a_time(mesh: Mesh) -> bool:
-    """Return True on a CPU, where a program must end before the next one starts, or their devices starve each other."""
+    """Return True on a CPU, whose simulated devices starve each other if two programs run at the same time."""
     return bool(mesh.devices.flat[0].platform == "cpu")
 
 
@@ -322,7 +322,7 @@ def find_differences(mesh: Mesh, watched: Sequence[Watched], rows: np.ndarray) -
 
 
 def copy_groups(mesh: Mesh, spec: PartitionSpec) -> np.ndarray:
-    """Return int[shards, copies]: for each shard of an array the devices that hold it, as indices in the flat mesh."""
+    """Return int[shards, copies]: for each shard of an array the indices in `mesh.devices.flat` of its devices."""
     splits = [mesh.axis_names.index(axis) for axis in axes_of(spec)]
     positions = np.arange(mesh.size).reshape(mesh.devices.shape)
     shards = math.prod(mesh.devices.shape[axis] for axis in splits)

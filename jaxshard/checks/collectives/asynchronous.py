@@ -21,7 +21,7 @@ from jaxshard.checks.collectives import hlo
 
 
 def starts_computation(op: hlo.Op) -> bool:
-    """Return True if an operation starts a computation asynchronously, as `async-start` does."""
+    """Return True if an operation, such as an `async-start`, starts another computation asynchronously."""
     return op.opcode.endswith("-start") and bool(op.runs)
 
 

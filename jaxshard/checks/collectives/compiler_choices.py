@@ -35,8 +35,8 @@ _SEQUENCE = ("sequence", "length", "positions")
 def activations(layout: Layout, compiler_chooses: bool) -> Iterator[Expected]:
     """Yield the collectives of activations over tensor axes and, if `compiler_chooses`, over batch axes.
 
-    A product that contracts a split dimension leaves partial sums, which are all-reduced. A sequence that a rule splits
-    is gathered before such a product, and the sums are reduce-scattered after it.
+    A product that contracts a split dimension leaves partial sums, which are all-reduced. If a rule of `js.tensor`
+    splits the sequence, activations are gathered before such a product, and reduce-scattered after it.
     """
     one = Expected("all-reduce", tensor_axes(layout), None, None, 0, None, "activations")
     yield one
@@ -70,7 +70,7 @@ def splits_sequence(layout: Layout) -> bool:
 
 
 def feature_gathers(layout: Layout, parameters: Sequence[Parameter], compute_dtype: Any) -> Iterator[Expected]:
-    """Yield gathers of vectors that are replicated over the tensor axes but computed from features that these split.
+    """Yield gathers of vectors that are replicated over the tensor axes but computed from features split over them.
 
     Examples are scale and bias of a norm after a product whose columns are split, and the norm's averages.
     """
@@ -160,8 +160,8 @@ def torus_sizes(mesh: Mesh, axis: str) -> tuple[int, ...]:
 def explain_substitutes(mesh: Mesh, axes: Sequence[str]) -> str:
     """Explain why a TPU replaces promised collectives over these axes, with the remedy; "" if the torus is no reason.
 
-    If an axis covers several dimensions of a torus, libtpu has no reduce-scatter over it, in any order of the devices,
-    and turns some all-gathers into all-reduces, over three dimensions that are not closed to rings all of them.
+    If an axis covers several dimensions of a torus, libtpu has no reduce-scatter over it, in any order of the devices.
+    It also turns some all-gathers into all-reduces, and all of them over three dimensions that are not closed to rings.
     """
     for axis in axes:
         sizes = torus_sizes(mesh, axis)

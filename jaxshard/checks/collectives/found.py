@@ -82,7 +82,7 @@ class Collective(Operation):
 
     @property
     def title(self) -> str:
-        """Its kind and axes."""
+        """The kind and the axes of the collective, as a title in lists."""
         return f"{self.kind} over {'+'.join(self.axes)}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Row:
       kind: one of `KINDS`.
       axes: the mesh axes, in mesh order.
       count: executions per step; None where a trip count is unknown.
-      bytes: of the unscattered arrays, per step and device; None where a trip count is unknown.
+      bytes: bytes of the unscattered arrays, per step and device; None where a trip count is unknown.
       conditional: True if one of these collectives is in a branch of a conditional.
 
     Example:
@@ -113,7 +113,7 @@ class Row:
     conditional: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the row for JSON: kind, axis (several joined by "+"), count, bytes."""
+        """Return the row as a dictionary for JSON: kind, axis (several joined by "+"), count, bytes."""
         return {"kind": self.kind, "axis": "+".join(self.axes), "count": self.count, "bytes": self.bytes}
 
 

@@ -216,7 +216,7 @@ class Scope(NamedTuple):
             scope = scope.parent
 
     def enter(self, caller: Op, name: str, arguments: tuple[str, ...] | None = None) -> Scope:
-        """Return the scope of a computation that `caller` calls; `arguments` are by default its operands."""
+        """Return the scope of a computation that `caller` calls; `arguments` are by default its own operands."""
         arguments = caller.operands if arguments is None else arguments
         return Scope(self.module, self.module.computations[name], self, caller, arguments)
 

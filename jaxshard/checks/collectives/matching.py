@@ -154,9 +154,9 @@ class Allowances:
         """Return (promised executions that one execution of the array uses up, allowance) of all that may cover it.
 
         One execution uses up one promised execution, or one for each block if the compiler joined the executions of a
-        loop. Arrays of a model often have the same number of elements, so the allowances are sorted: first
-        allowances of the array's dtype, then of its shape, then the smallest, which leaves room for padded arrays, then
-        of single arrays before joined arrays.
+        loop. Arrays of a model often have the same number of elements, so the allowances are sorted: by equal dtype, by
+        equal shape, by size with the smallest first, which leaves room for padded arrays, then single arrays before
+        joined arrays.
         """
         shape = normal_shape(array.shapes[0])
 
@@ -188,7 +188,7 @@ class Allowances:
                 )
 
     def unread(self, found: Iterable[Collective], instead: Iterable[Collective]) -> Iterator[str]:
-        """Yield a line for each kind of promised collective of which the program has no bytes and no substitute.
+        """Yield a line for each kind of promised collective that the program has neither itself nor as a substitute.
 
         Either it does not happen, or the compiler wrote it in a form that the parser does not know.
 
@@ -218,7 +218,7 @@ def _has_fewer_bits(found: str, promised: str) -> bool:
 
 
 def _covers(one: Expected, array: Collective) -> bool:
-    """Return True if an "as needed" promise covers the array."""
+    """Return True if `one`, a promise "as needed", covers the array of a collective."""
     if one.kind != array.kind or (one.axes and not set(array.axes) <= set(one.axes)):
         return False
     most = one.limit if one.shape is None else math.prod(one.shape)

@@ -66,7 +66,7 @@ class Operation:
 
     @property
     def elements(self) -> int:
-        """Elements of the largest array."""
+        """The number of elements of the largest array."""
         return max(map(math.prod, self.shapes))
 
     @property
@@ -99,7 +99,7 @@ class Operation:
         return shown + ", ..." * (len(self.arrays) > _SHOWN)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the operation for JSON."""
+        """Return the operation as values that JSON can represent."""
         words = {"kind": self.kind, "count": self.count, "bytes": self.bytes, "dtype": self.dtype}
         shapes = [list(shape) for shape in self.shapes]
         return words | {"shapes": shapes, "place": self.place, "op": self.op, "op_name": self.op_name}

@@ -35,7 +35,7 @@ class Program:
     host: tuple[Operation, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the lists for JSON."""
+        """Return the lists as values that JSON can represent."""
         lists = {"synchronous": self.synchronous, "rematerialized": self.rematerialized, "host": self.host}
         return {name: [one.as_dict() for one in entries] for name, entries in lists.items()}
 

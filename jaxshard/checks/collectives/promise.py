@@ -317,8 +317,8 @@ def _sum_stages(step: _Step, one: Expected) -> Iterator[Expected]:
 def _optimizer_gathers(layout: Layout, parameter: Parameter) -> Iterator[Expected]:
     """Yield the gathers of parameter and gradient for the optimizer, and of the new parameter.
 
-    An array that the optimizer splits further than the layout is sliced, which needs no collective: so under ZeRO-1
-    only the new parameter is gathered.
+    If the optimizer state splits an array further than the parameter is split, the array is sliced, which needs no
+    collective: so under ZeRO-1 only the new parameter is gathered.
     """
     path, param, grad, opt = parameter.path, parameter.param, parameter.grad, parameter.opt
     if grad is None or opt is None:

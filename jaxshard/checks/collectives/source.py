@@ -33,7 +33,7 @@ class SourceLine(NamedTuple):
 
 
 def find_source(scope: hlo.Scope, op: hlo.Op) -> SourceLine:
-    """Find the source line of an operation: its own or its fusion's, else one near its operands, else its name."""
+    """Find the source line of an operation, from its metadata, its fusion's or a nearby operand's; else its name."""
     chain = list(_fusions(scope, op))
     for _, one in chain:
         if frames := _frames(scope.module, one):
@@ -52,7 +52,9 @@ def _additions(scope: hlo.Scope, op: hlo.Op) -> Iterator[hlo.Op]:
 
 
 def find_reader(scope: hlo.Scope, op: hlo.Op) -> SourceLine:
-    """Find the nearest line of the user's code, else of a library, that uses a value; an empty one if none is near.
+    """Find the nearest line of the user's code, else of a library, that uses the result of an operation.
+
+    Return a `SourceLine` of empty strings if no such line is near.
 
     A compiler gives an inserted operation the source line of its operand. For a weight that is a line of the engine,
     and only the operations that use the result show which part of the model needed it.

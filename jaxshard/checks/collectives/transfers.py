@@ -28,7 +28,7 @@ _BETWEEN_SLICES = {
 
 
 def is_transfer(op: hlo.Op) -> bool:
-    """Return True for an operation that sends to the host or receives from it."""
+    """Return True for a send to the host or a recv from the host, by which TPU slices communicate."""
     return op.opcode in ("send", "recv")
 
 
@@ -38,7 +38,7 @@ def names_all_slices(op: hlo.Op) -> bool:
 
 
 def transfer_kind(op: hlo.Op) -> str | None:
-    """Return the kind of collective that a send and its recv are; None for the one without the full array.
+    """Return the kind of collective that a transfer implements; None for the send or recv without the full array.
 
     Raises:
       ValueError: a type of transfer that is not known.

@@ -60,7 +60,7 @@ class Argument:
 
     @property
     def elements(self) -> int:
-        """Elements on one device."""
+        """The number of elements on one device."""
         return math.prod(self.shape)
 
     @property
@@ -94,7 +94,7 @@ def _argument(number: int, op: hlo.Op, array: hlo.Array, donated: bool, mesh: Me
 
 
 def _role(label: str, dtype: str, shape: Sequence[int], donated: bool) -> str:
-    """Infer the role of an argument from its name, dtype and donation: a donated float is a parameter or a moment."""
+    """Infer an argument's role from name, dtype and donation: a donated float is a parameter or an optimizer moment."""
     words = _WORD.findall(label.lower())
     if words[:1] and words[0] in _BATCH:
         return BATCH

@@ -69,7 +69,7 @@ def find_moves(module: hlo.Module, mesh: Mesh, arguments: Sequence[Argument]) ->
 
 
 class _Known:
-    """The arguments by number, and the shapes by which parameters are recognised."""
+    """The arguments of a program by number, and the shapes by which its parameters are recognised."""
 
     def __init__(self, arguments: Mapping[int, Argument], mesh: Mesh) -> None:
         self.arguments = arguments

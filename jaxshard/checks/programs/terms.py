@@ -35,7 +35,7 @@ _COPIES = ("replica", "dp", "dcn", "diloco")
 
 
 class Terms(NamedTuple):
-    """The collectives that a strategy allows in one step of one micro-batch.
+    """The collectives that a strategy allows in a step with a single micro-batch.
 
     Attributes:
       gathers: how often each weight may be gathered.

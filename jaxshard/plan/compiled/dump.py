@@ -120,7 +120,7 @@ def is_assigned(folder: Path) -> bool:
 
 
 def program_text(folder: Path) -> str:
-    """Return the text of the optimized program, without estimated cycles."""
+    """Return the text of the optimized program in a dump; it has no estimates of cycles."""
     file = largest(folder, "*after_optimizations.txt")
     return "" if file is None else file.read_text()
 

@@ -140,7 +140,7 @@ class _Builder:
         return Value(shape, dtype, split, shard_shape(shape, split, self.sizes), role, path, on_host)
 
     def region(self, program: Any, inputs: Sequence[Value | None], automatic: frozenset[str], path: str = "") -> Region:
-        """Make the region of a jaxpr. None in `inputs` is a literal; `path` begins the operations' name stacks."""
+        """Make the `Region` of a jaxpr. None in `inputs` is a literal; `path` begins the operations' name stacks."""
         region = Region([one for one in inputs if one is not None])
         outs = self._inline(region, program, inputs, automatic, path)
         region.outputs = [one for one in outs if one is not None]

@@ -25,12 +25,12 @@ COLLECTIVES = frozenset({
 
 
 def replicated(shape: Sequence[int]) -> Split:
-    """Return the split of a replicated array: no mesh axis in any dimension."""
+    """Return the split of a replicated array, which has no mesh axis in any dimension."""
     return ((),) * len(shape)
 
 
 def spec_split(spec: Any, ndim: int, among: frozenset[str]) -> Split:
-    """Convert a PartitionSpec to a split, with only the mesh axes in `among`."""
+    """Convert a PartitionSpec to a tuple of mesh axes for each dimension, with only the axes in `among`."""
     entries = [() if one is None else one if isinstance(one, tuple) else (one,) for one in tuple(spec)]
     entries += [()] * (ndim - len(entries))
     return tuple(tuple(axis for axis in one if isinstance(axis, str) and axis in among) for one in entries[:ndim])
@@ -51,7 +51,7 @@ def merge(splits: Sequence[Split]) -> Split:
 
 
 def propagate(name: str, params: Mapping[str, Any], operands: Sequence[tuple[Split, Any]], shape: Any) -> Split:
-    """Return the split of an equation's result.
+    """Return the mesh axes that split each dimension of an equation's result.
 
     Args:
       name: the name of the primitive.
@@ -152,7 +152,7 @@ def _reshape(params: Any, operands: Any, shape: Any) -> Split:
 
 
 def _same_size(params: Any, operands: Any, shape: Any) -> Split:
-    """Return the split of a slice or a padded array: the operand's, except along dimensions cut to one element."""
+    """Keep the operand's split for a slice or a padded array, except along dimensions cut to a single element."""
     split, its = operands[0]
     if len(its) != len(shape):
         return replicated(shape)

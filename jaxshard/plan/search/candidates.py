@@ -53,12 +53,12 @@ class Candidate:
 
     @property
     def row_shards(self) -> int:
-        """The number of devices, or groups of devices, between which the rows of a batch are split."""
+        """The number of parts into which the axes replica, data and expert split the rows of a batch."""
         return self.size("replica") * self.size("data") * self.size("expert")
 
     @property
     def weight_shards(self) -> int:
-        """The number of shards into which ZeRO and FSDP split weights, gradients or optimizer state."""
+        """The number of shards of weights, gradients or optimizer state under ZeRO and FSDP."""
         return self.size("data") * self.size("expert") * self.size("context")
 
     @property

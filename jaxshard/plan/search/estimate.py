@@ -35,7 +35,7 @@ Groups = Callable[[tuple[tuple[str, int], ...], tuple[str, ...]], Group | None]
 
 @dataclass(frozen=True)
 class Estimate:
-    """The fewest bytes on a device, the estimated seconds of a step, and bytes in host memory for each device."""
+    """A lower bound of the bytes on a device, the estimated seconds of a step, and bytes in host memory per device."""
 
     bytes: int
     seconds: float

@@ -30,9 +30,9 @@ class Product(NamedTuple):
       kernel: the name of a kernel; "" for one without a name, and for a plain product.
       shapes: the shapes of the operands, such as "[24576, 4096] x [4096, 14336]".
       dtype: the dtype of the operand with more bits.
-      passes: the number of bf16 passes of a TPU at its precision.
-      flops: two for every multiply-add.
-      bytes: bytes of operands and results.
+      passes: the number of bf16 passes that a TPU needs at the product's precision.
+      flops: the number of FLOPs, two for every multiply-add.
+      bytes: the bytes of operands and results.
       parts: the FLOPs and dimensions of each product; a kernel may have several.
     """
 
