@@ -1,13 +1,15 @@
 """The error of the estimate of memory: steps that a seed draws, compiled for chips that are not here.
 
     pip install "jax[tpu]" -e .                     # libtpu; for "h100:8" docs/guides/planner.md names two wheels
-    python benchmarks/plan.py --list                # the 150 steps that the hash of the frozen estimate draws
+    python benchmarks/plan.py --list                # the 150 steps that the seed draws
     python benchmarks/plan.py                       # compile and estimate those that are not recorded yet
     python benchmarks/plan.py --known               # estimate the steps of plan_peaks.json; nothing is compiled
     python benchmarks/plan.py --write docs/records/planner_table.md
 
-The seed is the commit that last changed `jaxshard/plan/memory`, so nobody can choose it: whoever changes a rule gets
-another draw. The compiler is asked as by `js.plan.compile_for`. `plan_draw.json` keeps what was found, with the seed.
+The seed is the hash of a commit that changed a rule of `jaxshard/plan/memory`, so that nobody can choose it. The record
+`plan_draw.json` has the results with their seed, and the record's own seed is used as long as the record is there: a
+commit that changes only words draws no new steps. After a change of a rule delete the record, and the last commit of
+that folder draws other steps. The compiler is asked as by `js.plan.compile_for`.
 """
 
 from __future__ import annotations

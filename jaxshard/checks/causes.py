@@ -1,12 +1,13 @@
 """Find why a sharded step differs from one device, by small experiments on one device.
 
 An engine that gives each device its own rows is right if the total and the weight of a `js.Mean` are sums over rows. So
-the batch is cut into the parts of devices and micro-batches, and the loss of each is computed by itself:
+the batch is cut into one part for each device and micro-batch, and the loss of each part is computed by itself. The
+totals and weights of the parts are added up, and compared with those of the batch:
 
-    each part has the mean of the batch                            this term is right (a penalty on the parameters)
+    total / weight of all parts is the mean of the batch           this term is right (a penalty on the parameters)
     the weights of the parts do not add up to that of the batch    the weight counts something other than rows
-    the totals do not add up, and the loss draws random numbers    they are drawn for all rows at once, or from a
-                                                                   key that is the same on all devices
+    the totals do not add up, and the loss draws random numbers    the loss draws them for all rows at once, or from
+                                                                   a key that is the same on all devices
     the totals do not add up otherwise                             the rows are not independent (BatchNorm)
     both add up, but the result is off by a constant factor        the loss sums over devices itself
 
@@ -36,13 +37,15 @@ from jaxshard.core.types import PyTree
 from jaxshard.training.step import Step
 
 Bind = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""A wrapper that makes a function that names mesh axes runnable on one device."""
+"""Wraps a function that names mesh axes so that it runs on one device."""
 
 
 def find_causes(
     failures: Sequence[Difference], step: Step, model: PyTree, batch: PyTree, key: jax.Array, bind: Bind
 ) -> tuple[str, ...]:
-    """Find the likely causes of a difference. Compiles and runs the loss a few times on one device.
+    """Find the likely causes of differences between a sharded step and one device.
+
+    It compiles and evaluates the loss a few times on one device.
 
     Args:
       failures: the arrays that differ.
@@ -50,7 +53,7 @@ def find_causes(
       model: what `init_fn` returned, on one device.
       batch: the global batch, NumPy arrays.
       key: the random key of the step.
-      bind: makes the loss runnable on one device.
+      bind: wraps the loss so that it runs on one device.
 
     Returns:
       A sentence or two for each cause, with the remedy; () if nothing is found.
@@ -83,7 +86,7 @@ _STATISTICS = f"under js.explicit() give normalisations the mesh axis (nn.BatchN
 
 
 def _describe_factors(failures: Sequence[Difference], layout: Layout) -> tuple[str, ...]:
-    """Return a sentence for each constant factor, with the loss and the gradients that are off by it."""
+    """Describe each constant factor by which the loss or gradients are wrong, in a sentence that names them."""
     by_factor: dict[str, list[str]] = {}
     for one in failures:
         if one.what in ("loss", "gradient") and one.factor is not None:
@@ -95,7 +98,7 @@ def _describe_factors(failures: Sequence[Difference], layout: Layout) -> tuple[s
 
 
 def _match_axes(factor: float, layout: Layout) -> str | None:
-    """Explain a factor, or its inverse, by the sizes of one or several axes of the mesh; None if none fits."""
+    """Explain a factor or its inverse as the size of one or several mesh axes; None if no product of sizes fits."""
     shape = layout.mesh.shape
     axes = [name for name, size in shape.items() if size > 1]
     for count in range(1, len(axes) + 1):
@@ -116,14 +119,14 @@ def loss_of_parts(step: Step, model: PyTree, batch: PyTree, key: jax.Array, bind
       model: what `init_fn` returned, on one device.
       batch: the global batch, NumPy arrays.
       key: the random key of the step.
-      bind: makes the loss runnable on one device.
+      bind: wraps the loss so that it runs on one device.
     """
     totals, weights = _add_parts(jax.jit(bind(_terms_of(step, model))), _parts_of(step, batch), key)
     return float(np.divide(totals, weights, out=np.zeros_like(totals), where=weights != 0).sum())
 
 
 def _parts_of(step: Step, batch: PyTree) -> list[tuple[int, PyTree]]:
-    """Cut a batch as the engine does; return each part as (index of its first row, its rows)."""
+    """Cut a batch into one part for each device and micro-batch; return (index of the first row, rows) of each part."""
     devices = 1 if step.engine.compiler_chooses else axis_size(step.layout.mesh, step.layout.batch_axes)
     mask = step.layout.rows_mask(batch)
     rows = row_count(select(mask, batch))
@@ -134,7 +137,7 @@ def _parts_of(step: Step, batch: PyTree) -> list[tuple[int, PyTree]]:
 def _add_parts(
     run: Callable[..., Any], parts: Sequence[tuple[int, PyTree]], key: jax.Array
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the totals and the weights of all parts, one number for each term."""
+    """Evaluate the loss of each part, and add up (totals, weights), with one number for each term of the loss."""
     apart = [run(rows, key, first) for first, rows in parts]
     totals, weights = (np.sum([np.asarray(one[i], np.float64) for one in apart], axis=0) for i in (0, 1))
     return totals, weights
@@ -184,7 +187,7 @@ def _compare_parts(step: Step, model: PyTree, batch: PyTree, key: jax.Array, bin
 
 
 def _terms_of(step: Step, model: PyTree) -> Callable[..., Any]:
-    """Make `fn(rows, key, first_row)`, which returns (totals, weights) of a `js.Mean` loss, or None for a scalar."""
+    """Make `fn(rows, key, first_row)`, which returns (totals, weights) of a `js.Mean`, or None for a scalar loss."""
     objective = step.objective
 
     def fn(batch: PyTree, key: jax.Array, row: Any) -> Any:

@@ -1,12 +1,12 @@
 """Compare the arrays of a sharded step with those of one device, leaf by leaf.
 
-The error of an array is its largest absolute difference, relative to its largest magnitude. There are two allowances,
-both of which depend on the tree of the array:
+The error of an array is its largest absolute difference, relative to its largest magnitude. There are two exceptions,
+which depend on the other arrays of its tree:
 
-- An array much smaller than its neighbours is measured against 1e-3 of the tree's largest magnitude, since it is
-  often a difference of numbers of that size.
-- A gradient that is zero in exact arithmetic, such as that of a bias in front of a normalisation, is rounding on both
-  sides. Both below 1e-6 of the tree's largest magnitude count as equal.
+- The error is never relative to less than 1e-3 of the tree's largest magnitude, because an array of much smaller
+  numbers is often a difference of larger ones.
+- A gradient that is zero in exact arithmetic, such as that of a bias before a normalisation, is only rounding error.
+  Two gradients below 1e-6 of the tree's largest magnitude count as equal.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from jaxshard.core.tree import paths, same_structure
 from jaxshard.core.types import PyTree
 
 _ROUNDING = 1e-6
-"""Relative to the largest magnitude in a tree of gradients: smaller ones are zero up to the rounding of f32."""
+"""Gradients below this share of the largest magnitude in their tree count as zero: they are rounding of f32."""
 
 _FLOOR = 1e-3
-"""Relative to the largest magnitude in a tree: errors are measured against no smaller number."""
+"""Errors are relative to no less than this share of the largest magnitude in the tree."""
 
 CLOSE = 1e-3
-"""Relative: arrays that are as close to a multiple of each other differ by a constant factor."""
+"""The relative difference up to which one array counts as a multiple of another."""
 
 
 class Difference(NamedTuple):
-    """The relative error of one array of the sharded step against that of one device.
+    """The relative error of one array of the sharded step, compared with the same array of one device.
 
     Attributes:
       what: "loss", "gradient", "update" or "state".
@@ -39,7 +39,8 @@ class Difference(NamedTuple):
       error: the relative error; NaN if either side is not finite.
       allowed: the largest error that passes.
       note: on which side numbers are not finite; "" if all are.
-      factor: the constant factor by which all numbers are off; None if there is none, or numbers are not finite.
+      factor: the constant with sharded array = factor * array of one device; None if there is no such
+        constant, or numbers are not finite.
       size: the number of elements.
     """
 
@@ -66,17 +67,17 @@ class Difference(NamedTuple):
 
 
 def compare_losses(loss: float, expected: float, allowed: float) -> Difference:
-    """Compare two losses, relative to the expected one unless that is 0."""
+    """Compare two losses; the error is relative to the expected loss, unless that is 0."""
     return _compare("loss", "", np.asarray(loss), np.asarray(expected), allowed, floor=0.0 if expected else 1.0)
 
 
 def compare_trees(what: str, ours: PyTree, theirs: PyTree, allowed: float) -> list[Difference]:
-    """Compare two trees of arrays with the same structure and shapes; one difference per leaf.
+    """Compare two trees of arrays with the same structure and shapes; return one `Difference` per leaf.
 
     Args:
       what: the kind of the arrays: "gradient", "update" or "state".
       ours: the arrays of the sharded step, in model order.
-      theirs: the arrays of one device.
+      theirs: the arrays of the step on one device.
       allowed: the largest relative error of floating arrays; integers must be equal.
     """
     assert same_structure(ours, theirs), "a layout keeps the tree"
@@ -90,7 +91,7 @@ def compare_trees(what: str, ours: PyTree, theirs: PyTree, allowed: float) -> li
 def _compare(
     what: str, leaf: str, a: np.ndarray, b: np.ndarray, allowed: float, floor: float, zero: float = 0.0
 ) -> Difference:
-    """Compare two arrays; `floor` and `zero` are those of `_error`."""
+    """Compare two arrays; `floor` and `zero` are explained in `_error`."""
     allowed = allowed if np.issubdtype(b.dtype, np.floating) else 0.0
     a, b = a.astype(np.float64), b.astype(np.float64)
     note = _describe_non_finite(a, b)
@@ -99,7 +100,7 @@ def _compare(
 
 
 def _factor(a: np.ndarray, b: np.ndarray) -> float | None:
-    """Return the constant factor by which `a` is off `b`, None if there is none or it is 1."""
+    """Return the constant `a / b` of two arrays; None if it is not constant, or is 1."""
     square = b @ b
     if not square:
         return None
@@ -109,7 +110,7 @@ def _factor(a: np.ndarray, b: np.ndarray) -> float | None:
 
 
 def _error(a: np.ndarray, b: np.ndarray, floor: float, zero: float) -> float:
-    """Return the largest difference over the larger of b's largest magnitude and `floor`; 0 if all are below `zero`."""
+    """Return the largest difference, relative to the larger of max |b| and `floor`; 0 if both are below `zero`."""
     if not b.size:
         return 0.0
     size, apart = float(np.abs(b).max()), float(np.abs(a - b).max())
@@ -129,5 +130,5 @@ def _describe_non_finite(a: np.ndarray, b: np.ndarray) -> str:
 
 
 def to_numpy(x: Any) -> np.ndarray:
-    """Convert an array to NumPy; a random key to its key data."""
+    """Convert an array, or the data of a random key, to NumPy."""
     return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)

@@ -2,9 +2,9 @@
 
 The step on one device is plain JAX and optax, ten lines in `_OneDevice`. The sharded step is that of `js.make_step`,
 which returns only the new parameters and optimizer state. So the optimizer is wrapped (`_record`): its state keeps a
-copy of the gradients and updates, and it updates by given gradients instead of the step's. Gradients and updates are
-compared separately, because an optimizer such as Adam turns a rounding difference in a gradient near zero into a full
-step of the parameter.
+copy of the gradients and updates, and updates are computed from given gradients instead of the step's. Gradients and
+updates are compared separately, because an optimizer such as Adam turns a rounding difference in a gradient near zero
+into a full step of the parameter.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class Parity:
 
     Attributes:
       where: the mesh and the engine: "data=8 under js.explicit()".
-      losses: the loss of the sharded step and that of one device.
+      losses: the loss of the sharded step, and the loss of one device.
       differences: the loss first, then every gradient, update and array of the model's state; only the loss if the
-        step refuses it because its weight does not count rows.
-      why: the likely causes, with the remedy; () if all agree or nothing is found.
+        step refuses the loss because its weight does not count rows.
+      why: the likely causes of the differences, each with its remedy; () if all arrays agree or no cause is found.
       notes: what was changed for the comparison, such as casts to f32.
       batches: the batches that were compared, up to the first that differs: the given one and, under engines that give
-        each device its own rows, others made of it that tell devices apart. All other attributes are of the last one.
+        each device its own rows, others made of it in which devices differ. All other attributes are of the last batch.
     """
 
     where: str
@@ -103,7 +103,7 @@ class Parity:
         return "\n".join([self.headline, *self.table(), *self.remarks])
 
     def _repr_html_(self) -> str:
-        """Show the same in a notebook."""
+        """Format the report as HTML for a notebook."""
         return page(self.headline, self._loss_line(), self._leaves(), *self.remarks)
 
     @property
@@ -115,7 +115,7 @@ class Parity:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """A line for each set of leaves that are not finite, each cause and each note."""
+        """Lines on leaves that are not finite, on likely causes, on changes for the comparison, and on the batches."""
         odd: dict[str, list[str]] = {}
         for one in self.failures:
             odd.setdefault(one.note, []).append(one.name)
@@ -187,24 +187,24 @@ def parity(
 ) -> Parity:
     """Compare one step, sharded over the mesh, with the same step on one device in plain JAX.
 
-    Both sides have the same parameters (those of `init_fn(key)`), global batch and key. All floating arrays are in f32,
+    Both sides have the same parameters (from `init_fn(key)`), global batch and key. All floating arrays are in f32,
     products in full f32 precision (GPUs and TPUs take less by default), and dtypes of lower precision in the engine are
-    left out. On one device the loss sees all rows of the batch, so `js.parity(...).check()` in a test tells whether a
+    ignored. On one device the loss sees all rows of the batch, so `js.parity(...).check()` in a test tells whether a
     loss may run under `js.explicit()`.
 
     The loss must agree to a tenth of `tolerance`, relative; gradients, updates and the model's new state to
     `tolerance`, per leaf: the largest difference over the larger of the leaf's largest magnitude and 1e-3 of the
-    tree's. A gradient that is under 1e-6 of the tree's largest on both sides counts as zero: that of a bias before
-    BatchNorm, for example, is only rounding. Integers must be equal.
+    tree's. A gradient below 1e-6 of the tree's largest magnitude on both sides counts as zero: the gradient of a bias
+    before BatchNorm, for example, is only rounding error. Integers must be equal.
 
-    A second step follows, with the same parameters, another key, and the state of the first step with its floats times
+    A second step follows, with the same parameters, another key, and the first step's new state with its floats times
     1.25, because a state of zeros or a copy of the parameters hides errors. The notes say what is proven of each array
     of the state, and how devices and micro-batches combine it (see `js.Loss`).
 
-    `tx` updates twice by the same gradients on both sides (those of one device), and the second updates are compared.
+    On both sides `tx` updates twice from the same gradients (of one device), and the second updates are compared.
     So neither Adam's amplification of rounding nor a learning rate that warms up from zero affects the comparison.
 
-    If an engine gives each device its own rows, a single batch may hide that the loss depends on all of them, for
+    If an engine gives each device its own rows, a single batch may hide that the loss depends on all rows, for
     example by a branch on their mean. So more batches are made from the given one, in which devices differ: with its
     rows sorted, with one row for each device, and with its floats moved apart (`Parity.batches`). This finds
     differences; it cannot prove that there are none.
@@ -308,7 +308,7 @@ def parity(
 def _report_refused(
     where: str, losses: tuple[float, float], refusal: UnequalMeans, notes: list[str], allowed: float
 ) -> Parity:
-    """Make the report on a step that refuses a mean; `losses` are that of the batch's parts, and the right one."""
+    """Make the report on a loss that the step refuses; `losses` are (added up over the parts, of the full batch)."""
     told = "the step refuses this loss and was not run: its loss here is that of the parts of the batch, added up"
     return Parity(
         where, losses, (compare_losses(*losses, allowed),), why=tuple(str(refusal).splitlines()), notes=(*notes, told)
@@ -326,7 +326,10 @@ def _check_comparable(strategy: Strategy, mesh: Mesh) -> None:
 
 
 def _in_f32(engine: Engine, notes: list[str]) -> Engine:
-    """Return the engine without its dtypes, and note that; the step refuses anything that is not an engine."""
+    """Return the engine with all computation in f32, and append the dtypes that it loses to `notes`.
+
+    Anything that is not an engine is returned unchanged: `js.make_step` raises the error.
+    """
     exact: dict[str, Any] = {"compute_dtype": None, "reduce_dtype": None, "gather_dtype": None}
     if not isinstance(engine, Engine) or not (given := [name for name in exact if getattr(engine, name) is not None]):
         return engine
@@ -335,10 +338,10 @@ def _in_f32(engine: Engine, notes: list[str]) -> Engine:
 
 
 class _Trial(NamedTuple):
-    """One step that is taken on both sides.
+    """The inputs of one step that is computed both over the mesh and on one device.
 
     Attributes:
-      name: how its batch was made.
+      name: the words that say how the batch was made.
       batch: the global batch.
       state: the model's state before the step.
       number: the step's number, from 0 on.
@@ -364,7 +367,7 @@ def _with_averages(trial: _Trial, new: PyTree, params: PyTree) -> PyTree:
 
 
 def _tell_state(step: Step, batch: PyTree) -> list[str]:
-    """Describe what is proven of each array of the model's state, and how it is combined."""
+    """Describe, for each array of the model's state, what is proven and how devices combine their values."""
     layout = step.layout
     if not jax.tree.leaves(layout.shapes.state):
         return []
@@ -375,7 +378,7 @@ def _tell_state(step: Step, batch: PyTree) -> list[str]:
 
 
 class _Results(NamedTuple):
-    """The results of a step on one device."""
+    """The loss, the gradients and the model's new state of a step on one device."""
 
     loss: jax.Array
     grads: PyTree
@@ -384,13 +387,13 @@ class _Results(NamedTuple):
 
 @dataclass(frozen=True)
 class _Comparison:
-    """The step over the mesh, with the results of one device to compare.
+    """Runs the step over the mesh and compares it with the results of one device.
 
     Attributes:
       where: the mesh and the engine.
       step: the sharded step.
-      run: its run, whose optimizer state contains the gradients of one device.
-      updates: the optimizer's updates by these gradients on one device.
+      run: the TrainState of the sharded step, whose optimizer state contains the gradients of one device.
+      updates: the optimizer's updates from these gradients, computed on one device.
       after: the parameters after these updates.
       tolerance: the largest relative error.
       notes: the notes of the report.
@@ -426,7 +429,7 @@ class _OneDevice:
 
     Attributes:
       chosen: the trained parameters.
-      bind: makes a function that names mesh axes runnable on one device.
+      bind: wraps a function that names mesh axes so that it runs on one device.
     """
 
     def __init__(self, loss_fn: LossFn, plan: Layout, model: PyTree, batch: PyTree, seed: jax.Array, notes: list[str]):
@@ -447,11 +450,11 @@ class _OneDevice:
         self._step = jax.jit(self.bind(step))
 
     def key_of(self, trial: _Trial) -> jax.Array:
-        """Return the key of a step."""
+        """Return the random key that the step of a trial receives."""
         return jax.random.fold_in(run_key(self._seed), trial.number)
 
     def step(self, trial: _Trial) -> _Results:
-        """Return the results of a step."""
+        """Compute the loss, gradients and new state of a trial's step."""
         results: _Results = self._step(self.chosen, trial.state, trial.batch, self.key_of(trial))
         return results
 
@@ -461,9 +464,10 @@ def _update_alone(tx: Any, grads: PyTree, chosen: PyTree) -> PyTree:
 
 
 def _make_bind(fn: Callable[..., Any], plan: Layout, args: tuple[Any, ...], notes: list[str]) -> Bind:
-    """Return a wrapper that makes `fn`, and other functions that call the loss, runnable on one device.
+    """Return a wrapper with which `fn`, and any other function that calls the loss, runs on one device.
 
-    A loss may name mesh axes (`nn.BatchNorm(axis_name="data")`). The wrapper binds these with size 1.
+    If the loss names mesh axes (`nn.BatchNorm(axis_name="data")`), the wrapper binds all axes of the mesh with size 1,
+    and `notes` gets a line. Otherwise the wrapper changes nothing.
     """
     mesh = plan.mesh
     try:
@@ -481,7 +485,7 @@ def _make_bind(fn: Callable[..., Any], plan: Layout, args: tuple[Any, ...], note
 
 
 def _with_stand_ins(tx: Any, params: PyTree, notes: list[str]) -> optax.GradientTransformation:
-    """Return `tx` without extra arguments: a loss that it asks for gets the same stand-in on both sides."""
+    """Return `tx` with its extra arguments filled in; instead of the loss both sides pass it the same substitute."""
     tx = take_fast_gradients(tx, params)
     extra = find_extra_args(tx, params)
     if extra.names:
@@ -494,8 +498,8 @@ def _with_stand_ins(tx: Any, params: PyTree, notes: list[str]) -> optax.Gradient
 def _record(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """Wrap `tx` so that its state records the gradients and the updates.
 
-    The state is {"given", "grads", "updates", "inner"}: the gradients by which `tx` updates, set by the caller; those
-    that the step computed; the second updates of `tx`; and its own state.
+    The state is a dictionary: "given", the gradients from which `tx` updates, set by the caller; "grads", the gradients
+    that the step computed; "updates", the second updates of `tx`; and "inner", the state of `tx`.
     """
 
     def start(params: PyTree) -> dict[str, PyTree]:
@@ -516,7 +520,7 @@ def _update_twice(tx: Any, grads: PyTree, state: PyTree, params: PyTree) -> tupl
 
 
 def _to_f32(what: str, tree: PyTree, notes: list[str]) -> PyTree:
-    """Cast floating arrays of lower precision to f32, and note that; return the tree itself if there are none."""
+    """Cast floats of lower precision in a tree to f32, and append to `notes` that the arrays `what` were cast."""
     low = dict.fromkeys(str(x.dtype) for x in jax.tree.leaves(tree) if _is_low(x))
     if not low:
         return tree

@@ -2,8 +2,8 @@
 
 A layout replicates an array over the mesh axes that do not split it: `js.ddp` everything, ZeRO-1 and ZeRO-2 the
 parameters, `js.hsdp` each shard once per group, `js.fsdp` arrays too small to be split, the step number and the random
-key. Nothing in a training step compares these copies. A bit that flips in one of them, or a device or host that
-computes a wrong value, goes unnoticed and spreads.
+key. Nothing in a training step compares these copies. A bit that flips in one copy, or a device or host that computes
+a wrong value, goes unnoticed and spreads.
 
 Here each device adds up the bits of its own copies (`checks/bit_sums.py`) to a checksum of 32 bits for each array:
 
@@ -48,9 +48,9 @@ class Difference(NamedTuple):
     """Copies of one array, or of one shard of it, that are not equal.
 
     Attributes:
-      leaf: the array: its path in the run ("params/head/kernel"), stored shape and dtype.
+      leaf: the array: its path in the TrainState ("params/head/kernel"), stored shape and dtype.
       copies: the devices that hold it, in the order of the mesh.
-      differ: the devices whose copy differs from the majority; all of them if there is no majority, as with two copies.
+      differ: the devices whose copy differs from the majority; all devices if there is no majority, as with two copies.
     """
 
     leaf: Leaf
@@ -66,8 +66,8 @@ class ReplicasDiffer(RuntimeError):
     gradients of later steps come from all copies. Start again from a checkpoint of the step `clean` or an earlier one.
 
     Attributes:
-      differences: a tuple of (leaf, copies, differ): the array, the devices that hold it, and those whose copy differs.
-      step: the number of the step after which it was found, or None where it is not known.
+      differences: a tuple of (leaf, copies, differ): the array, all devices that hold it, and the devices that differ.
+      step: the number of the step after which the difference was found, or None if it is not known.
       clean: the last step after which all copies were found equal, or None.
 
     Example:
@@ -94,15 +94,15 @@ def check_replicas(run: TrainState, layout: Layout) -> None:
     all devices is not found, nor one with a single copy. `js.ReplicaWatch` does the same during `js.fit`.
 
     Each device reads its copies once. In several processes 4 bytes for each array and device are gathered. The first
-    call for a layout compiles. It waits for the run to be computed.
+    call for a layout compiles. The call waits until the arrays of the TrainState are computed.
 
     Args:
-      run: a run of the layout; it is not donated.
-      layout: the layout that it was made with.
+      run: a TrainState with this layout; it is not donated.
+      layout: the layout of the TrainState.
 
     Raises:
       ReplicasDiffer: copies differ; the arrays and devices are named.
-      ValueError: the run is not one of this layout, or was donated; every leaf that differs is named.
+      ValueError: the arrays are not those of the layout, or were donated; every leaf that differs is named.
       TypeError: `run` is no TrainState.
 
     Example:
@@ -125,14 +125,14 @@ class ReplicaWatch:
     is read one step later, so that devices never wait for Python; on a CPU it runs between two steps. At the end of
     `js.fit` the last comparison is read.
 
-    Put it before a `js.Checkpointer`, with an `every` that divides the steps between saves: on a CPU each run is then
-    compared just before it is saved. On accelerators the result comes one step later, so a wrong step may have been
-    saved: restore the step that the error calls clean, or call `wait()` before the save.
+    Put it before a `js.Checkpointer`, with an `every` that divides the steps between saves: on a CPU each TrainState is
+    then compared just before it is saved. On accelerators the result comes one step later, so a wrong step may have
+    been saved: restore the step that the error calls clean, or call `wait()` before the save.
 
         on_run=[watch, lambda step, run: watch.wait(), checkpointer]
 
     Args:
-      layout: the layout of the runs.
+      layout: the layout of the TrainState that `js.fit` passes.
       every: the number of steps from one comparison to the next.
 
     Raises:
@@ -140,7 +140,7 @@ class ReplicaWatch:
 
     Attributes:
       clean: the last step after which all copies were found equal, or None.
-      arrays: the number of replicated arrays of the run.
+      arrays: the number of replicated arrays in the TrainState.
       bytes: the bytes that each device reads for a comparison.
 
     Example:
@@ -161,11 +161,11 @@ class ReplicaWatch:
         self.clean: int | None = None
 
     def __call__(self, step: int, run: TrainState) -> None:
-        """Compare the copies of a run if `every` divides `step`, the number of the step that was just taken.
+        """Compare the copies of the arrays of `run` if `every` divides `step`, the number of the step just taken.
 
         Raises:
-          ReplicasDiffer: copies differ, in this comparison or in an earlier one that is read now.
-          ValueError: the run is not one of the layout.
+          ReplicasDiffer: copies differ, in this comparison or in an earlier one whose result is read now.
+          ValueError: the arrays of `run` are not those of the layout.
         """
         self.wait()
         if step % self._every:
@@ -182,7 +182,7 @@ class ReplicaWatch:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the comparison that is running, if there is one, and read it.
+        """Wait for the comparison in progress, if there is one, and read its result.
 
         Raises:
           ReplicasDiffer: copies differ.
@@ -195,18 +195,18 @@ class ReplicaWatch:
         self.clean = step
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Read the last comparison, unless another error ended the run; `js.fit` calls this at its end."""
+        """Read the result of the last comparison, unless an error ended training; `js.fit` calls this at its end."""
         if error is None:
             self.wait()
         self._pending = None
 
 
 class Watched(NamedTuple):
-    """A replicated array of a run.
+    """A replicated array of a TrainState.
 
     Attributes:
-      number: its index among the leaves of the run.
-      leaf: its path in the run, stored shape and dtype.
+      number: its index among the leaves of the TrainState.
+      leaf: its path in the TrainState, stored shape and dtype.
       spec: its PartitionSpec.
       bytes: the bytes of one device's copy.
     """
@@ -218,7 +218,7 @@ class Watched(NamedTuple):
 
 
 def list_watched(layout: Layout) -> tuple[Watched, ...]:
-    """List the replicated arrays of a run."""
+    """List the replicated arrays of a TrainState with this layout."""
     found = []
     for number, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(run_shapes(layout))):
         if axis_size(layout.mesh, axes_of(x.sharding.spec)) < layout.mesh.size:
@@ -230,7 +230,7 @@ def list_watched(layout: Layout) -> tuple[Watched, ...]:
 class BitSums:
     """The compiled program in which each device adds up the bits of its own copies.
 
-    All processes of the mesh create it at the same time, because they wait for each other before its first run.
+    All processes of the mesh create it at the same time: each waits for the others before the program first runs.
 
     Args:
       mesh: the mesh.
@@ -254,7 +254,7 @@ class BitSums:
             peers.meet("js.check_replicas, compiled")
 
     def start(self, run: TrainState) -> jax.Array:
-        """Start the program for a run, and return its future checksums, uint32[devices, arrays]."""
+        """Start to compute the checksums of a TrainState, uint32[devices, arrays]; return them without waiting."""
         leaves = jax.tree.leaves(run)
         rows: jax.Array = self.program([leaves[one.number] for one in self._watched])
         if self.gather is not None:
@@ -266,12 +266,12 @@ class BitSums:
 
     @waits_for_devices
     def find(self, rows: jax.Array) -> list[Difference]:
-        """Wait for the checksums of copies, and compare them."""
+        """Wait for the checksums `rows`, and return the arrays whose copies differ."""
         return find_differences(self._mesh, self._watched, jax.device_get(rows))
 
 
 def sums_program(mesh: Mesh, watched: tuple[Watched, ...]) -> jax.stages.Lowered:
-    """Lower the program (watched arrays) -> uint32[devices, arrays], which has no collectives."""
+    """Lower the program that computes checksums: (watched arrays) -> uint32[devices, arrays], without collectives."""
     rows = PartitionSpec(mesh.axis_names)
     arrays = [
         jax.ShapeDtypeStruct(one.leaf.shape, one.leaf.dtype, sharding=NamedSharding(mesh, one.spec)) for one in watched
@@ -288,12 +288,12 @@ def sums_program(mesh: Mesh, watched: tuple[Watched, ...]) -> jax.stages.Lowered
 
 @functools.lru_cache(maxsize=16)
 def _make_sums(mesh: Mesh, watched: tuple[Watched, ...]) -> BitSums:
-    """Compile the checksums once for all runs of equal layouts."""
+    """Compile the checksum program, once for all layouts with equal replicated arrays."""
     return BitSums(mesh, watched)
 
 
 def _one_at_a_time(mesh: Mesh) -> bool:
-    """Return whether a program must end before the next one is started: simulated devices would starve each other."""
+    """Return True on a CPU, whose simulated devices starve each other if two programs run at the same time."""
     return bool(mesh.devices.flat[0].platform == "cpu")
 
 
@@ -306,7 +306,7 @@ def find_differences(mesh: Mesh, watched: Sequence[Watched], rows: np.ndarray) -
       rows: the checksums uint32[devices, arrays], devices in the order of the mesh.
 
     Returns:
-      The arrays whose copies differ, in order.
+      One difference for each array whose copies differ, in the order of `watched`.
     """
     devices = mesh.devices.reshape(-1)
     groups = {spec: copy_groups(mesh, spec) for spec in {one.spec for one in watched}}
@@ -322,7 +322,7 @@ def find_differences(mesh: Mesh, watched: Sequence[Watched], rows: np.ndarray) -
 
 
 def copy_groups(mesh: Mesh, spec: PartitionSpec) -> np.ndarray:
-    """Return int[shards, copies]: for each shard of an array the positions in the mesh of the devices that hold it."""
+    """Return int[shards, copies]: for each shard of an array the indices in `mesh.devices.flat` of its devices."""
     splits = [mesh.axis_names.index(axis) for axis in axes_of(spec)]
     positions = np.arange(mesh.size).reshape(mesh.devices.shape)
     shards = math.prod(mesh.devices.shape[axis] for axis in splits)
@@ -330,7 +330,7 @@ def copy_groups(mesh: Mesh, spec: PartitionSpec) -> np.ndarray:
 
 
 def raise_differences(differences: Sequence[Difference], mesh: Mesh, step: int | None, clean: int | None) -> None:
-    """Raise `ReplicasDiffer` if there are any."""
+    """Raise `ReplicasDiffer`, with a message that names arrays and devices, if there are differences."""
     if not differences:
         return
     after = "" if step is None else f"after step {step} "

@@ -23,7 +23,7 @@ from jaxshard.core.types import PyTree
 
 
 def make_separating(batch: PyTree, mask: PyTree, parts: int) -> Iterator[tuple[str, PyTree]]:
-    """Make batches of the same shapes in which the parts differ from each other.
+    """Make variants of a batch, with the same shapes, in which the parts of devices differ from each other.
 
     Args:
       batch: NumPy arrays.
@@ -31,7 +31,7 @@ def make_separating(batch: PyTree, mask: PyTree, parts: int) -> Iterator[tuple[s
       parts: the number of equal parts, one for each device and micro-batch.
 
     Yields:
-      A name, and the batch; never one that equals the given batch, and none for a single part.
+      (name, batch) of each variant that differs from the given batch; nothing if there is a single part.
     """
     if parts == 1:
         return
@@ -59,10 +59,10 @@ def make_separating(batch: PyTree, mask: PyTree, parts: int) -> Iterator[tuple[s
 
 
 def _move_apart(x: np.ndarray, part: np.ndarray) -> np.ndarray:
-    """Add a constant to the rows of every other part, and subtract it from the rest.
+    """Add a constant to the rows of every second part, and subtract it from the rows of all other parts.
 
-    Arrays without negative numbers are scaled by 2 and 1/2 instead. Zeros and ones (masks, weights) stay unless all are
-    the same, as in a batch made for a test.
+    `part` is the index of each row's part. Arrays without negative numbers are scaled by 2 and 1/2 instead. Arrays of
+    zeros and ones (masks, weights of rows) stay as they are, unless all their numbers are equal, as in a test's batch.
     """
     if not x.size or not np.isfinite(x).all() or (np.isin(x, (0, 1)).all() and np.ptp(x)):
         return x

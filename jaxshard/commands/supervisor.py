@@ -24,7 +24,7 @@ from types import FrameType, MappingProxyType
 from typing import IO, Any, NamedTuple
 
 from jaxshard.commands.gloo_lines import GlooFilter
-from jaxshard.distributed.launch_environment import COORDINATOR, INDEX, PROCESSES, RESTARTS
+from jaxshard.core.launch_environment import COORDINATOR, INDEX, PROCESSES, RESTARTS
 
 SECONDS_TO_END = 5.0
 """From SIGTERM to SIGKILL for processes whose sibling died; what they compute together can't go on anyway."""

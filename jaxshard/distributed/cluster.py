@@ -10,9 +10,9 @@ from typing import NamedTuple
 import jax
 
 from jaxshard.core.compat import backend_is_initialized, cluster_processes, place_in_cluster, process_count_and_id
+from jaxshard.core.launch_environment import COORDINATOR, INDEX, LIMIT, PROCESSES
 from jaxshard.distributed.failures import end_with_others
 from jaxshard.distributed.hard_exit import leave_on_error
-from jaxshard.distributed.launch_environment import COORDINATOR, INDEX, LIMIT, PROCESSES
 from jaxshard.distributed.rendezvous import meet_all
 
 _LIMIT = 300

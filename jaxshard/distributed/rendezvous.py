@@ -27,9 +27,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from jaxshard.core.launch_environment import LIMIT
 from jaxshard.distributed.agree import Disagreement
 from jaxshard.distributed.failures import MissingProcess
-from jaxshard.distributed.launch_environment import LIMIT
 from jaxshard.distributed.mismatch import list_names
 from jaxshard.distributed.waiting import Waiting
 

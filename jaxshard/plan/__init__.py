@@ -1,4 +1,4 @@
-"""Plan a run before it runs, as `js.plan`: memory, step time, TPU topologies, promised and compiled collectives.
+"""Plan a training run before it starts, as `js.plan`: memory, step time, topologies, promised and compiled collectives.
 
 Imports `core/`, `adapt/`, `cost/`, `layers/`, `optim/`, `proofs/`, `schedules/`, `engines/`, `training/` and
 `checks/`; only `commands/` imports it.

@@ -18,12 +18,12 @@ def arrange(name: str, devices: Sequence[Any], num_slices: int, axes: dict[str, 
 
     Args:
       name: the topology, for messages.
-      devices: its `jax.Device`s, or planned devices with their attributes.
+      devices: the devices of the topology: `jax.Device`s, or `PlannedDevice`s, which have the same attributes.
       num_slices: the number of TPU slices.
       axes: name and size of each axis.
 
     Raises:
-      ValueError: sizes that do not multiply to the number of devices; says both, and sizes that do.
+      ValueError: sizes that do not multiply to the number of devices; the message says both.
     """
     sizes = _solve(name, num_slices, axes, len(devices))
     types = (AxisType.Auto,) * len(sizes)
@@ -45,7 +45,7 @@ def arrange(name: str, devices: Sequence[Any], num_slices: int, axes: dict[str, 
 
 
 def _solve(name: str, num_slices: int, axes: dict[str, int], devices: int) -> dict[str, int]:
-    """Return the sizes of all axes; an error names the topology instead of the devices of this process."""
+    """Return the sizes of all axes, with -1 replaced; errors name the topology, not the devices of this process."""
     known = math.prod(size for size in axes.values() if size != -1)
     if axes and all(size > 0 for size in axes.values()) and known != devices:
         topology = f"{num_slices} x {name}" if num_slices > 1 else name
@@ -64,5 +64,5 @@ def _array(devices: Sequence[Any]) -> np.ndarray:
 
 
 def _place(device: Any) -> tuple[int, ...]:
-    """Return the slice of a device, its coordinates in the slice, and its core of the chip."""
+    """Return the place of a device: its slice, its coordinates in the slice, and its core of the chip."""
     return (slice_index(device), *device.coords, device.core_on_chip)

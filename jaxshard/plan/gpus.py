@@ -20,13 +20,13 @@ class Gpu(NamedTuple):
     Attributes:
       kind: the `device_kind` that JAX shows.
       capability: the compute capability, major and minor.
-      cores: streaming multiprocessors.
-      lanes: f32 units of each.
-      shared: bytes of shared memory of each; a block may have 1 KiB less.
-      l2: bytes of the second-level cache.
-      clock: GHz, boosted.
-      memory: bytes.
-      bandwidth: bytes per second between memory and chip.
+      cores: the number of streaming multiprocessors.
+      lanes: the number of f32 units of each multiprocessor.
+      shared: the bytes of shared memory of each multiprocessor; a block may use 1 KiB less.
+      l2: the bytes of the second-level cache.
+      clock: the boost clock in GHz.
+      memory: the bytes of device memory.
+      bandwidth: the bytes per second between device memory and chip.
     """
 
     kind: str
@@ -51,7 +51,7 @@ GPUS = {
 
 
 def check_gpu_compiler(version: str) -> None:
-    """Raise unless programs can be compiled for GPUs of a version.
+    """Raise an error unless programs can be compiled for GPUs of a version, such as "h100".
 
     Raises:
       ImportError: JAX's CUDA plugin, which holds the compiler, is not installed.
@@ -69,7 +69,7 @@ def check_gpu_compiler(version: str) -> None:
 
 
 def gpu_options(version: str, per_host: int, hosts: int) -> dict[str, str]:
-    """Return the options with which the CUDA plugin makes a topology of several hosts of GPUs."""
+    """Return the options with which the CUDA plugin makes a topology of `hosts` hosts with `per_host` GPUs each."""
     return {"target_config": describe_target(GPUS[version]), "topology": f"1x{hosts}x{per_host}"}
 
 

@@ -1,4 +1,4 @@
-"""Report the memory of a step on each device: `MemoryReport`, the base of predictions and of compilers' verdicts."""
+"""Report the memory of a step on each device: `MemoryReport`, the base class of predictions and verdicts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BAND = (-0.3, 1.1)
 
 It was measured on the compiled steps of docs/records/planner_table.md, and rounded outwards."""
 LIKELY = 1.5
-"""Nine of ten of these steps are allocated at most so many times the estimate; a search tries such plans first."""
+"""Nine of ten of the steps behind `BAND` are allocated at most so many times the estimate."""
 NEAR = 0.05
 """The distance from the limit, as a share of it, within which an extrapolated size does not tell whether a step fits.
 
@@ -37,12 +37,12 @@ class LiveArray:
     """Equal arrays that are live at the peak of a program's memory.
 
     Attributes:
-      bytes: the bytes of all of them on each device, padding included.
+      bytes: the bytes of all these arrays on each device, padding included.
       role: one of the roles of `core/pictures/style.py`.
       dtype: such as "bf16".
       shape: the shape of one array, on one device.
       count: the number of arrays.
-      what: JAX's name of the operation that makes them, or the name of the argument.
+      what: JAX's name of the operation that makes the arrays, or the name of the argument.
       source: `file:line` in the user's model; "" if it is not known.
       kept: True if a loop over blocks stores them block by block for the backward pass.
     """
@@ -69,7 +69,7 @@ def sections_text(sections: Iterable[Section]) -> str:
 
 
 def joined(arrays: Iterable[LiveArray]) -> tuple[LiveArray, ...]:
-    """Add up equal arrays of one source line, the largest first."""
+    """Add up the bytes and counts of equal arrays of the same source line; return the largest first."""
     bytes_of, count_of = Counter[LiveArray](), Counter[LiveArray]()
     for one in arrays:
         kind = replace(one, bytes=0, count=0)
@@ -89,7 +89,7 @@ class MemoryReport:
         "estimate".
       live_bytes: bytes that are live at once at the peak; for a refused step the bytes that it asked for.
       allocated_bytes: bytes that the compiler reserves, with the gaps between arrays; None for an estimate.
-      argument_bytes: bytes of the arguments, which are the run and the batch; in tiles on a TPU.
+      argument_bytes: bytes of the arguments, which are the TrainState and the batch; in tiles on a TPU.
       arrays: the arrays that are live at the peak, arguments included, the largest first.
       moment: the time of the peak in words, such as "backward pass".
       usable_bytes: the bytes that a program may use; None if that is not known.
@@ -142,11 +142,11 @@ class MemoryReport:
         return self.fits is True
 
     def memory(self) -> dict[str, Any]:
-        """Return the fields of this class by name, for a report that adds others."""
+        """Return the fields of `MemoryReport` by name, from which a subclass with more fields is made."""
         return {one.name: getattr(self, one.name) for one in fields(MemoryReport)}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as JSON has it: dictionaries, lists and numbers."""
+        """Return the report as values that JSON can represent."""
         return {
             "devices": self.devices,
             "mesh": dict(self.mesh),
@@ -168,11 +168,11 @@ class MemoryReport:
         return f"{self._headline()}\n\n{sections_text(self.sections())}"
 
     def _repr_html_(self) -> str:
-        """Show the same in a notebook."""
+        """Format the report as HTML for a notebook."""
         return page(self._headline(), *self.sections())
 
     def sections(self) -> list[Section]:
-        """Return the tables of the report; classes with more figures add theirs."""
+        """Return the sections of the report, each a title with tables or text; subclasses add their own."""
         rows = [
             (role, human_bytes(size), f"{size / self.live_bytes:.0%}") for role, size in self.by_role.items() if size
         ]

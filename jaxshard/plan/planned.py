@@ -4,8 +4,8 @@ mesh = planned_mesh("h100:8x4", data=32)
 layout = js.layout(js.fsdp(), mesh, init_fn, tx)
 print(js.plan.predict(layout, loss_fn, batch, js.explicit(), tx=tx))
 
-Layouts, promises and predictions need only the kind and the place of a device. To compile, `topology_mesh` asks the
-compiler for the same devices, with the same numbers.
+Layouts, promises and predictions need only the kind of each device and its place in the network. To compile,
+`topology_mesh` makes a mesh of the compiler's own devices, with the same ids in the same order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jaxshard.plan.arrange import arrange
 
 @dataclass(frozen=True)
 class PlannedDevice:
-    """A stand-in for a device that is not attached, with the attributes of a `jax.Device`.
+    """Stands for a device that is not attached; has the attributes of a `jax.Device`.
 
     It also has the `topology` and `num_slices` for which it was planned, such as "v5e:4x4" and 1.
     """
@@ -47,16 +47,16 @@ class PlannedDevice:
 
     @property
     def client(self) -> Any:
-        """The runtime, whose version is read while a program is traced. Nothing compiles for it."""
+        """A JAX client, needed because tracing reads the version of its runtime. It can't compile for this device."""
         return SimpleNamespace(platform="planned", platform_version="planned", process_index=lambda: -1)
 
     def addressable_memories(self) -> list[Any]:
-        """Return the kinds of memory in which an array may be stored."""
+        """Return the kinds of memory in which the device may store an array."""
         return [SimpleNamespace(kind="device"), SimpleNamespace(kind="pinned_host")]
 
 
 class Slices(NamedTuple):
-    """The shapes in which TPUs of one version are rented.
+    """The shapes in which slices of one TPU version are offered.
 
     Attributes:
       kind: the `device_kind`.
@@ -76,7 +76,7 @@ class Slices(NamedTuple):
 
 
 class Hosts(NamedTuple):
-    """GPUs of one kind: the `device_kind`, the compute capability, and the most GPUs that share NVLink or a host."""
+    """GPUs of one kind: `device_kind`, compute capability, and the most GPUs in one host or one domain of NVLink."""
 
     kind: str
     capability: str
@@ -94,7 +94,7 @@ TPUS = {
     "v6e": Slices(KINDS["v6e"], _FLAT),
     "tpu7x": Slices(KINDS["tpu7x"], _CUBIC, 9, 9216, 2, 1),
 }
-"""The shapes of each TPU version."""
+"""The shapes of slices of each TPU version."""
 
 # NVIDIA's data sheets, as in `cost/hardware.py`; compute capabilities from developer.nvidia.com/cuda-gpus.
 GPUS = {
@@ -108,11 +108,11 @@ GPUS = {
     "l4": Hosts(KINDS["l4"], "8.9"),
     "l40s": Hosts(KINDS["l40s"], "8.9"),
 }
-"""The GPUs that a host of 8, or one domain of NVLink, may have."""
+"""The kinds of GPUs by name, with the most GPUs in one host or one domain of NVLink."""
 
 
 class Topology(NamedTuple):
-    """A parsed topology: its `version` ("v5e", "h100") and its `shape`, for GPUs (GPUs of a host, hosts)."""
+    """A parsed topology: its `version` ("v5e", "h100") and its `shape`; for GPUs that is (GPUs per host, hosts)."""
 
     version: str
     shape: tuple[int, ...]
@@ -123,7 +123,7 @@ class Topology(NamedTuple):
         return self.version in GPUS
 
     def __str__(self) -> str:
-        """Write it as it was given: "v5e:16x16"."""
+        """Write the topology as users do: "v5e:16x16"."""
         return _name(self.version, self.shape)
 
 
@@ -138,7 +138,7 @@ def parse_topology(name: str) -> Topology:
         the number of GPUs in a host and of hosts: "h100:8", "h100:8x32".
 
     Raises:
-      ValueError: there is no such version, or it is not rented in this shape; lists similar ones.
+      ValueError: there is no such version, or it is not offered in this shape; lists similar ones.
     """
     version, _, text = topology_name(name).partition(":")
     known = (*TPUS, *GPUS)
@@ -187,7 +187,7 @@ def chip_named(name: str) -> Chip:
     """Look up a chip by the name of its topologies, such as "v5e" or "h100", or by its `device_kind`.
 
     Raises:
-      ValueError: there is none; lists near ones.
+      ValueError: there is no such chip; lists similar names.
     """
     cores = TPUS[name.lower()].num_cores if name.lower() in TPUS else None
     found = chip_of(name, num_cores=cores)
@@ -198,13 +198,13 @@ def chip_named(name: str) -> Chip:
 
 
 def mesh_chip(mesh: Mesh) -> Chip | None:
-    """Return the limits of the devices of a mesh; None if they are not known."""
+    """Return the `Chip` with the limits of a mesh's devices; None if the kind of device is not known."""
     device = mesh.devices.flat[0]
     return chip_of(device.device_kind, num_cores=getattr(device, "num_cores", None))
 
 
 def planned_devices(name: str, *, num_slices: int = 1) -> list[PlannedDevice]:
-    """Return planned devices for a topology.
+    """Make the planned devices of a topology.
 
     Args:
       name: as for `parse_topology`. The GPUs of a host have the same `slice_index`, since NVLink ends at the host.
@@ -233,7 +233,7 @@ def planned_mesh(name: str, /, *, num_slices: int = 1, **axes: int) -> Mesh:
     """Make a mesh with named axes over planned TPUs or GPUs, without hardware and without their compiler.
 
     Layouts, `js.plan.promise` and `js.plan.predict` work on it. Nothing can be compiled or computed: to compile,
-    `topology_mesh` makes a mesh with the same devices at the same places.
+    `topology_mesh` makes a mesh of the compiler's devices in the same order.
 
     Args:
       name: version and shape, such as "v5e:16x16", "v5p:4x4x8", "h100:8" (one host) or "h100:8x32" (32 hosts).
@@ -244,7 +244,7 @@ def planned_mesh(name: str, /, *, num_slices: int = 1, **axes: int) -> Mesh:
       A mesh of planned devices, with axis types Auto.
 
     Raises:
-      ValueError: no such topology (near ones are listed), or sizes that do not multiply to its number of devices.
+      ValueError: no such topology (similar ones are listed), or sizes that do not multiply to its number of devices.
 
     Example:
         >>> dict(planned_mesh("v5p:2x2x4", data=4, tensor=-1).shape)
@@ -254,7 +254,7 @@ def planned_mesh(name: str, /, *, num_slices: int = 1, **axes: int) -> Mesh:
 
 
 def _tpus(topology: Topology, number: int, num_slices: int) -> Iterator[PlannedDevice]:
-    """Yield the devices of one slice, with libtpu's ids: the first dimension counts fastest; a host has 2 x 2 chips."""
+    """Yield the devices of slice `number`, with libtpu's ids (first coordinate fastest) and hosts of 2 x 2 chips."""
     known = TPUS[topology.version]
     shape = (*topology.shape, 1, 1)[:3]
     host = [min(2, shape[0]), min(2, shape[1]), 1]
@@ -286,14 +286,14 @@ def _is_known(version: str, shape: tuple[int, ...]) -> bool:
 
 
 def _near(version: str, text: str) -> list[str]:
-    """Return the three topologies whose number of devices is nearest."""
+    """Return the three topologies of a version whose numbers of devices are nearest to that in `text`."""
     wanted = math.prod(int(size) for size in re.findall(r"\d+", text) or [16]) or 1
     best = sorted(_shapes(version), key=lambda shape: abs(math.log(math.prod(shape) / wanted)))[:3]
     return [_name(version, shape) for shape in best]
 
 
 def _shapes(version: str) -> list[tuple[int, ...]]:
-    """Return all shapes of a TPU slice, or some shapes of GPUs."""
+    """Return all shapes of a TPU version's slices, or some shapes (GPUs per host, hosts) of GPUs."""
     if version in GPUS:
         most = GPUS[version].most
         return [(size,) for size in (1, 2, 4, 8, most) if size <= most] + [(min(8, most), 2**k) for k in range(1, 12)]

@@ -63,7 +63,7 @@ def predict(
       batch: a tree of global arrays or `jax.ShapeDtypeStruct`.
       engine: as for `js.make_step`; `js.auto()` by default.
       tx: the optimizer that the layout was made with.
-      chip: the limits of a device; by default those of the mesh's devices, if they are known.
+      chip: the limits of a device; by default the limits of the mesh's devices, if they are known.
       price: the price of one device for an hour, in any currency.
       estimate: estimate memory even if the compiler could be asked: faster by some seconds.
       at_depth: as for `js.plan.compile_for`.
@@ -165,7 +165,7 @@ def _estimated(region: Region, layout: Layout, chip: Chip | None) -> MemoryRepor
 
 
 def _model_flops(layout: Layout, loss_fn: LossFn, batch: PyTree) -> float:
-    """Count the FLOPs of the model's step over all devices; 0 if the loss can't be counted."""
+    """Count the FLOPs of a step of the model, over all devices; 0 if a kernel or loop does not state its cost."""
     shapes = layout.shapes
     try:
         return float(train_flops(loss_fn, join_model(shapes.params, shapes.state), abstract(batch), shapes.key))
@@ -174,7 +174,7 @@ def _model_flops(layout: Layout, loss_fn: LossFn, batch: PyTree) -> float:
 
 
 def _tokens(batch: PyTree) -> int:
-    """Count the tokens of a batch: those with a label in its largest integer array [rows, positions]; 0 without one."""
+    """Count the labelled tokens in the batch's largest integer array [rows, positions]; 0 without such an array."""
     found = [x for x in jax.tree.leaves(batch) if jnp.issubdtype(x.dtype, jnp.integer) and len(x.shape) == 2]
     return max((int(x.shape[0]) * (int(x.shape[1]) - 1) for x in found), default=0)
 

@@ -18,7 +18,7 @@ from jaxshard.plan.time.step_time import StepTime
 class Prediction(MemoryReport):
     """The predicted memory, communication and time of a training step, per device.
 
-    `print(prediction)` is a table, `prediction.as_dict()` goes into JSON. In addition to those of `MemoryReport`:
+    `print(prediction)` is a table, `prediction.as_dict()` goes into JSON. It has the attributes of `MemoryReport`, and:
 
     Attributes:
       collectives: the collectives of a step, with their times.
@@ -26,7 +26,7 @@ class Prediction(MemoryReport):
       flops: FLOPs per device and step, recomputation included.
       model_flops: FLOPs of the model on all devices, without recomputation.
       time: the seconds of a step as a range, with its parts; None if the chip is not known.
-      mfu: model FLOPs utilization, low and high.
+      mfu: model FLOPs utilization, low and high; None if the chip is not known.
       tokens_per_second: tokens per second of all devices, low and high; None if the batch has no tokens.
       price_per_billion_tokens: low and high, at the given price; None without a price.
       offloaded_bytes: bytes of activations in the host's memory, for each device.
@@ -47,7 +47,7 @@ class Prediction(MemoryReport):
     offloaded_bytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the prediction as JSON has it: dictionaries, lists and numbers."""
+        """Return the prediction as values that JSON can represent."""
         return super().as_dict() | {
             "offloaded_bytes": self.offloaded_bytes,
             "collectives": [asdict(one) for one in self.collectives],
@@ -62,7 +62,7 @@ class Prediction(MemoryReport):
         }
 
     def sections(self) -> list[Section]:
-        """Return memory by role, time by part, and collectives."""
+        """Return the sections of the report: memory by role, time by part, and collectives."""
         found = super().sections()
         if self.offloaded_bytes:
             found.append(Section("", [f"on the host: {human_bytes(self.offloaded_bytes)} of activations"]))

@@ -68,12 +68,12 @@ def target_of(mesh: Mesh | AbstractMesh) -> Target | None:
 
 
 def topology_devices(name: str, *, num_slices: int = 1) -> list[jax.Device]:
-    """Return the devices of a TPU topology, or of hosts of GPUs, for compiling without hardware.
+    """Return the devices of a TPU topology, or of hosts of GPUs, to compile programs for without hardware.
 
     Programs compile for them with the memory limit of the real chip; they hold no arrays. The torus has the
     wrap-around links of the real one: v5e and v6e along 16 chips, v4, v5p and TPU7x in all dimensions of slices made of
-    cubes of 4 x 4 x 4. By default libtpu leaves them out, and then gathers over all of a v5p:4x4x4 by all-reduces,
-    which move twice the bytes (`benchmarks/README.md`).
+    cubes of 4 x 4 x 4. Without these links, which is libtpu's default, a gather over all of a v5p:4x4x4 becomes an
+    all-reduce, which moves twice the bytes (`benchmarks/README.md`).
 
     GPUs are described by hand (`plan/gpus.py`), and their memory limit is not enforced.
 
@@ -87,7 +87,7 @@ def topology_devices(name: str, *, num_slices: int = 1) -> list[jax.Device]:
 
     Raises:
       ImportError: libtpu, which holds the compiler, or for GPUs JAX's CUDA plugin, is not installed.
-      ValueError: no such topology; lists near ones.
+      ValueError: no such topology; lists similar ones.
 
     Example:
         devices = topology_devices("v5e:2x4")       # needs libtpu, the extra `tpu`
@@ -131,7 +131,7 @@ def check_compiler(target: Target) -> None:
 
 
 def has_compiler(target: Target) -> bool:
-    """Return True if the compiler of a target is installed here."""
+    """Return True if the compiler of a target is installed in this Python environment."""
     try:
         check_compiler(target)
     except (ImportError, ValueError):  # not installed; or a GPU of which there is no description
@@ -142,12 +142,13 @@ def has_compiler(target: Target) -> bool:
 def topology_mesh(name: str, /, *, num_slices: int = 1, **axes: int) -> Mesh:
     """Make a mesh with named axes over a TPU topology or GPUs, for which programs compile without hardware.
 
-    If the sizes are those of the torus (in any order; slices and the cores of a chip are dimensions too), each axis
-    runs along one dimension of it, as nested reduce-scatters need. Otherwise devices are ordered as `make_mesh` orders
-    real ones, or else by slice, coordinates and core. The order of the devices along an axis changed no collective. An
-    axis is never split for you: over a v5e:16x16, two axes turn a step's all-reduces into reduce-scatters, with 35 %
-    fewer bytes to wait for, but 3 % more estimated cycles, and they use the links of one dimension at a time. On v5p
-    one axis for each dimension is the better choice under `js.explicit` (`benchmarks/README.md`).
+    If the sizes are the dimensions of the torus (in any order; slices and the cores of a chip count as dimensions),
+    each axis runs along one dimension, as nested reduce-scatters need. Otherwise devices are ordered as `make_mesh`
+    orders real devices, or else by slice, coordinates and core. The order of the devices along an axis changed no
+    collective. An axis is never split for you: over a v5e:16x16, two axes turn a step's all-reduces into
+    reduce-scatters, with 35 % fewer bytes to wait for, but 3 % more estimated cycles, and they use the links of one
+    dimension at a time. On v5p one axis for each dimension is the better choice under `js.explicit`
+    (`benchmarks/README.md`).
 
     Args:
       name: version and shape, such as "v5e:16x16", "v5p:4x4x8", "h100:8" (one host) or "h100:8x4" (4 hosts).
@@ -170,7 +171,7 @@ def topology_mesh(name: str, /, *, num_slices: int = 1, **axes: int) -> Mesh:
 
 
 def _closed_dimensions(name: str) -> tuple[bool, ...]:
-    """Return for each dimension of a slice whether it is a ring, by the table of chips; () if that is not known."""
+    """Return, for each dimension of a TPU slice, True if its links form a ring; () if that is not known."""
     version, _, shape = name.partition(":")
     network = chip_named(version).network if version in TPUS else None
     if network is None or not re.fullmatch(r"\d+(x\d+){1,2}", shape):

@@ -7,8 +7,8 @@ import jax
 import pytest
 
 import jaxshard as js
+from jaxshard.core.launch_environment import COORDINATOR, INDEX, LIMIT, PROCESSES
 from jaxshard.distributed import cluster, hard_exit
-from jaxshard.distributed.launch_environment import COORDINATOR, INDEX, LIMIT, PROCESSES
 
 SLURM = {
     "SLURM_JOB_ID": "17", "SLURM_STEP_NODELIST": "node[07-08]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1",

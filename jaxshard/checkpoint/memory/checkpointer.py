@@ -23,12 +23,12 @@ from jaxshard.checkpoint.residuals import refuse_residuals
 from jaxshard.checkpoint.writer import check_data
 from jaxshard.core.counts import check_count
 from jaxshard.core.keys import keys_of
+from jaxshard.core.launch_environment import MEMORY
 from jaxshard.core.layout import Layout, check_layout
 from jaxshard.core.local_path import local_path
 from jaxshard.core.mesh import mesh_str
 from jaxshard.core.settings import own_settings
 from jaxshard.core.tree import raise_all
-from jaxshard.distributed.launch_environment import MEMORY
 from jaxshard.distributed.together import gather_texts
 from jaxshard.training.non_finite import is_finite
 from jaxshard.training.state import TrainState, check_is_run, check_run

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxshard.checkpoint.lock import LOCK, hold, release
-from jaxshard.distributed.launch_environment import MEMORY
+from jaxshard.core.launch_environment import MEMORY
 
 SHARED = Path("/dev/shm")
 """Linux's file system in memory, which all programs may write."""

@@ -21,19 +21,19 @@ from jaxshard.checks.collectives import hlo
 
 
 def starts_computation(op: hlo.Op) -> bool:
-    """Return True if an operation starts a computation asynchronously, as `async-start` does."""
+    """Return True if an operation, such as an `async-start`, starts another computation asynchronously."""
     return op.opcode.endswith("-start") and bool(op.runs)
 
 
 def find_start(computation: hlo.Computation, op: hlo.Op) -> hlo.Op:
-    """Return the start to which an update or an end belongs; any other operation is returned unchanged."""
+    """Return the operation that starts what `op` updates or ends; return `op` itself if it does neither."""
     while op.opcode.endswith(("-update", "-done")) or op.opcode == "get-tuple-element":
         op = computation[op.operands[0]]
     return op
 
 
 def operands_of(computation: hlo.Computation, start: hlo.Op) -> tuple[str, ...]:
-    """Return the operands of a start, or of its update if the start has none."""
+    """Return the operands of an asynchronous start, or of its update if the start has none."""
     if start.operands or not starts_computation(start):
         return start.operands
     updates = (user for user in users(computation, start.name) if user.opcode.endswith("-update"))

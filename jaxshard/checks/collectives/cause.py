@@ -18,7 +18,7 @@ _LOOKUPS = ("gather", "take", "select_n", "_take")
 
 
 def array_words(one: Collective) -> str:
-    """Describe the first array of a collective: the argument that it is, or the operation and line that compute it."""
+    """Describe the first array that a collective moves, by its argument or the operation and line that compute it."""
     dtype, shape = one.arrays[0]
     array = f"{dtype}{list(shape)}"
     if one.trail.arguments:
@@ -29,7 +29,7 @@ def array_words(one: Collective) -> str:
 
 
 def cause(one: Collective) -> str:
-    """Explain why the compiler, or the program itself, moves the first array of a collective; "" without its trail."""
+    """Explain why the compiler, or the program itself, moves the first array of a collective; "" if it has no trail."""
     own, over = operation_of(one.op_name), "+".join(one.axes)
     if not one.trails:
         return ""
@@ -88,7 +88,7 @@ def _cause_of_permute(one: Collective, own: str, over: str) -> str:
 
 
 def _ends(one: Collective, own: str) -> tuple[str, str]:
-    """Return the operations that make and that read the array, in words."""
+    """Describe the operation that computes the first array of a collective, and the operation that reads it."""
     trail = one.trail
     made = first_words(trail.arguments) or _operation(trail.maker, trail.made_at) or own or "what makes it"
     return made, _operation(trail.reader, trail.read_at) or own or "what reads it"

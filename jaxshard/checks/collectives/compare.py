@@ -27,7 +27,7 @@ from jaxshard.training.step import Step
 
 
 def audit(step: Step, batch: PyTree) -> Comparison:
-    """Compile a step and compare its collectives with those that its layout and engine promise.
+    """Compile a step and compare its collectives with the collectives that its layout and engine promise.
 
     Nothing runs and no array is allocated, so the mesh may be that of a TPU topology (`js.plan.topology_mesh`).
 
@@ -118,7 +118,7 @@ def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
 
 
 def smallest(arrays: Mapping[int, Collective], slack: int) -> dict[int, Collective]:
-    """Select the smallest arrays, which are left to the compiler, up to `slack` bytes in total."""
+    """Select the smallest arrays, up to `slack` bytes in total: the compiler may move these without a promise."""
     chosen = {}
     for at, one in sorted(arrays.items(), key=lambda item: item[1].bytes or 0):
         if one.bytes is not None and one.bytes <= slack:
@@ -138,7 +138,7 @@ def _bytes_added_by_f32(pair: tuple[Collective, Allowance]) -> int:
 
 
 def _constraint(one: Collective, why: str, names: Mapping[str, str]) -> str:
-    """Write the `js.constrain` call that keeps the first array of a collective sharded as it was before."""
+    """Write the `js.constrain` call that keeps the first array of a collective sharded, so that nothing moves it."""
     split = "vocab" if why.startswith("logits") else "features"
     rows = [axis for axis, name in names.items() if name == "batch"]
     dims = [names.get(axes[0], split) if axes else None for axes in wanted_axes(one, rows)]
@@ -146,7 +146,7 @@ def _constraint(one: Collective, why: str, names: Mapping[str, str]) -> str:
 
 
 def _explain_substitutes(promised: Promise, taken: Iterable[tuple[Collective, Allowance]]) -> Iterator[str]:
-    """Yield a line for each kind or dtype that replaces a promised one: axes, count, bytes and the remedy."""
+    """Yield a line for each kind or dtype of collective that replaces a promised one: axes, count, bytes, remedy."""
 
     def words(pair: tuple[Collective, Allowance]) -> tuple[str, str, tuple[str, ...]]:
         one, covered = pair

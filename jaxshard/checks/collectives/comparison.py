@@ -25,7 +25,7 @@ _LINES = 12
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of `js.audit`: the promised collectives, those of the program, and the differences.
+    """The result of `js.audit`: the promised collectives, the collectives of the program, and the differences.
 
     Attributes:
       promised: the promised collectives.
@@ -41,7 +41,7 @@ class Comparison:
       unread: kinds of collectives that are promised with a size and are not in the program in any form: either they do
         not happen, or the parser does not know the form in which the compiler wrote them.
       widened_bytes: bytes that a CPU's compiler adds by sending bf16 as f32. TPUs and GPUs send bf16.
-      misplaced: arguments that are not stored as the strategy says, in the audit of a program's text alone.
+      misplaced: arguments that are not stored as the strategy says; () except from `js.plan.audit_program`.
     """
 
     promised: tuple[Expected, ...]
@@ -75,7 +75,7 @@ class Comparison:
 
     @property
     def promised_bytes(self) -> int:
-        """Bytes, at most, of the arrays that are promised with a size; alternative forms of an array count once."""
+        """The most bytes of all arrays that are promised with a size; alternative forms of an array count once."""
         return sum(one.bytes or 0 for one in self.promised if one.is_counted)
 
     @property
@@ -84,12 +84,12 @@ class Comparison:
         return sum(one.bytes or 0 for one in arrays_only(self.found))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Add up both sides, without scalars: one row per kind and axes, in the order of `found.KINDS`.
+        """Add up the promised and the found collectives, one row per kind and axes, without scalars.
 
         Returns:
-          Dictionaries with "kind", "axis" (several joined by "+"), "promised" (bytes at most; None where the loss
-          decides, as it does over tensor axes), and "bytes" and "count" of the program. An optional collective that
-          does not happen has no row.
+          Dictionaries, in the order of `found.KINDS`, with "kind", "axis" (several joined by "+"), "promised" (bytes at
+          most; None where the loss decides, as it does over tensor axes), and "bytes" and "count" of the program. An
+          optional collective that does not happen has no row.
         """
         found = {(row.kind, row.axes): row for row in summary(arrays_only(self.found))}
         sized = [one for one in self.promised if one.bytes is not None and one.elements[1] > 1]
@@ -135,7 +135,7 @@ class Comparison:
         )
 
     def differences(self, *, all: bool) -> Iterator[str]:
-        """Yield a paragraph for each kind of difference between program and promise, some of them empty."""
+        """Yield a paragraph for each kind of difference between program and promise; "" for kinds that do not occur."""
         missing, substitutes = self.missing, self.substitutes
         if not all:
             missing = (f"{len(missing)} kinds of arrays",) if len(missing) > 1 else missing
@@ -149,7 +149,7 @@ class Comparison:
         yield "\n".join(self._notes())
 
     def findings(self, *, all: bool) -> Iterator[str]:
-        """Yield the paragraphs below the table."""
+        """Yield the paragraphs that follow the table in the report."""
         yield from self.differences(all=all)
         if all:
             yield listed("by source line", self._lines())
@@ -158,12 +158,12 @@ class Comparison:
             yield "\n".join(self.program.titles())
 
     def _lines(self) -> Iterator[str]:
-        """Describe the collectives of the source lines that move most, and the cause of the largest on each line."""
+        """Describe the collectives of each source line that moves the most bytes, with the cause of the largest one."""
         for of in by_line(arrays_only(self.found), lambda one: one)[:_LINES]:
             yield "\n    ".join(filter(None, (describe(of), cause(of[0]))))
 
     def _notes(self) -> Iterator[str]:
-        """Yield the bytes that are left to the compiler, and those that move only in some steps."""
+        """Yield lines on bytes that f32 adds on a CPU, are left to the compiler, or move only in some steps."""
         if self.widened_bytes:
             more = human_bytes(self.widened_bytes)
             yield f"a CPU's compiler sends bf16 as f32, {more} more than promised here; TPUs and GPUs send bf16"

@@ -29,14 +29,14 @@ _LANES = 128
 _PARTS = ("all-reduce", "reduce-scatter", "all-gather")
 """The steps of a collective over several TPU slices: some inside each slice, some between slices."""
 _SEQUENCE = ("sequence", "length", "positions")
-"""Logical names of a sequence's dimension."""
+"""The dimension names of models that mean the positions of a sequence."""
 
 
 def activations(layout: Layout, compiler_chooses: bool) -> Iterator[Expected]:
-    """Yield the collectives of activations over tensor axes and, if the compiler chooses, over batch axes.
+    """Yield the collectives of activations over tensor axes and, if `compiler_chooses`, over batch axes.
 
-    A product that contracts a split dimension leaves partial sums, which are all-reduced. A sequence that a rule splits
-    is gathered before such a product, and the sums are reduce-scattered after it.
+    A product that contracts a split dimension leaves partial sums, which are all-reduced. If a rule of `js.tensor`
+    splits the sequence, activations are gathered before such a product, and reduce-scattered after it.
     """
     one = Expected("all-reduce", tensor_axes(layout), None, None, 0, None, "activations")
     yield one
@@ -70,7 +70,7 @@ def splits_sequence(layout: Layout) -> bool:
 
 
 def feature_gathers(layout: Layout, parameters: Sequence[Parameter], compute_dtype: Any) -> Iterator[Expected]:
-    """Yield gathers of vectors that are replicated over the tensor axes, but computed from features split there.
+    """Yield gathers of vectors that are replicated over the tensor axes but computed from features split over them.
 
     Examples are scale and bias of a norm after a product whose columns are split, and the norm's averages.
     """
@@ -85,7 +85,7 @@ def feature_gathers(layout: Layout, parameters: Sequence[Parameter], compute_dty
 
 
 def fewest_features(layout: Layout, size: int) -> int:
-    """Return how many elements of a vector a device has if the compiler splits it over the tensor axes."""
+    """Return the number of elements on each device if the compiler splits a vector of `size` over the tensor axes."""
     return max(1, size // axis_size(layout.mesh, tensor_axes(layout)))
 
 
@@ -93,7 +93,7 @@ def border_permutes(one: Expected, shard: Shape) -> Expected:
     """Return the permute between neighbouring shards that follows `one`, a reduce-scatter into shards of this shape.
 
     A TPU scatters arrays padded to whole tiles. If a shard is not a whole number of tiles, the padded shards begin at
-    other elements than the wanted ones, and the compiler permutes the difference.
+    other elements than the unpadded ones, and the compiler sends the difference to the neighbouring device.
     """
     tiles = [1] * len(shard[:-2]) + [8, 128][-len(shard) :]
     padded = tuple(size + -size % tile for size, tile in zip(shard, tiles, strict=True))
@@ -119,8 +119,9 @@ def between_slices(mesh: Mesh, expected: Iterable[Expected]) -> Iterator[Expecte
     """Replace collectives over several TPU slices by the steps they are compiled to; yield all others unchanged.
 
     A sum over chips of a slice and over slices is scattered or summed in each slice, then summed between slices, then
-    gathered in each slice. Between slices arrays are padded to tiles, and several are joined into one. So each of these
-    kinds, over the axes in a slice and over those across slices, may move as many elements as were promised in total.
+    gathered in each slice. Between slices arrays are padded to tiles, and several are joined into one. So collectives
+    of each of these kinds, over the axes inside a slice and over the axes across slices, may each move as many elements
+    as were promised in total.
     """
     slices = slice_indices(mesh)
     if slices.max() == slices.min():
@@ -159,8 +160,8 @@ def torus_sizes(mesh: Mesh, axis: str) -> tuple[int, ...]:
 def explain_substitutes(mesh: Mesh, axes: Sequence[str]) -> str:
     """Explain why a TPU replaces promised collectives over these axes, with the remedy; "" if the torus is no reason.
 
-    If an axis covers several dimensions of a torus, libtpu has no reduce-scatter over it, in any order of the devices,
-    and turns some all-gathers into all-reduces: all of them over three dimensions that are not closed to rings.
+    If an axis covers several dimensions of a torus, libtpu has no reduce-scatter over it, in any order of the devices.
+    It also turns some all-gathers into all-reduces, and all of them over three dimensions that are not closed to rings.
     """
     for axis in axes:
         sizes = torus_sizes(mesh, axis)

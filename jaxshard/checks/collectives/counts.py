@@ -12,7 +12,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def total(numbers: Iterable[int | None]) -> int | None:
-    """Add up numbers; None if one of them is unknown.
+    """Add up numbers; return None if one of them is None, which means unknown.
 
     >>> total([1, 2]), total([1, None])
     (3, None)
@@ -30,10 +30,10 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
 
 
 def number_str(number: int | None) -> str:
-    """Format a number with commas; "?" if it is unknown."""
+    """Format a number with commas; "?" for None."""
     return "?" if number is None else f"{number:,}"
 
 
 def bytes_str(size: int | None, unknown: str = "?") -> str:
-    """Format bytes in decimal units; `unknown` if their number is."""
+    """Format bytes in decimal units; return the text `unknown` for None."""
     return unknown if size is None else human_bytes(size)

@@ -74,7 +74,7 @@ def resolve(scope: Scope, name: str, path: Path = ()) -> tuple[Scope, Op, Path]:
 
 
 def _is_started(scope: Scope, op: Op) -> bool:
-    """Return True for a custom call inside an asynchronously started computation, which runs what it calls."""
+    """Return True for a custom call in an asynchronously started computation: it runs the computation that it names."""
     return bool(op.runs) and scope.caller is not None and starts_computation(scope.caller)
 
 
@@ -86,7 +86,7 @@ def _is_unchanged(scope: Scope, loop: Op, index: int) -> bool:
 
 
 class _Iteration(NamedTuple):
-    """One of the first iterations of a loop, whose carry is made of constants."""
+    """An iteration of a loop, by its number from 0 on, whose carry is computed from constants alone."""
 
     scope: Scope
     loop: Op
@@ -101,7 +101,7 @@ class _Iteration(NamedTuple):
 
 
 def integer(scope: Scope, name: str, path: Path = (), iteration: _Iteration | None = None) -> int | None:
-    """Return the value of an integer scalar, made of constants and a loop's carry in `iteration`; None if unknown."""
+    """Compute an integer scalar from constants and, inside a loop, the carry of `iteration`; None if that fails."""
     scope, op, path = resolve(scope, name, path)
     if op.opcode == "constant":
         return int(op.inside) if re.fullmatch(r"-?\d+", op.inside) else None
@@ -116,8 +116,8 @@ def integer(scope: Scope, name: str, path: Path = (), iteration: _Iteration | No
 def trip_count(scope: Scope, loop: Op) -> int | None:
     """Return the trip count of a while loop, from the compiler's note or else from its counter; None if unknown.
 
-    TPU programs carry no note. There the condition compares a counter with its limit: two integers whose distance
-    changes by the same amount in each of the first iterations.
+    TPU programs have no such note. Their loop condition compares a counter with a limit: the distance between these two
+    integers changes by the same amount in each of the first iterations.
     """
     if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.notes):
         return int(noted[1])

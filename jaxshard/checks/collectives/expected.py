@@ -36,7 +36,7 @@ class Expected:
       what: the array in words, with its path.
       unpadded: the fewest elements, if the compiler may move the array before it is padded, or a part of it.
       limit: the most elements of an array whose shape the loss decides; None for any.
-      stack: the number of executions, one per block of a loop, that the compiler may join into one of a stacked array.
+      stack: the number of executions, one per block, that the compiler may join into a single one on a stacked array.
       pooled: True if only the total elements of all such collectives are compared, because the compiler cuts and joins
         their arrays.
       every: the number of steps between executions; `least` and `most` count the step in which it happens.
@@ -99,7 +99,7 @@ class Expected:
 
 
 def over_several(mesh: Mesh, expected: Iterable[Expected]) -> Iterator[Expected]:
-    """Restrict collectives to mesh axes of several devices, in mesh order; drop those that have no such axis."""
+    """Remove mesh axes of size 1 from collectives, order the rest as the mesh, and drop collectives without axes."""
     for one in expected:
         if axes := tuple(axis for axis in mesh.axis_names if axis in one.axes and mesh.shape[axis] > 1):
             yield replace(one, axes=axes)
@@ -108,10 +108,11 @@ def over_several(mesh: Mesh, expected: Iterable[Expected]) -> Iterator[Expected]
 def gather_stages(
     mesh: Mesh, old: Placement, keep: Sequence[str], one: Expected, at_once: bool = True
 ) -> Iterator[Expected]:
-    """Yield `one`, an all-gather, for each stage in which an array is gathered over all axes except `keep`.
+    """Yield a copy of `one`, an all-gather, for each stage in which an array is gathered over all axes except `keep`.
 
-    A stage covers all axes of a dimension if `at_once`, else a single axis. Its shape is that of its result: [16] split
-    over (x=2, y=4) is gathered over y to [8], then over x to [16]; at once over (x, y) to [16].
+    A stage covers all axes of a dimension if `at_once`, else a single axis. The shape in the copy is that of the
+    stage's result: [16] split over (x=2, y=4) is gathered over y to [8], then over x to [16]; at once over (x, y) to
+    [16].
     """
     shape = list(old.shard_shape(mesh))
     gone = [(dim, axis) for dim, axis in reversed(split_dims(old.store)) if axis not in keep]

@@ -28,7 +28,7 @@ class Never:
       axes: the mesh axes.
       what: the array in words, with its path.
       shapes: every shape that the gathered weight may have, sorted and without dimensions of size one.
-      shards: the numbers of elements of a device's shard, of all blocks and of one block.
+      shards: the numbers of elements that a device's shard may have: a shard of all blocks, or of one block.
       vocab: the size of the vocabulary, the last dimension of logits; 0 for a weight.
       of_experts: True for the weights of experts, over whose axes tokens are exchanged.
 
@@ -66,7 +66,7 @@ def forbidden_arrays(mesh: Mesh, parameters: Sequence[Parameter], experts: Seque
 
 
 def _vocab_dims(one: Parameter) -> list[tuple[tuple[str, ...], int]]:
-    """Return the axes and the size of each dimension that `js.tensor` split because it is named vocab."""
+    """Return (mesh axes, size) of each dimension that `js.tensor` splits because its name is "vocab"."""
     if not one.param.rule.startswith("vocab:"):
         return []
     return [(axis_names(entry), size) for size, entry in zip(one.shape, one.param.use) if axis_names(entry)]
@@ -75,9 +75,9 @@ def _vocab_dims(one: Parameter) -> list[tuple[tuple[str, ...], int]]:
 def _gathered_shapes(mesh: Mesh, one: Parameter, axes: tuple[str, ...]) -> frozenset[Shape]:
     """Return the shapes that a weight may have once it is gathered over the axes.
 
-    All blocks or one, over the other axes as used or as stored, flat or with neighbouring dimensions joined. A stacked
-    kernel [2, 32, 128] over (data=4, tensor=2), stored as [2, 8, 64], may appear, gathered over tensor, as
-    [2, 32, 128], [32, 128], [8, 128], [2, 8, 128], [4096], [64, 128], ...
+    These are the shapes of all blocks and of one block, replicated over all other axes or still sharded over them, and
+    with any neighbouring dimensions joined. A stacked kernel [2, 32, 128] over (data=4, tensor=2), stored as
+    [2, 8, 64], may appear, gathered over tensor, as [2, 32, 128], [32, 128], [8, 128], [2, 8, 128], [4096], ...
     """
     shapes: set[Shape] = set()
     for placement in filter(None, (one.param, one.grad, one.opt)):
@@ -95,7 +95,7 @@ def _shard_sizes(mesh: Mesh, one: Parameter) -> frozenset[int]:
 
 
 def is_forbidden(never: Never, found: Collective) -> bool:
-    """Return True if the only array of a collective looks like a forbidden one that moves over its axes.
+    """Return True if the single array of a collective looks like `never`, moved over an axis forbidden to it.
 
     A sum with the size of a weight may be of activations. So a weight is only looked for in gathers, by its full shape,
     and in exchanges and permutes, by the size of its shards; these must be floats, since indices may have any size.
@@ -116,7 +116,7 @@ def is_forbidden(never: Never, found: Collective) -> bool:
 
 
 def explain_forbidden(banned: Sequence[Never], found: Collective) -> str:
-    """Explain why an array that looks like each of `banned` is a surprise."""
+    """Name the forbidden arrays `banned` that the array of a collective may be, and the axes forbidden to them."""
     weights = [never.what for never in banned if not never.vocab] or [never.what for never in banned]
     what = " or ".join(weights[:3]) + (f" or one of {len(weights) - 3} more" if len(weights) > 3 else "")
     size = "" if found.kind == "all-gather" or banned[0].vocab else "by its size part of "

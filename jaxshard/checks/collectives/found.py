@@ -58,7 +58,7 @@ _COLLECTIVE = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(| (?:send|recv)\(
 class Collective(Operation):
     """One collective operation of a compiled program, as one device sees it: an `Operation` of one of `KINDS`.
 
-    Its arrays are full, unscattered ones: the result of an all-gather, the operand of all others. There are several if
+    Its arrays are unscattered: the result of an all-gather, the operand of all other kinds. There are several arrays if
     the compiler combined operations.
 
     Attributes:
@@ -82,11 +82,11 @@ class Collective(Operation):
 
     @property
     def title(self) -> str:
-        """Its kind and axes."""
+        """The kind and the axes of the collective, as a title in lists."""
         return f"{self.kind} over {'+'.join(self.axes)}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the collective for JSON."""
+        """Return the collective as values that JSON can represent."""
         return super().as_dict() | {"axis": "+".join(self.axes)}
 
 
@@ -98,8 +98,8 @@ class Row:
       kind: one of `KINDS`.
       axes: the mesh axes, in mesh order.
       count: executions per step; None where a trip count is unknown.
-      bytes: of the unscattered arrays, per step and device; None where a trip count is unknown.
-      conditional: True if one of them is in a branch of a conditional.
+      bytes: bytes of the unscattered arrays, per step and device; None where a trip count is unknown.
+      conditional: True if one of these collectives is in a branch of a conditional.
 
     Example:
         for row in js.plan.summary(js.collectives(step.compile(batch), mesh)):
@@ -113,14 +113,14 @@ class Row:
     conditional: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the row for JSON: kind, axis (several joined by "+"), count, bytes."""
+        """Return the row as a dictionary for JSON: kind, axis (several joined by "+"), count, bytes."""
         return {"kind": self.kind, "axis": "+".join(self.axes), "count": self.count, "bytes": self.bytes}
 
 
 def collectives(compiled: Compiled | str, mesh: Mesh) -> tuple[Collective, ...]:
     """List the collectives of a compiled step, with mesh axes, executions, bytes and source lines.
 
-    Bytes are those of the unscattered array on one device: the result of an all-gather, the operand of a
+    Bytes count the unscattered array on one device: the result of an all-gather, the operand of a
     reduce-scatter, all-reduce, all-to-all or permute. Groups of a single device are left out. An asynchronous operation
     counts once, and a TPU's fusion of all-reduce and slice counts as the reduce-scatter it is.
 
@@ -172,7 +172,7 @@ def _check_mesh(compiled: Compiled | str, module: hlo.Module, mesh: Mesh) -> Non
 
 
 def _kind_of(scope: hlo.Scope, op: hlo.Op) -> str | None:
-    """Return the kind of a collective; None if the line only mentions one, or continues one counted elsewhere."""
+    """Return the kind of collective that an operation starts; None if it starts none or continues a counted one."""
     if is_transfer(op):
         return transfer_kind(op)
     kind = op.opcode.removesuffix("-start")
@@ -190,7 +190,7 @@ def _kind_of(scope: hlo.Scope, op: hlo.Op) -> str | None:
 
 
 def _make_record(mesh: Mesh, executions: Sequence[Executed], synchronous: bool) -> Collective | None:
-    """Make the record of an operation from its executions; None if no device communicates with another."""
+    """Make the record of a collective from its executions; None if no device communicates with another."""
     scope, op = executions[0].scope, executions[0].op
     kind = _kind_of(scope, op)
     groups, axes = ((), ()) if kind is None else find_groups(scope, op, mesh)
@@ -241,7 +241,7 @@ def arrays_only(found: Iterable[Collective], *, above: int = 1) -> tuple[Collect
       above: the most elements of an array that is left out; 1 leaves out scalars.
 
     Returns:
-      The collectives in their order, without those that have no array left.
+      The collectives in their order; a collective with no array left is dropped.
 
     Example:
         arrays = js.plan.arrays_only(js.collectives(step.compile(batch), mesh))
@@ -252,10 +252,10 @@ def arrays_only(found: Iterable[Collective], *, above: int = 1) -> tuple[Collect
 def split_scalars(
     found: Iterable[Collective], *, above: int = 1
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """Separate collectives of arrays from those of scalars, such as losses, norms and counters.
+    """Separate collectives of arrays from collectives of scalars, such as losses, norms and counters.
 
     Args:
-      found: collectives; one that the compiler combined of both is in both results, each array in one of them.
+      found: collectives; a combined collective with arrays and scalars is in both results, with a part of its arrays.
       above: the most elements of an array that counts as a scalar.
 
     Returns:

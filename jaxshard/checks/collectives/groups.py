@@ -136,7 +136,7 @@ def axes_of_groups(groups: Groups, mesh: Mesh) -> tuple[str, ...]:
     """Find the mesh axes over which groups of devices communicate.
 
     Args:
-      groups: of positions in `mesh.devices.flat`, in any order.
+      groups: groups of positions in `mesh.devices.flat`, in any order.
       mesh: the mesh of the program.
 
     Returns:
@@ -156,7 +156,7 @@ def groups_on_slices(groups: Groups, slices: np.ndarray) -> Groups:
     ((0, 2), (1, 3))
 
     Args:
-      groups: of positions among the devices of one slice.
+      groups: groups of positions among the devices of one slice.
       slices: the slice number of each device, in the shape of the mesh.
     """
     return tuple(tuple(int(own[at]) for at in group) for own in slice_members(slices) for group in groups)

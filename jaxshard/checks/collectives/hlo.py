@@ -87,8 +87,8 @@ class Op(NamedTuple):
     def runs(self) -> tuple[str, ...]:
         """The names of the computations that it runs as parts of the program.
 
-        Left out are those that only combine or compare elements, and those that the update or the end of an
-        asynchronous call repeats.
+        Left out are computations that only combine or compare elements, and computations that the update or the end of
+        an asynchronous call names again.
         """
         names_only = self.opcode.removesuffix("-start") in _COMBINING or self.opcode.endswith(("-update", "-done"))
         return () if names_only else self.callees
@@ -98,7 +98,7 @@ class Op(NamedTuple):
         return (self.attribute(attribute) or "").removeprefix("%")
 
     def attribute(self, name: str) -> str | None:
-        """Return the text of an attribute without nested commas, such as "3" of `index=3`."""
+        """Return the text of an attribute that contains no comma, such as "3" for `index=3`."""
         found = re.search(rf"\b{name}=([^,\s]+)", self.attributes)
         return None if found is None else found[1]
 
@@ -113,7 +113,7 @@ class Computation:
     """A named list of operations; `computation[name]` is the parsed `Op`.
 
     Attributes:
-      name: without the percent sign.
+      name: the name of the computation, without the percent sign.
     """
 
     def __init__(self, name: str, body: list[str]) -> None:
@@ -123,10 +123,10 @@ class Computation:
 
     @cached_property
     def lines(self) -> dict[str, str]:
-        """The text after each equals sign, by operation name, in scheduled order.
+        """The text after the equals sign of each operation, by the operation's name, in scheduled order.
 
-        For an element of a tuple a dump has `%while.3#2`, `as_text()` a `get-tuple-element(%while.3)`. Here both become
-        such an operation.
+        `as_text()` writes an element of a tuple as an operation, `get-tuple-element(%while.3), index=2`. A dump writes
+        it as the operand `%while.3#2`, for which an operation of the first form is added here.
         """
         found: dict[str, str] = {}
         for line in self._body:
@@ -169,7 +169,7 @@ class Module:
 
     Attributes:
       devices: the number of devices that it runs on.
-      computations: by name.
+      computations: the computations by name.
       entry: the name of the computation that runs first.
       frames: the stack, `file:line` from the innermost frame outwards, by number of the stack frame.
       text: the full text.
@@ -197,7 +197,8 @@ class Scope(NamedTuple):
       computation: the computation.
       parent: the scope of its caller; None for the entry.
       caller: the operation in `parent` that calls it.
-      arguments: the values in `parent` that become its parameters; a loop has one, the tuple that it carries.
+      arguments: the names of the values in `parent` that become the computation's parameters; the body of a loop has a
+        single one, the tuple that the loop carries.
     """
 
     module: Module
@@ -215,7 +216,7 @@ class Scope(NamedTuple):
             scope = scope.parent
 
     def enter(self, caller: Op, name: str, arguments: tuple[str, ...] | None = None) -> Scope:
-        """Return the scope of a computation that `caller` calls, with its operands unless `arguments` are given."""
+        """Return the scope of a computation that `caller` calls; `arguments` are by default its own operands."""
         arguments = caller.operands if arguments is None else arguments
         return Scope(self.module, self.module.computations[name], self, caller, arguments)
 
@@ -274,7 +275,7 @@ def _element_types(line: str) -> list[str]:
 
 
 def _outside(text: str, wanted: str) -> list[int]:
-    """Return the positions of a character outside of all brackets, up to the end or a closing bracket too many."""
+    """Return the indices of the character `wanted` outside of brackets, up to the first unmatched closing bracket."""
     depth, found = 0, []
     for one in re.finditer(r"[()\[\]{},]", text):
         if depth == 0 and one[0] == wanted:

@@ -38,7 +38,7 @@ def rematerialized(compiled: Compiled | str) -> tuple[Operation, ...]:
       compiled: the result of `jax.jit(f).lower(...).compile()`, or its text.
 
     Returns:
-      One record per instruction, in the order of the program; those inside a fusion are part of it.
+      One record per instruction, in the order of the program; instructions inside a fusion have no record of their own.
 
     Example:
         sum(instruction.bytes for instruction in rematerialized(step.compile(batch)))

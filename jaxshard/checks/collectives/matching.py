@@ -28,15 +28,27 @@ _SCALARS = 16
 _MAX_SUMS = 1 << 16
 """The most sums of promises that are tried for one joined array."""
 _STANDS_FOR = {"all-reduce": ("reduce-scatter", "all-gather")}
-"""A compiler may reduce everywhere and slice, or add up arrays that are zero elsewhere."""
+"""The kinds that a kind may replace: a compiler may reduce and slice, or gather by adding arrays of mostly zeros."""
 
 
 @dataclass
 class Allowance:
-    """Promised executions of arrays that look alike in a compiled program, and how many are used up.
+    """Promised collectives that look alike in a compiled program, and how many of their executions are used up.
 
     They have the same kind, axes, dtype and numbers of elements and blocks; their shapes may differ, because compilers
-    change them. Pooled promises count elements instead of executions, and their `stack` is 0.
+    change shapes. Pooled promises count elements instead of executions.
+
+    Attributes:
+      kind: one of `found.KINDS`.
+      axes: the mesh axes.
+      elements: the fewest and the most elements of an array.
+      stack: the number of blocks whose executions may be joined into one; 0 for pooled promises.
+      dtype: the dtype that is sent.
+      least: the fewest executions per step.
+      most: the most executions per step.
+      used: the executions that were found.
+      what: the arrays in words.
+      forms: (number of promised executions, shape) of each array, by which arrays of the right shape are preferred.
     """
 
     kind: str
@@ -60,7 +72,7 @@ class Allowance:
         self.forms |= {(1, normal_shape(one.shape)), (one.stack, normal_shape((one.stack, *one.shape)))}
 
     def fitting(self, elements: int) -> Iterator[int]:
-        """Yield the numbers of promised executions that one execution of so many elements may count as."""
+        """Yield each number of promised executions that a single execution on an array of `elements` may use up."""
         least, most = self.elements
         for times in dict.fromkeys((1, self.stack)) if self.stack else (elements,):
             if times * least <= elements <= times * most:
@@ -68,7 +80,7 @@ class Allowance:
 
 
 class Allowances:
-    """All promises, with the executions that are left of each."""
+    """All promised collectives, with the executions of each that no collective of the program has used up."""
 
     def __init__(self, expected: Iterable[Expected]) -> None:
         self._expected = tuple(expected)
@@ -84,7 +96,7 @@ class Allowances:
                 self._counted.setdefault(key, Allowance(*key)).add(one)
 
     def take(self, array: Collective, *, as_other: bool = False, fewer_bits: bool = False) -> Allowance | None:
-        """Match an array with a promise that has room for all its executions, and use these up.
+        """Match an array with a promise that has as many executions left as the array needs, and use these up.
 
         Args:
           array: a collective of one array.
@@ -139,11 +151,12 @@ class Allowances:
         return True
 
     def _fitting(self, kind: str, array: Collective) -> list[tuple[int, Allowance]]:
-        """Return the allowances that may cover an array, each with the promised executions that one of its own uses up.
+        """Return (promised executions that one execution of the array uses up, allowance) of all that may cover it.
 
-        An execution uses up one, or as many as there are blocks if the compiler joined those of a loop. Arrays of a
-        model often have the same number of elements: the same dtype comes first, then the same shape, then the smallest
-        allowance, which leaves room for padded arrays, then single arrays before joined ones.
+        One execution uses up one promised execution, or one for each block if the compiler joined the executions of a
+        loop. Arrays of a model often have the same number of elements, so the allowances are sorted: by equal dtype, by
+        equal shape, by size with the smallest first, which leaves room for padded arrays, then single arrays before
+        joined arrays.
         """
         shape = normal_shape(array.shapes[0])
 
@@ -156,7 +169,7 @@ class Allowances:
         return sorted(((times, known) for known in alike for times in known.fitting(array.elements)), key=order)
 
     def explain(self, array: Collective) -> str:
-        """Explain why an array has no match: what is promised of this size over these axes, if anything."""
+        """Explain why an array has no match, by what is promised of its size over its axes."""
         kinds = (array.kind, *_STANDS_FOR.get(array.kind, ()))
         fitting = [known for kind in kinds for _, known in self._fitting(kind, array) if known.stack]
         if not fitting:
@@ -166,7 +179,7 @@ class Allowances:
         return f"more often than promised: {times} times for {first_words(names)}"
 
     def missing(self) -> Iterator[str]:
-        """Yield a line for each promise that happened less often than certain; substitutes count as executions."""
+        """Yield a line for each collective found less often than its promised minimum; substitutes count."""
         for known in self._counted.values():
             if known.used < known.least:
                 yield (
@@ -175,7 +188,7 @@ class Allowances:
                 )
 
     def unread(self, found: Iterable[Collective], instead: Iterable[Collective]) -> Iterator[str]:
-        """Yield a line for each kind of promised collective of which the program has no bytes and no substitute.
+        """Yield a line for each kind of promised collective that the program has neither itself nor as a substitute.
 
         Either it does not happen, or the compiler wrote it in a form that the parser does not know.
 
@@ -205,7 +218,7 @@ def _has_fewer_bits(found: str, promised: str) -> bool:
 
 
 def _covers(one: Expected, array: Collective) -> bool:
-    """Return True if an "as needed" promise covers the array."""
+    """Return True if `one`, a promise "as needed", covers the array of a collective."""
     if one.kind != array.kind or (one.axes and not set(array.axes) <= set(one.axes)):
         return False
     most = one.limit if one.shape is None else math.prod(one.shape)

@@ -25,7 +25,7 @@ class Operation:
 
     Attributes:
       kind: the opcode, such as "fusion"; of a collective one of `found.KINDS`.
-      count: executions per step, the trip counts of enclosing loops multiplied; None where one of them is not known.
+      count: executions per step: the product of the trip counts of enclosing loops; None if one of these is not known.
       arrays: dtype and shape of each of its arrays.
       op: its name in the program.
       source: `file:line` of the innermost frame in the user's code, or in this package for what an engine does itself;
@@ -66,12 +66,12 @@ class Operation:
 
     @property
     def elements(self) -> int:
-        """Elements of the largest array."""
+        """The number of elements of the largest array."""
         return max(map(math.prod, self.shapes))
 
     @property
     def is_users(self) -> bool:
-        """True if the source is a line of a model: the user's own, or one of the ready-made ones."""
+        """True if the source is a line of a model: the user's own model, or a ready-made model of jaxshard."""
         return bool(self.frames) and is_outside_engines(self.source)
 
     @property
@@ -99,7 +99,7 @@ class Operation:
         return shown + ", ..." * (len(self.arrays) > _SHOWN)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the operation for JSON."""
+        """Return the operation as values that JSON can represent."""
         words = {"kind": self.kind, "count": self.count, "bytes": self.bytes, "dtype": self.dtype}
         shapes = [list(shape) for shape in self.shapes]
         return words | {"shapes": shapes, "place": self.place, "op": self.op, "op_name": self.op_name}

@@ -24,10 +24,10 @@ _MOST = 400
 
 
 def find_origin(scope: hlo.Scope, name: str) -> tuple[tuple[int, ...], int]:
-    """Return the arguments that a value copies, if it is only moved and cast.
+    """Find the arguments of the step of which a value is a copy, only moved and cast on the way.
 
     Returns:
-      (the numbers of the arguments, () for a computed value; the factor by which gathers on the way enlarged them).
+      (the numbers of the arguments, or () for a computed value; the factor by which gathers enlarged the arguments).
     """
     found: set[int] = set()
     gathered = 1

@@ -56,7 +56,7 @@ def is_synchronous(scope: hlo.Scope, op: hlo.Op) -> bool:
 def _ends_at_once(scope: hlo.Scope, start: hlo.Op) -> bool:
     """Return True if nothing is computed between a start and its end, in the order of the schedule.
 
-    A SparseCore is started without operands; it begins with the update that brings them.
+    On a SparseCore the start has no operands, and the computation begins with the update, which has them.
     """
     state, begun, names = {start.name}, bool(start.operands), list(scope.computation.lines)
     for op in (scope.computation[name] for name in names[names.index(start.name) + 1 :]):
@@ -73,7 +73,7 @@ def _ends_at_once(scope: hlo.Scope, start: hlo.Op) -> bool:
 
 
 def _is_work(scope: hlo.Scope, op: hlo.Op) -> bool:
-    """Return True if an operation takes time, and is not the start or the end of an asynchronous one."""
+    """Return True if an operation takes time, and is not the start or the end of an asynchronous operation."""
     if op.opcode == "fusion":
         inside = scope.module.computations[op.callees[0]]
         return not any(

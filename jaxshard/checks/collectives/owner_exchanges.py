@@ -15,9 +15,10 @@ from jaxshard.optim.owners.exchange import lay_rows
 
 
 def owner_exchanges(layout: Layout) -> Iterator[Expected]:
-    """Yield an all-to-all of matrices to their owners, and one of updates back, for each dtype and its axes.
+    """Yield an all-to-all that sends matrices to their owners, and one that sends updates back, per dtype and axes.
 
-    Each device sends one row per owner, with its shards of that owner's matrices; all rows are as long as the longest.
+    Each device sends an array with one row per owner: its shards of the matrices of that owner. All rows are padded to
+    the length of the longest row.
     """
     if layout.owners is None:
         return

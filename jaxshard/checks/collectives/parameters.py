@@ -18,7 +18,7 @@ class Parameter(NamedTuple):
     Attributes:
       path: such as "blocks/mlp_in/kernel".
       shape: the logical, unpadded shape, stacked blocks included.
-      dtype: of the parameter.
+      dtype: the dtype of the parameter.
       param: the placement of the parameter.
       grad: the placement of its gradient; None if it is frozen.
       opt: the placement in which the optimizer gets parameter and gradient; None if it is frozen.
@@ -59,7 +59,7 @@ def longest_dim(layout: Layout) -> int:
 
 
 def tensor_axes(layout: Layout) -> tuple[str, ...]:
-    """Return the mesh axes that split weights during use, except those of experts, in mesh order."""
+    """Return the mesh axes that split weights during use, without the axes of experts, in mesh order."""
     used = {axis for placement in jax.tree.leaves(layout.params) for axis in axes_of(placement.use)}
     return tuple(axis for axis in layout.mesh.axis_names if axis in used and axis not in expert_axes(layout))
 

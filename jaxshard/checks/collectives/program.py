@@ -17,7 +17,7 @@ _SHOWN = 8
 class Program:
     """The waits, the recomputation and the host arrays of a compiled step.
 
-    None of them breaks a promise, but each takes time.
+    None of these breaks a promise, but each takes time.
 
     Attributes:
       synchronous: the collectives for which a device waits; () on a CPU, which waits for all.
@@ -35,7 +35,7 @@ class Program:
     host: tuple[Operation, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the lists for JSON."""
+        """Return the lists as values that JSON can represent."""
         lists = {"synchronous": self.synchronous, "rematerialized": self.rematerialized, "host": self.host}
         return {name: [one.as_dict() for one in entries] for name, entries in lists.items()}
 

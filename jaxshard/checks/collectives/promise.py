@@ -92,7 +92,7 @@ class Promise:
 def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> Promise:
     """Derive the collectives of the step that `make_step(loss_fn, tx, layout, engine=engine)` makes for a batch.
 
-    Under `js.explicit` every collective is promised exactly, except those of activations over tensor axes. Under
+    Under `js.explicit` every collective is promised exactly, except collectives of activations over tensor axes. Under
     `js.auto` the compiler chooses: the promise is an upper bound, and an all-reduce may replace a reduce-scatter.
     Promised are:
 
@@ -102,8 +102,8 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
       once per use of a tied weight;
     - each parameter, gathered over the axes that split only its optimizer state;
     - if matrices have owners (`layout.owners`), an all-to-all of the inputs of the updates, and one of the updates;
-    - if sums have one order, an all-to-all in place of each reduce-scatter, and an all-to-all and an all-gather in
-      place of each all-reduce;
+    - if sums have a fixed order (`core/ordered_sums.py`), an all-to-all in place of each reduce-scatter, and an
+      all-to-all and an all-gather in place of each all-reduce;
     - scalars and metrics; under explicit the model's floating state, and sums over rows that the loss takes by axis
       name (batch statistics); under auto sums over rows with no more numbers than the longest dimension of a parameter;
     - in a pipeline, permutes of activations over its axis, sums over it of the gradients outside the blocks, and the
@@ -168,11 +168,11 @@ class _Step(NamedTuple):
     """The step whose collectives are derived.
 
     Attributes:
-      layout: its layout.
-      engine: the engine that computes its gradient.
-      uses: how often it uses weights and reduces gradients.
-      scheduled: True if a schedule decides which uses happen, so that `uses` are upper bounds.
-      sums_in_order: True if all sums over devices have one order.
+      layout: the layout of the step.
+      engine: the engine that computes the gradient.
+      uses: how often the step gathers each weight and reduces each gradient.
+      scheduled: True if a pipeline schedule decides what is gathered and when, so that `uses` are upper bounds.
+      sums_in_order: True if all sums over devices are in a fixed order (`core/ordered_sums.py`).
     """
 
     layout: Layout
@@ -183,7 +183,7 @@ class _Step(NamedTuple):
 
 
 def _weight_gathers(step: _Step, parameter: Parameter) -> Iterator[Expected]:
-    """Yield the gathers of one weight, from `store` to `use`, minor axes first, in the dtype that is sent."""
+    """Yield the all-gathers of one weight from its `store` to its `use` sharding, in the dtype that is sent."""
     dtype, engine = parameter.dtype, step.engine
     wire = engine.gather_dtype if jnp.issubdtype(dtype, jnp.floating) else None
     if wire is not None and not isinstance(wire, Format):  # the bits are sent as integers
@@ -208,7 +208,7 @@ def _weight_gathers(step: _Step, parameter: Parameter) -> Iterator[Expected]:
 
 
 def _part_of(placement: Placement, shape: tuple[int, ...]) -> Placement:
-    """Return the placement of an array, of one block of a stack, or of a chunk along a dimension."""
+    """Return the placement of the part of an array with this shape: all of it, a block of a stack, or a chunk."""
     if len(shape) < len(placement.view.logical):
         return placement.drop_first()
     for dim, size in enumerate(shape):
@@ -299,10 +299,10 @@ def _scatters(step: _Step, one: Expected, dim: int) -> Iterator[Expected]:
 
 
 def _sum_stages(step: _Step, one: Expected) -> Iterator[Expected]:
-    """Yield `one`, an all-reduce, or the collectives of `core.ordered_sums.all_sum` if sums have one order.
+    """Yield `one`, an all-reduce, or the collectives of `core.ordered_sums.all_sum` if sums have a fixed order.
 
-    Those are an all-to-all and an all-gather of the array, flattened and padded so that it divides; an array with fewer
-    elements than devices is gathered from all devices.
+    `all_sum` uses an all-to-all and an all-gather of the flattened, padded array. An array with fewer elements than
+    devices is gathered from all devices instead.
     """
     count, size = axis_size(step.layout.mesh, one.axes), math.prod(one.shape or ())
     if not step.sums_in_order or not jnp.issubdtype(one.dtype, jnp.inexact):
@@ -318,8 +318,8 @@ def _sum_stages(step: _Step, one: Expected) -> Iterator[Expected]:
 def _optimizer_gathers(layout: Layout, parameter: Parameter) -> Iterator[Expected]:
     """Yield the gathers of parameter and gradient for the optimizer, and of the new parameter.
 
-    If the optimizer splits an array further, it is sliced, which needs no collective: so under ZeRO-1 only the new
-    parameter is gathered.
+    If the optimizer state splits an array further than the parameter is split, the array is sliced, which needs no
+    collective: so under ZeRO-1 only the new parameter is gathered.
     """
     path, param, grad, opt = parameter.path, parameter.param, parameter.grad, parameter.opt
     if grad is None or opt is None:
@@ -362,7 +362,7 @@ def _stage_permutes(step: _Step) -> Iterator[Expected]:
 
 
 def _exchanges_of_the_loss(step: _Step) -> Iterator[Expected]:
-    """Yield the exchanges of attention over split positions, and the sums over rows that the loss takes by axis name.
+    """Yield the exchanges of `js.attention` under `js.context`, and sums over rows that the loss takes by axis name.
 
     Such sums are batch statistics, a mean and a mean of squares for each feature: they have at most twice as many
     numbers as the longest dimension of a parameter.
@@ -382,7 +382,7 @@ def _exchanges_of_the_loss(step: _Step) -> Iterator[Expected]:
 
 
 def _norm_gathers(step: _Step) -> Iterator[Expected]:
-    """Yield the gathers for norms if sums have one order: each device gathers all parts, and adds them itself."""
+    """Yield, if sums have a fixed order, the gathers of each device's sums of squares, for norms of gradients."""
     if step.sums_in_order:
         for tree, what in (
             (step.layout.grads, "squares of the gradients, for their norm"),
@@ -396,7 +396,7 @@ def _norm_gathers(step: _Step) -> Iterator[Expected]:
 
 
 def _scalars(step: _Step) -> Iterator[Expected]:
-    """Yield the sums of scalars over any axes; if sums have one order, also their gathers from all devices."""
+    """Yield the sums of scalars over any axes; if sums have a fixed order, also gathers of scalars of all devices."""
     yield Expected("all-reduce", (), (), None, 0, None, "scalars: loss, weights, metrics, norms, windows of experts")
     if step.sums_in_order:
         each = (step.layout.mesh.size,)

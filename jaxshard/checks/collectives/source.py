@@ -33,7 +33,7 @@ class SourceLine(NamedTuple):
 
 
 def find_source(scope: hlo.Scope, op: hlo.Op) -> SourceLine:
-    """Find the source line of an operation: its own or its fusion's, else one near its operands, else its name."""
+    """Find the source line of an operation, from its metadata, its fusion's or a nearby operand's; else its name."""
     chain = list(_fusions(scope, op))
     for _, one in chain:
         if frames := _frames(scope.module, one):
@@ -46,16 +46,18 @@ def find_source(scope: hlo.Scope, op: hlo.Op) -> SourceLine:
 
 
 def _additions(scope: hlo.Scope, op: hlo.Op) -> Iterator[hlo.Op]:
-    """Yield the additions of a sum over devices: a compiler that splits the sum keeps the stack there."""
+    """Yield the additions in a sum over devices: a compiler that splits the sum keeps the Python stack only there."""
     for computation in (scope.module.computations[name] for name in op.callees):
         yield computation[computation.root]
 
 
 def find_reader(scope: hlo.Scope, op: hlo.Op) -> SourceLine:
-    """Find the nearest line of the user's code, else of a library, that uses a value; an empty one if none is near.
+    """Find the nearest line of the user's code, else of a library, that uses the result of an operation.
 
-    A compiler gives an inserted operation the source line of its operand. That of a weight is a line of the engine, and
-    only the operations that use the result tell who needed it.
+    Return a `SourceLine` of empty strings if no such line is near.
+
+    A compiler gives an inserted operation the source line of its operand. For a weight that is a line of the engine,
+    and only the operations that use the result show which part of the model needed it.
     """
     computation, outer = list(_fusions(scope, op))[-1]
     library = SourceLine("", (), "")
@@ -76,7 +78,7 @@ def _producers(computation: hlo.Computation, op: hlo.Op) -> Iterator[hlo.Op]:
 
 
 def _walk(first: Iterable[str], neighbours: Callable[[str], Iterable[str]]) -> Iterator[str]:
-    """Yield names breadth first, each once, until there are too many."""
+    """Yield the names that are reached from `first`, breadth first and each once, until there are too many."""
     queue = list(first)
     for name in queue:
         yield name

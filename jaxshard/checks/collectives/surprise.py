@@ -30,7 +30,7 @@ class Surprise:
     """A collective that nothing promised.
 
     Attributes:
-      found: the collective, with those of its arrays that are not promised.
+      found: the collective, with only its unpromised arrays.
       why: the promise that it exceeds, or the reason why it must never happen.
       constraint: the call that keeps its first array split, such as "js.constrain(x, ('batch', None, 'features'))".
 
@@ -59,7 +59,7 @@ class Surprise:
         return _advice(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the surprise for JSON."""
+        """Return the surprise as values that JSON can represent."""
         words = {"what": array_words(self.found), "why": self.why, "cause": self.cause, "advice": self.advice}
         return self.found.as_dict() | words
 
@@ -68,7 +68,7 @@ class Surprise:
 
 
 def entries(surprises: Sequence[Surprise], *, all: bool = False) -> list[str]:
-    """Describe surprises, with `all` each by itself, else the largest groups of one source line and kind."""
+    """Describe each surprise if `all`, else the largest groups of surprises with the same source line and kind."""
     if all:
         return [str(one) for one in surprises]
     groups = by_line(surprises, lambda one: one.found)
@@ -84,7 +84,7 @@ def _entry(of: Sequence[Surprise]) -> str:
 
 
 def merged(surprises: Iterable[Surprise]) -> tuple[Surprise, ...]:
-    """Merge equal surprises of one source line by adding up their counts, in their order."""
+    """Merge equal surprises of the same source line: add up their counts, and keep the order."""
 
     def key(one: Surprise) -> tuple[Any, ...]:
         found = one.found  # unknown counts are not added to known ones

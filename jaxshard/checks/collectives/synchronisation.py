@@ -31,7 +31,7 @@ def synchronisations(layout: Layout, local: Local, inside: Iterable[Expected]) -
 
     Args:
       layout: the layout of all replicas.
-      local: its `js.local`.
+      local: the `js.local` of the layout's strategy.
       inside: the promised collectives of one replica's step.
     """
     trained = select(layout.trainable, layout.shapes.params)
@@ -52,7 +52,7 @@ def synchronisations(layout: Layout, local: Local, inside: Iterable[Expected]) -
 
 
 def _reductions_in_warm_up(layout: Layout, local: Local, trained: PyTree) -> Iterator[Expected]:
-    """Yield the sums of gradients over replicas in the warm-up steps, of one device's shards."""
+    """Yield the all-reduces over replicas of each device's shards of gradients, in the warm-up steps."""
     if not local.warmup:
         return
     leaves = jax.tree_util.tree_leaves_with_path(trained)

@@ -43,11 +43,11 @@ class Trail(NamedTuple):
       maker: JAX's name of the operation that computes it, such as "dot_general"; "reduce-scatter" for what another
         collective left; "" where the compiler lost it.
       made_at: the line of that operation in the model, or "".
-      reader: JAX's name of an operation of the user's, or of a library, that uses the result; "" where none is near.
+      reader: JAX's name of an operation in the user's code, or in a library, that uses the result; "" if none is near.
       read_at: its line, or "".
       dim: the dimension that is gathered, scattered or cut into parts; None for other collectives.
-      numbers: the numbers of these arguments in the program.
-      gathered: the factor by which earlier gathers enlarged them.
+      numbers: the numbers of `arguments` in the program.
+      gathered: the factor by which earlier gathers enlarged these arguments.
     """
 
     arguments: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class Trail(NamedTuple):
 
 
 def find_trail(scope: hlo.Scope, op: hlo.Op, part: int) -> Trail:
-    """Find the trail of one of the arrays that a collective moves."""
+    """Find the origin and the reader of array number `part` of a collective."""
     if part >= len(op.operands):
         return Trail()
     name = op.operands[part]
@@ -115,7 +115,7 @@ def operation_of(op_name: str) -> str:
 
 
 def pass_of(op_name: str) -> str:
-    """Return when an operation runs: "forward pass", "backward pass", "update", or "" where its name does not tell.
+    """Return "forward pass", "forward pass again" (recomputation) or "backward pass", by an operation's name; else "".
 
     >>> pass_of("jit(step)/transpose(jvp(Net))/mul")
     'backward pass'

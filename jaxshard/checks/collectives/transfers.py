@@ -7,8 +7,8 @@ center's network, so data for another slice is sent to the host:
             frontend_attributes={_xla_megascale_target="{1,2}x{0:7}",_xla_megascale_transfer_type="ALL_REDUCE"}
     %recv = (f32[16,8,128], u32[], token[]) recv(%t), ...
 
-is an all-reduce of f32[16,8,128] between two slices, each chip with the one at its position in the other slice. Arrays
-are padded to rows of 128, and several may be joined to one.
+is an all-reduce of f32[16,8,128] between two slices: each chip communicates with the chip at the same position in the
+other slice. Arrays are padded to rows of 128, and several arrays may be joined into one.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _BETWEEN_SLICES = {
 
 
 def is_transfer(op: hlo.Op) -> bool:
-    """Return True for an operation that sends to the host or receives from it."""
+    """Return True for a send to the host or a recv from the host, by which TPU slices communicate."""
     return op.opcode in ("send", "recv")
 
 
 def names_all_slices(op: hlo.Op) -> bool:
-    """Return True if a transfer names its slices, as only one among all slices does."""
+    """Return True if a transfer lists the slices that it connects; the compiler lists them only if it connects all."""
     return "_xla_megascale_target=" in op.notes
 
 
 def transfer_kind(op: hlo.Op) -> str | None:
-    """Return the kind of collective that a transfer is; None for the half of the pair without the full array.
+    """Return the kind of collective that a transfer implements; None for the send or recv without the full array.
 
     Raises:
       ValueError: a type of transfer that is not known.

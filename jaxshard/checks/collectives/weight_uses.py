@@ -50,7 +50,7 @@ class Use(NamedTuple):
     Attributes:
       what: "weight" for a gather, "gradient" for a reduction.
       path: the path of the parameter.
-      shape: the logical shape that is moved: that of the full array, of one block of a stack, or of a chunk.
+      shape: the logical shape that is moved: the shape of the full array, of one block of a stack, or of a chunk.
     """
 
     what: str
@@ -85,13 +85,13 @@ _KINDS = {
 
 
 class Uses(NamedTuple):
-    """The uses of all weights in a step, with its metrics, states, and the collectives that the loss issues itself.
+    """The number of times that a step gathers each weight and reduces each gradient, and its other communication.
 
     Attributes:
       counts: how often each use happens in a step.
       metrics: the shapes of the loss's metrics, by name.
-      exchanges: how often the loss issues a collective: the exchanges of `js.attention`, and sums by axis name (batch
-        statistics).
+      exchanges: how often the loss issues each collective of its own: the exchanges of `js.attention`, and sums by axis
+        name (batch statistics).
       states: path and shape of each array of the model's state that is all-reduced over devices.
     """
 
@@ -101,7 +101,7 @@ class Uses(NamedTuple):
     states: Sequence[tuple[str, jax.ShapeDtypeStruct]] = ()
 
     def of(self, what: str, path: str) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Yield (shape, how often) for all uses of one kind of a parameter."""
+        """Yield (shape, times per step) of each use of a parameter; `what` is "weight" or "gradient"."""
         yield from ((use.shape, count) for use, count in self.counts.items() if use[:2] == (what, path))
 
 
@@ -155,9 +155,9 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
 
 
 def _make_marking_move(layout: Layout | None, compute_dtype: Any) -> MakeMove:
-    """Make moves that mark a weight or a gradient in place of a collective.
+    """Make the function that gives each parameter a `Move` whose gather and reduction are marks, not collectives.
 
-    If a `layout` is given, the loss is traced for one device, with its part of the experts.
+    If a `layout` is given, the loss is traced for one device, with that device's part of the experts.
     """
 
     def make_move(param: Placement, grad: Placement | None) -> Move:
@@ -183,9 +183,9 @@ def _make_marking_move(layout: Layout | None, compute_dtype: Any) -> MakeMove:
 
 
 def _count(jaxpr: Any, times: int, counts: Counter[Use], exchanges: Counter[Exchange], *, inside: bool = False) -> None:
-    """Count the marks of a program that runs `times` times, and the collectives of the loss itself.
+    """Count the marks of a program that runs `times` times in `counts`, its collectives in `exchanges`.
 
-    `inside` is True within `js.attention`.
+    `inside` is True within `js.attention`, where all kinds of collectives count; elsewhere only sums do.
     """
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
@@ -208,7 +208,7 @@ def count_scheduled_uses(layout: Layout, passes: BlockPasses, loss_fn: LossFn, b
     Args:
       layout: the layout of the step.
       passes: how often the schedule gathers each block and reduces its gradient.
-      loss_fn: the loss, traced for its metrics alone.
+      loss_fn: the loss, which is traced only for the shapes of its metrics.
       batch: a tree of global arrays or of `jax.ShapeDtypeStruct`.
     """
     counts: dict[Use, int] = {}

@@ -44,9 +44,9 @@ class Argument:
       number: the index among the entry's parameters.
       name: the path in the function's arguments, such as "state.params['embed']"; "argument 3" where none is known.
       role: one of `ROLES`.
-      dtype: as HLO writes it.
-      shape: on one device.
-      global_shape: over all devices; that of one device if the text does not say how it is split.
+      dtype: the dtype as HLO writes it.
+      shape: the shape of one device's part.
+      global_shape: the shape of the full array; the shape on one device if the text does not say how it is split.
       splits: for each dimension the mesh axes that split it; None if the text does not say.
     """
 
@@ -60,7 +60,7 @@ class Argument:
 
     @property
     def elements(self) -> int:
-        """Elements on one device."""
+        """The number of elements on one device."""
         return math.prod(self.shape)
 
     @property
@@ -94,7 +94,7 @@ def _argument(number: int, op: hlo.Op, array: hlo.Array, donated: bool, mesh: Me
 
 
 def _role(label: str, dtype: str, shape: Sequence[int], donated: bool) -> str:
-    """Infer the role of an argument from its name, dtype and donation: a donated float is a parameter or a moment."""
+    """Infer an argument's role from name, dtype and donation: a donated float is a parameter or an optimizer moment."""
     words = _WORD.findall(label.lower())
     if words[:1] and words[0] in _BATCH:
         return BATCH
@@ -112,7 +112,7 @@ def _role(label: str, dtype: str, shape: Sequence[int], donated: bool) -> str:
 
 
 def _splits(attributes: str, dims: int, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:
-    """Parse the attribute `sharding=` into the mesh axes that split each dimension; None without one."""
+    """Parse the attribute `sharding=` into the mesh axes that split each dimension; None if that is not possible."""
     found = re.search(r"\bsharding=\{(.*)\}", attributes)
     if found is None:
         return None
@@ -127,7 +127,7 @@ def _splits(attributes: str, dims: int, mesh: Mesh) -> tuple[tuple[str, ...], ..
 
 
 def _axes_along(placed: np.ndarray, dim: int, mesh: Mesh) -> tuple[str, ...]:
-    """Return the mesh axes that split a dimension, given the device of each tile."""
+    """Return the mesh axes that split dimension `dim`, from `placed`, the device number of each tile of the array."""
     part = np.empty(mesh.size, int)
     part[placed.ravel()] = np.indices(placed.shape)[dim].ravel()
     part = part.reshape(tuple(mesh.shape.values()))

@@ -22,10 +22,10 @@ _USES = {
 
 @dataclass(frozen=True)
 class Position:
-    """A stand-in for a device of a program that is only a text.
+    """Stands for a device in the mesh of a program that is given only as HLO text.
 
     Attributes:
-      id: the position in the mesh.
+      id: the index of the device in `mesh.devices.flat`.
       slice_index: the number of the TPU slice.
       platform: always "text".
       process_index: always 0.
@@ -38,7 +38,9 @@ class Position:
 
 
 def position_mesh(axes: dict[str, int], devices: int, *, slices: bool = False) -> Mesh:
-    """Make a mesh of stand-ins for the devices of a program, in the order of their positions.
+    """Make the mesh of a program that is given only as HLO text; a `Position` stands for each of its devices.
+
+    The devices are numbered in row-major order of the mesh, as in the program.
 
     Args:
       axes: name and size of each axis; one size may be -1.
@@ -64,7 +66,7 @@ def position_mesh(axes: dict[str, int], devices: int, *, slices: bool = False) -
 
 
 def axes_for(mesh: Mesh, *uses: str) -> tuple[str, ...]:
-    """Return the mesh axes of several devices whose names indicate one of these uses, in mesh order."""
+    """Return the mesh axes larger than 1 whose names indicate one of `uses`, in mesh order."""
     return tuple(name for name, size in mesh.shape.items() if size > 1 and use_of(name) in uses)
 
 
@@ -86,5 +88,5 @@ def check_axes(mesh: Mesh, strategy: str) -> None:
 
 
 def words(axes: Sequence[str]) -> str:
-    """Write axes as "data and expert"."""
+    """Join the names of axes: "data and expert"; "no axis" if there are none."""
     return " and ".join(axes) or "no axis"

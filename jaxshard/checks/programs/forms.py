@@ -16,7 +16,7 @@ from jaxshard.checks.collectives.expected import Shape, joined_shapes, normal_sh
 from jaxshard.checks.programs.arguments import Argument
 
 _MOST_BLOCKS = 256
-"""The most blocks in a stack: a longer dimension does not count blocks."""
+"""The most blocks in a stack: a longer dimension is not taken for the number of blocks."""
 
 
 def stacked_dim(parameters: Iterable[Argument]) -> int:
@@ -32,10 +32,10 @@ def stacked_dim(parameters: Iterable[Argument]) -> int:
 def forms_of(
     argument: Argument, mesh: Mesh, axes: Sequence[str], others: Sequence[str] = (), stacked: int = 0
 ) -> Mapping[Shape, float]:
-    """Return the shapes that a parameter, or one block of it, may have once gathered, with the share of it in each.
+    """Return {shape: share} of the shapes that a parameter, or one block of it, may have after a gather.
 
-    A shape that fits both the full array and one block, as [144,192] does for an array [4,36,192] split four times,
-    counts as a block.
+    The share is the part of the parameter in an array of this shape. A shape that fits both the full array and one
+    block, as [144,192] does for an array [4,36,192] split four times, counts as a block.
 
     Args:
       argument: the parameter.
@@ -57,7 +57,7 @@ def forms_of(
 
 
 def _unsplit(argument: Argument, mesh: Mesh, axes: Sequence[str], others: Sequence[str]) -> Iterator[Shape]:
-    """Yield the shapes of an array gathered over the axes that split it; each possible split if the text has none."""
+    """Yield the shapes that a sharded array may have after a gather; if its split is unknown, try all splits."""
     every = (*axes, *(axis for axis in others if axis not in axes))
     known = argument.splits
     dims = range(len(argument.shape))
@@ -74,7 +74,7 @@ def _unsplit(argument: Argument, mesh: Mesh, axes: Sequence[str], others: Sequen
 
 
 def chunks_of(forms: Mapping[Shape, float], shape: Shape, count: int) -> float:
-    """Return the share of a parameter in an array if it is one of `count` chunks along a dimension, else 0.
+    """Return the share of a parameter in `shape` if this is one of `count` chunks along a dimension, else 0.
 
     >>> chunks_of({(4096, 32000): 1.0}, (4096, 8064), 4)
     0.25

@@ -28,7 +28,7 @@ INTEGERS, SCALAR, INPUT = "integers", "scalar", "batch"
 WHAT = (WEIGHT, GRADIENT, MOMENT, ACTIVATION, INPUT, INTEGERS, SCALAR)
 
 _SCALARS = 16
-"""The most elements of an array of joined scalars."""
+"""An array of at most so many elements counts as scalars that the compiler joined."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Move(Collective):
     Attributes:
       what: the label, one of `WHAT`.
       arguments: the arguments in it, one or several joined; all candidates if only the shape is known.
-      share: the share of such an argument that one execution moves; 0 if there is none.
+      share: the share of such an argument that one execution moves; 0 without arguments.
       by_shape: True if the label is inferred from the shape alone.
     """
 
@@ -69,7 +69,7 @@ def find_moves(module: hlo.Module, mesh: Mesh, arguments: Sequence[Argument]) ->
 
 
 class _Known:
-    """The arguments by number, and the shapes by which parameters are recognised."""
+    """The arguments of a program by number, and the shapes by which its parameters are recognised."""
 
     def __init__(self, arguments: Mapping[int, Argument], mesh: Mesh) -> None:
         self.arguments = arguments
@@ -81,7 +81,7 @@ class _Known:
         self._forms: dict[tuple[str, ...], dict[int, Mapping[Shape, float]]] = {}
 
     def alike(self, found: Collective) -> dict[int, float]:
-        """Return the parameters that an array may be by its shape, each with the share of it in the array."""
+        """Return {number: share} of the parameters that an array may be, by its shape, and the part of each in it."""
         passed_on = found.kind == "collective-permute" and set(found.axes) <= self._stages
         passed_on = passed_on or found.kind.endswith("all-to-all")
         if passed_on or set(found.axes) <= self._split or not found.dtype.startswith(("f", "bf")):
@@ -102,7 +102,7 @@ class _Known:
 
 
 def _label(found: Collective, between_slices: bool, known: _Known) -> dict[str, Any]:
-    """Return the attributes that a `Move` adds to those of its collective."""
+    """Label the array of a collective; return the attributes that `Move` adds to `Collective`, by name."""
     trail, small = found.trail, found.elements <= _SCALARS
     of = tuple(known.arguments[number] for number in trail.numbers if number in known.arguments)
     if of and not between_slices and (not small or (len(of) == 1 and of[0].elements > _SCALARS)):
@@ -125,5 +125,5 @@ def _label(found: Collective, between_slices: bool, known: _Known) -> dict[str, 
 
 
 def is_ring(found: Collective) -> bool:
-    """Return True for shards that go around a ring while a product is computed piece by piece."""
+    """Return True for a permute that passes shards around a ring while a matrix product is computed piece by piece."""
     return found.kind == "collective-permute" and operation_of(found.op_name) in PRODUCTS

@@ -35,13 +35,13 @@ class ProgramAudit:
 
     Attributes:
       name: the name of the program, such as "jit_train_step".
-      mesh: the mesh over the positions of its devices.
+      mesh: the mesh of the program, with a `Position` for each device.
       arguments: its array arguments.
       moves: the arrays that its collectives move.
-      strategy: the name of the strategy it was compared with; None for a report alone.
+      strategy: the name of the strategy with which the program is compared; None without a comparison.
       microbatches: the number of micro-batches of a step.
-      comparison: the comparison with the strategy; without differences if none was named.
-      slices: the number of TPU slices of the mesh; the program is that of one of them.
+      comparison: the comparison with the strategy; without differences if no strategy was named.
+      slices: the number of TPU slices of the mesh; the program is written for one slice.
     """
 
     name: str
@@ -55,7 +55,7 @@ class ProgramAudit:
 
     @property
     def ok(self) -> bool:
-        """True if the program keeps to the strategy, or if none was named."""
+        """True if the program keeps to the strategy, or if no strategy was named."""
         return self.comparison.ok
 
     @property
@@ -124,7 +124,7 @@ class ProgramAudit:
         return by_line((move for move in self.moves if move.what != SCALAR), lambda move: move)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything for JSON."""
+        """Return the whole report as values that JSON can represent."""
         return self.comparison.as_dict() | {
             "headline": self.headline,
             "devices": self.mesh.size,
@@ -227,7 +227,7 @@ def _audit(module: Module, axes: dict[str, int], strategy: str | None, microbatc
 
 
 def _sums(of: Sequence[Move]) -> dict[str, Any]:
-    """Add up arrays of one kind, axes and label."""
+    """Add up the counts and bytes of arrays with the same kind, axes and label, as one row of a table."""
     return {
         "kind": of[0].kind,
         "axis": "+".join(of[0].axes),

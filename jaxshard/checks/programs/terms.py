@@ -30,12 +30,12 @@ _SMALL = 16_384
 """The most elements of an array that may stay replicated."""
 _VOCABULARY = ("embed", "lm_head", "logit", "unembed", "wte", "vocab", "shared")
 _MORE = 0.1
-"""The share of an array that may be moved in excess: iterations that a compiler takes out of a loop to start early."""
+"""The share of an array that may be moved beyond the promise, since compilers may take an iteration out of a loop."""
 _COPIES = ("replica", "dp", "dcn", "diloco")
 
 
 class Terms(NamedTuple):
-    """The collectives that a strategy allows in one step of one micro-batch.
+    """The collectives that a strategy allows in a step with a single micro-batch.
 
     Attributes:
       gathers: how often each weight may be gathered.
@@ -60,7 +60,7 @@ TERMS = {
 def judge(
     strategy: str, mesh: Mesh, arguments: Sequence[Argument], moves: Sequence[Move], microbatches: int = 1
 ) -> Comparison:
-    """Compare the arrays that a program moves with the terms of a strategy."""
+    """Compare the arrays that a program moves with the collectives that a strategy allows."""
     judged = _Judge(strategy, mesh, arguments, moves, microbatches)
     # Arrays that are certain to be an argument use up its promise first, then those with the fewest candidates.
     order = sorted(range(len(moves)), key=lambda at: _doubt(moves[at]))
@@ -89,13 +89,13 @@ def _doubt(move: Move) -> tuple[bool, bool, int, float]:
 
 
 def _constraint(found: Collective, rows: Sequence[str]) -> str:
-    """Write the call that keeps the first array of a collective sharded as it was before."""
+    """Write the JAX call that keeps the first array of a collective sharded, so that nothing moves it."""
     dims = [axes[0] if len(axes) == 1 else axes or None for axes in wanted_axes(found, rows)]
     return f"jax.lax.with_sharding_constraint(x, P({', '.join(map(repr, dims))}))"
 
 
 class _Judge:
-    """The terms of a strategy on a mesh, and how much of them is used up."""
+    """The collectives that a strategy allows on a mesh, and how many of them the program has used up."""
 
     def __init__(
         self, strategy: str, mesh: Mesh, arguments: Sequence[Argument], moves: Sequence[Move], microbatches: int
@@ -122,7 +122,7 @@ class _Judge:
         self.slack = int(SLACK * sum(self.bytes[one.number] for one in self.parameters))
 
     def problem(self, move: Move) -> str:
-        """Explain why a collective is a surprise; "" if the strategy allows it."""
+        """Record that arguments were moved, and explain why the collective is a surprise; "" if it is allowed."""
         axes = set(move.axes)
         if move.what == SCALAR:
             return ""
@@ -195,7 +195,7 @@ class _Judge:
         return f"by its shape the gradient of {names}: {times}; {self.strategy} sums it {count}" if times else ""
 
     def _excess(self, move: Move, stage: str, most: int) -> str:
-        """Use up the promises of a move's arguments; return how often they are moved if that is more than `most`."""
+        """Record that the arguments of `move` were moved; return how often, in words, if more than `most` times."""
         if move.times is None:
             return "in a loop of unknown trip count"
         keys = [(stage, one.number, move.axes) for one in move.arguments]
@@ -216,7 +216,7 @@ class _Judge:
             yield f"all-reduce in place of reduce-scatter over {words(axes)}, {human_bytes(size)}"
 
     def misplaced(self) -> Iterator[str]:
-        """Yield large arguments that are sharded over rows but should be replicated, or the other way round."""
+        """Yield a line for each large argument that is sharded over rows but should be replicated, or vice versa."""
         for one in self.arguments:
             split = [axis for axes in one.splits or () for axis in axes if axis in self.rows]
             wanted = one.role in self.terms.split
@@ -232,7 +232,7 @@ class _Judge:
                 yield f"{one.name} is split over {words(split)}: {self.strategy} keeps it replicated there"
 
     def missing(self) -> Iterator[str]:
-        """Yield parameters whose gradient's sum was not recognised, and under FSDP those that nothing gathers."""
+        """Yield a line on parameters whose gradient sum was not found, and under FSDP on parameters never gathered."""
         gathered, summed = ({number for of, number, _ in self.used if of == stage} for stage in ("gather", "sum"))
         if self.terms.gathers and (rest := [one for one in self.large if one.number not in gathered]):
             yield f"a gather of {_names(rest)}: already replicated, used sharded, or gathered in another form"
@@ -240,7 +240,7 @@ class _Judge:
             yield f"a sum of the gradient of {_names(rest)}: in another form, or joined with others"
 
     def unread(self) -> Iterator[str]:
-        """Yield the kinds of collectives that are missing over rows: they do not happen, or have an unknown form."""
+        """Yield a line for each kind of collective over axes of rows that the strategy needs and the program lacks."""
         over = {*self.rows, *UNKNOWN}
         kinds = {one.kind for one in self.moves if one.what != SCALAR and set(one.axes) & over}
         if not self.large or not self.rows or kinds - {"all-gather", *SUMS}:
@@ -253,9 +253,10 @@ class _Judge:
 
 
 def vocabularies_of(parameters: Sequence[Argument]) -> set[int]:
-    """Return the sizes of vocabularies: the longest dimensions of parameters that are named after one.
+    """Return the sizes of vocabularies: the longest dimensions of parameters with names such as "embed" and "lm_head".
 
-    A size that other parameters have too is that of features: each device has a small part of the vocabulary.
+    A size that other parameters have too is left out: it is the number of features, which is longer than one device's
+    part of a split vocabulary.
     """
     named = [one for one in parameters if any(word in one.name.lower() for word in _VOCABULARY)]
     others = {size for one in parameters if one not in named for size in one.global_shape}

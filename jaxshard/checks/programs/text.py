@@ -15,12 +15,16 @@ _KINDS = {
     r"\A\{ lambda": "a jaxpr, of a program that is traced and not compiled",
     r"BufferAssignment": "a buffer assignment: take the file next to it without -buffer-assignment in its name",
 }
-"""Other texts that users have, by a pattern."""
+"""Words for other texts that users pass by mistake, by a pattern that recognises the text."""
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|called_computations)=\{?%([\w.\-~]+)")
 
 
 def parse_program(data: bytes) -> hlo.Module:
-    """Parse the text of a compiled program; raises ValueError for anything else, and says what it is."""
+    """Parse the text of a compiled program.
+
+    Raises:
+      ValueError: the data is anything else; the message says what it is.
+    """
     try:
         text = data.decode().lstrip("\ufeff \t\r\n")
     except UnicodeDecodeError as error:

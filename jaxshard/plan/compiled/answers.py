@@ -22,7 +22,7 @@ MOST_BYTES = 256 * 2**20
 
 
 def answer_key(parts: Iterable[bytes]) -> str:
-    """Hash the parts of a request to the key of its answer."""
+    """Hash the parts of a request, such as program and options, to the key under which its answer is saved."""
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
@@ -51,7 +51,7 @@ def save_answer(key: str, answer: dict[str, Any]) -> None:
 
 
 def _trim(folder: Path) -> None:
-    """Remove the least recently used answers until the rest is small enough."""
+    """Remove the least recently used answers until the folder has at most `MOST_BYTES`."""
     found = sorted(((file.stat(), file) for file in folder.iterdir()), key=lambda one: -one[0].st_mtime)
     total = 0
     for about, file in found:

@@ -1,12 +1,12 @@
 """Compile one program in a child process: a script that `judge.py` runs with a folder as its only argument.
 
 It loads jaxlib and the compiler's plugin, for TPUs without importing JAX, and makes devices that only compile, so that
-it never takes chips that are there. All names of jaxlib are used in this file alone; they fail loudly where a version
-lacks them.
+it never takes attached chips. The names of jaxlib that it needs are used in this file alone, and raise an error where a
+version lacks them.
 
 The folder has `program` (MLIR bytecode), `options` (serialized CompileOptions) and `request.json`. The compiler's dump
-is written to `dump` in it, a refusal to `error.txt`. The process ends when its standard input does, which is when its
-parent is gone.
+is written to `dump` in the folder, an error of the compiler to `error.txt`. The process ends when its standard input is
+closed, which happens when its parent ends.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _devices(platform: str, name: str, topology: dict[str, Any]) -> list[Any]:
 
 
 def _parse(program: bytes) -> Any:
-    """Parse a program in a context with all dialects that JAX writes."""
+    """Parse MLIR bytecode in a context that has all dialects of JAX's programs."""
     from jaxlib.mlir import ir
     from jaxlib.mlir._mlir_libs import _jax_mlir_ext
     from jaxlib.mlir.dialects import chlo, mhlo, mpmd, sdy, stablehlo

@@ -32,10 +32,10 @@ def compile_for(
 ) -> Verdict:
     """Compile a step for a TPU topology or GPUs, without the hardware, and report its memory and collectives.
 
-    Works on shapes alone: nothing is allocated on any device, and a run of any size compiles on a laptop. The step may
+    Works on shapes alone: nothing is allocated on a device, and a model of any size compiles on a laptop. The step may
     have been made for any mesh with as many devices as the topology: simulated CPU devices, `js.plan.planned_mesh`,
     `js.plan.topology_mesh`. It is made again on a `topology_mesh` of the same axes and sizes. A loss function that
-    itself names a mesh has to name that one.
+    itself names a mesh has to name this `topology_mesh`.
 
     The compiler runs in a child process (0.4 to 0.9 GB) that is ended when memory is assigned: that takes seconds,
     where a full compilation takes minutes. Answers are cached in `$XDG_CACHE_HOME/jaxshard/compiled`.
@@ -60,7 +60,7 @@ def compile_for(
 
     Raises:
       ImportError: the compiler is not installed; has the command that installs it.
-      ValueError: no such topology (lists near ones), or one with another number of devices than the mesh of the step.
+      ValueError: no such topology (lists similar ones), or another number of devices than the mesh of the step.
       jax.errors.JaxRuntimeError: the compiler refuses the program for another reason than memory.
       TimeoutError: the compiler has assigned no memory after half an hour.
 
@@ -85,7 +85,7 @@ def judge_step(
     step: Step, batch: PyTree, target: Target, traced: jax.stages.Traced,
     at_depth: Callable[[int], Step] | None = None,
 ) -> Verdict:  # fmt: skip
-    """Compile a traced step on the devices of a target, or, if it is deep and `at_depth` is given, shallow ones."""
+    """Compile a traced step for a target; if it is deep and `at_depth` is given, extrapolate from shallow steps."""
 
     def ask(step: Step, traced: jax.stages.Traced) -> Verdict:
         with own_settings(step.layout.mesh):

@@ -9,11 +9,11 @@ from jaxshard.checks.collectives.walk import executed
 
 _ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
 _NONE = 2**62
-"""The smallest number that means no estimate: the compiler writes the largest integer."""
+"""Cycles from this number on mean that there is no estimate: the compiler writes the largest integer."""
 
 
 def estimated_cycles(text: str) -> int | None:
-    """Add up the compiler's estimates of all operations, each as often as it runs.
+    """Add up the cycles that the compiler estimates for each operation, times its executions in a step.
 
     The compiler does not estimate Pallas kernels and collectives. A branch of a conditional counts as if it were always
     taken, and a loop of unknown trip count as one iteration.

@@ -16,7 +16,7 @@ from jaxshard.plan.compiled.verdict import Verdict
 from jaxshard.training.step import Step
 
 SMALL, LARGER = 2, 4
-"""The depths that are compiled."""
+"""The numbers of blocks with which a step is compiled for an extrapolation."""
 FROM = 32
 """The number of blocks above which a step is extrapolated."""
 
@@ -30,10 +30,10 @@ def extrapolate(ask: Callable[[Step], Verdict], step: Step, at_depth: Callable[[
       at_depth: makes the step with a given number of blocks.
 
     Returns:
-      The verdict; None for a step that is not deep enough, or that is refused even at the small depths.
+      The extrapolated verdict; None if the step has at most 32 blocks, or is refused even with 2 or 4 blocks.
 
     Raises:
-      ValueError: no number of blocks gives `at_depth` the number of parameters of the step.
+      ValueError: for no number of blocks does `at_depth` give a step with as many parameters as `step`.
     """
     small, larger = at_depth(SMALL), at_depth(LARGER)
     depth = _depth(*(_count(one) for one in (small, larger, step)))

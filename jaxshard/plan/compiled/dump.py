@@ -104,7 +104,7 @@ def read_assignment(folder: Path) -> Assignment | None:
 
 
 def assignment_of(found: list[Any]) -> Assignment:
-    """Restore an assignment from the lists of its JSON form."""
+    """Restore an `Assignment` from the lists that JSON has made of it."""
     arguments, results, temporaries, live, moment = found
     values = tuple((Value(*value), added) for value, added in live)
     return Assignment({int(number): size for number, size in arguments.items()}, results, temporaries, values, moment)
@@ -113,20 +113,20 @@ def assignment_of(found: list[Any]) -> Assignment:
 def is_assigned(folder: Path) -> bool:
     """Return True once the compiler has assigned the memory of a program, and accepted it.
 
-    The dump's files are written one after another, so those on memory are complete when the next one exists: for TPUs a
-    second text of the program, for GPUs the first function as LLVM code.
+    The compiler writes the files of the dump one after another, so the files on memory are complete when the file after
+    them exists: for TPUs a second text of the program, for GPUs the first function as LLVM code.
     """
     return any(next(folder.glob(name), None) is not None for name in _AFTER)
 
 
 def program_text(folder: Path) -> str:
-    """Return the text of the optimized program, without estimated cycles."""
+    """Return the text of the optimized program in a dump; it has no estimates of cycles."""
     file = largest(folder, "*after_optimizations.txt")
     return "" if file is None else file.read_text()
 
 
 def largest(folder: Path, pattern: str) -> Path | None:
-    """Return the largest file that matches: that of the program, not of a helper program."""
+    """Return the largest file that matches a pattern, that of the step; helper programs have smaller ones."""
     return max(folder.glob(pattern), key=lambda file: file.stat().st_size, default=None)
 
 
@@ -146,8 +146,8 @@ def _values(allocations: str, schedule: str) -> Iterator[Value]:
 def _peak_moment(values: list[Value]) -> int:
     """Return the number of the instruction at which most bytes are live.
 
-    Values that share memory count once, so the plain sum of sizes is an upper bound: moments are tried in the order of
-    their bounds, until no bound exceeds the best size.
+    Values that share memory count once, so the sum of their sizes is only an upper bound of the live bytes.
+    Instructions are tried by decreasing bound, until no bound exceeds the most live bytes found.
     """
     changes: Counter[int] = Counter()
     for one in values:
@@ -171,7 +171,7 @@ def _live(values: list[Value], at: int) -> list[Value]:
 
 
 def _covered(live: list[Value]) -> Iterator[tuple[Value, int]]:
-    """Yield each value with the bytes that it adds to those at lower offsets."""
+    """Yield each value with the bytes of its memory that no value at a lower offset covers."""
     end = 0
     for one in sorted(live, key=lambda one: (one.offset, -one.bytes)):
         yield one, max(0, one.offset + one.bytes - max(end, one.offset))

@@ -25,7 +25,7 @@ from jaxshard.plan.compiled.refusal import parse_refusal
 from jaxshard.plan.topology import Target
 
 SECONDS = 1800.0
-"""The time after which a compiler is given up."""
+"""The seconds after which the compiler is stopped without an answer."""
 CHILD = Path(__file__).with_name("child.py")
 """The script of the child, run by its path and not as a module: importing the package would import JAX."""
 _PAUSE = 0.02
@@ -59,7 +59,7 @@ def judge(lowered: jax.stages.Lowered, target: Target, *, seconds: float = SECON
 
     Raises:
       jax.errors.JaxRuntimeError: the compiler refuses the program for another reason than memory.
-      RuntimeError: the child process died; has the end of what it wrote.
+      RuntimeError: the child process ended by itself; the message has its last lines of output.
       TimeoutError: the compiler took longer than `seconds`.
     """
     asked = compiler_input(lowered)
@@ -86,7 +86,7 @@ def _remembered(found: dict[str, Any] | None) -> Answer | None:
 
 
 def _compile(asked: CompilerInput, target: Target, folder: Path, seconds: float) -> Answer:
-    """Compile in a child process, up to the assignment of buffers."""
+    """Compile a program in a child process until buffers are assigned, and return the compiler's answer."""
     (folder / "program").write_bytes(asked.program)
     (folder / "options").write_bytes(asked.options)
     request = target.description() | {"overrides": asked.overrides, "devices": asked.devices}

@@ -40,7 +40,7 @@ _SUMS = ("psum_scatter", "reduce_scatter", "reduce-scatter", "all-reduce", "psum
 
 
 def live_arrays(assignment: Assignment, text: str, layout: Layout) -> tuple[tuple[LiveArray, ...], str]:
-    """Name the arrays that are live at the peak of a program, and describe when the peak is.
+    """Name the arrays that are live at the peak of a program, and the moment of the peak.
 
     Args:
       assignment: the compiler's assignment of memory.
@@ -48,15 +48,15 @@ def live_arrays(assignment: Assignment, text: str, layout: Layout) -> tuple[tupl
       layout: the layout of the compiled step.
 
     Returns:
-      The arrays, arguments included, equal ones of one source line added up, the largest first; and the moment of the
-      peak, such as "backward pass, at model.py:183 (dot_general)", or "" if it is not known.
+      The arrays, arguments included, the largest first (equal arrays of one source line are added up); and the moment
+      of the peak, such as "backward pass, at model.py:183 (dot_general)", or "" if it is not known.
     """
     program = _Program(text, layout, assignment)
     return joined((*program.arguments(), *program.temporaries())), program.moment()
 
 
 class _Program:
-    """A program with the source of each live value."""
+    """A compiled program, with the operation that makes each value live at the peak."""
 
     def __init__(self, text: str, layout: Layout, assignment: Assignment) -> None:
         self.module, self.layout, self.assignment = hlo.parse(text), layout, assignment
@@ -64,7 +64,7 @@ class _Program:
         self.peak = self.places.get(assignment.moment)
 
     def moment(self) -> str:
-        """Return the pass, the line and the operation that run at the peak."""
+        """Describe the peak by the pass, the source line and the operation that runs; "" if it is not known."""
         if self.peak is None:
             return ""
         name, line = _named(*self.peak)
@@ -72,7 +72,7 @@ class _Program:
         return f"{when}{f', at {line}' if line else ''} ({operation_of(name) or name or self.peak[1].opcode})"
 
     def arguments(self) -> Iterator[LiveArray]:
-        """Yield the arguments, each under the name that it has in the step."""
+        """Yield the arguments of the step, with their names, such as "run.params['head']"."""
         for number, op in self.module.arguments.items():
             if size := self.assignment.arguments.get(number, 0):
                 dtype, shape = hlo.arrays(op.type)[0]
@@ -80,7 +80,7 @@ class _Program:
                 yield LiveArray(size, role, dtype, shape, 1, op.op_name or op.name)
 
     def temporaries(self) -> Iterator[LiveArray]:
-        """Yield the temporaries, except those that share the memory of another."""
+        """Yield the temporaries that are live at the peak, without those that only share the memory of others."""
         if size := self.assignment.results:
             yield LiveArray(size, "temporaries", "u8", (size,), 1, "results and constants")
         backward = self.peak is not None and "transpose(" in _named(*self.peak)[0]
@@ -118,7 +118,7 @@ class _Program:
 
     @cached_property
     def _weights(self) -> set[tuple[int, ...]]:
-        """The normal shapes that a weight may have: logical, stored, in use, and a block's part."""
+        """The shapes (`normal_shape`) that a weight may have: logical, stored, during use, and of a single block."""
         mesh, shapes = self.layout.mesh, set[tuple[int, ...]]()
         for one in self.layout.placed():
             if one.role in ("param", "grad"):
@@ -129,7 +129,7 @@ class _Program:
 
     @cached_property
     def _vocabularies(self) -> set[int]:
-        """The possible sizes of a device's part of the vocabulary."""
+        """The sizes that the vocabulary, or a device's part of the vocabulary, may have."""
         arrays = [one.leaf for one in self.layout.placed() if one.role == "param" and _HEADS.search(one.leaf.path)]
         largest = max((size for leaf in arrays if len(leaf.shape) > 1 for size in leaf.shape), default=0)
         axes = {name: size for name, size in self.layout.mesh.shape.items() if name not in self.layout.sum_axes}
@@ -137,7 +137,7 @@ class _Program:
 
 
 def _places(module: hlo.Module, names: Iterable[str]) -> dict[str, tuple[hlo.Scope, hlo.Op]]:
-    """Find instructions by name, each with its scope: the first call if its computation is called several times."""
+    """Find instructions by name, each with the scope of the first call of its computation."""
     pattern = re.compile(rf"^(?:{'|'.join(map(re.escape, sorted(names)))}) = ")
     found: dict[str, Executed] = {}
     for one in executed(module, pattern, fused=False):
@@ -146,14 +146,14 @@ def _places(module: hlo.Module, names: Iterable[str]) -> dict[str, tuple[hlo.Sco
 
 
 def _named(scope: hlo.Scope, op: hlo.Op) -> tuple[str, str]:
-    """Return JAX's name of an operation, and the line of the user's model that made it or uses its result."""
+    """Return (JAX's name of an operation, the line of the user's model that made it or uses its result)."""
     source = find_source(scope, op)
     own = source.frames and is_outside_engines(source.line)
     return source.op_name, source.line if own else find_reader(scope, op).line
 
 
 def _maker(scope: hlo.Scope, op: hlo.Op, value: Value) -> tuple[hlo.Scope, hlo.Op, bool]:
-    """Return the operation that makes a value, and whether a loop writes it part by part."""
+    """Return (scope, operation) that make a value, and True if a loop writes the value part by part."""
     path = tuple(int(index) for index in re.findall(r"\d+", value.element))
     name, kept = op.name, False
     for _ in range(_FAR):

@@ -20,7 +20,7 @@ _LEAST = 0.01
 
 
 class Saving(NamedTuple):
-    """A change of the step, and the most bytes on each device that it saves at the present peak."""
+    """A change of the step, in words, and the most bytes that it saves at the step's peak on each device."""
 
     bytes: int
     change: str
@@ -38,8 +38,8 @@ def savings(
       arrays: the arrays that are live at the peak.
       layout: the layout of the step.
       engine: the engine of the step.
-      batch: its batch.
-      peak: the bytes at the peak.
+      batch: the batch of the step.
+      peak: the bytes that are live at the peak.
     """
     kept = [one for one in arrays if one.role == "kept activations"]
     stacked = [one for one in kept if one.kept]  # what a loop over blocks keeps
@@ -75,7 +75,7 @@ def _half_the_rows(layout: Layout, engine: Engine, batch: PyTree) -> str:
 
 
 def _stored(layout: Layout) -> tuple[int, int]:
-    """Return the bytes of parameters and optimizer state that are replicated and that are split over batch axes."""
+    """Return the bytes of parameters and optimizer state: (replicated over batch axes, sharded over batch axes)."""
     sizes = {True: 0, False: 0}
     for one in layout.placed():
         if one.role in ("param", "opt"):

@@ -14,17 +14,17 @@ from jaxshard.training.step import Step
 
 
 def step_for(step: Step, target: Target) -> Step:
-    """Return the same step on the devices of a topology.
+    """Make a step again on the devices of a topology.
 
-    Strategies place arrays by the axes of a mesh and their sizes alone, so the layout stays as it is, placement by
-    placement, on a mesh of the same axes and sizes.
+    Strategies place arrays only by the names and sizes of mesh axes, so all placements stay as they are on a mesh with
+    the same axes and sizes.
 
     Args:
       step: a step on any mesh: simulated CPU devices, `planned_mesh`, or `topology_mesh`.
       target: the topology.
 
     Returns:
-      The step itself if its mesh has the devices of the topology already, whose order is kept; else a new one.
+      The given step if its mesh already has the devices of the topology, in any order; else a new step.
 
     Raises:
       ValueError: the mesh does not have as many devices as the topology; says both.
@@ -49,7 +49,7 @@ def step_for(step: Step, target: Target) -> Step:
 
 
 def _resized(mesh: Mesh | AbstractMesh, devices: int) -> dict[str, int]:
-    """Return axes for a number of devices, of which the first is resized if the others divide that number."""
+    """Suggest axes of a mesh with another number of devices: change the first axis, or keep only this axis."""
     sizes = dict(mesh.shape)
     first = next(iter(sizes))
     rest = math.prod(sizes.values()) // sizes[first]

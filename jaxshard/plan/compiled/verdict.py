@@ -58,8 +58,8 @@ class Traffic:
 class Verdict(MemoryReport):
     """The verdict of a TPU's or GPU's compiler on a training step.
 
-    `print(verdict)` is a table, `verdict.as_dict()` goes into JSON. All bytes are of one device. In addition to those
-    of `MemoryReport`:
+    `print(verdict)` is a table, `verdict.as_dict()` goes into JSON. All bytes are of one device. It has the
+    attributes of `MemoryReport` and these:
 
     Attributes:
       topology: the devices, such as "v5e:16x16", or "2 x v5e:16x16".
@@ -67,7 +67,7 @@ class Verdict(MemoryReport):
       batch: the shapes of its batch.
       text: the optimized program; "" if the compiler refused before it wrote one.
       compiled: the compiled step of `codegen=True`; None otherwise, and if the compiler refused.
-      compile_seconds: the seconds of the compilation, or of the one whose cached answer this is.
+      compile_seconds: the seconds of the compilation; for a cached answer those of the original compilation.
     """
 
     topology: str
@@ -122,7 +122,7 @@ class Verdict(MemoryReport):
         return tuple(sorted(rows, key=lambda row: -(row.bytes or 0)))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the verdict as JSON has it: dictionaries, lists and numbers."""
+        """Return the verdict as values that JSON can represent."""
         comparison = self.comparison
         return super().as_dict() | {
             "topology": self.topology,
@@ -139,7 +139,7 @@ class Verdict(MemoryReport):
         }
 
     def sections(self) -> list[Section]:
-        """Return memory, what would save memory, the collectives, and what differs from their promise."""
+        """Return the sections: memory, changes that save memory, collectives, and differences from the promise."""
         savings = Table([(human_bytes(one.bytes), one.change) for one in self.savings], "><")
         found = super().sections() + [Section("what would save how much, at most", [savings])] * bool(self.savings)
         waited = sum(row.bytes or 0 for row in self.traffic if row.synchronous)

@@ -1,4 +1,4 @@
-"""Bytes per device: what arrays take in tiles, and what is alive at the fullest moment of a traced step, by role.
+"""Estimate bytes per device: of arrays that a TPU stores in tiles, and of the arrays that are live at a step's peak.
 
 Imports `core/`, `engines/` and `training/`.
 """

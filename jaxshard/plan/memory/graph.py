@@ -1,7 +1,7 @@
-"""The graph of a traced step: operations on the part of every array that one device holds.
+"""Convert a traced step to a graph of operations on one device's shard of every array.
 
-Calls are inlined, `shard_map`s entered, and every value has the shape of one device's shard. Loops and branches stay
-operations, with regions of their own. The estimate of memory and that of time walk this graph.
+Calls and bodies of `shard_map`s are inlined, and every value has the shape of one device's shard. Loops and branches
+stay operations, whose bodies are graphs of their own (`Region`). The estimates of memory and time walk this graph.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _LINEAR = frozenset({
     "scatter", "scatter-add", "scatter_add", "convert_element_type", "add_any", "add", "mul", "div", "select_n", "neg",
     "copy", "reduce_precision", "optimization_barrier",
 })  # fmt: skip
-"""Operations through which a split goes backward, from a result to the operands of its shape."""
+"""Operations that pass the split of a result backward, to their operands of the same shape."""
 
 _CUT = frozenset({"pad", "slice", "concatenate", "dynamic_update_slice"})
-"""Operations through which the split of a dimension goes backward that has the same size in operand and result."""
+"""Operations that pass the split of a result backward along dimensions of equal size in operand and result."""
 
 _ALIKE = frozenset({"add", "add_any", "mul", "sub", "div", "select_n", "max", "min"})
-"""Operations whose operands are split alike: a gradient is split as the sum over micro-batches that it is added to."""
+"""Operations whose operands take the split of the result, as a gradient does that is added to an accumulator."""
 
 
 @dataclass(eq=False)
@@ -39,13 +39,14 @@ class Value:
     """An array of the program.
 
     Attributes:
-      shape: as in the jaxpr: that of one device over manual axes, the global one over automatic axes.
-      dtype: of its elements.
-      split: over automatic axes.
+      shape: the shape in the jaxpr: one device's part along manual mesh axes, global along automatic mesh axes.
+      dtype: the dtype of its elements.
+      split: for each dimension the automatic mesh axes that split it.
       shard: the shape of one device's part.
-      role: of an argument of the step; "inner" of an input of a loop or branch; "constant"; "" of computed values.
-      path: the argument's path, or the name stack of the operation that makes it.
-      on_host: it is stored in the host's memory, as activations that a remat policy offloads.
+      role: the role of an argument of the step, such as "parameters"; "inner" for an input of a loop or branch;
+        "constant" for a constant; "" for a computed value.
+      path: the path of an argument, or the name stack of the operation that computes the value.
+      on_host: True if it is stored in host memory, as activations are that a remat policy offloads.
     """
 
     shape: tuple[int, ...]
@@ -62,9 +63,9 @@ class Region:
     """The body of a program, loop or branch.
 
     Attributes:
-      inputs: its arguments; of a scan constants, carries, and slices of what is scanned over.
+      inputs: its arguments; for the body of a scan the constants, the carries, and one slice of each scanned array.
       ops: the operations in program order.
-      outputs: its results; of a scan carries, and slices of the stacked results.
+      outputs: its results; for the body of a scan the carries, and one slice of each stacked result.
     """
 
     inputs: list[Value]
@@ -74,16 +75,16 @@ class Region:
 
 @dataclass(eq=False)
 class Op:
-    """An operation: an equation that is no call.
+    """An operation: an equation of the jaxpr that is not a call.
 
     Attributes:
-      name: of its primitive.
+      name: the name of its primitive.
       ins, outs: its operands (scalar literals left out) and results.
-      path: its name stack: which function of the program it belongs to, "transpose" in backward passes.
-      regions: the bodies of a loop or branch.
-      skipped, consts, carries: of a loop how many operands its condition reads alone, its body reads in every
-        iteration, and it carries from one iteration to the next.
-      params: of the equation.
+      path: JAX's name stack, which names the functions around the operation and has "transpose" in backward passes.
+      regions: the body of a loop, or the branches of a conditional; () for other operations.
+      skipped, consts, carries: for a loop the number of operands that only its condition reads, that its body reads
+        unchanged in every iteration, and that it carries from one iteration to the next.
+      params: the parameters of the equation.
       unread: the indices of operands that the body of a loop does not use.
     """
 
@@ -100,17 +101,17 @@ class Op:
 
     @property
     def reads(self) -> list[Value]:
-        """The operands without those that the body of a loop does not use."""
+        """The operands, without those that are passed to a loop whose body does not use them."""
         return [one for i, one in enumerate(self.ins) if i not in self.unread]
 
 
 def build(closed: Any, arguments: Sequence[tuple[Split, str, str]], sizes: Mapping[str, int]) -> Region:
-    """Make the graph of a traced step, without what no result depends on.
+    """Make the graph of a traced step, without operations on which no result depends.
 
     Args:
-      closed: the closed jaxpr.
-      arguments: split, role and path of each argument.
-      sizes: of the mesh's axes.
+      closed: the closed jaxpr of the step.
+      arguments: for each argument of the step the axes that split its dimensions, its role and its path.
+      sizes: the size of each mesh axis.
     """
     builder = _Builder(sizes)
     inputs = [
@@ -124,7 +125,7 @@ def build(closed: Any, arguments: Sequence[tuple[Split, str, str]], sizes: Mappi
 
 
 class _Builder:
-    """Makes the graph of a jaxpr on a mesh with axes of these sizes."""
+    """Builds the graph of a jaxpr for a mesh; `sizes` has the size of each mesh axis."""
 
     def __init__(self, sizes: Mapping[str, int]):
         self.sizes = dict(sizes)
@@ -132,14 +133,14 @@ class _Builder:
         self.maker: dict[Value, Op] = {}
 
     def value(self, aval: Any, split: Split, role: str = "", path: str = "") -> Value:
-        """Make a value of an aval with this split."""
+        """Make the graph's value for an abstract value of the jaxpr, split over mesh axes as `split` says."""
         aval_of_array = getattr(aval, "inner_aval", aval)  # of a reference the array that it refers to
         shape, dtype = tuple(getattr(aval_of_array, "shape", ())), getattr(aval_of_array, "dtype", None)
         on_host = getattr(aval, "memory_space", None) is jax.memory.Space.Host
         return Value(shape, dtype, split, shard_shape(shape, split, self.sizes), role, path, on_host)
 
     def region(self, program: Any, inputs: Sequence[Value | None], automatic: frozenset[str], path: str = "") -> Region:
-        """Make the region of a jaxpr on these inputs (None: a literal); names of operations begin with `path`."""
+        """Make the `Region` of a jaxpr. None in `inputs` is a literal; `path` begins the operations' name stacks."""
         region = Region([one for one in inputs if one is not None])
         outs = self._inline(region, program, inputs, automatic, path)
         region.outputs = [one for one in outs if one is not None]
@@ -196,7 +197,11 @@ class _Builder:
     def _shard_map(
         self, region: Region, eqn: Any, operands: list[Value | None], automatic: frozenset[str], path: str
     ) -> list[Value | None]:
-        """Enter a shard_map: operands and results are the same memory, unless they are cut or gathered."""
+        """Inline the body of a shard_map, and connect operands to its inputs and its outputs to results.
+
+        An operation "enter" connects two values that share memory: both are the same shard on each device. An operation
+        "enter_moved" connects an operand with an input that has another sharding: it is sliced or gathered first.
+        """
         manual = newly_manual_axes(eqn.params)
         inside = automatic - manual
         jaxpr, _ = open_jaxpr(eqn.params["jaxpr"])
@@ -225,7 +230,7 @@ class _Builder:
         return outs
 
     def _loop(self, op: Op, eqn: Any, automatic: frozenset[str]) -> None:
-        """Make the body of a loop whose carries are split as it returns them, where they began replicated."""
+        """Make the body of a loop. A carry that starts replicated and is returned split is split from the start."""
         params = eqn.params
         if op.name == "scan":
             body, (op.consts, op.carries) = params["jaxpr"], scan_counts(dict(params))
@@ -262,7 +267,10 @@ class _Builder:
     # Backward: from a reader to values that nothing else splits.
 
     def _refine(self, values: Sequence[Value], splits: Sequence[Split]) -> None:
-        """Split values as their reader wants them, where nothing said how: zeros, and the sums that begin with them."""
+        """Split values as the operation that reads them requires, if nothing else determines how they are split.
+
+        Examples are zeros, and gradient accumulators that start as zeros.
+        """
         for value, wanted in zip(values, splits, strict=True):
             if value.role not in ("", "inner") or len(wanted) != len(value.shape):
                 continue
@@ -279,7 +287,7 @@ class _Builder:
                 self._refine_through(op, value, split)
 
     def _refine_through(self, op: Op, value: Value, split: Split) -> None:
-        """Split the result of an operation, and its operands as far as each element depends on one of theirs."""
+        """Split the result of an operation, and its operands along the dimensions that correspond to the result's."""
         if op.name in _LINEAR or _is_constant(op) or _repeats(op, split) or self._holds_constant(op):
             self._set_split(value, split)
             self._refine_alike(op.ins, value)
@@ -297,12 +305,15 @@ class _Builder:
             self._set_split(value, split)  # each device computes its part from operands that it has in full
 
     def _refine_alike(self, values: Sequence[Value], result: Value) -> None:
-        """Split operands of the result's shape as the result is split."""
+        """Split each operand that has the shape of the result as the result is split."""
         alike = [one for one in values if one.shape == result.shape]
         self._refine(alike, [result.split] * len(alike))
 
     def _refine_inside(self, op: Op, value: Value, split: Split) -> None:
-        """Split a result of a loop or branch: sums that are split after a loop are reduce-scattered in it."""
+        """Split a result of a loop or branch, and the value in its body that becomes this result.
+
+        So gradient accumulators that are sharded after a loop are reduce-scattered inside the loop.
+        """
         number = op.outs.index(value)
         self._set_split(value, split)
         if op.name == "scan" and number >= op.carries:
@@ -315,7 +326,7 @@ class _Builder:
             self._refine([op.regions[0].inputs[at], op.ins[op.skipped + at]], [split, split])
 
     def _holds_constant(self, op: Op) -> bool:
-        """Return True for a constraint of zeros and the like: each device makes its own part."""
+        """Return True for a sharding constraint on an array made of scalars, such as zeros."""
         maker = self.maker.get(op.ins[0]) if op.name == "sharding_constraint" else None
         return maker is not None and _is_constant(maker)
 
@@ -324,7 +335,7 @@ class _Builder:
 
 
 def _is_constant(op: Op) -> bool:
-    """Return True for an operation that makes an array of scalars alone."""
+    """Return True if all operands of an operation are scalars, such as the zero of a broadcast."""
     return not any(one.shape for one in op.ins)
 
 
@@ -337,13 +348,13 @@ def _of_same_size(split: Split, shape: Sequence[int], other: Sequence[int]) -> S
 
 
 def _repeats(op: Op, split: Split) -> bool:
-    """Return True for a broadcast split along dimensions that it adds: each device makes only its own copies."""
+    """Return True if a broadcast's result is split only along dimensions that the broadcast adds."""
     kept = op.params.get("broadcast_dimensions", ()) if op.name == "broadcast_in_dim" else range(len(split))
     return all(not split[dim] for dim in kept)
 
 
 def _contracted_axes(product: Op) -> set[str]:
-    """Return the axes that split the dimensions over which a product sums."""
+    """Return the mesh axes that split the dimensions over which a matrix product sums."""
     contracted = product.params["dimension_numbers"][0]
     return {axis for one, dims in zip(product.ins, contracted, strict=False) for dim in dims for axis in one.split[dim]}
 
@@ -358,7 +369,7 @@ def _axes_of(params: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def skip_round_trips(region: Region) -> None:
-    """Let readers of an array that was converted to a wider type and back read the array itself, as compilers do."""
+    """Remove casts of an array to a dtype of more bits and back, as compilers do: readers read the original array."""
     source: dict[Value, Value] = {}
     same: dict[Value, Value] = {}
     for op in region.ops:
@@ -376,13 +387,18 @@ def skip_round_trips(region: Region) -> None:
 
 
 def _holds(wide: Any, narrow: Any) -> bool:
-    """Return True for a floating type that has all numbers of another one."""
+    """Return True if the floating dtype `wide` represents every number of the different floating dtype `narrow`."""
     floating = all(jnp.issubdtype(one, jnp.floating) for one in (wide, narrow))
     return floating and wide != narrow and jnp.promote_types(wide, narrow) == wide
 
 
 def eliminate(region: Region, wanted: set[Value]) -> None:
-    """Drop operations whose results nobody reads, in loops too, as compilers do."""
+    """Remove operations whose results are not needed, inside loops and branches too, as compilers do.
+
+    Args:
+      region: the graph, which is changed in place.
+      wanted: the values that are needed.
+    """
     needed, kept = set(wanted), []
     for op in reversed(region.ops):
         if op.outs and needed.isdisjoint(op.outs):
@@ -412,7 +428,7 @@ def _eliminate_inside(op: Op, needed: set[Value]) -> None:
 
 
 def every_op(region: Region) -> Iterator[Op]:
-    """Yield all operations, those of inner regions too."""
+    """Yield all operations of a region, each followed by the operations in its loop body or branches."""
     for op in region.ops:
         yield op
         for inner in op.regions:
@@ -420,7 +436,7 @@ def every_op(region: Region) -> Iterator[Op]:
 
 
 def dtype_bits(dtype: Any) -> int:
-    """Return the bits of an element; those of the words of a typed random key."""
+    """Return the number of bits of an element; 64 for a typed random key, which is two uint32 words."""
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
         return 64
     return 0 if str(dtype) == "float0" else int(jax.dtypes.itemsize_bits(dtype))

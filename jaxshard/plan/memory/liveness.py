@@ -1,7 +1,8 @@
-"""The peak of a program, from the results that compilers store, their types and their lifetimes.
+"""Find the peak memory of a program, from the results that compilers store, their dtypes and their lifetimes.
 
-    y = x @ w                 y        a product writes its result
-    z = sin(y) * 2                     computed where it is read: not stored
+    program                   stored
+    y = x @ w                 y        a matrix product stores its result
+    z = sin(y) * 2                     z is not stored: it is computed inside the operation that reads it
     return (z @ w).sum()      z @ w    the product computes z from y; y is live until here
 
 The graph is walked in program order. Everything here is a general rule of compilers, listed in
@@ -23,18 +24,18 @@ from jaxshard.plan.memory.graph import LOOPS, Op, Region, Value, dtype_bits
 from jaxshard.plan.memory.shards import COLLECTIVES, is_reduction
 
 CUT = "cut"
-"""The name of an operation that cuts a device's part out of a parameter when a step begins."""
+"""The name of an operation that slices a device's part out of a parameter at the beginning of a step."""
 
 _ALIASES = frozenset({
     "reshape", "squeeze", "expand_dims", "name", "stop_gradient", "optimization_barrier", "enter", "transpose", "copy",
     "copy_p", "pvary", "random_wrap", "random_unwrap", "sharding_constraint", "enter_moved", "broadcast_in_dim",
     "device_put", "convert_element_type", "reduce_precision",
 })  # fmt: skip
-"""Operations whose result is the operand itself, if it has the same type and as many bytes."""
+"""Operations whose result shares the memory of the operand, if both have the same dtype and number of bytes."""
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 _UPDATES = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter_add"})
-"""Operations that change a part of their first operand, in its memory."""
+"""Operations that write a part of their first operand, in place."""
 
 _STORED = COLLECTIVES | _UPDATES | _PRODUCTS | frozenset({
     "pallas_call", "tpu_custom_call", "custom_call", "ffi_call", "sort", "top_k", "gather", "scatter_mul", "cumsum",
@@ -42,22 +43,23 @@ _STORED = COLLECTIVES | _UPDATES | _PRODUCTS | frozenset({
     "reduce_window_sum", "reduce_window_max", "select_and_scatter_add", "sharding_constraint", "enter_moved", "fft",
     "cholesky", "qr", "svd", "eigh", CUT,
 })  # fmt: skip
-"""Operations that write their results into memory; all others compute an element where it is read."""
+"""Operations whose results are stored; all others can be computed inside the operations that read their results."""
 
 _MANY = 4
-"""A result is not asked for more readers than these."""
+"""The number of readers of a result after which no more are counted."""
 
 Size = Callable[..., int]
-"""`size(value, dtype=None)`: the bytes of a value on one device, in its own type or in another one."""
+"""`size(value, dtype=None)` returns the bytes of a value on one device, in its own dtype or in the given one."""
 
 
 class Live(NamedTuple):
-    """A value in memory, as it is stored.
+    """A value that is stored in memory.
 
     Attributes:
       value: the value.
-      bytes: that it takes.
-      note: "stacked" by a loop, "converted" for a loop, or "".
+      bytes: the bytes that it takes on one device.
+      note: "stacked" for the stacked results of a scan, "converted" for a copy of an argument that is cast to another
+        dtype for a loop, "" for all others.
     """
 
     value: Value
@@ -66,19 +68,19 @@ class Live(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """An operation, and every value except the arguments that is live while it runs."""
+    """An operation, and the values that are live while it runs, without the program's arguments."""
 
     live: tuple[Live, ...] = ()
     op: Op | None = None
 
     @property
     def total(self) -> int:
-        """Bytes of everything that is live."""
+        """The bytes of all live values."""
         return sum(one.bytes for one in self.live)
 
 
 class _Copy(NamedTuple):
-    """A copy in another type that is made of an argument for loops, and the first and last operation that needs it."""
+    """A copy of an argument in another dtype, and the indices of the first and the last loop that read the copy."""
 
     value: Value
     dtype: Any
@@ -87,12 +89,15 @@ class _Copy(NamedTuple):
 
 
 class Storage:
-    """Which results of a region are stored.
+    """Decides which results of a region the compiler stores in memory.
+
+    All other results are computed inside the operations that read them.
 
     Args:
       region: a program, or the body of a loop or branch.
-      size: bytes of values.
-      tpu: products compute the elementwise operations before and after them, and multiply bf16 numbers.
+      size: the function that returns the bytes of a value.
+      tpu: True for a TPU, whose compiler fuses elementwise operations into the matrix products before and after them,
+        and casts the operands of products to bf16.
     """
 
     def __init__(self, region: Region, size: Size, *, tpu: bool):
@@ -115,20 +120,20 @@ class Storage:
         self.sources = self._find_sources()
 
     def find(self, value: Value) -> Value:
-        """Return the value in whose memory a value is."""
+        """Return the value that owns the memory of `value`."""
         while value in self.root:
             value = self.root[value]
         return value
 
     def is_fused(self, op: Op) -> bool:
-        """Return True for an operation that is computed where its result is read."""
+        """Return True if an operation can be computed inside the operations that read its result."""
         if op.name.startswith("scatter") and _is_selection(op):
             return True
         moved = any(one.on_host for one in (*op.ins, *op.outs))  # to the host's memory or back
         return not (moved or op.name in _STORED or op.regions or is_reduction(op.name))
 
     def _stored_operands(self, op: Op, sources: Mapping[Value, set[Value]]) -> set[Value]:
-        """Return the stored arrays that an operation reads, also through operands that are computed in it."""
+        """Return the stored arrays from which an operation computes: stored operands, and the sources of all others."""
         found: set[Value] = set()
         for one in op.reads:
             root = self.find(one)
@@ -136,7 +141,7 @@ class Storage:
         return found
 
     def _find_sources(self) -> dict[Value, set[Value]]:
-        """Return for each result the stored arrays that it is computed from."""
+        """Return, for each result, the stored arrays from which it is computed."""
         sources: dict[Value, set[Value]] = {}
         for op in self.ops:
             joined = self._stored_operands(op, sources)
@@ -144,7 +149,7 @@ class Storage:
         return sources
 
     def _written(self) -> tuple[set[Value], set[Value]]:
-        """Return what operations write, and the results that elementwise operations after them continue."""
+        """Return (results that operations store, results of products that are fused with their only reader)."""
         stored, continued = set[Value](), set[Value]()
         for op in self.ops:
             if not self.is_fused(op) or any(self.find(one) in continued for one in op.ins):
@@ -154,7 +159,7 @@ class Storage:
         return stored, continued
 
     def _is_continued(self, value: Value) -> bool:
-        """Return True if one elementwise operation alone reads a product: it becomes a part of the product."""
+        """Return True if the only reader of `value` is an elementwise operation, which a TPU fuses with a product."""
         readers = set(self.readers[value])
         if len(readers) != 1 or value in self.results or not self.tpu:
             return False
@@ -162,7 +167,7 @@ class Storage:
         return self.is_fused(reader) and [math.prod(one.shard) for one in reader.outs] == [math.prod(value.shard)]
 
     def _store_shared(self, continued: set[Value], sources: Mapping[Value, set[Value]]) -> None:
-        """Store elementwise results that something reads from memory, or that many would have to compute again."""
+        """Add to `stored` elementwise results that an operation reads from memory, or that several would recompute."""
         sinks: defaultdict[Value, set[Op]] = defaultdict(set)  # the operations that would each compute a result
         for op in reversed(self.ops):
             for one in op.outs if self.is_fused(op) else ():
@@ -184,7 +189,7 @@ class Storage:
         return times > 1 and sum(map(self.size, sources)) > 1.25 * self.size(value)
 
     def _reads_memory(self, reader: Op, value: Value) -> bool:
-        """Return True for an operation that cannot compute this operand within itself."""
+        """Return True if `reader` reads `value` from memory, because it can't compute `value` itself."""
         if reader.name in _PRODUCTS:
             return not self.tpu
         if self.is_fused(reader) or is_reduction(reader.name):
@@ -197,13 +202,13 @@ class Storage:
 
 
 class Liveness(Storage):
-    """The types and lifetimes of the stored results of a region, and the peak.
+    """Finds the dtype and the lifetime of each stored result of a region, and the moment of peak memory.
 
     Args:
       region, size, tpu: as for `Storage`.
-      elsewhere: results that are written into memory counted elsewhere, such as donated arguments.
-      reusable: inputs in whose memory results may be written, such as what a loop carries.
-      donated: the arguments in whose memory each result of a step is.
+      elsewhere: results whose memory is not counted here, because they are written into donated arguments, for example.
+      reusable: inputs whose memory may be overwritten by results, such as the carries of a loop.
+      donated: for each result of a step the donated argument whose memory it overwrites.
     """
 
     def __init__(
@@ -234,14 +239,14 @@ class Liveness(Storage):
     # Types.
 
     def _stored_as(self, value: Value) -> Any:
-        """Return the type of a result in memory if it is not its own, or None."""
+        """Return the dtype in which a result is stored if that is not the dtype of the result; else None."""
         maker = self.makers[value]
         if value in self.results or (maker.name in LOOPS and value in maker.outs[: maker.carries]):
             return None
         return self.read_as(value)
 
     def read_as(self, value: Value) -> Any:
-        """Return the smaller type that all readers convert a value to first, or None."""
+        """Return the dtype of fewer bits to which all readers of a value cast it first; None if there is none."""
         found = {self._reads_as(op, value) for op in self.readers[value]}
         return found.pop() if len(found) == 1 and value not in self.results else None
 
@@ -264,7 +269,7 @@ class Liveness(Storage):
         return None
 
     def _find_copies(self) -> Iterator[_Copy]:
-        """Yield the arguments that loops read in a smaller type, converted once before the first of them."""
+        """Yield a copy of each argument that all its loops cast to fewer bits; it is made before the first loop."""
         for value in self.inputs:
             loops = [op for op in self.readers[value] if op.name == "scan"]
             found = {self._reads_as(op, value) for op in loops}
@@ -275,7 +280,10 @@ class Liveness(Storage):
     # Lifetimes.
 
     def _find_last_reads(self) -> None:
-        """Find where each operation runs, which is where its results are read if none is stored, and the last reads."""
+        """Set `runs`, the index at which each operation is computed, and `last`, the index of each value's last read.
+
+        An operation whose results are not stored is computed where they are read.
+        """
         for op in reversed(self.ops):
             at = self.place[op]
             if op.outs and self.stored.isdisjoint(op.outs):
@@ -288,11 +296,11 @@ class Liveness(Storage):
     # The peak.
 
     def bytes_of(self, value: Value) -> int:
-        """Return the bytes of a stored value."""
+        """Return the bytes of a stored value on one device; 0 if its memory is counted elsewhere."""
         return 0 if value in self.elsewhere else self.size(value, self.dtypes.get(value))
 
     def peak(self) -> Moment:
-        """Return the moment at which most is live."""
+        """Return the moment at which the most bytes are live."""
         live: dict[Any, Live] = {}
         best, most = Moment(), 0
         expiring: defaultdict[int, list[Any]] = defaultdict(list)
@@ -319,7 +327,7 @@ class Liveness(Storage):
         return Live(replace(copy.value, dtype=copy.dtype), self.size(copy.value, copy.dtype), "converted")
 
     def _make_results(self, op: Op, at: int, live: dict[Any, Live]) -> None:
-        """Add the stored results of an operation to the live values; some take over the memory of an operand."""
+        """Add the stored results of an operation to `live`, and remove operands whose memory they overwrite."""
         for number, one in enumerate(op.outs):
             if one not in self.stored or one not in self.last or one in self.inputs:
                 continue
@@ -331,7 +339,7 @@ class Liveness(Storage):
             live[one] = Live(shown, size, "stacked" if op.name == "scan" and number >= op.carries else "")
 
     def _overwritten(self, op: Op, number: int, at: int, live: Mapping[Any, Live]) -> Value | None:
-        """Return the operand in whose memory a result is written: one of its size that is read last here."""
+        """Return the operand whose memory a result overwrites: one with as many bytes and no later read; else None."""
         options: list[Value] = []
         if op.name in LOOPS:
             options = [op.ins[op.skipped + op.consts + number]] if number < op.carries else []
@@ -351,9 +359,10 @@ class Liveness(Storage):
 
     @cached_property
     def _free_parameters(self) -> list[tuple[int, int, int]]:
-        """Bytes of donated parameters that nothing reads any more, smallest first, and from when to when they are free.
+        """The donated parameters whose memory is unused for a while, as (bytes, from, until), the smallest first.
 
-        They are free until the new value is gathered into them.
+        The memory of a parameter is unused from its last read until its new value is gathered into it; both moments are
+        indices of operations.
         """
         cut = {self.find(op.ins[0]) for op in self.ops if op.name == CUT}
         copied = {copy.value: copy.first for copy in self.copies}
@@ -361,13 +370,16 @@ class Liveness(Storage):
         for new, old in self.donated.items():
             maker = self.makers.get(self.find(new))
             if old in cut and maker is not None and old not in self.results:
-                # Loops read the copy that was made of it right before them.
+                # Loops read the copy of the parameter that is made right before the first loop.
                 reads = [self.runs[op] for op in self.readers[old] if not (op.regions and old in copied)]
                 found.append((self.size(old), max([copied.get(old, 0) - 1, *reads]), self.place[maker]))
         return sorted(found, key=lambda one: one[0])
 
     def _place_in_parameters(self, now: list[Live], at: int) -> list[Live]:
-        """Place arrays in donated parameters that nothing reads: the largest first, in the smallest that holds it."""
+        """Place live arrays in the unused memory of donated parameters, and return the list with 0 bytes for them.
+
+        The largest array comes first; each takes the smallest parameter that is large enough.
+        """
         free = [size for size, first, last in self._free_parameters if first < at < last]
         placed = list(now)
         for i in sorted(range(len(now)), key=lambda i: -now[i].bytes) if free else ():
@@ -379,7 +391,7 @@ class Liveness(Storage):
 
 
 def _is_selection(scatter: Op) -> bool:
-    """Return True for a scatter of one element per row, the gradient of `take_along_axis`: it is fused."""
+    """Return True for a scatter of one element per row, such as the gradient of `take_along_axis`."""
     numbers = scatter.params["dimension_numbers"]
     if numbers.update_window_dims:
         return False

@@ -1,4 +1,4 @@
-"""The peak of a training step, from its traced program, by role."""
+"""Find the peak memory of a training step from its traced program, and the role of each array live at the peak."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Traced(NamedTuple):
 
     Attributes:
       closed: the closed jaxpr of `step(run, batch) -> (run, metrics)`.
-      arguments: split over the axes of the mesh, role and path of each argument.
+      arguments: for each argument of the step the mesh axes that split its dimensions, its role and its path.
     """
 
     closed: Any
@@ -34,12 +34,12 @@ class Traced(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The peak of a step, and what roles are told by.
+    """The moment of a step's peak memory, and the shapes by which `role_of` recognises weights and logits.
 
     Attributes:
-      moment: what is live at the peak beside the arguments.
-      weights: the shapes in which parameters and their gradients appear.
-      vocab: sizes of dimensions that parameters call "vocab", of all of it and of one device's part.
+      moment: the values that are live at the peak, without the arguments of the step.
+      weights: the shapes in which parameters and their gradients appear, without dimensions of size 1.
+      vocab: the sizes of dimensions that are named "vocab", and of one device's part of such a dimension.
     """
 
     moment: Moment
@@ -51,7 +51,7 @@ _ROLES = {"params": "parameters", "opt_state": "optimizer state", "state": "mode
 
 
 def traced_step(closed: Any, layout: Layout, engine: Engine, batch: PyTree) -> Traced:
-    """Return the program of a step, as `step.trace(batch).jaxpr`, with where each of its arguments is stored."""
+    """Combine the jaxpr of a step (`step.trace(batch).jaxpr`) with the sharding, role and path of each argument."""
     run = run_shapes(layout, engine.residuals(layout))
     return Traced(closed, tuple(_arguments(layout, run, abstract(batch))))
 
@@ -70,7 +70,7 @@ def _arguments(layout: Layout, run: TrainState, batch: PyTree) -> list[tuple[Spl
 
 
 def step_graph(traced: Traced, sizes: Mapping[str, int], *, tpu: bool) -> Region:
-    """Make the graph of a traced step on a mesh with axes of these sizes."""
+    """Make the graph of a traced step on one device of a mesh; `sizes` has the size of each mesh axis."""
     region = build(traced.closed, traced.arguments, sizes)
     if tpu:
         cut_parts_first(region)
@@ -78,26 +78,26 @@ def step_graph(traced: Traced, sizes: Mapping[str, int], *, tpu: bool) -> Region
 
 
 def step_peak(region: Region, sizes: Mapping[str, int], *, tpu: bool, vocab: frozenset[int] = frozenset()) -> Peak:
-    """Find the peak of a step.
+    """Find the moment of a step at which the most bytes are live on a device.
 
     Args:
       region: the step as a graph.
-      sizes: of the mesh's axes.
-      tpu: arrays are stored in tiles, and products fuse what is elementwise, as on TPUs.
-      vocab: sizes of vocabularies, by which logits are known.
+      sizes: the size of each mesh axis.
+      tpu: True for a TPU, which stores arrays in tiles and fuses elementwise operations into matrix products.
+      vocab: the sizes of vocabularies, by which logits are recognised.
     """
-    # The run is donated: every new array is written into the old one.
+    # The TrainState is donated: every new array is written into the memory of the old one.
     donated = dict(zip(region.outputs, region.inputs, strict=False)) if tpu else {}
     moment = Liveness(region, sizes_of(tpu), tpu=tpu, elsewhere=set(region.outputs), donated=donated).peak()
     parameters = [one for one in region.inputs if one.role == "parameters"]
-    # Replicated or a shard, of all blocks or of one.
+    # The shape of the full array or of a shard, for all blocks or for a single block.
     weights = {_plain(shape[i:]) for one in parameters for shape in (one.shape, one.shard) for i in (0, 1)}
     parts = {count // split for count in vocab for split in sizes.values() if count % split == 0}
     return Peak(moment, frozenset(weights), vocab | parts)
 
 
 def sizes_of(tpu: bool) -> Size:
-    """Return a function that counts the bytes of a value on one device; those on the host take none."""
+    """Return a function that counts the bytes of a value on one device, in tiles if `tpu`; 0 for values on the host."""
 
     @functools.cache
     def count(shard: tuple[int, ...], dtype: Any) -> int:
@@ -113,10 +113,11 @@ def sizes_of(tpu: bool) -> Size:
 
 
 def cut_parts_first(region: Region) -> None:
-    """Let operations read parameters themselves instead of a barrier's results, and mark the parts cut before it.
+    """Remove the barriers after which ZeRO uses a parameter, and rename the slices before them to `CUT`.
 
-    Under ZeRO a step cuts the parts of parameters that the device updates before all else, and passes parameter and
-    part through a barrier.
+    Under ZeRO a step begins by slicing out the part of each parameter that the device updates, and passes the parameter
+    and its part through an `optimization_barrier`. Without the barrier, operations read the parameter itself. The graph
+    is changed in place.
     """
     makers = {one: op for op in region.ops for one in op.outs}
     same: dict[Value, Value] = {}
@@ -144,10 +145,10 @@ def _plain(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def role_of(one: Live, peak: Peak) -> str:
-    """Return the role of a value that the step computes.
+    """Return the role of a live value that the step computes, such as "gradients" or "kept activations".
 
     An array in the shape of a parameter is a gathered weight in the forward pass and its recomputation, and a gradient
-    in the rest of the backward pass. Results of the forward pass that the backward pass still needs are kept.
+    in the rest of the backward pass. Kept activations are results of the forward pass that the backward pass needs.
     """
     value, path = one.value, one.value.path
     backward, again = "transpose" in path, "rematted" in path
@@ -164,12 +165,12 @@ def role_of(one: Live, peak: Peak) -> str:
 
 
 def moment_path(moment: Moment) -> str:
-    """Return the name stack of the operation that runs at the peak."""
+    """Return JAX's name stack of the operation that runs at the peak; "" if nothing is live."""
     return "" if moment.op is None else moment.op.path
 
 
 def moment_str(moment: Moment) -> str:
-    """Name the pass and the part of the model that run at the peak."""
+    """Name the pass and the part of the model that run at the peak, such as "backward pass: Block/mlp"."""
     path = moment_path(moment)
     where = "update" if "jvp" not in path else "backward pass" if "transpose" in path else "forward pass"
     parts = [re.sub(r"^(?:\w+\()*|\)*$", "", part) for part in path.split("/")]

@@ -15,29 +15,32 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Split = tuple[tuple[str, ...], ...]
-"""For each dimension the mesh axes over which it is split."""
+"""For each dimension of an array the mesh axes that split it."""
 
 COLLECTIVES = frozenset({
     "all_gather", "psum", "psum2", "psum_invariant", "reduce_scatter", "psum_scatter", "all_to_all", "ppermute", "pmax",
     "pmin", "ragged_all_to_all", "all_gather_invariant",
 })  # fmt: skip
-"""Collectives that a program states."""
+"""Primitives of the collectives that the traced program issues itself."""
 
 
 def replicated(shape: Sequence[int]) -> Split:
-    """Return the split of an array that every device has a full copy of."""
+    """Return the split of a replicated array, which has no mesh axis in any dimension."""
     return ((),) * len(shape)
 
 
 def spec_split(spec: Any, ndim: int, among: frozenset[str]) -> Split:
-    """Return the split that a PartitionSpec states, over some axes only."""
+    """Convert a PartitionSpec to a tuple of mesh axes for each dimension, with only the axes in `among`."""
     entries = [() if one is None else one if isinstance(one, tuple) else (one,) for one in tuple(spec)]
     entries += [()] * (ndim - len(entries))
     return tuple(tuple(axis for axis in one if isinstance(axis, str) and axis in among) for one in entries[:ndim])
 
 
 def merge(splits: Sequence[Split]) -> Split:
-    """Join splits of arrays of one shape: a dimension takes the first split found, an axis splits one dimension."""
+    """Merge the splits of several arrays of the same shape into the split of their elementwise result.
+
+    For each dimension it takes the first split whose mesh axes split no earlier dimension.
+    """
     used: set[str] = set()
     joined = []
     for entries in zip(*splits, strict=True):
@@ -48,13 +51,13 @@ def merge(splits: Sequence[Split]) -> Split:
 
 
 def propagate(name: str, params: Mapping[str, Any], operands: Sequence[tuple[Split, Any]], shape: Any) -> Split:
-    """Return the split of an equation's result.
+    """Return the mesh axes that split each dimension of an equation's result.
 
     Args:
-      name: of the primitive.
-      params: of the equation.
-      operands: split and shape of each operand.
-      shape: of the result.
+      name: the name of the primitive.
+      params: the parameters of the equation.
+      operands: the split and the shape of each operand.
+      shape: the shape of the result.
     """
     if not any(any(split) for split, _ in operands):
         return replicated(shape)
@@ -115,7 +118,10 @@ def _transpose(params: Any, operands: Any, shape: Any) -> Split:
 
 
 def _reshape(params: Any, operands: Any, shape: Any) -> Split:
-    """Match dimensions in groups of equal size; the first split in a group is the split of the group."""
+    """Match groups of dimensions with equal numbers of elements, such as [4, 8] with [32], before and after a reshape.
+
+    The first split dimension of a group gives its mesh axes to one dimension of the matching group.
+    """
     split, its = operands[0]
     out: list[tuple[str, ...]] = [()] * len(shape)
     i = j = 0
@@ -136,7 +142,7 @@ def _reshape(params: Any, operands: Any, shape: Any) -> Split:
                 return tuple(out)
         entries = [split[dim] for dim in source if its[dim] > 1]
         axes = next((one for one in entries if one), ())
-        # It goes to a dimension of the size that it had, or else to the outermost one.
+        # The axes go to a dimension with the size of the one that they split, or else to the outermost dimension.
         if axes:
             size = next(its[dim] for dim in source if split[dim] == axes)
             equal = [dim for dim in target if shape[dim] == size]
@@ -146,7 +152,7 @@ def _reshape(params: Any, operands: Any, shape: Any) -> Split:
 
 
 def _same_size(params: Any, operands: Any, shape: Any) -> Split:
-    """Slices and pads: every dimension of more than one element keeps its split."""
+    """Keep the operand's split for a slice or a padded array, except along dimensions cut to a single element."""
     split, its = operands[0]
     if len(its) != len(shape):
         return replicated(shape)
@@ -230,7 +236,7 @@ _RULES: dict[str, Callable[[Any, Any, Any], Split]] = {
 
 
 def shard_shape(shape: Sequence[int], split: Split, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the shape of one device's part; a dimension that does not divide evenly is rounded up."""
+    """Return the shape of one device's part of an array; dimensions that don't divide evenly are rounded up."""
     return tuple(
         -(-size // math.prod(sizes[axis] for axis in entry)) if entry else size
         for size, entry in zip(shape, split, strict=True)

@@ -1,4 +1,4 @@
-"""Memory that arrays take on a TPU, where arrays are stored in tiles: a small one may take a hundred times its bytes.
+"""Count the memory of arrays on a TPU, which stores them in tiles: a scalar of 4 bytes takes 512.
 
 A tile is 8 sublanes of 128 lanes of 32 bits, 4 KiB. f32[1024, 1024] fills its tiles, f32[7] does not:
 
@@ -26,23 +26,25 @@ LANES, SUBLANES = 128, 8
 def tiled_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     """Count the bytes that an array takes on a TPU as an argument of a program, padded to tiles.
 
-    Types narrower than 32 bits are packed: n = 32 / bits neighbours share a word, n = 1 for wider types.
+    Elements of fewer than 32 bits are packed: n = 32 / bits elements share a 32-bit word. For all others n is 1.
 
-    - Two or more dimensions: one dimension is padded to a multiple of 128 lanes and another one to a multiple of its
-      sublanes: the next power of two of its size, at most 8 but at least n. Of all ordered pairs of dimensions the
-      compiler takes the one that needs least.
-    - One dimension: padded to a multiple of 1024 elements (of 128 n if that is more); a shorter one to the next power
-      of two, at least 128 n. A scalar is an array of one element.
-    - A typed random key has its words as last dimension. An array without elements takes nothing.
+    - Two or more dimensions: the compiler chooses one dimension for the lanes of a tile and another one for its
+      sublanes. The first is padded to a multiple of 128. The second is padded to a multiple of the smallest power of
+      two that is at least its size, but of no more than 8 and no less than n. The compiler chooses the pair of
+      dimensions that gives the fewest bytes.
+    - One dimension: padded to a multiple of max(1024, 128 n) elements. Shorter arrays are padded to the next power of
+      two, but to no less than 128 n elements. A scalar counts as an array of one element.
+    - A typed random key counts as its uint32 words, in an additional last dimension. An array without elements takes
+      no bytes.
 
     Source: the layouts of programs compiled by libtpu for v4, v5e, v5p, v6e and TPU7x, which are the same.
 
     Args:
-      shape: of one device's shard.
-      dtype: a dtype, or that of typed random keys.
+      shape: the shape of one device's shard.
+      dtype: the dtype of the array, which may be that of typed random keys.
 
     Returns:
-      Bytes on one device.
+      The bytes on one device.
 
     Example:
       >>> tiled_bytes((7,), jnp.float32), tiled_bytes((1024, 1024), jnp.float32), tiled_bytes((3, 64, 8), jnp.float32)
@@ -63,7 +65,7 @@ def tiled_bytes(shape: tuple[int, ...], dtype: Any) -> int:
 
 
 def padded_bytes(shape: tuple[int, ...], dtype: Any, lanes: int, sublanes: int) -> int:
-    """Count the bytes of an array of two or more dimensions, of which one lies along the lanes, one along sublanes."""
+    """Count the padded bytes of an array with dimension `lanes` along the lanes of tiles, `sublanes` along sublanes."""
     bits = jax.dtypes.itemsize_bits(dtype)
     tile = max(32 // bits, min(_next_power(shape[sublanes]), SUBLANES))
     rest = math.prod(shape) // (shape[lanes] * shape[sublanes])
@@ -77,7 +79,7 @@ def tiled_argument_bytes(layout: Layout, batch: PyTree) -> int:
     computes in between, gradients included, is not counted. `layout.argument_bytes` counts the same without tiles.
 
     Args:
-      layout: where the arrays of the run live.
+      layout: the layout, which has the shape and sharding of every array of the TrainState.
       batch: a tree of global arrays or `jax.ShapeDtypeStruct`.
 
     Returns:
@@ -95,7 +97,7 @@ def tiled_argument_bytes(layout: Layout, batch: PyTree) -> int:
 
 
 def _next_power(size: int) -> int:
-    """The smallest power of two that is not below `size`."""
+    """Return the smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()
 
 

@@ -19,7 +19,7 @@ _SEEN = 0.001
 """The smallest bar that is drawn and named, as a share of the picture's width."""
 
 _SMALL = 0.05
-"""The shortest longest bar, as a share of a limit, for which the limit is drawn: otherwise bars are too short."""
+"""A limit is drawn if the longest bar is at least this share of it; otherwise the bars would be too short."""
 
 _WRITTEN = 0.07
 """The smallest bar that has its number in it, as a share of the picture's width."""
@@ -33,7 +33,7 @@ _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1))
 def memory_figure(predictions: Mapping[str, MemoryReport | Layout], *, title: str = "") -> Figure:
     """Draw the memory of a device by role, as stacked bars: the peak of each prediction, or the arrays of each layout.
 
-    A line shows the memory that a program may use, unless every peak is a small share of it.
+    A line shows the memory that a program may use, unless all bars are short in comparison.
 
     Args:
       predictions: predictions of `js.plan.predict`, verdicts of `js.plan.compile_for` or layouts, by the names of their

@@ -28,8 +28,8 @@ _MARKERS = "osD^vP"
 def roofline_figure(prediction: Prediction, *, title: str = "") -> Figure:
     """Draw the roofline of a step: every matrix product by its FLOPs for each byte of memory, under the chip's roof.
 
-    Products of less than a five-hundredth of the FLOPs are left out. A product left of the ridge waits for memory, one
-    right of it for arithmetic. The area of its mark is its share of the FLOPs.
+    Products of less than a five-hundredth of the FLOPs are left out. A product left of the roof's ridge waits for
+    memory, a product right of the ridge for arithmetic. The area of a mark is the product's share of the FLOPs.
 
     Args:
       prediction: a prediction of `js.plan.predict` with `estimate=True`, for a known chip.

@@ -38,11 +38,11 @@ def sharding_figure(layout: Layout, *, leaves: int = _LEAVES, title: str = "") -
 
     Every picture is the mesh: its longest axis goes from left to right, the others from top to bottom. Devices of one
     colour and number hold the same shard of an array; a picture in a single colour is a replicated array. A white line
-    separates devices with different shards, a dotted one those with the same.
+    separates devices with different shards, a dotted line devices with the same shard.
 
     Args:
       layout: the layout.
-      leaves: the number of parameters, the largest first; of equal ones with equal placements only one is drawn.
+      leaves: the most parameters to draw, the largest first; of parameters with equal shapes and placements only one.
       title: the title; by default the axes of the mesh.
 
     Returns:
@@ -76,7 +76,7 @@ def sharding_figure(layout: Layout, *, leaves: int = _LEAVES, title: str = "") -
 
 
 def _rows(layout: Layout) -> list[tuple[str, tuple[Placement | None, ...]]]:
-    """Return label and placements of each parameter, the largest first; only the first of equal ones."""
+    """Return (label, placements) of each parameter, the largest first; of equal parameters only the first."""
     arrays = jax.tree_util.tree_leaves_with_path(layout.shapes.params)
     roles = [
         jax.tree.leaves(tree, is_leaf=lambda x: x is None) for tree in (layout.params, layout.grads, layout.opt_params)

@@ -27,8 +27,9 @@ class Candidate:
     """One way to train a model: the strategy, the mesh axes and the engine for `js.layout` and `js.make_step`.
 
     Attributes:
-      axes: the sizes of the mesh's axes, in the mesh's order.
-      data: the data strategy: "fsdp", "hsdp", "zero2", "zero1" or "ddp"; the other axes add theirs.
+      axes: (name, size) of each axis of the mesh, in order.
+      data: the strategy over the data axis: "fsdp", "hsdp", "zero2", "zero1" or "ddp". Other axes add `js.tensor`,
+        `js.expert`, `js.context` and `js.pipeline`.
       engine_name: "explicit", "auto" or "pipelined".
       microbatches: the number of micro-batches into which a device's rows are cut.
       policy: the remat policy of a block; None where none applies.
@@ -47,32 +48,32 @@ class Candidate:
     precision: str | None = None
 
     def size(self, axis: str) -> int:
-        """Return the size of an axis; 1 if the mesh lacks it."""
+        """Return the size of a mesh axis; 1 if the mesh has no such axis."""
         return dict(self.axes).get(axis, 1)
 
     @property
     def row_shards(self) -> int:
-        """The number of parts into which the rows of a batch are split."""
+        """The number of parts into which the axes replica, data and expert split the rows of a batch."""
         return self.size("replica") * self.size("data") * self.size("expert")
 
     @property
     def weight_shards(self) -> int:
-        """The number of parts into which strategies split weights, gradients or optimizer state."""
+        """The number of shards of weights, gradients or optimizer state under ZeRO and FSDP."""
         return self.size("data") * self.size("expert") * self.size("context")
 
     @property
     def pieces(self) -> float:
-        """A measure of complexity: axes, micro-batches, named activations, and a strategy other than FSDP."""
+        """A measure of complexity, which grows with axes, micro-batches, rarer strategies and remat policies."""
         named = 0.0 if self.policy is None or self.policy.is_plain else 0.5
         return len(self.axes) + math.log2(self.microbatches) / 2 + (self.data not in ("fsdp", "ddp")) / 2 + named
 
     @property
     def remat(self) -> str | None:
-        """The policy as `--remat` takes it."""
+        """The remat policy as the text that `--remat` takes; None without a policy."""
         return None if self.policy is None else self.policy.text
 
     def strategy(self) -> Strategy:
-        """Make the strategy."""
+        """Make the strategy for `js.layout`."""
         over = ("data", *(axis for axis in ("expert", "context") if self.size(axis) > 1))
         shards = over if len(over) > 1 else "data"
         made: Strategy = _STRATEGIES[self.data](*(("replica",) if self.data == "hsdp" else ()), shards)
@@ -87,7 +88,7 @@ class Candidate:
         return made
 
     def engine(self) -> Engine:
-        """Make the engine."""
+        """Make the engine for `js.make_step`."""
         precision: Any = self.precision
         if self.engine_name == "pipelined":
             stash = "layer" if self.remat in (None, "nothing") else self.remat
@@ -101,7 +102,7 @@ class Candidate:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The flags of `jaxshard plan`, `audit` and `train` that select it."""
+        """The flags of `jaxshard plan`, `audit` and `train` that select this candidate."""
         given = ["--mesh", ",".join(f"{axis}={size}" for axis, size in self.axes), "--strategy", self.data]
         given += ["--engine", "auto"] if self.engine_name == "auto" else []
         given += [] if self.remat is None else ["--remat", self.remat]
@@ -120,7 +121,7 @@ class Candidate:
         return ", ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the candidate for JSON."""
+        """Return the candidate as values that JSON can represent."""
         return {
             "mesh": dict(self.axes),
             "strategy": self.data,
@@ -137,14 +138,14 @@ class Candidate:
 def candidates(facts: Facts, devices: int, *, num_slices: int = 1, precision: str | None = None) -> Iterator[Candidate]:
     """List the candidates that the shapes of a model and its batch allow.
 
-    Each axis divides the dimension that it splits: data and expert the rows of the batch, tensor and expert the model's
-    dimensions of those names, context the positions, pipe the blocks.
+    The size of an axis divides what the axis splits: for data and expert the rows of the batch, for tensor and expert
+    the dimensions of the model that `js.tensor` and `js.expert` split, for context the positions, for pipe the blocks.
 
     Args:
       facts: the facts of the model and its batch.
       devices: the number of devices, the product of the sizes of the axes.
       num_slices: the number of TPU slices; only the axes replica, data and pipe cross them.
-      precision: the precision of all candidates.
+      precision: the precision of all candidates, as for `js.explicit`.
     """
     given = (facts.tensor_share, facts.expert_sizes, facts.context_sizes, facts.pipe_sizes)
     for tensors, experts, parts, stages in itertools.product(*((1, *sizes) for sizes in given)):
@@ -171,7 +172,7 @@ def _data_axes(
 
 
 def _ways(facts: Facts, first: Candidate) -> Iterator[Candidate]:
-    """Yield the schedules, micro-batches and remat policies for the axes of a candidate."""
+    """Yield copies of a candidate with each possible schedule, number of micro-batches and remat policy."""
     if facts.rows % first.row_shards:
         return
     rows, stages = facts.rows // first.row_shards, first.size("pipe")

@@ -21,21 +21,21 @@ from jaxshard.plan.time.products import TRAFFIC
 _PRODUCTS = 0.7
 """The share of a chip's peak FLOP/s that products reach."""
 _SUMS = 4
-"""All-reduces of a block's output over a tensor axis, forward and backward; half of them again under remat nothing."""
+"""The all-reduces of a block's output over a tensor axis in a step; if the block is recomputed, half of them more."""
 TOO_LARGE = "too large"
 """The reason for leaving out a candidate that needs more memory than a device has."""
 _HOST = 0.5
 """The share of a host's memory that activations may take: data and checkpoints need the rest."""
 
 Weights = dict[tuple[bool, bool], float]
-"""Bytes of stored parameters by (in blocks, split by experts)."""
+"""Bytes of stored parameters by (True if in blocks, True if split over an axis of experts)."""
 Groups = Callable[[tuple[tuple[str, int], ...], tuple[str, ...]], Group | None]
 """`groups(axes of a mesh, axes of a collective) -> the devices that the collective joins`."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The fewest bytes on a device, the estimated seconds of a step, and bytes in host memory for each device."""
+    """A lower bound of the bytes on a device, the estimated seconds of a step, and bytes in host memory per device."""
 
     bytes: int
     seconds: float
@@ -49,7 +49,7 @@ class Estimator:
     Attributes:
       facts: the facts of the model.
       chip: the limits of a device.
-      groups: which devices a collective joins; None on an unknown network.
+      groups: returns the group of devices of a collective; None if the network is not known.
     """
 
     facts: Facts
@@ -57,20 +57,20 @@ class Estimator:
     groups: Groups
 
     def estimate(self, one: Candidate) -> Estimate:
-        """Estimate one candidate."""
+        """Estimate the memory and step time of one candidate."""
         weights = self._weights(one)
         kept, moved = self._kept(one)
         return Estimate(int(self._stored(one, weights) + kept), self._step_seconds(one, weights), int(moved))
 
     def why_too_large(self, found: Estimate) -> str:
-        """Explain which memory limit a candidate exceeds; "" if it exceeds none."""
+        """Explain which memory limit an estimate exceeds; "" if it exceeds none."""
         if found.bytes > self.chip.usable_bytes:
             return TOO_LARGE
         full = self.chip.host_bytes and found.offloaded > _HOST * self.chip.host_bytes
         return f"offloads more than {_HOST:.0%} of the host's memory" if full else ""
 
     def _weights(self, one: Candidate) -> Weights:
-        """Return the bytes of stored parameters that a device computes with."""
+        """Return the bytes of the stored parameters with which a device computes, before ZeRO or FSDP shards them."""
         share = self.facts.tensor_share.get(one.size("tensor"), 1.0)
         return {
             (blocks, experts): size * share / (one.size("pipe") ** blocks * one.size("expert") ** experts)
@@ -78,7 +78,7 @@ class Estimator:
         }
 
     def _stored(self, one: Candidate, weights: Weights) -> float:
-        """Return the stored bytes of a device and one block's gathered weights."""
+        """Return the bytes of stored arrays (parameters, gradients, optimizer state) and a block's gathered weights."""
         stages, gathered = one.size("pipe"), one.data in ("fsdp", "hsdp")
         parts = {
             "param": one.weight_shards if gathered else 1,
@@ -97,7 +97,7 @@ class Estimator:
         return stored + (block if parts["param"] > 1 else 0)
 
     def _kept(self, one: Candidate) -> tuple[float, float]:
-        """Return the bytes that blocks keep for the backward pass, on the device and on the host."""
+        """Return (bytes on the device, bytes on the host) of activations that blocks keep for the backward pass."""
         facts, stages = self.facts, one.size("pipe")
         if facts.depth is None or one.policy is None:
             return 0.0, 0.0
@@ -112,7 +112,7 @@ class Estimator:
         return kept * many, moved * many
 
     def _step_seconds(self, one: Candidate, weights: Weights) -> float:
-        """Estimate the seconds of a step: the sum of its parts."""
+        """Estimate the seconds of a step as the sum of its parts, such as products and communication."""
         facts, chip, stages = self.facts, self.chip, one.size("pipe")
         again = one.policy.again if one.policy is not None else 0.0
         rate = (chip.peak_flops if facts.itemsize == 2 else chip.peak_f32 or chip.peak_flops) * _PRODUCTS

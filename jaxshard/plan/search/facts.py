@@ -37,12 +37,12 @@ class Facts:
       rows: the rows of the global batch.
       depth: the number of blocks; None if the model does not say.
       flops: the FLOPs of a step on all devices together, without recomputation.
-      weights: bytes of the stored parameters, by (in blocks, split by an axis of experts).
+      weights: bytes of the stored parameters, by (True if in blocks, True if split over an axis of experts).
       opt_ratio: bytes of the optimizer's state for each byte of parameters.
       itemsize: bytes of an element of a weight during use.
       policies: the remat policies of a block, with the bytes kept for one row; () where none applies.
       block_input: bytes of a block's input for one row; 0 without blocks.
-      tensor_share: the share of the stored weights on each device of a tensor axis, by each size that it may have.
+      tensor_share: the share of the stored weights on each device of a tensor axis, by size of this axis.
       expert_sizes, context_sizes, pipe_sizes: sizes above 1 that an axis may have.
       engine: "explicit", or "auto" for a loss that returns a scalar, without a weight.
     """
@@ -66,7 +66,7 @@ def facts_of(
     init_fn: InitFn, loss_fn: LossFn, tx: optax.GradientTransformation, batch: PyTree, devices: int,
     precision: str | None,
 ) -> Facts:  # fmt: skip
-    """Measure the facts of a model by a few layouts on small planned meshes, and a trace of the loss and of a block."""
+    """Measure the facts of a model from a few layouts on small planned meshes, and from traces of loss and block."""
     unsplit = make_layout(ddp(), _mesh(data=1), init_fn, tx)
     rows, sizes = _rows(unsplit, batch), _bytes(unsplit, "param")
     total, most = sum(sizes.values()), min(devices, _MOST)
@@ -106,7 +106,7 @@ def facts_of(
 
 
 def _mesh(**axes: int) -> Mesh:
-    """Make a mesh of planned devices, which are on no chip."""
+    """Make a mesh of planned devices of no particular chip."""
     devices = np.empty(tuple(axes.values()), dtype=object)
     devices.flat[:] = [PlannedDevice(number, "cpu", "planned", 0, 0) for number in range(devices.size)]
     return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
@@ -115,7 +115,7 @@ def _mesh(**axes: int) -> Mesh:
 def _splits(
     axis: str, strategy: Strategy, init_fn: InitFn, tx: optax.GradientTransformation, total: int, most: int
 ) -> dict[int, dict[str, int]]:
-    """Return the bytes per device of each parameter by size of an axis, for powers of two that still shrink them."""
+    """Return {size of an axis: {path: bytes per device}} for powers of two, up to the size that saves little."""
     found: dict[int, dict[str, int]] = {}
     size, before = 2, total
     while size <= most:
@@ -149,7 +149,7 @@ def _rows(layout: Layout, batch: PyTree) -> int:
 def _policies(
     objective: OfBlocks, layout: Layout, batch: PyTree, rows: int, dtype: Any
 ) -> tuple[tuple[Policy, ...], int, int]:
-    """Return the remat policies of a block, the bytes of its input for a row, and a row's positions (0 if unknown)."""
+    """Return (remat policies of a block, bytes of its input for one row, positions of a row or 0 if unknown)."""
     model, params = objective.model, layout.shapes.params
     weights = _cast(params[BLOCKS], dtype, first_dim=1)
     rest = _cast({name: part for name, part in params.items() if name != BLOCKS}, dtype)
@@ -165,7 +165,7 @@ def _policies(
 
 
 def _cast(tree: PyTree, dtype: Any, first_dim: int = 0) -> PyTree:
-    """Return the shapes of a tree without its first dimensions, floats in `dtype` if it is given."""
+    """Return the shapes of a tree without their first `first_dim` dimensions, floats in `dtype` unless it is None."""
 
     def cast(x: Any) -> jax.ShapeDtypeStruct:
         is_cast = dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
@@ -175,7 +175,7 @@ def _cast(tree: PyTree, dtype: Any, first_dim: int = 0) -> PyTree:
 
 
 def _context_sizes(positions: int, devices: int, batch: PyTree) -> tuple[int, ...]:
-    """Return the sizes of an axis that may split positions; () unless labels are an array of their own."""
+    """Return the sizes that a context axis may have; () unless all arrays of the batch have `positions` positions."""
     shapes = {x.shape[1] for x in jax.tree.leaves(batch) if getattr(x, "ndim", 0) >= 2}
     if not positions or shapes != {positions}:
         return ()

@@ -25,14 +25,14 @@ def judged(
 ) -> list[Plan]:
     """Ask the compiler about the best plans until enough of them fit.
 
-    Plans that do not fit are left out, and plans on which the compiler itself fails.
+    Left out are plans that do not fit, and plans for which the compiler fails with an error.
 
     Args:
       plans: the estimated plans.
       wanted: the number of fitting plans to find.
-      judge: compiles a plan.
+      judge: compiles a plan, and returns the compiler's verdict.
       order: the key by which plans are ranked.
-      progress: is called with a message on how many plans were compiled.
+      progress: a function that is called with a message on the number of plans compiled so far.
 
     Returns:
       The plans that fit, ranked, then the plans that the compiler was not asked about.
@@ -56,7 +56,7 @@ def judged(
 
 
 def _verdict(judge: Callable[[Plan], Verdict], plan: Plan) -> Verdict | None:
-    """Compile a plan; return None if the compiler itself fails, which says nothing about other plans."""
+    """Compile a plan and return the verdict; None if the compiler fails with an error."""
     try:
         return judge(plan)
     except (RuntimeError, TimeoutError):
@@ -64,7 +64,7 @@ def _verdict(judge: Callable[[Plan], Verdict], plan: Plan) -> Verdict | None:
 
 
 def distinct(plans: Sequence[Plan]) -> list[Plan]:
-    """Return the first plan of each group that differs in remat policy alone."""
+    """Return the first plan of each group of plans that differ only in their remat policies."""
     found: dict[Any, Plan] = {}
     for plan in plans:
         found.setdefault(layout_of(plan), plan)

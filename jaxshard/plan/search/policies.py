@@ -26,7 +26,7 @@ from jaxshard.cost.flops import model_flops
 from jaxshard.layers.attention.blockwise import NAME as ATTENTION_OUT
 
 _ELEMENTWISE = 0.03
-"""The smallest share of a step that is recomputed unless everything is kept: norms, gates, rotations."""
+"""The smallest share of a block's work that is recomputed unless everything is kept: norms, gates, rotations."""
 _WORTH = 0.01
 """The smallest share of a block's work that keeping a name must save."""
 
@@ -49,12 +49,12 @@ class Policy:
 
     @property
     def is_plain(self) -> bool:
-        """True for a policy without names."""
+        """True for a policy without checkpoint names, such as "dots"."""
         return "=" not in self.text
 
 
 PLAIN = (Policy("everything"), Policy("dots", again=_ELEMENTWISE), Policy("nothing", again=1 / 3))
-"""The policies without names, from the one that keeps most, before a block is measured."""
+"""The policies without checkpoint names, by decreasing kept bytes; `again` is assumed, not measured."""
 
 
 def remat_of(text: str) -> RematPolicy:
@@ -73,9 +73,9 @@ def policies_of(block: Callable[[PyTree, PyTree], PyTree], weights: PyTree, x: P
     """Make the remat policies for a block, each with the bytes that it keeps.
 
     Args:
-      block: a function of a block's weights and its input, which names its input.
-      weights: the shapes of its weights.
-      x: the shapes of its input, of one row.
+      block: a function of a block's weights and input, which gives its input a checkpoint name.
+      weights: the shapes of the block's weights.
+      x: the shapes of the block's input, for one row.
     """
     of = _Block(block, weights, x)
     into = tree_bytes(x)
@@ -113,18 +113,18 @@ def policies_of(block: Callable[[PyTree, PyTree], PyTree], weights: PyTree, x: P
 
 @dataclass(frozen=True)
 class _Block:
-    """A block, whose gradient is measured under a policy: FLOPs, and bytes kept."""
+    """A block of the model, to measure the FLOPs of its gradient and the bytes that it keeps under a remat policy."""
 
     run: Callable[[PyTree, PyTree], PyTree]
     weights: PyTree
     x: PyTree
 
     def names(self) -> list[str]:
-        """Return the checkpoint names of its activations, except that of its input."""
+        """Return the checkpoint names of the block's activations, without the name of its input."""
         return sorted(names_in(jax.make_jaxpr(self._gradient(self.run))(*self._inputs())) - {CONSTRAINED, BLOCK_IN})
 
     def under(self, text: str, otherwise: float) -> Policy:
-        """Measure a policy; `otherwise` is the recomputed share if a kernel does not state its FLOPs."""
+        """Measure a remat policy; `otherwise` is its recomputed share if a kernel does not state its FLOPs."""
         saved = jax.checkpoint(self.run, policy=make_save_policy(remat_of(text)), prevent_cse=False)
         kept = tree_bytes(jax.eval_shape(lambda w, x: jax.vjp(saved, w, x)[1], self.weights, self.x))
         kept -= tree_bytes(self.weights)  # residuals of the gradient, but stored anyway

@@ -1,4 +1,4 @@
-"""The result of a search: plans, the best first, each with a sentence that explains its rank."""
+"""Rank the plans that a search found, the best first, each with a sentence that explains its rank."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Plan:
     """A layout and an engine that fit, or may fit, with their memory and step time.
 
     Attributes:
-      candidate: the axes, strategy, engine, micro-batches and remat, in words and as flags.
-      prediction: its estimated memory, communication and time.
+      candidate: the axes, strategy, engine, micro-batches and remat policy.
+      prediction: the estimated memory, communication and time.
       compiled: the compiler's verdict, or None if it was not asked.
       reason: a sentence that explains its rank.
 
@@ -61,17 +61,17 @@ class Plan:
 
     @property
     def is_likely_to_fit(self) -> bool:
-        """True if the step fits, or is likely to by its estimate; such plans are ranked first."""
+        """True if the step fits, or is likely to fit by its estimate; such plans are ranked first."""
         return self.memory.is_likely_to_fit
 
     @property
     def fits(self) -> bool | None:
-        """True if the step fits, by the compiler if it was asked, else by the prediction; None if that is not sure."""
+        """True if the step fits, by the compiler's verdict or else by the prediction; None if that is not certain."""
         return self.memory.fits
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes on a device: allocated by the compiler if it was asked, else the estimate of live bytes."""
+        """Bytes on a device: allocated by the compiler, or, if it was not asked, the estimated live bytes."""
         return self.memory.allocated_bytes or self.memory.live_bytes
 
     @property
@@ -91,7 +91,7 @@ class Plan:
         return {name: sum(seconds) / 2 for name, seconds in ranges.items()}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the plan for JSON."""
+        """Return the plan as values that JSON can represent."""
         return self.candidate.as_dict() | {
             "fits": self.fits,
             "step_seconds": self.seconds,
@@ -111,8 +111,8 @@ class Ranking:
 
     Attributes:
       topology: the chips, such as "v5e:16x16".
-      plans: the plans that fit by the compiler or the prediction, the fastest first, then those that only the compiler
-        can decide; plans that do not fit are left out.
+      plans: the plans that fit by the compiler or the prediction, the fastest first, then plans about which only the
+        compiler can decide; plans that do not fit are left out.
       listed: the number of candidates.
       too_large: the number of candidates that can't fit by arithmetic alone.
       predicted: the number of candidates that were predicted.
@@ -136,7 +136,7 @@ class Ranking:
         return self.plans[0] if self.plans else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the ranking for JSON."""
+        """Return the ranking as values that JSON can represent."""
         return vars(self) | {"plans": [plan.as_dict() for plan in self.plans], "hbm_bytes": self.usable_bytes}
 
     def __str__(self) -> str:
@@ -144,7 +144,7 @@ class Ranking:
         return sections_text(self._sections())
 
     def _repr_html_(self) -> str:
-        """Show the same in a notebook."""
+        """Format the ranking as HTML for a notebook."""
         return page(*self._sections())
 
     def _sections(self) -> list[Section]:

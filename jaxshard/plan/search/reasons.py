@@ -18,11 +18,11 @@ _WORDS = {
 
 
 def reason_for(plan: Plan, plans: Sequence[Plan], usable: int) -> str:
-    """Explain the rank of a plan: its time and memory, and how both differ from those of the best plan.
+    """Explain the rank of a plan: its time and memory, and how both differ from the best plan's.
 
     Args:
       plan: the plan.
-      plans: the ranking, the first of which is the best.
+      plans: all plans by rank, the best first.
       usable: bytes of a device that a program may use.
     """
     best = plans[0]
@@ -48,7 +48,7 @@ def reason_for(plan: Plan, plans: Sequence[Plan], usable: int) -> str:
 
 
 def _place(best: Plan, plans: Sequence[Plan]) -> str:
-    """Say why a plan is the first: the fastest, or nearly and with less memory than the fastest."""
+    """Say why the best plan is first: it is the fastest, or nearly as fast and needs less memory."""
     fastest = min((plan for plan in plans if plan.fits is best.fits), key=lambda plan: plan.middle)
     gain = 1 - fastest.middle / best.middle
     if gain < 0.005:

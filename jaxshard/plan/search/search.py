@@ -37,13 +37,13 @@ from jaxshard.training.step import make_step
 _WANTED = 8
 """The number of likely plans after which the search stops predicting."""
 _PER_PIECE = 0.004
-"""The relative gain in time that justifies one more mesh axis: predictions are not more exact than that."""
+"""The relative gain in time that justifies one more mesh axis; predictions are not exact enough for less."""
 _PER_MEMORY = 0.1
 """The relative gain in time that justifies taking all memory of a device instead of none; half the memory, half the
 gain. Predicted times have a median error of 8 %, so smaller gains are not reliable, and free memory has room for more
 rows or positions."""
 _ALIKE = 3
-"""The number of candidates that are predicted first of those that differ only in sizes or remat policy."""
+"""The number of candidates predicted first from each group that differs only in axis sizes and remat policy."""
 
 
 def search(
@@ -66,20 +66,20 @@ def search(
     All candidates that the shapes of the model and its batch allow are listed: sizes of the axes data, replica, tensor,
     context, expert and pipe that multiply to the devices, strategies from ddp to fsdp and hsdp, remat policies that
     save or offload activations, micro-batches and pipeline schedules. Arithmetic on weights and activations leaves out
-    those that can't fit and sorts the rest. The best are estimated (`js.plan.predict`), and the best of these are
+    candidates that can't fit and sorts the rest. The best are estimated (`js.plan.predict`), and the best of these are
     compiled (`js.plan.compile_for`) until enough of them fit. The search does not change the model, the batch or the
     numerics: all plans compute the same.
 
     Args:
       init_fn: as for `js.layout`. Pipelines are tried for the `init` and `loss` of a `js.Stacked`.
-      loss_fn: as for `js.make_step`. One that returns a scalar runs under `js.auto`.
+      loss_fn: as for `js.make_step`. A loss that returns a scalar runs under `js.auto`.
       tx: the optimizer.
       batch: a tree of global arrays or `jax.ShapeDtypeStruct`. Axes that split positions are tried if labels are an
         array of their own ({"tokens": [B, T], "targets": [B, T]}).
       topology: as for `js.plan.planned_mesh`, such as "v5e:16x16" or "h100:8x4".
       num_slices: the number of TPU slices.
       precision: as for `js.explicit`.
-      chip: the limits of a device; by default those of the topology.
+      chip: the limits of a device; by default the limits of the topology's chip.
       price: the price of one device for an hour, for `prediction.price_per_billion_tokens`.
       seconds: the processor time after which no further estimate begins.
       compile: the number of plans that must fit by the compiler, if it is installed; 0 asks no compiler.
@@ -160,9 +160,9 @@ def search(
 
 
 def _urgency(pair: Pair, chip: Chip) -> tuple[tuple[bool, bool], float, int]:
-    """Return the sort key for predictions: plain data parallelism first, as a baseline, then by estimated time.
+    """Return the key that sorts candidates for prediction: plain data parallelism first, then by estimated time.
 
-    Candidates that only a compiler could confirm come last, as in the ranking.
+    Candidates whose fit only a compiler could confirm come last, as in the ranking.
     """
     one, found = pair
     doubtful = not may_be_likely(found.bytes, chip.usable_bytes)
@@ -171,5 +171,5 @@ def _urgency(pair: Pair, chip: Chip) -> tuple[tuple[bool, bool], float, int]:
 
 
 def _weighed(seconds: float, size: int, one: Candidate, chip: Chip) -> float:
-    """Return the seconds of a step with a small penalty for complexity and for memory."""
+    """Return the seconds of a step, increased a little for the complexity of the candidate and its memory."""
     return seconds * (1 + _PER_PIECE * one.pieces + _PER_MEMORY * size / chip.usable_bytes)

@@ -24,12 +24,13 @@ _PREDICTED = 32
 
 @dataclass
 class Trials:
-    """The predictions made so far, and the limits within which more are made.
+    """Predicts candidates within limits, and collects the results.
 
     Attributes:
-      predict: makes the prediction of a candidate; raises if the library refuses it.
+      predict: predicts a candidate; raises an error if the library refuses the candidate.
       usable_bytes: the bytes of a device's memory that a program may use.
-      until: the `time.process_time` after which no prediction begins: other load of the machine changes no ranking.
+      until: the `time.process_time` after which no prediction begins. It is processor time, so that other load of the
+        machine does not change the ranking.
       plans: the plans that fit, or may fit.
       refused: the number of candidates that are left out, by reason.
       faults: descriptions of predictions that failed.
@@ -47,7 +48,7 @@ class Trials:
     _done: set[Candidate] = field(default_factory=set)
 
     def bound(self, listed: Sequence[Candidate], estimator: Estimator) -> list[Pair]:
-        """Estimate candidates, and return those that may fit."""
+        """Estimate candidates, and return those that may fit; count the others in `refused`."""
         fitting: list[Pair] = []
         least = math.inf
         for one in listed:
@@ -63,7 +64,10 @@ class Trials:
         return fitting
 
     def run(self, pairs: Sequence[Pair], wanted: int) -> None:
-        """Predict candidates in order until `wanted` more fit; those that only a compiler could confirm come last."""
+        """Predict candidates in order until `wanted` more are likely to fit; collect the plans that may fit in `plans`.
+
+        Candidates whose fit only a compiler could confirm come last.
+        """
         fit = 0
         for last in (False, True):
             for one, found in pairs:
@@ -79,7 +83,7 @@ class Trials:
                 fit += self._try(one, found)
 
     def _try(self, one: Candidate, found: Estimate) -> bool:
-        """Predict a candidate; return True if it is likely to fit."""
+        """Predict a candidate, and add it to `plans` or count it in `refused`; return True if it is likely to fit."""
         self.predicted += 1
         try:
             prediction = self.predict(one)
@@ -102,12 +106,12 @@ class Trials:
 
 
 def may_be_likely(least: int, usable: int) -> bool:
-    """Return True if a step that needs at least so many bytes may be likely to fit: such plans are ranked first."""
+    """Return True if a step that needs at least `least` bytes may still be likely to fit."""
     return least * LIKELY <= usable
 
 
 def varied(ordered: Sequence[Pair], alike: int) -> list[Pair]:
-    """Return the best few of each kind of candidate: the first of every kind, then the second of each, and so on."""
+    """Return up to `alike` candidates of each kind: the first of every kind, then the second of each, and so on."""
     seen: Counter[Any] = Counter()
     rounds: list[list[Pair]] = [[] for _ in range(alike)]
     for one, found in ordered:
@@ -119,12 +123,12 @@ def varied(ordered: Sequence[Pair], alike: int) -> list[Pair]:
 
 
 def _kind_of(one: Candidate) -> Any:
-    """Return the kind of a candidate, which is the same for other sizes of axes and other remat policies."""
+    """Return the kind of a candidate: its properties without sizes of axes and remat policy."""
     axes = frozenset(axis for axis, size in one.axes if size > 1)
     return one.data, axes - {"replica", "data"}, one.schedule is not None
 
 
 def _shapes_of(one: Candidate) -> Any:
-    """Return the properties that decide the shapes of temporaries: equal ones need about the same memory."""
+    """Return the properties of a candidate on which the shapes of its temporaries depend."""
     parts = one.size("tensor"), one.size("context"), one.size("expert"), one.row_shards * one.microbatches
     return _kind_of(one), parts, one.chunks

@@ -1,8 +1,9 @@
 """Estimate the collectives that a promise allows "as needed", from the traced step: sums and exchanges of activations.
 
 Over tensor axes the compiler moves activations. The traced program tells how many bytes: if a product contracts a split
-dimension, each device has a part of the sum. Parts are summed before any operation but a sum, a cast or a reshape reads
-them, so those of several products that make one gradient are summed once, as by TPU compilers.
+dimension, each device has a partial sum. Additions, casts and reshapes are applied to partial sums; before any other
+operation they are summed over devices. So several products that add to one gradient are summed over devices once, as by
+TPU compilers.
 
     x[B, C] @ up[C, F/t] -> h[B, F/t]          nothing is moved
     h[B, F/t] @ down[F/t, C] -> y[B, C]        partial: an all-reduce of y over the tensor axis, or a reduce-scatter
@@ -32,7 +33,7 @@ _LINEAR = frozenset({
 
 
 class _Moved(NamedTuple):
-    """A collective: its kind and axes, and the bytes of its array."""
+    """A collective that is not promised with a size: its kind and axes, and the bytes of its array."""
 
     kind: str
     axes: tuple[str, ...]
@@ -43,7 +44,7 @@ def open_costs(
     region: Region, promise: Promise, mesh: Mesh, tensor_axes: frozenset[str], chip: Chip | None = None,
     ticks: Ticks | None = None,
 ) -> tuple[CollectiveCost, ...]:  # fmt: skip
-    """Return the costs of collectives that a promise allows without a number: activations, stages, and experts.
+    """Estimate the costs of collectives promised "as needed": of activations, between stages, and to experts.
 
     Args:
       region: the step as a graph (`plan/memory/peak.step_graph`).
@@ -72,7 +73,7 @@ def open_costs(
 
 
 def _exchanges(region: Region, several: Sequence[str]) -> Iterator[_Moved]:
-    """Yield the permutes and all-to-alls that the program itself issues."""
+    """Yield the permutes and all-to-alls that the traced program itself issues."""
     for op in region.ops:
         if op.name in EXCHANGES:
             named = op.params["axis_name"]
@@ -81,7 +82,7 @@ def _exchanges(region: Region, several: Sequence[str]) -> Iterator[_Moved]:
 
 
 def _sums(region: Region, axes: frozenset[str]) -> Iterator[_Moved]:
-    """Yield the sums and gathers over axes that are left to the compiler."""
+    """Yield the sums and gathers of activations that the compiler inserts over the given mesh axes."""
     partial: dict[Value, tuple[str, ...]] = {}
     for op in region.ops if axes else ():
         over = {partial[one] for one in op.ins if one in partial}
@@ -105,14 +106,14 @@ def _sums(region: Region, axes: frozenset[str]) -> Iterator[_Moved]:
 
 
 def _stays_partial(op: Op, partial: Mapping[Value, tuple[str, ...]]) -> bool:
-    """Return True if an operation may run on parts of sums, which are added up later."""
+    """Return True if an operation can be applied to partial sums, before they are summed over devices."""
     if op.name in _LINEAR:
         return True
     return op.name in _ADDS and len(op.ins) == 2 and len({partial.get(one) for one in op.ins}) == 1
 
 
 def _contracted(op: Op) -> set[str]:
-    """Return the axes over which an operation leaves parts of sums: those that split its contracted dimensions."""
+    """Return the mesh axes over which an operation's result is a partial sum, as they split contracted dimensions."""
     if op.name == "dot_general":
         (left, right), _ = op.params["dimension_numbers"]
         return {

@@ -20,16 +20,16 @@ EXCHANGES = {
 def executed(
     region: Region, ticks: Ticks | None = None, times: float = 1.0, shares: Sequence[float] = ()
 ) -> Iterator[tuple[Region, float]]:
-    """Yield a region and the bodies of its loops and branches, each with how often it runs in a step.
+    """Yield a region and the bodies of its loops and branches, each with its number of executions in a step.
 
     Only the branch with the most FLOPs counts. A `while` loop counts once, because its trip count is unknown, except
     for the exchange of tokens in windows, which runs as often as an even routing needs.
 
     Args:
       region: a region of the graph of a step.
-      ticks: the ticks of a pipeline's program (`ticks_of`), with how often the conditionals of its loop run.
-      times: how often the region itself runs.
-      shares: for the first conditionals of the region, the share of its executions in which they run.
+      ticks: the ticks of a pipeline's program (`ticks_of`), which say how often the conditionals in its loop run.
+      times: the number of executions of the region itself.
+      shares: for each of the region's first conditionals, the share of the region's executions in which it runs.
     """
     yield region, times
     left = list(shares)
@@ -44,14 +44,14 @@ def executed(
 
 
 def _shares(loop: Op, ticks: Ticks | None) -> Sequence[float]:
-    """Return how often the conditionals of a loop run, if it is the tick loop of a pipeline; else ()."""
+    """Return, for each conditional of a pipeline's tick loop, the share of ticks in which it runs; else ()."""
     conditionals = sum(one.name == "cond" for one in loop.regions[0].ops)
     is_ticks = ticks and (loop.params.get("length"), conditionals) == (ticks.length, len(ticks.shares))
     return ticks.shares if ticks and is_ticks else ()
 
 
 def _iterations(loop: Op) -> int:
-    """Return the trip count of a loop; that over windows of tokens assumes as many tokens on each device."""
+    """Return the trip count of a loop; for the exchange of tokens in windows, assume an even routing."""
     if loop.name == "scan":
         return int(loop.params["length"])
     inside = [op for body, _ in executed(loop.regions[0]) for op in body.ops]

@@ -1,10 +1,10 @@
 """Estimate the time of collectives: latency and bandwidth on a torus, in islands of GPUs, and on the network outside.
 
 An all-gather of B bytes over a ring of n devices moves B (n - 1) / n bytes into each device, half from either side.
-With links of W bytes per second and direction that takes B (n - 1) / (2 W n) seconds, and the latency of n / 2 hops. A
-line, which is a dimension of the torus without wrap-around links, has one link at its ends: B (n - 1) / (W n). Over
-several dimensions of a torus all links are used. A reduce-scatter takes as long as the all-gather of its result, an
-all-reduce as long as both.
+With links of W bytes per second in each direction that takes B (n - 1) / (2 W n) seconds, and the latency of n / 2
+hops. A line, which is a dimension of the torus without wrap-around links, has one link at its ends and takes
+B (n - 1) / (W n) seconds. Over several dimensions of a torus all links are used. A reduce-scatter takes as long as the
+all-gather of its result, an all-reduce as long as both.
 
 Over k slices, or islands of GPUs, of m devices each, a device moves its part, B / m, between them: B (k - 1) / (k m)
 bytes through its own port.
@@ -56,9 +56,9 @@ class CollectiveCost:
       axes: the mesh axes.
       count: executions per step.
       bytes: bytes that each device receives.
-      array_bytes: bytes of the unscattered arrays, as `js.plan.summary` counts those of a compiled program.
-      seconds: the time of all of them one after the other, at best and at worst.
-      link: the slowest link that they use: "ici", "dcn", "nvlink" or "ib"; "" on an unknown chip.
+      array_bytes: bytes of the unscattered arrays, as `js.plan.summary` counts them for a compiled program.
+      seconds: the time of all these collectives one after the other, at best and at worst.
+      link: the slowest link that these collectives use: "ici", "dcn", "nvlink" or "ib"; "" on an unknown chip.
       what: the arrays in words.
     """
 
@@ -73,12 +73,12 @@ class CollectiveCost:
 
 
 class Group(NamedTuple):
-    """The shape of the devices of one collective.
+    """The connections between the devices of one collective.
 
     Attributes:
-      inside: for each dimension of the torus that they cover, its size and whether it is a ring; for GPUs the number of
-        them in an island, as one ring.
-      outside: the number of slices or islands.
+      inside: (size, True if it is a ring) of each dimension of the torus that the devices cover; for GPUs the number of
+        devices in an island, as one ring.
+      outside: the number of slices or islands to which the devices belong.
     """
 
     inside: tuple[tuple[int, bool], ...]
@@ -93,9 +93,9 @@ class Group(NamedTuple):
 def collective_costs(promise: Promise, mesh: Mesh, chip: Chip | None) -> tuple[CollectiveCost, ...]:
     """Estimate the bytes and seconds of the promised collectives of a step.
 
-    If a compiler may choose between collectives (an all-reduce in place of a reduce-scatter), the one that the layout
-    implies counts, as often as it may run. Collectives without a promised size are not in the result: sums of
-    activations over tensor axes, and exchanges of tokens. `collective_cost` estimates one of known bytes.
+    If a compiler may choose between collectives (an all-reduce in place of a reduce-scatter), the collective that the
+    layout implies counts, as often as it may run. Collectives without a promised size are not in the result: sums of
+    activations over tensor axes, and exchanges of tokens. `collective_cost` estimates a collective of known bytes.
 
     Args:
       promise: the promise of the step.
@@ -135,8 +135,8 @@ def collective_cost(
     Args:
       kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all" or "collective-permute".
       axes: the mesh axes.
-      size: bytes of the array: the gathered one, the one before it is scattered, or the summed one; for an all-to-all
-        or a permute that of one device.
+      size: bytes of the array: of the gathered array, of the array before it is scattered, or of the summed array; for
+        an all-to-all or a permute, of the array on one device.
       mesh: the mesh.
       chip: the chip of the mesh; None leaves out the time.
       count: how often it runs.
@@ -162,7 +162,7 @@ def collective_cost(
 
 
 def group_of(mesh: Mesh, axes: Sequence[str], network: Network) -> Group:
-    """Return the shape on the network of the devices of a collective over mesh axes.
+    """Return how the network connects the devices of a collective over mesh axes.
 
     Devices without coordinates, on a network that is a torus, count as a line.
     """
@@ -194,14 +194,14 @@ def _extents(places: Sequence[Sequence[int]]) -> tuple[int, ...]:
 def collective_seconds(kind: str, size: float, group: Group, network: Network) -> Range:
     """Return the time of one collective, at best and at worst.
 
-    At best the links inside and outside are used at the same time, at worst one after the other; `EFFICIENCY` has the
-    share of the bandwidth that they reach. Over an axis that covers several dimensions of a torus TPUs have no
-    reduce-scatter: at worst it is an all-reduce.
+    At best the links inside slices (or islands) and between them are used at the same time, at worst one after the
+    other; `EFFICIENCY` has the share of the bandwidth that links reach. Over an axis that covers several dimensions of
+    a torus TPUs have no reduce-scatter: at worst an all-reduce replaces it.
 
     Args:
       kind: as for `collective_cost`.
       size: as for `collective_cost`.
-      group: the shape of its devices.
+      group: how the devices of the collective are connected.
       network: the links between them.
     """
     inside, outside = _inside(kind, size, group, network), _outside(kind, size, group, network)
@@ -216,7 +216,7 @@ def collective_seconds(kind: str, size: float, group: Group, network: Network) -
 
 
 def _inside(kind: str, size: float, group: Group, network: Network) -> float:
-    """Return the seconds on the links inside a slice or an island, at their full bandwidth."""
+    """Return the seconds that a collective takes on the links inside slices or islands, at full bandwidth."""
     count, width = group.members, network.bandwidth
     if count == 1:
         return 0.0
@@ -234,7 +234,7 @@ def _inside(kind: str, size: float, group: Group, network: Network) -> float:
 
 
 def _outside(kind: str, size: float, group: Group, network: Network) -> float:
-    """Return the seconds on the ports to other slices or islands, at their full bandwidth."""
+    """Return the seconds that a collective takes on the ports to other slices or islands, at full bandwidth."""
     if group.outside == 1:
         return 0.0
     if kind == "collective-permute":

@@ -25,12 +25,12 @@ they are recomputed, which is 0.34e9 more work).
 """
 
 _FORWARD = 0.25
-"""The smallest share of a step's products in the forward pass: all of it is recomputed, and the backward pass has twice
-as much."""
+"""The smallest share of a step's products in the forward pass: with recomputation the forward pass runs twice, and the
+backward pass has twice the products of a forward pass."""
 
 
 class Offload(NamedTuple):
-    """The bytes that one device moves in a step to host memory and back."""
+    """The bytes that one device moves in a step: `out` to host memory, and `back`."""
 
     out: int
     back: int
@@ -54,15 +54,15 @@ def offload_seconds(moved: Offload, chip: Chip, products: float) -> float:
     """Return the seconds that a device waits for copies to and from host memory.
 
     Args:
-      moved: the bytes in a step.
-      chip: the device.
-      products: seconds of the step's products.
+      moved: the bytes that the device moves in a step.
+      chip: the chip of the device.
+      products: the seconds of the step's matrix products.
     """
     out, back = (size / chip.host_bandwidth for size in moved)
     return max(0.0, out - _FORWARD * products) + max(0.0, back - (1 - _FORWARD) * products)
 
 
 def offload_traffic(moved: Offload, chip: Chip) -> tuple[float, float]:
-    """Return the seconds that offloaded arrays take of the device's own memory bandwidth, at best and at worst."""
+    """Return the seconds of traffic in the device's own memory due to offloaded arrays, at best and at worst."""
     low, high = (sum(moved) * passes / chip.hbm_bandwidth for passes in PASSES)
     return low, high

@@ -1,8 +1,8 @@
 """Count the ticks of a pipeline: how often each event of the tick loop runs, and how long devices idle.
 
-The loop (`engines/pipeline/tick_loop.py`) has a conditional for each event. In a tick either all devices run it or
-none, and devices without work compute on placeholder data. So the program's products, counted by events, are useful
-work and bubble together.
+The loop (`engines/pipeline/tick_loop.py`) has a conditional for each event, such as a block's forward pass. In a tick
+either all devices run an event or none, and devices without work compute on placeholder data. So the matrix products of
+the program include the idle time of the pipeline.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxshard.schedules.stats import Costs, compute_stats
 
 
 class Ticks(NamedTuple):
-    """The loop over the ticks of a schedule.
+    """The number of ticks of a pipeline's loop, and how often its conditionals run.
 
     Attributes:
       length: the number of ticks.
@@ -30,7 +30,7 @@ class Ticks(NamedTuple):
 
 
 def ticks_of(engine: Engine, layout: Layout) -> Ticks | None:
-    """Return the tick loop of an engine's schedule; None for engines without one."""
+    """Count the ticks of an engine's pipeline schedule; return None for an engine without a schedule."""
     table = getattr(engine, "table", None)
     if table is None:
         return None
@@ -44,10 +44,10 @@ def ticks_of(engine: Engine, layout: Layout) -> Ticks | None:
 
 
 def bubble_of(engine: Engine, layout: Layout) -> float:
-    """Return the idle share of an engine's schedule, in lockstep; 0 for engines without one.
+    """Return the share of time in which devices idle under an engine's schedule; 0 for an engine without a schedule.
 
-    A backward pass that keeps only the inputs of blocks recomputes their forward pass: it costs three times the
-    forward.
+    In each tick all devices wait for the slowest. If only the inputs of blocks are kept, the backward pass recomputes
+    the forward pass, and costs three times as much as the forward pass.
     """
     table = getattr(engine, "table", None)
     if table is None:

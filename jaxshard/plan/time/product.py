@@ -30,9 +30,9 @@ class Product(NamedTuple):
       kernel: the name of a kernel; "" for one without a name, and for a plain product.
       shapes: the shapes of the operands, such as "[24576, 4096] x [4096, 14336]".
       dtype: the dtype of the operand with more bits.
-      passes: the number of bf16 passes of a TPU at its precision.
-      flops: two for every multiply-add.
-      bytes: bytes of operands and results.
+      passes: the number of bf16 passes that a TPU needs at the product's precision.
+      flops: the number of FLOPs, two for every multiply-add.
+      bytes: the bytes of operands and results.
       parts: the FLOPs and dimensions of each product; a kernel may have several.
     """
 
@@ -45,7 +45,7 @@ class Product(NamedTuple):
     parts: tuple[tuple[float, Dims], ...] = ()
 
     def fill(self, unit: int) -> float:
-        """Return the share of a matrix unit, of `unit` rows and columns, that the products fill."""
+        """Return the share of a matrix unit with `unit` rows and columns that the products fill, weighted by FLOPs."""
         busy = sum(flops / fill(dims, unit) for flops, dims in self.parts)
         return sum(flops for flops, _ in self.parts) / busy if busy else 1.0
 
@@ -64,7 +64,7 @@ def fill(dims: Dims, unit: int) -> float:
 
 
 def product_of(op: Op, visited: float = 1.0) -> Product | None:
-    """Return the product that an operation computes; None for any other operation.
+    """Return the matrix products that an operation computes; None if it computes none.
 
     Args:
       op: an operation of the graph of a step.
@@ -84,7 +84,7 @@ def device_bytes(*values: Value) -> int:
 
 
 def _product(name: str, params: Mapping[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> Product | None:
-    """Return the product of a primitive with such operands; None if the primitive is no product."""
+    """Return the matrix product that a primitive computes from operands `ins`; None if it computes none."""
     groups = 1
     match name:
         case "dot_general":
@@ -114,7 +114,7 @@ def _product(name: str, params: Mapping[str, Any], ins: Sequence[Any], outs: Seq
 
 
 def _kernel(op: Op, visited: float) -> Product | None:
-    """Return the products of a Pallas kernel: those of its body, times the grid points that its mask does not empty."""
+    """Return the products of a Pallas kernel: the products of its body, times the visited points of its grid."""
     body = list(_in_kernel(open_jaxpr(op.params["jaxpr"])[0]))
     estimate = op.params.get("cost_estimate")
     if estimate is None and not body:
@@ -133,7 +133,7 @@ def _kernel(op: Op, visited: float) -> Product | None:
 
 
 def _in_kernel(jaxpr: Any) -> Iterable[Product]:
-    """Yield the products of a kernel's body, those of the most expensive branch of each conditional."""
+    """Yield the products of a kernel's body; of a conditional only those of the most expensive branch."""
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
         avals = ([var.aval for var in some] for some in (equation.invars, equation.outvars))
@@ -147,7 +147,7 @@ def _in_kernel(jaxpr: Any) -> Iterable[Product]:
 
 
 def _cudnn(op: Op) -> Product:
-    """Return the products of cuDNN's attention: two forward, five backward, half of the logits if it is causal."""
+    """Return the products of cuDNN's attention: two forward, five backward; half of the FLOPs if it is causal."""
     query, key = op.ins[:2]
     forward = op.name == "dot_product_attention_fwd_wrapper"
     # Undocumented: the layout BTNH and the mask types of jax._src.cudnn.fused_attention_stablehlo.
@@ -158,6 +158,6 @@ def _cudnn(op: Op) -> Product:
 
 
 def _passes(params: Mapping[str, Any]) -> int:
-    """Return the number of bf16 passes of a TPU at a precision, a lax.Precision or a pair of them."""
+    """Return the number of bf16 passes that a TPU needs for a product of the precision in `params`."""
     names = str(params.get("precision")).upper()
     return 6 if "HIGHEST" in names else 3 if "HIGH" in names else 1

@@ -30,9 +30,9 @@ from jaxshard.proofs.walk import Domain, Place, walk
 _LIBRARIES = {"jax", "flax", "optax"}
 
 TRAFFIC: Range = (2.1, 4.1)
-"""How often the operands and results of a product go through the memory.
+"""How often the operands and results of a product go through the memory, at best and at worst.
 
-Once each for the product itself; the rest is for the operations between two products (norms, gates, rotations, casts,
+Once for the product itself; the rest is for the operations between two products (norms, gates, rotations, casts,
 copies), whose traffic is proportional to it. The middle, 3.1, is the only calibrated number: by least squares of the
 relative errors on two published step times, Llama 3.1 8B on 8 chips of v6e and AXLearn's 7B on 1,024 of v5e
 (`benchmarks/step_times.py --calibrate`). The range, a third to both sides, is assumed.
@@ -48,10 +48,10 @@ class ProductCost:
       shapes: the shapes of the operands, such as "[24576, 4096] x [4096, 14336]".
       dtype: the dtype of the operand with more bits.
       count: executions per step.
-      flops: FLOPs of all of them, two for every multiply-add.
-      bytes: bytes of operands and results of all of them, each counted once.
-      compute: seconds of the matrix unit for all of them; 0 on an unknown chip.
-      seconds: seconds of all of them, memory traffic included, at best and at worst; (0, 0) on an unknown chip.
+      flops: FLOPs of all executions, two for every multiply-add.
+      bytes: bytes of the operands and results of all executions, each counted once.
+      compute: seconds of the matrix unit for all executions; 0 on an unknown chip.
+      seconds: seconds of all executions, memory traffic included, at best and at worst; (0, 0) on an unknown chip.
 
     Example:
         longest = js.plan.predict(layout, loss_fn, batch, tx=tx, estimate=True).products[0]
@@ -69,7 +69,7 @@ class ProductCost:
 
 
 class _Source(NamedTuple):
-    """An equation, with those of its operands that are constant arrays of the program (None for the others)."""
+    """An equation of a jaxpr; `constants` has its constant operands, and None for all other operands."""
 
     equation: Any
     constants: Sequence[Any]
@@ -113,7 +113,7 @@ def compute_seconds(chip: Chip, flops: float, dtype: str, *, passes: int = 1, fi
       flops: the FLOPs of the product.
       dtype: the dtype of the operand with more bits.
       passes: as for `Chip.rate`.
-      fill: the share of the matrix unit that its dimensions fill.
+      fill: the share of the matrix unit that the product fills.
     """
     return flops / (chip.rate(dtype, passes) * chip.reached * fill)
 
@@ -166,7 +166,7 @@ class _Constants(Domain[int | None]):
 def _visited(op: Op, sources: dict[int, _Source]) -> float:
     """Return the share of a kernel's grid that is computed: for splash attention the blocks with visible elements.
 
-    Its second scalar operand is 0 for each block that the mask empties.
+    The second scalar operand of this kernel has a 0 for each block in which the mask hides all elements.
     """
     name = str(op.params.get("name")) if op.name == "pallas_call" else ""
     if name.startswith("splash") and op.params["grid_mapping"].num_index_operands > 1:
@@ -177,7 +177,7 @@ def _visited(op: Op, sources: dict[int, _Source]) -> float:
 
 
 def _where(equation: Any) -> str:
-    """Return the source line of an equation in the user's model or a ready-made one; else in other code of ours."""
+    """Return the source line of an equation in the user's model or a ready-made model; else in the rest of jaxshard."""
     lines = [(file, line) for file, line, _ in equation_frames(equation) if not _LIBRARIES & set(Path(file).parts)]
     own = [
         (file, line) for file, line in lines if not is_jaxshard_file(file) or "/models/" in file or "/layers/" in file

@@ -2,11 +2,11 @@
 
     step = products + memory traffic + exposed communication + bubble + host
 
-Products run at the rate that large ones reach in public measurements (`Chip.reached`). The range covers the unknowns
-before a run: memory traffic between products (`TRAFFIC` in `products`), the bandwidth that collectives reach
-(`EFFICIENCY` in `network`), and how much communication the compiler overlaps with products. At best it overlaps all
-communication that no product waits for, at worst none: TPU compilers overlap gathers of weights in a loop over blocks,
-but not the sums over a full torus in the programs that were read (benchmarks/README.md, "synchronous").
+Products run at the rate that large products reach in public measurements (`Chip.reached`). The range covers what is
+unknown before a training run: memory traffic between products (`TRAFFIC` in `products`), the bandwidth that collectives
+reach (`EFFICIENCY` in `network`), and how much communication the compiler overlaps with products. At best it overlaps
+all communication that no product waits for, at worst none: TPU compilers overlap gathers of weights in a loop over
+blocks, but not the sums over a full torus in the programs that were read (benchmarks/README.md, "synchronous").
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StepTime:
     """The seconds of a step, each at best and at worst.
 
     Attributes:
-      compute: matrix products, at the rate that large ones reach.
+      compute: matrix products, at the rate that large products reach.
       memory_bound: memory traffic of other operations, of the optimizer's update and of offloaded arrays.
       exposed_communication: collectives and copies to and from host memory that do not overlap with products.
       bubble: idle time of a pipeline.
@@ -51,7 +51,7 @@ class StepTime:
 
     @property
     def parts(self) -> dict[str, Range]:
-        """The ranges by name."""
+        """The range of each part, by its name."""
         names = ("compute", "memory_bound", "exposed_communication", "bubble", "host")
         return {name: getattr(self, name) for name in names}
 
@@ -84,13 +84,12 @@ def step_time(
 
     Args:
       products: the result of `product_costs`, with the same chip.
-      collectives: the result of `collective_costs`. Those of weights and gradients may overlap with products; products
-        wait for all others (sums of activations, exchanges of tokens).
+      collectives: the result of `collective_costs`. Collectives of weights and gradients may overlap with
+        products; products wait for all others (sums of activations, exchanges of tokens).
       chip: the chip of the mesh.
       update: bytes that the optimizer's update moves (`update_bytes`).
-      bubble: the idle share of a pipeline's schedule (`bubble_of`). Products of its program are useful work and bubble
-        together.
-      offload: bytes to host memory and back (`plan/time/offload.py`), which overlap with products.
+      bubble: the idle share of a pipeline's schedule (`bubble_of`), which is a part of the time of `products`.
+      offload: bytes to host memory and back (`plan/time/offload.py`); the copies overlap with products.
 
     Example:
         mesh, chip = js.plan.planned_mesh("v5e:2x4", data=8), js.plan.chip("TPU v5e")
@@ -132,7 +131,7 @@ def step_time(
 def update_bytes(layout: Layout) -> int:
     """Return the bytes that an optimizer's update moves through the memory of one device.
 
-    It reads gradients, parameters and its state, and writes the latter two.
+    The update reads gradients, parameters and optimizer state, and writes parameters and optimizer state.
     """
     total = 0
     for one in layout.placed():
