@@ -127,6 +127,7 @@ def test_sharded(cell):
     assert_equal_runs(trace, one_device(toy, steps=2))
 
 
+@pytest.mark.slow
 def test_dropout_is_drawn_for_every_block_and_only_once_before_them():
     """Blocks that only drop: each takes another half, from its own key; the head adds what the embedding kept."""
 

@@ -162,6 +162,7 @@ def test_a_branch_that_all_devices_take_alike_is_found_on_other_batches(loss, ki
         assert any("the rows are not independent" in line for line in report.why)
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_not_finite_on_one_device_says_nothing():
     """The square root of 1 - t, which moving t apart takes below zero."""
 
@@ -206,6 +207,7 @@ def test_batch_statistics_of_local_rows():
     run(partial(norm, None), init=init_norm, engine=js.auto()).check()
 
 
+@pytest.mark.slow
 def test_a_penalty_is_not_blamed_for_batch_statistics():
     """Its weight is 1 on every device, and its mean is the same on all of them."""
 

@@ -90,6 +90,7 @@ def check_audit(found):
     assert not any(one.kind in ("all-reduce", "reduce-scatter") for one in found.found)
 
 
+@pytest.mark.slow
 def test_evaluation_in_one_order_equals_the_usual_one():
     toy = nnx_toy()
     layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), toy.init_fn, optax.sgd(0.1))

@@ -47,7 +47,7 @@ MIXED = {
 }
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", MIXED)
 def test_dtypes_that_change_are_refused_with_what_keeps_them(name):
     make, strategy, path = MIXED[name]
