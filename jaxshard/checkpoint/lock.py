@@ -21,7 +21,7 @@ from pathlib import Path
 
 LOCK = ".lock"
 _TRIES, _PAUSE = 10, 0.05
-"""Attempts to lock, and seconds between them: a killed process takes a moment to end, and so does `check_free`."""
+"""Attempts to lock, and seconds between them: a killed process takes a moment to end; `check_free` locks briefly."""
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _held: dict[str, tuple[int, int]] = {}
 """(open file, number of holders in this process) of every folder that this process has locked."""

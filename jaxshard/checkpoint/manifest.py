@@ -42,7 +42,7 @@ class SavedArray(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A byte range of a file, after the previous segment: its length, CRC-32, and the index of its array, or None."""
+    """The next byte range of a file: its length, its CRC-32, and the index of the array it belongs to, or None."""
 
     size: int
     crc32: int

@@ -96,7 +96,7 @@ def _entry(path: str, placement: Placement) -> Entry:
 
 
 def _of_count(entry: Entry, grad: Placement, count: int) -> Entry:
-    """Return an entry for `count` devices, split like the gradient; the entry itself if that is its number."""
+    """Return the entry of a residual that `count` devices saved, split like the gradient of its parameter."""
     if entry.shape[0] == count:
         return entry
     store = PartitionSpec(None, *grad.store)
@@ -105,7 +105,10 @@ def _of_count(entry: Entry, grad: Placement, count: int) -> Entry:
 
 
 def _share_out(x: jax.Array, to: Placement, mesh: Mesh) -> jax.Array:
-    """Divide the sum of a residual over devices evenly over the devices of `to`; unchanged if it has as many."""
+    """Sum a residual over the devices that saved it, and divide the sum evenly over the devices of `to`.
+
+    If both numbers of devices are equal, return the residual itself.
+    """
     count = to.view.stored[0]
     if x.shape[0] == count:
         return x

@@ -205,7 +205,7 @@ def _agree_on_start(peers: Peers, step: int, batch: PyTree, row: PyTree) -> None
 
 
 def _place_whole(batch: PyTree, layout: Layout) -> PyTree:
-    """Copy a global batch to the devices; this host has all rows and copies those of its own devices."""
+    """Copy a global batch, of which this host has all rows, to the devices; each gets only its own rows."""
 
     batch = as_arrays("a batch", batch)
     check_no_lists("a batch", batch)

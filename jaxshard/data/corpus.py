@@ -254,7 +254,7 @@ def _sample_chunks(tokens: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def hash_tokens(arrays: list[np.ndarray]) -> str:
-    """Return SHA-256 over arrays of tokens, in hexadecimal; over evenly spaced chunks if there are very many."""
+    """Return the SHA-256 of arrays of tokens, in hexadecimal; of evenly spaced chunks if an array is very large."""
     total = hashlib.sha256()
     for tokens in arrays:
         total.update(f"{tokens.dtype.str}{len(tokens)}".encode())

@@ -22,7 +22,7 @@ _FACTS = "facts.json"
 
 
 class TokenFiles(NamedTuple):
-    """Tokenised documents, whose first four arrays are those of `js.data.Documents`.
+    """The content of a cache folder: the arrays of a `js.data.Documents`, and how the documents are split.
 
     The last `held_out` documents are held out. `notes` are warnings about documents that were left out.
     """

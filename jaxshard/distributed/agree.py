@@ -55,7 +55,7 @@ from jaxshard.distributed.waiting import Waiting
 _LOOK_UP = 2.0
 """Seconds between two checks for failed processes while a process waits."""
 _LARGEST = 2_000_000
-"""Texts of more characters, compressed, are not sent to the coordinator; only their digests are compared."""
+"""Texts with more characters after compression are not sent to the coordinator; only their digests are compared."""
 _SEEN = 10.0
 """Seconds for which the first process waits, if facts differ, until the others have read the differences."""
 
@@ -205,7 +205,10 @@ class Peers:
             waiting.say(list_names(missing))
 
     def _wait_until_seen(self, room: str) -> None:
-        """Wait in the first process until all others have read the outcome, since the store ends with this process."""
+        """Say that this process has read the outcome; in the first process, wait until all others have said so.
+
+        The first process must not end before, since the store ends with it.
+        """
         if self.process != self._first:
             put_key(self.store, f"{room}/seen/{self.process}", "")
             return

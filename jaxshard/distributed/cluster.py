@@ -102,7 +102,7 @@ def initialize(
 
 
 class _Place(NamedTuple):
-    """The address of the coordinator, the number of processes and the index of this one, as arguments of JAX."""
+    """The coordinator's address, the number of processes and this one's index, for `jax.distributed.initialize`."""
 
     coordinator_address: str
     num_processes: int

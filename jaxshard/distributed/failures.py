@@ -36,7 +36,7 @@ WRONG_USAGE = 2
 _FAILED = "jaxshard/failed/"
 _PARTING = "jaxshard/parting/"
 _STORE_WITHIN = 2.0
-"""The time limit in seconds of a call to the key-value store, whose end must not keep a process from ending."""
+"""Seconds after which a call to the key-value store is given up, so that a process can end without an answer."""
 _INTERVAL = 1.0
 """Seconds between two checks for failures of other processes; longer with hundreds of processes."""
 _GRACE = 5.0
@@ -44,7 +44,7 @@ _GRACE = 5.0
 _ANSWER = 2.0
 """Seconds, after one interval of checks, in which every living process has time to write "heard"."""
 _LAST = 0.5
-"""Seconds for which process 0 stays after all have left, since a process ends only shortly after it writes "left"."""
+"""Seconds for which process 0 stays after all others wrote "left", since they end only shortly afterwards."""
 
 _closed = threading.Event()  # set when this process ends: stop checking for failures
 

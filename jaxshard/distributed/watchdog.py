@@ -33,7 +33,7 @@ from jaxshard.core.compat import get_key, list_keys, put_key
 from jaxshard.distributed.agree import Peers, all_peers
 
 HUNG = 75
-"""The exit status of all processes after a hang: EX_TEMPFAIL of sysexits.h, "try again"."""
+"""The exit status with which all processes end after a hang: EX_TEMPFAIL of sysexits.h, "try again"."""
 _INTERVAL = 1.0
 """Seconds between two heartbeats; longer with hundreds of processes."""
 _MISSED = 3
@@ -253,7 +253,7 @@ class Watchdog:
         os._exit(HUNG)
 
     def _wait_for_reports(self, peers: Peers) -> None:
-        """Wait until every process has printed its report, since others fail or abort when a process ends."""
+        """Wait until every process has printed its report: if one ended earlier, others might fail or abort before."""
         put_key(peers.store, f"{self._room}/ended/{peers.process}", "", overwrite=True)
         end = time.monotonic() + _FAREWELL
         while time.monotonic() < end and len(list_keys(peers.store, f"{self._room}/ended/")) < len(peers.processes):

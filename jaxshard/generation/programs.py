@@ -28,7 +28,7 @@ class State(NamedTuple):
     """The arrays that each decode step updates.
 
     Attributes:
-      caches: keys and values of all positions except the last, on which the model has not run yet.
+      caches: keys and values of all positions but the last; the model has not run on the last token of a row yet.
       tokens: int32[B, S], the prompts and the sampled tokens.
       lengths: int32[B], the number of tokens in each row.
       stopped: bool[B], True for rows that have ended with a stop sequence.
@@ -161,7 +161,7 @@ class Programs:
 
 
 def ends_with(tokens_BS: jax.Array, prompts_B: jax.Array, lengths_B: jax.Array, stop_NW: jax.Array) -> jax.Array:
-    """Return bool[B, N]: True if the new tokens of a row, without its prompt, end with stop sequence n of N."""
+    """Return bool[B, N]: whether the new tokens of a row, without its prompt, end with each of N stop sequences."""
     at_BW = lengths_B[:, None] - jnp.arange(stop_NW.shape[1], 0, -1)
     last_BW = jnp.take_along_axis(tokens_BS, jnp.maximum(at_BW, 0), axis=1)
     last_BW = jnp.where(at_BW >= prompts_B[:, None], last_BW, -2)  # -2 matches no token: tokens of prompts do not count

@@ -58,7 +58,7 @@ class Reader:
         return default
 
     def require(self, name: str, value: Any) -> None:
-        """Read an entry that has a single supported value, also its default; add a problem if it has another value."""
+        """Read an entry whose only supported value, also its default, is `value`; add a problem for any other value."""
         if (got := self.take(name, value)) != value and (got or value):
             self.problems.append(f"{name}: {shorten(got)}, and only {value!r} is supported")
 

@@ -164,9 +164,9 @@ def _match(
 
 
 def _repeated_head(config: Config, found: dict[str, StoredTensor], expected: dict[str, str]) -> set[str]:
-    """Return {"lm_head.weight"} if a tied model's file has this tensor too, equal to the embedding table; else {}.
+    """Return the set of "lm_head.weight" if a tied model's files have this redundant tensor, else the empty set.
 
-    A tied model uses the embedding table as its output matrix, so the tensor is redundant.
+    A tied model uses the embedding table as its output matrix; the tensor is redundant if it equals the table.
     """
     rows = {ours: theirs for ours, theirs, _ in config.family.rows()}
     head, table = found.get("lm_head.weight"), found.get(next(iter(rows.values())))

@@ -177,7 +177,7 @@ def _jit_cut(
 
 
 def _spec(shape: tuple[int, ...], axes: Iterable[str], mesh: Mesh) -> PartitionSpec:
-    """Return a spec for a tensor: each of the axes splits the dimension with the largest shard that it divides."""
+    """Choose the sharding of a tensor: each axis splits the dimension with the largest shards that it divides."""
     kept: dict[int, tuple[str, ...]] = {}
     for axis in axes:
         left = {dim: size // axis_size(mesh, kept.get(dim, ())) for dim, size in enumerate(shape)}

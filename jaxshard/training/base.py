@@ -67,8 +67,8 @@ def merge_given(params: PyTree, layout: Layout) -> PyTree:
 def matrix_layout(layout: Layout) -> Layout:
     """Return a layout for parameters whose factors were merged: each matrix has the placement of its base weights.
 
-    Only `params` and `shapes.params` of the layout change: its placements of gradients and optimizer state are still
-    those of the factors. For a model without factors, return `layout` itself.
+    Only `params` and `shapes.params` of the layout change; the placements of gradients and optimizer state stay those
+    of the model with factors. For a model without factors, return `layout` itself.
     """
     if not has_low_rank(layout.shapes.params):
         return layout

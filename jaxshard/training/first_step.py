@@ -27,10 +27,10 @@ _NORMS = 1e-3
 """The largest allowed relative difference of gradient norms in f32: a hundred times the differences from rounding."""
 
 _ROUNDINGS = 4
-"""The largest allowed difference of norms with smaller dtypes, as a multiple of their largest eps: 3e-2 for bf16."""
+"""The largest allowed relative difference with smaller dtypes, as a multiple of the largest eps: 3e-2 for bf16."""
 
 _LOSS_SHARE = 0.1
-"""The allowed difference of the loss, as a fraction of that of the norms, since a loss averages over more numbers."""
+"""The loss, an average over more numbers, may differ by this fraction of the relative difference allowed for norms."""
 
 _FLOOR = 1e-3
 """Differences are relative to a gradient's norm, or to this fraction of the full gradient's norm if that is larger."""
@@ -111,7 +111,7 @@ class FirstStep:
 
 
 def _rounding(program: Any) -> float:
-    """Return the largest eps of the floating dtypes in a program, but at least 2**-23, that of f32."""
+    """Return the largest eps of the floating dtypes in a program, but at least 2**-23, the eps of f32."""
     jaxpr: Any = open_jaxpr(program)[0]
     found = 2.0**-23
     for eqn in jaxpr.eqns:

@@ -88,7 +88,7 @@ class Reader:
         self.restart()
 
     def restart(self) -> None:
-        """Exclude the time since the last `read`, such as that of an evaluation, from the next record's seconds."""
+        """Exclude the time since the last `read`, such as the time of an evaluation, from the next record's seconds."""
         self._mark = time.perf_counter()
 
     def _speed(self, seconds: float, rows: int) -> dict[str, float]:

@@ -207,7 +207,7 @@ def residual_shapes(layout: Layout, placements: PyTree) -> PyTree:
 
 
 def _run_of(step: Any, params: PyTree, opt_state: PyTree, state: PyTree, key: Any, residuals: PyTree) -> TrainState:
-    """Make a TrainState whose fields have shapes or shardings in place of arrays, which its types do not allow."""
+    """Make a TrainState that has shapes or shardings in place of arrays; its field types allow only arrays."""
     return TrainState(step, params, opt_state, state, key, residuals)
 
 

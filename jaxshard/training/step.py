@@ -286,9 +286,10 @@ class Step:
     def _metrics(
         self, outcome: Outcome, found: jax.Array, squares: jax.Array, changes: jax.Array, opt_state: PyTree
     ) -> Metrics:
-        """Collect the metrics that a step returns: loss, norms, hyperparameters, "bad" and those of the `js.Loss`.
+        """Collect the metrics that a step returns: loss, norms, hyperparameters, "bad" and the metrics of a `js.Loss`.
 
-        Under `js.local` they are combined over replicas: scalars by their mean, metrics of the `js.Loss` by their kind.
+        Under `js.local` they are combined over replicas: the metrics of a `js.Loss` as their types (`js.Mean`, ...)
+        say, all others by their mean.
         """
         norms = {"grad_norm": jnp.sqrt(squares.sum()), "update_norm": jnp.sqrt(changes.sum())}
         metrics: Metrics = {"loss": outcome.value} | norms | find_hyperparams(opt_state)

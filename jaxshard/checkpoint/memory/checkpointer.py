@@ -228,9 +228,10 @@ class MemoryCheckpointer:
     def _write_again(self, record: Record, blocks: list[Bytes]) -> int:
         """Write a step that is repeated after a rollback, and clear copies of abandoned steps; return the slot written.
 
-        Abandoned are the steps in memory with the same or a larger number. The step replaces the earliest of them. A
-        second one is cleared when all processes have written the repeated step. Before anything is written, all
-        processes have cleared a step of the same number: `restore` would mix its shards with those of the new step.
+        The rollback abandoned all steps with the same or a larger number. The repeated step replaces the earliest
+        abandoned step in memory; if both slots have abandoned steps, the other slot is cleared when all processes have
+        written the repeated step. No process writes before all have cleared an abandoned step of the same number, whose
+        shards `restore` could not tell from those of the repeated step.
         """
         records = [self._segment.record(slot) for slot in range(SLOTS)]
         given_up = sorted((one.step, slot) for slot, one in enumerate(records) if one and one.step >= record.step)

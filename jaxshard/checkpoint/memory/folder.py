@@ -50,7 +50,7 @@ def memory_folder(*, make: bool = True) -> Iterator[dict[str, str]]:
 
 
 def find_leftovers() -> list[Path]:
-    """Return the folders that this user's launches have left because they were killed."""
+    """Return the folders of this user's launches that were killed, and so did not remove their folders."""
     if not hasattr(os, "getuid") or not SHARED.is_dir():
         return []
     found = []
@@ -72,7 +72,7 @@ def remove(folder: Path) -> None:
 
 
 def _make() -> Path:
-    """Make a folder and lock it."""
+    """Make a new folder in shared memory, and lock it."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED))
         with contextlib.suppress(FileNotFoundError, BlockingIOError):  # another launch removed it as a leftover

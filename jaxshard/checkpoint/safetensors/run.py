@@ -120,7 +120,7 @@ def _key_dtypes(wanted: list[Entry]) -> dict[str, str]:
 
 
 def _decode_about(metadata: dict[str, str], wanted: list[Entry]) -> Any:
-    """Return the position of the data from a file's metadata; raise ValueError if they or the key dtypes are wrong."""
+    """Return the position of the data from a file's metadata; raise ValueError if they do not fit the layout."""
     checksum, _, about = metadata.get(_ABOUT, "").partition(" ")
     if not about:
         raise ValueError("they hold no run; js.from_bytes reads those of a model")

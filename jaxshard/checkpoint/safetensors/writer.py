@@ -35,7 +35,7 @@ from jaxshard.distributed.together import failed_processes
 MAX_BYTES = 5_000_000_000
 """The default for the largest number of bytes of tensors in a file, as on Hugging Face."""
 LEAST = 1 << 20
-"""The smallest limit for the bytes of a piece. More writing processes lower it: each has a piece on every device."""
+"""The smallest limit for the bytes of a piece; the limit falls with the number of files written at once."""
 NamedPiece = tuple[str, Piece]
 """(name of a tensor, some of its bytes)."""
 
@@ -324,7 +324,12 @@ def _failure_of(work: Callable[..., None], *args: Any) -> OSError | None:
 
 
 def _raise_in_all(path: Path, failure: OSError | None) -> None:
-    """Raise in all processes if `failure`, the OSError of each process or None, is not None in any. Collective."""
+    """Raise OSError in all processes if any process has a failure. Collective.
+
+    Args:
+      path: the path of the model, for the message.
+      failure: this process's error, or None.
+    """
     failed = failed_processes(failure is not None, "js.save_safetensors")
     if isinstance(failure, FileExistsError):
         raise failure
