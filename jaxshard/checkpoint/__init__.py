@@ -1,19 +1,19 @@
-"""Checkpoints that any layout can save and any other restore, with a checksum for every byte; and safetensors files.
+"""Checkpoints that any layout can save and any other layout restore, with a checksum for every byte; safetensors files.
 
-    dir/<step>/arrays/          written by Orbax: one array per name, in model order, without padding
+    dir/<step>/arrays/          written by Orbax: named arrays, in model order, without padding
     dir/<step>/manifest.json    written last: names, shapes and dtypes, how the run was made, checksums of all files
 
 A step is complete when its manifest exists. A save runs through these files:
 
-    writer.py     save            checks the run, makes the folder
+    writer.py                     checks the run, makes the folder
     snapshot.py                   copies to the host the shards that this process writes
-    store.py      compat.py       writes them by Orbax and TensorStore
-    checksums.py  manifest.py     computes checksums of the files on disk, then commits
+    store.py      compat.py       writes these shards by Orbax and TensorStore
+    checksums.py  manifest.py     computes checksums of the files on disk, then writes the manifest
 
 A restore: folder.py finds the step, reader.py compares it with the layout and with its checksums, store.py reads each
-device's part, and leaves.py converts it from model order to the stored sharding. checkpointer.py saves in the
-background of a training loop, with a lock on the folder (lock.py). memory/ is independent of these: it keeps a run in
-memory that outlives its processes.
+device's part of each array, and leaves.py converts arrays from model order to the stored sharding. checkpointer.py
+saves in the background of a training loop, with a lock on the folder (lock.py). memory/ is independent of these files:
+it keeps copies of a run in shared memory, from which restarted processes continue.
 
 Imports `core/`, `distributed/`, `engines/` and `training/`.
 """

@@ -33,34 +33,34 @@ from jaxshard.training.state import TrainState
 class Checkpointer:
     """A callback that saves a run into dir/<step> in the background, every `every` steps.
 
-    It is for `js.fit`, and also a context that waits for the last save:
+    Pass it to `js.fit`, inside a `with` block that waits at its end for the last save:
 
         with js.Checkpointer("run", layout, every=1000, keep=3) as checkpointer:
             run = js.fit(run, step, batches, steps=10_000, on_run=[checkpointer])
             checkpointer.save(run)
 
-    A save blocks the caller until the save before it is done and the arrays are on the host; the rest runs in a
-    thread. Its errors are raised by the next call of any method, or printed when the program ends. With
+    A save blocks the caller until the previous save is done and the arrays are on the host; files are written in a
+    thread. Errors of the thread are raised by the next call of any method, or printed when the program ends. With
     several processes, each has a `Checkpointer` and calls the same methods in the same order.
 
-    From its start to the end of the context (or of the process) it holds a lock on the folder, so that a second
-    training into the same folder is refused at its start; the message names the first.
+    From its creation to the end of the `with` block (or of the process) it holds a lock on the folder, so that another
+    training can't save into the same folder: it raises BlockingIOError when it creates its `Checkpointer`.
 
     Args:
       dir: the folder of checkpoints, on a disk that all processes see.
-      layout: how the runs are stored.
-      every: save after each step that is divisible by this.
-      keep: keep this many of the newest steps and delete older ones; None keeps all. Steps whose folders are symbolic
+      layout: the layout of the runs to save.
+      every: save after each step whose number is divisible by this.
+      keep: keep this many of the newest steps and delete older steps; None keeps all. Steps whose folders are symbolic
         links are not counted and never deleted; a warning names them.
       data: called at each save; returns the position of the data, as in `js.save`.
       best: a metric of the evaluation, such as "loss". The run with the best value is also kept, in dir/best:
         `js.restore("run/best", layout)`. The position saved there is {"evaluation": ..., "position": ...}.
       best_mode: "min" if a lower value is better, "max" if a higher value is.
-      init_from: for a model of `js.lora`, the base for `restore`, as in `js.restore`.
+      init_from: for a model of `js.lora`, the base weights for the method `restore`, as in `js.restore`.
 
     Raises:
-      ValueError: `every` or `keep` is less than 1, or `best_mode` something else.
-      BlockingIOError: another process trains into this folder; the message names it.
+      ValueError: `every` or `keep` is less than 1, or `best_mode` neither "min" nor "max".
+      BlockingIOError: another process trains into this folder; the message names the process.
       OSError: the folder can't be written (no permission, a read-only disk), with the errno of the cause.
 
     Attributes:
@@ -119,16 +119,16 @@ class Checkpointer:
           evaluation: metrics by name.
 
         Raises:
-          ValueError: the metric `best` is not among them; otherwise as `save`.
+          ValueError: the metric `best` is not in `evaluation`; otherwise as `save`.
         """
         if self._best is not None:
             self._best.evaluated(step, run, evaluation)
 
     def save(self, run: TrainState) -> None:
-        """Save the run, unless its step was saved last.
+        """Save the run in the background, unless the last save was of the same step.
 
         Raises:
-          ValueError, OSError: as `js.save`, of this save or of the one before.
+          ValueError, OSError: as `js.save`, for this save or the previous one.
         """
         self.wait_until_finished()
         step = int(run.step)
@@ -140,7 +140,7 @@ class Checkpointer:
     def restore(self) -> tuple[TrainState, Any]:
         """Restore the newest saved run whose parameters are finite, for `js.Rollback`.
 
-        Newer steps are deleted: their runs are spoiled, and training will save these steps again.
+        Newer saved steps, whose parameters are not finite, are deleted; training will save these steps again.
 
         Returns:
           (the run, the data's position that was saved with it).
@@ -163,7 +163,7 @@ class Checkpointer:
         raise ValueError(f"{self._root}: no run with finite parameters was saved; save one before the first step")
 
     def wait_until_finished(self) -> None:
-        """Block until the last save is on disk; raise its error if it failed."""
+        """Block until the last save is on disk; raise the error of the save if it failed."""
         if self._pending is not None:
             wait([self._pending])  # if Ctrl-C interrupts this, the save is still pending
             pending, self._pending = self._pending, None
@@ -188,7 +188,7 @@ class Checkpointer:
                 self._best.saver.__exit__(kind, error, trace)
 
     def _wait_at_exit(self) -> None:
-        """Wait, and print errors: if one were raised, Python would not call other checkpointers' functions at exit."""
+        """Wait for the last save, and print its error; if raised, Python would skip other functions at exit."""
         try:
             self.wait_until_finished()
         except Exception as error:
@@ -196,7 +196,7 @@ class Checkpointer:
         self._unlock()
 
     def _lock(self) -> bool:
-        """Create and lock the folder; raise an OSError that names it if that fails."""
+        """Create and lock the folder; return True, or raise an OSError that names the folder."""
         try:
             hold(self._root)
         except BlockingIOError:
@@ -222,9 +222,10 @@ class Checkpointer:
 
 
 class _Best:
-    """Keep the run with the best evaluation in a separate folder.
+    """A saver of the run with the best evaluation, in a separate folder.
 
-    A run of an earlier process counts, unless its step is still to come, since then this training began again.
+    A best run that an earlier process saved there is compared too, unless its step is later than the current step,
+    since this training then started again from an earlier step.
     """
 
     def __init__(self, root: Path, layout: Layout, metric: str, mode: str, data: Callable[[], Any] | None):

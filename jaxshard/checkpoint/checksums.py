@@ -1,7 +1,7 @@
-"""Checksums of the files of a step: computed when it is saved, compared when it is read.
+"""Checksums of the files of a saved step: computed when the step is saved, compared when it is read.
 
-A file is covered by segments: one for each array's bytes in it, and one for each gap between them. So a damaged byte
-shows the file and the arrays that it belongs to.
+A file is divided into segments with a checksum each: the byte ranges of arrays, and the gaps between them. So a wrong
+checksum tells which file is damaged, and which arrays in it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from jaxshard.checkpoint.manifest import MANIFEST, Manifest, SavedArray, Segment
 from jaxshard.checkpoint.store import ARRAYS, Extent, find_arrays
 
 _BLOCK = 1 << 22
-"""Bytes that a thread reads at once."""
+"""The number of bytes that a thread reads at once."""
 _THREADS = 8
-"""The most threads that read a file: more are no faster, and training needs the cores too."""
+"""The largest number of threads that read a file: more are no faster, and training needs the cores too."""
 
 
 class Damaged(ValueError):
-    """Raised for a step whose files differ from the saved ones.
+    """Raised if the files of a saved step are not as they were written.
 
     Example:
         js.save("run", run, layout)
@@ -42,10 +42,10 @@ def checksum_file(file: Path, extents: Sequence[Extent]) -> tuple[Segment, ...]:
 
     Args:
       file: the file, completely written.
-      extents: the byte ranges of arrays in it.
+      extents: the byte ranges of arrays in the file.
 
     Returns:
-      Segments that cover the file, one for each extent and each gap.
+      Segments that together are the file: one for each extent and for each gap.
     """
     with file.open("rb") as opened:
         cover = list(_cover_file(os.fstat(opened.fileno()).st_size, extents))
@@ -55,19 +55,19 @@ def checksum_file(file: Path, extents: Sequence[Extent]) -> tuple[Segment, ...]:
 
 
 def list_files(folder: Path) -> list[str]:
-    """Return the paths of a step's files without its manifest, relative to its folder and sorted; links count."""
+    """Return the sorted relative paths of all files and links in a step's folder, without the manifest."""
     found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     return sorted(name for name in (path.relative_to(folder).as_posix() for path in found) if name != MANIFEST)
 
 
 def find_damage(folder: Path) -> list[str]:
-    """Return all problems of a step, each a line that begins with the file's name; read every file."""
+    """Read every file of a step, and return a line for each problem, which begins with the file's name."""
     manifest, problems = try_manifest(folder)
     return problems if manifest is None else compare_step(folder, manifest)
 
 
 def try_manifest(folder: Path) -> tuple[Manifest | None, list[str]]:
-    """Return (the manifest of a step, []), or (None, its problems)."""
+    """Return (the manifest of a step, []), or (None, [why it can't be read])."""
     try:
         return read_manifest(folder), []
     except FileNotFoundError:
@@ -77,18 +77,18 @@ def try_manifest(folder: Path) -> tuple[Manifest | None, list[str]]:
 
 
 def compare_step(folder: Path, manifest: Manifest) -> list[str]:
-    """Compare every byte of a step with its manifest, and then the arrays; return the differences as lines."""
+    """Compare a step's files with the checksums in its manifest, then shapes and dtypes; return the differences."""
     return compare_files(folder, manifest) or compare_arrays(folder, manifest)
 
 
 def compare_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int = 1) -> list[str]:
-    """Compare the files of a step with its manifest, byte by byte.
+    """Compare the names and checksums of a step's files with its manifest.
 
     Args:
       folder: the folder of the step.
-      manifest: its manifest.
-      part: the index of the share of the files to read.
-      parts: the number of shares, one per process. File names are compared in every share.
+      manifest: the manifest of the step.
+      part: the index of the share of the files to read, such as the index of this process.
+      parts: the number of shares, such as that of processes. The names of all files are compared for every share.
 
     Returns:
       The differences, each a line that begins with the file's name and ends with the arrays in the damaged bytes.
@@ -105,10 +105,10 @@ def compare_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int
 def compare_arrays(folder: Path, manifest: Manifest) -> list[str]:
     """Compare the shapes and dtypes in the manifest of a step with those of the arrays on disk.
 
-    Reads only the index of the arrays. For steps whose files are intact.
+    Reads only the index of the arrays. Use it for steps whose files are intact.
 
     Returns:
-      The differences, each a line that begins with the names of the manifest and the array.
+      The differences, each a line that begins with the path of the manifest and the name of the array.
     """
     try:
         written = find_arrays(folder)
@@ -130,14 +130,14 @@ def _text(shape: tuple[int, ...], dtype: str) -> str:
 
 
 def _was_written_as(array: SavedArray, shape: tuple[int, ...], dtype: str) -> bool:
-    """Return True if an array of the manifest has this shape and dtype on disk, where random keys are words."""
+    """Return True if an array of the manifest fits a shape and dtype on disk, where random keys are uint32 words."""
     if array.dtype.startswith("key<"):
         return dtype == "uint32" and shape[:-1] == array.shape
     return (dtype, shape) == (array.dtype, array.shape)
 
 
 def compare_file_names(folder: Path, manifest: Manifest) -> list[str]:
-    """Return lines for files of a step that are missing, added or no plain files, without reading them."""
+    """Return a line for each file of a step that is missing, was added or is no plain file, without reading files."""
     there, expected = list_files(folder), manifest.files
     added = [f"{folder / name}: not in the manifest: it was added later" for name in there if name not in expected]
     added += [
@@ -150,7 +150,7 @@ def compare_file_names(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def compare_sizes(folder: Path, manifest: Manifest) -> list[str]:
-    """Return lines for plain files of a step whose size differs from the saved size, without reading them."""
+    """Return a line for each plain file of a step whose size differs from that in the manifest, without reading it."""
     saved = {name: sum(segment.size for segment in segments) for name, segments in manifest.files.items()}
     plain = [name for name in list_files(folder) if name in saved and _is_plain(folder / name)]
     there = {name: (folder / name).stat().st_size for name in plain}
@@ -162,7 +162,7 @@ def compare_sizes(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def _lists_too_much(manifest: Manifest) -> bool:
-    """Return True if a manifest's files are far larger than its arrays, whose elements have at most 16 bytes."""
+    """Return True if the files in a manifest are far larger than its arrays need, with at most 16 bytes an element."""
     elements = sum(math.prod(array.shape) for array in manifest.arrays)
     return manifest.size > 16 * elements + (1 << 16) * len(manifest.arrays) + (1 << 20) * len(manifest.files) + (
         1 << 26
@@ -191,7 +191,7 @@ def _compare_file(folder: Path, manifest: Manifest, name: str) -> list[str]:
 
 
 def _describe_arrays(manifest: Manifest, name: str, segments: Sequence[Segment]) -> str:
-    """Describe the arrays that have bytes in these segments of a file."""
+    """Describe for an error message which arrays have bytes in some segments of a file."""
     arrays = sorted({segment.array for segment in segments if segment.array is not None})
     if arrays:
         return "arrays: " + ", ".join(manifest.arrays[array].path for array in arrays)
@@ -201,7 +201,7 @@ def _describe_arrays(manifest: Manifest, name: str, segments: Sequence[Segment])
 
 
 def _cover_file(size: int, extents: Sequence[Extent]) -> Iterator[tuple[int, int | None]]:
-    """Yield (length, array or None) of the extents and the gaps around them, which together cover the file.
+    """Yield (length, array) for each extent, and (length, None) for each gap, in the order of a file of `size` bytes.
 
     Example: of a file of 100 bytes with Extent(start=10, size=30, array=2):  (10, None), (30, 2), (60, None).
     """
@@ -222,10 +222,10 @@ def _checksum_parts(opened: BinaryIO, sizes: Sequence[int]) -> list[tuple[int, i
 
     Args:
       opened: the file.
-      sizes: the bytes of each part, from the file's start on.
+      sizes: the number of bytes of each part; the first part begins at the file's start.
 
     Returns:
-      (number of bytes found, their CRC-32) of each part.
+      (number of bytes read, fewer at the end of the file; CRC-32) of each part.
     """
     starts = accumulate(sizes, initial=0)
     # zlib and reads release the GIL, so that threads use all cores.
@@ -234,7 +234,7 @@ def _checksum_parts(opened: BinaryIO, sizes: Sequence[int]) -> list[tuple[int, i
 
 
 def _checksum_part(opened: BinaryIO, start: int, size: int) -> tuple[int, int]:
-    """Read `size` bytes of a file from `start`; return (number of bytes found, CRC-32). The file position stays."""
+    """Read `size` bytes of a file from `start`; return (number of bytes read, CRC-32). Keep the file's position."""
     crc = done = 0
     while done < size and (block := os.pread(opened.fileno(), min(_BLOCK, size - done), start + done)):
         crc, done = zlib.crc32(block, crc), done + len(block)

@@ -1,27 +1,27 @@
 """All private or undocumented features of Orbax and TensorStore that this package uses, and their purpose.
 
-Import this module where arrays are saved or read, not at the top of another one: importing Orbax takes half a second.
-tests/checkpoint/test_compat.py has a test by the name of each entry below.
+Import this module inside functions that save or read arrays, not at the top of a module: importing Orbax takes half a
+second. tests/checkpoint/test_compat.py has a test for each entry below.
 
-A change that breaks every save or restore with an error:
+Features whose change would break every save or restore with an error:
 
 - `ArrayHandler.serialize` is overridden, for Orbax's own takes arrays on devices; `create_type_handler_registry` makes
   Orbax use our handler.
 - `get_json_tspec_write`, re-exported from `orbax.checkpoint._src`, says how TensorStore has to write an array so that
-  Orbax finds it again.
+  Orbax finds the array again.
 - `ParamInfo.ts_context` holds the limits of concurrency and the caches that all arrays of a save share.
 - The shape and dtype of an array are in `<name>/zarr.json` of the database, as "shape" and "data_type" of Zarr 3. If
   they are not, every step counts as damaged.
 
-A change that only the tests would notice:
+Features whose change only the tests would notice:
 
 - `[os_error_code='28']` in the errors of TensorStore: os_errors.py takes the errno of a failed save from there.
 - `tensorstore.ocdbt.dump`: the fields of its JSON, and the text that locates a value. They tell which bytes of a file
   belong to which array. Without them a damaged file is still found, but the arrays in it are not named.
 - That Orbax's options (in store.py) lead to OCDBT, which keeps a process's arrays in few files, and to plain bytes.
   Without that there are as many files as chunks, or saves spend their time compressing what does not compress.
-- That Orbax names its barriers by `barrier_sync_key_prefix`: without it two saves at one time would meet each other's
-  barriers. (Tested with two processes, in tests/checkpoint/test_processes.py.)
+- That Orbax names its barriers by `barrier_sync_key_prefix`: without it, two saves at the same time would wait at each
+  other's barriers. (Tested with two processes, in tests/checkpoint/test_processes.py.)
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ _KEY = re.compile(r"(.*)/(?:c(?:/\d+)*|zarr\.json)", re.DOTALL)
 """The key of a chunk or of the metadata of an array in Zarr 3: "params%2Fw/c/0/1" or "params%2Fw/zarr.json"."""
 _METADATA = b"/zarr.json"
 _LOCATION = re.compile(r"\w+:(.*?):(.*):(\d+):(\d+)")
-"""Where OCDBT keeps a value, as `dump` writes it: "file:<base folder>:<file>:<first byte>:<bytes>"."""
+"""The location of a value in the output of OCDBT's `dump`: "file:<base folder>:<file>:<first byte>:<bytes>"."""
 
 
 class BlocksHandler(type_handlers.ArrayHandler):  # type: ignore[misc]  # Orbax ships no types for this module
-    """Orbax's handler of arrays, changed to write blocks that are already on the host.
+    """Orbax's handler of arrays, changed to write blocks that were already copied to the host (`HostBlocks`).
 
-    Orbax's own `serialize` takes arrays on devices in their final form: model order would need programs and a second
-    copy of the run there. Reading is unchanged.
+    Orbax's own `serialize` takes arrays on devices as they are to be written. To convert a run to model order first
+    would need compiled programs and a second copy of the run on the devices. Reading is unchanged.
     """
 
     async def serialize(self, values: Sequence[HostBlocks], infos: Sequence[Any], args: Any = None) -> list[Any]:
-        """Write this process's blocks of all arrays in one transaction; return when they are written."""
+        """Write this process's blocks of all arrays in one transaction; return when all blocks are written."""
         async with tensorstore.Transaction(atomic=True) as transaction:  # one index for all arrays
             await asyncio.gather(*(_write(x, info, transaction) for x, info in zip(values, infos, strict=True)))
         return []
@@ -66,7 +66,7 @@ def blocks_registry() -> Any:
 
 
 async def _write(x: HostBlocks, info: Any, transaction: Any) -> None:
-    """Write the blocks of one array; the first process, which has some of them or none, also writes its metadata."""
+    """Write this process's blocks of an array; the first process also writes the array's metadata."""
     process = jax.process_index()
     spec = type_handlers.get_json_tspec_write(info, True, x.shape, x.chunk, x.dtype, process_index=process)
     shared = {"open": True, "context": info.ts_context, "transaction": transaction}
@@ -78,7 +78,7 @@ async def _write(x: HostBlocks, info: Any, transaction: Any) -> None:
 
 
 def find_values(database: Path) -> Iterator[tuple[str, str, int, int]]:
-    """Find the bytes of arrays in the files of an OCDBT database.
+    """Find where in the files of an OCDBT database the bytes of each array are.
 
     Values of less than a kilobyte are stored in the index itself and are not found.
 
@@ -99,7 +99,7 @@ def find_values(database: Path) -> Iterator[tuple[str, str, int, int]]:
 
 
 def find_shapes(database: Path) -> Iterator[tuple[str, list[int], str]]:
-    """Yield (name, shape, dtype) of the arrays in an OCDBT database, as their own metadata say.
+    """Yield (name, shape, dtype) of the arrays in an OCDBT database, read from the metadata of each array.
 
     Args:
       database: the folder of the database, completely written.
@@ -116,7 +116,7 @@ def find_shapes(database: Path) -> Iterator[tuple[str, list[int], str]]:
 
 
 def _walk(base: Any, node: str, prefix: bytes) -> Iterator[tuple[bytes, str]]:
-    """Yield (key, location) of the values outside of the nodes, below one node of OCDBT's B-tree."""
+    """Yield (key, location) of all values below a node of OCDBT's B-tree, without values stored in the nodes."""
     for entry in tensorstore.ocdbt.dump(base, node).result()["entries"]:
         if "location" in entry:  # an inner node's: another node
             yield from _walk(base, entry["location"], prefix + entry["subtree_common_prefix"])

@@ -1,7 +1,7 @@
 """A folder of checkpoints, with one folder per step; find its complete steps.
 
-run/1000/    complete: it holds a manifest
-run/2000/    incomplete: an interrupted save left it; it counts as absent, and the next save of the step replaces it
+run/1000/    complete: the folder has a manifest
+run/2000/    incomplete, because the save was interrupted: ignored, and replaced by the next save of the step
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ def absolute_root(dir: str | os.PathLike[str]) -> Path:
     """Return the folder of checkpoints as an absolute path.
 
     Raises:
-      ValueError: it is an address such as gs://..., which as a path would be a local folder of that name.
+      ValueError: `dir` is an address such as gs://..., which as a path would be a local folder of that name.
     """
     return local_path(dir).absolute()
 
 
 def step_folders(root: Path) -> dict[int, Path]:
-    """Return the folders of all steps, complete or not, by ascending number; nothing if `root` is no folder."""
+    """Return {step: folder} of all steps, complete or not, in ascending order; {} if `root` is no folder."""
     if not root.is_dir():
         return {}
     names = (path.name for path in root.iterdir())
@@ -34,12 +34,12 @@ def step_folders(root: Path) -> dict[int, Path]:
 
 
 def complete_steps(root: Path) -> dict[int, Path]:
-    """Return the folders of the complete steps, by ascending number."""
+    """Return {step: folder} of the complete steps, in ascending order."""
     return {step: path for step, path in step_folders(root).items() if (path / MANIFEST).exists()}
 
 
 def check_root(root: Path) -> None:
-    """Raise for a path that can't be a folder of steps: a file, or the folder of one step; it may be absent."""
+    """Raise if a path exists and is no folder of steps: if it is a file, or the folder of a single step."""
     if root.exists() and not root.is_dir():
         raise NotADirectoryError(f"{root}: that is a file, not a folder of checkpoints")
     if (root / MANIFEST).exists():
@@ -55,10 +55,10 @@ def latest_step(dir: str | os.PathLike[str], *, intact: bool = False) -> int | N
         all files of the step.
 
     Returns:
-      The number of the step; None where there is no such step, or no folder yet.
+      The number of the step; None if there is no such step, or no folder yet.
 
     Raises:
-      ValueError: `dir` is the folder of one step.
+      ValueError: `dir` is the folder of a single step.
       NotADirectoryError: `dir` is a file.
 
     Example:
@@ -74,7 +74,7 @@ def latest_step(dir: str | os.PathLike[str], *, intact: bool = False) -> int | N
 
 
 def step_folder(root: Path, step: int | None) -> Path:
-    """Return the folder of a complete step; of the newest one for None.
+    """Return the folder of a complete step; if `step` is None, of the newest complete step.
 
     Raises:
       FileNotFoundError: `root` does not exist, or has no such step.
@@ -96,10 +96,10 @@ def step_folder(root: Path, step: int | None) -> Path:
 
 
 def delete_step(folder: Path) -> None:
-    """Delete the folder of a step, its manifest first: a step that is half deleted is no longer complete.
+    """Delete the folder of a step, its manifest first, so that an interrupted deletion leaves no complete step.
 
     Raises:
-      OSError: it is a symbolic link, whose target must not be deleted.
+      OSError: the folder is a symbolic link, whose target must not be deleted.
     """
     if folder.is_symlink():
         raise OSError(f"{folder} is a symbolic link to {folder.readlink()}, where nothing is deleted; remove the link")

@@ -1,7 +1,7 @@
-"""The arrays of a run by name, and their conversion between a layout's storage and a checkpoint's.
+"""The named arrays of a run, and their conversion between devices ("stored") and checkpoints ("saved").
 
-A checkpoint has arrays in model order and without padding ("saved"). Devices have them as the layout says ("stored"):
-padded, in pipeline order, sharded over the mesh. Random keys are saved as their words.
+Stored arrays are as the layout says: padded, in pipeline order, sharded over the mesh. Saved arrays are in model order
+and without padding; random keys are saved as the uint32 words of their data.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from jaxshard.training.state import TrainState
 
 
 class Entry(NamedTuple):
-    """One array of a run.
+    """The description of an array of a run, which has no values.
 
     Attributes:
-      path: its name in a checkpoint, such as "opt_state/0/mu/w".
-      shape: its logical shape.
-      dtype: its dtype, which may be that of random keys.
-      placement: its placement in the layout.
+      path: the array's name in a checkpoint, such as "opt_state/0/mu/w".
+      shape: the logical shape.
+      dtype: the dtype, which may be that of random keys.
+      placement: the array's placement in the layout.
     """
 
     path: str
@@ -45,31 +45,31 @@ class Entry(NamedTuple):
 
     @property
     def is_key(self) -> bool:
-        """True for random keys."""
+        """True for an array of random keys."""
         return is_key(self.dtype)
 
     @property
     def words(self) -> jax.ShapeDtypeStruct:
-        """The shape and dtype in a file, where random keys are their words."""
+        """The shape and dtype in a file, where random keys are stored as uint32 words."""
         return words_of(jax.ShapeDtypeStruct(self.shape, self.dtype))
 
     @property
     def saved(self) -> SavedArray:
-        """The array as a manifest lists it."""
+        """The entry of the array in a manifest."""
         return SavedArray(self.path, self.shape, str(self.dtype))
 
     def shape_saved(self, mesh: Mesh) -> jax.ShapeDtypeStruct:
-        """Return the shape and dtype in a checkpoint, with the sharding of `logical_spec`."""
+        """Return the shape and dtype of the saved array, with the sharding from which it is written to a file."""
         words, spec = self.words, logical_spec(self.placement, mesh)[0]
         spec = PartitionSpec(*spec, *(None,) * (len(words.shape) - len(spec)))
         return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=NamedSharding(mesh, spec))
 
     def to_saved(self, x: jax.Array, mesh: Mesh) -> jax.Array:
-        """Convert from stored to saved, on the devices; return the array itself if both are the same."""
+        """Convert a stored array to a saved array, on the devices; return `x` itself if both are the same."""
         return x if self._is_saved_as_stored else jax.block_until_ready(jit_to_saved(self, mesh)(x))
 
     def to_stored(self, x: jax.Array, mesh: Mesh) -> jax.Array:
-        """Convert from saved to stored, the inverse of `to_saved`."""
+        """Convert a saved array to a stored array, on the devices: the inverse of `to_saved`."""
         return x if self._is_saved_as_stored else jax.block_until_ready(jit_to_stored(self, mesh)(x))
 
     @property
@@ -78,11 +78,11 @@ class Entry(NamedTuple):
 
 
 def entries(layout: Layout, *, base: bool = False) -> tuple[list[Entry], Any]:
-    """List the arrays of a layout's runs.
+    """List the arrays that a run of this layout has, without its residuals.
 
     Args:
       layout: the layout.
-      base: whether to include `layout.base`, which checkpoints leave out.
+      base: True to include the frozen base weights of `js.lora`, which checkpoints leave out.
 
     Returns:
       (the entries in the order of a run's leaves, the tree structure of a run). The name of an array is its path, in
@@ -98,25 +98,26 @@ def entries(layout: Layout, *, base: bool = False) -> tuple[list[Entry], Any]:
 
 
 def pair_up(shapes: PyTree, placements: PyTree, name: Callable[[Any], str]) -> tuple[list[Entry], Any]:
-    """Return (the entries of a tree's leaves, its structure); `name(key path)` names an array."""
+    """Return (an `Entry` for each leaf of `shapes`, the tree structure); `name(key path)` gives an array its name."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
     pairs = zip(leaves, jax.tree.leaves(placements), strict=True)
     return [Entry(name(path), tuple(x.shape), x.dtype, placement) for (path, x), placement in pairs], structure
 
 
 def logical_spec(placement: Placement, mesh: Mesh) -> tuple[PartitionSpec, PartitionSpec]:
-    """Choose the sharding of an array in model order, as close as possible to its stored sharding.
+    """Choose the sharding of an array in model order, as close as possible to the sharding of the stored array.
 
-    A dimension that is neither padded nor split into several keeps its mesh axes. The axes of all others move to the
-    largest dimension that they divide, or to none. So the conversion is an all-to-all, not an all-gather.
+    A dimension that is neither padded nor reshaped into several keeps its mesh axes. Each mesh axis of another
+    dimension moves to the largest dimension that it divides, or to none. So the conversion is an all-to-all, not an
+    all-gather.
 
     Args:
       placement: how the array is stored.
       mesh: the mesh.
 
     Returns:
-      (the spec over the logical dimensions, the same split over the stored dimensions). The array moves from its stored
-      split to the second one, and is reshaped and cut then.
+      (the spec of the logical array, the same sharding as a spec of the stored array). A stored array is first
+      resharded to the second spec, and then reshaped and cut to the logical array.
     """
     view, store = placement.view, placement.store
     sizes = {dim: view.logical[dim] for dim in range(len(view.logical)) if view.logical[dim] == view.padded[dim]}
@@ -135,22 +136,22 @@ def logical_spec(placement: Placement, mesh: Mesh) -> tuple[PartitionSpec, Parti
 
 
 def jit_to_saved(entry: Entry, mesh: Mesh) -> Any:
-    """Return the jitted function from a stored array to a saved one, shared by arrays with equal placements."""
+    """Return the jitted function that converts a stored array to a saved array; equal placements share a function."""
     return _jit_both(_without_names(entry), mesh)[0]
 
 
 def jit_to_stored(entry: Entry, mesh: Mesh) -> Any:
-    """Return the jitted function from a saved array to a stored one, shared by arrays with equal placements."""
+    """Return the jitted function that converts a saved array to a stored array; equal placements share a function."""
     return _jit_both(_without_names(entry), mesh)[1]
 
 
 def list_differences(found: Mapping[str, str], wanted: Mapping[str, str], where: str = "") -> list[str]:
-    """Compare the arrays that were found with those of a layout, both as text by name, such as "float32[48, 24]".
+    """Compare the names, shapes and dtypes of arrays that were found with the arrays of a layout.
 
     Args:
-      found: the arrays that were found.
-      wanted: the arrays of the layout.
-      where: the place of the found arrays, for messages.
+      found: {name: shape and dtype as text, such as "float32[48, 24]"} of the arrays that were found.
+      wanted: the same for the arrays of the layout.
+      where: where the arrays were found, for messages, such as " in the checkpoint".
 
     Returns:
       A line for every array that is missing, not in the layout, or has another shape or dtype.
@@ -165,7 +166,7 @@ def list_differences(found: Mapping[str, str], wanted: Mapping[str, str], where:
 
 
 def encode_path(path: tuple[Any, ...]) -> str:
-    """Name an array by its key path, "opt_state/0/mu/w": different for different paths, whatever the keys are."""
+    """Convert a key path to a name, "opt_state/0/mu/w"; different paths get different names, whatever their keys."""
     words = (jax.tree_util.keystr((key,), simple=True) for key in path)
     odd = {"": "%", ".": "%2E", "..": "%2E%2E"}
     return "/".join(odd.get(word) or quote(word, safe="") for word in words)
@@ -177,7 +178,7 @@ def _without_names(entry: Entry) -> Entry:
 
 @lru_cache(maxsize=512)
 def _jit_both(entry: Entry, mesh: Mesh) -> tuple[Any, Any]:
-    """Return the jitted functions (from stored to saved, from saved to stored)."""
+    """Return the jitted functions (stored array -> saved array, saved array -> stored array)."""
     rests, saved, view = entry.placement.sharding(mesh), entry.shape_saved(mesh).sharding, entry.placement.view
     stored = entry.placement.on_device().sharding(mesh)
     logical, moved = (NamedSharding(mesh, spec) for spec in logical_spec(entry.placement, mesh))
@@ -197,7 +198,7 @@ def _jit_both(entry: Entry, mesh: Mesh) -> tuple[Any, Any]:
 
 
 def _float_to_bits(x: jax.Array) -> jax.Array:
-    """Cast floats of 8 and 16 bits to integers of the same bits.
+    """Bitcast floats of 8 and 16 bits to unsigned integers; return other arrays unchanged.
 
     XLA pads, slices and sends 8- and 16-bit floats as f32 on a CPU (up to JAX 0.12), which changes the bits of
     signalling NaNs.
@@ -207,9 +208,9 @@ def _float_to_bits(x: jax.Array) -> jax.Array:
 
 
 def _bits_to(dtype: Any, bits: jax.Array) -> jax.Array:
-    """Cast bits to an array with this dtype, the inverse of `_float_to_bits`.
+    """Bitcast unsigned integers to an array with this dtype: the inverse of `_float_to_bits`.
 
-    The barrier keeps the cast out of the loop that pads: there JAX 0.12, compiling without optimizations, handles the
-    padded floats as f32 after all.
+    The `optimization_barrier` keeps the bitcast out of the loop that pads: there JAX 0.12, compiling without
+    optimizations, would handle the padded floats as f32 again.
     """
     return bits if bits.dtype == dtype else bitcast_convert_type(optimization_barrier(bits), dtype)

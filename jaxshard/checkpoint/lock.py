@@ -1,8 +1,8 @@
 """The lock on a folder of checkpoints: only one training may save into a folder.
 
-The training process (the first of several) holds flock(2) on the file `.lock` in the folder, into which it writes its
-name, for messages. The kernel releases the lock when the process ends, also by a crash: at most the file remains, which
-has no effect.
+The training process (the first of several) holds flock(2) on the file `.lock` in the folder, and writes its name into
+the file, for error messages of other processes. The kernel releases the lock when the process ends, also by a crash;
+the file may remain, which has no effect.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 LOCK = ".lock"
 _TRIES, _PAUSE = 10, 0.05
-"""Tries, and seconds between them: a killed process takes a moment to end, and `check_free` locks for a moment."""
+"""Attempts to lock, and seconds between them: a killed process takes a moment to end; `check_free` locks briefly."""
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _held: dict[str, tuple[int, int]] = {}
 """(open file, number of holders in this process) of every folder that this process has locked."""
@@ -31,11 +31,11 @@ _guard = threading.Lock()
 def hold(root: Path) -> None:
     """Lock a folder for this process, and create the folder if needed; call `release` once per `hold`.
 
-    A process may hold it several times. If the file system has no locks, warn and continue without one.
+    A process may hold the lock several times. If the file system has no locks, warn and continue without a lock.
 
     Raises:
-      BlockingIOError: another process holds it; the message names that process.
-      OSError: the lock can't be written (no permission, a read-only disk).
+      BlockingIOError: another process holds the lock; the message names that process.
+      OSError: the lock file can't be written (no permission, a read-only disk).
     """
     name = os.path.realpath(root)
     with _guard:
@@ -48,7 +48,7 @@ def hold(root: Path) -> None:
 
 
 def release(root: Path) -> None:
-    """Undo one call of `hold`; after the last one the lock is free and its file is deleted."""
+    """Undo one call of `hold`; when all calls are undone, free the lock and delete its file."""
     name = os.path.realpath(root)
     with _guard:
         opened, count = _held.pop(name)
@@ -76,7 +76,7 @@ def check_free(root: Path) -> None:
 
 
 def _lock_file(root: Path) -> int:
-    """Lock the file in a folder, and return it open."""
+    """Lock the lock file of a folder, write this process's name into it, and return its open file descriptor."""
     while True:
         opened = _open(root / LOCK, os.O_RDWR | os.O_CREAT)
         try:
@@ -101,7 +101,7 @@ def _write_owner(opened: int) -> None:
 
 
 def _open(file: Path, flags: int) -> int:
-    """Open the lock file; refuse a link or a named pipe of that name."""
+    """Open the lock file; raise OSError if it is a link or a named pipe."""
     opened = os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(opened).st_mode):
         os.close(opened)
@@ -110,7 +110,10 @@ def _open(file: Path, flags: int) -> int:
 
 
 def _try_lock(root: Path, opened: int) -> None:
-    """Lock an open file; raise BlockingIOError with the other process's name if it is locked."""
+    """Lock an open file; raise BlockingIOError with the name of the other process if that has locked it.
+
+    If the file system has no locks, warn and return.
+    """
     for tries in range(_TRIES):
         try:
             import fcntl
@@ -133,7 +136,7 @@ def _try_lock(root: Path, opened: int) -> None:
 
 
 def _forget() -> None:
-    """Close the locks in a forked process: they belong to the parent, and must not outlive it in a child."""
+    """Close the lock files in a forked child process, since the parent's locks must not outlive the parent."""
     for opened, _ in _held.values():
         os.close(opened)
     _held.clear()

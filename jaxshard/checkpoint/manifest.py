@@ -1,14 +1,15 @@
-"""The manifest of a step, its commit marker: the saved arrays, their origin, and a checksum for every byte.
+"""The manifest of a saved step: the arrays, how they were made, and a checksum for every byte of the step's files.
 
-It has two lines: a JSON object, and the CRC-32 of the first line with its line break:
+It is written last, so a step with a manifest is complete. It has two lines: a JSON object, and the CRC-32 of the first
+line with its line break:
 
     {"format": 1, "step": 1000, "arrays": [{"path": "params/w", "shape": [64, 48], "dtype": "float32"}, ...],
      "files": {"arrays/state/d/0a1b": [[12288, 912343, 0], [224, 71230, null]], ...}, "data": null, "made": {...}}
     crc32 7d3c9a01
 
-(here the JSON is wrapped). Each file is covered by segments [bytes, CRC-32, index in "arrays" or null]. The step of
-a run with a base has one more field, "base". The object's fields may change with its "format"; the two lines and the
-checksum do not.
+(here the JSON is wrapped). Each file is a sequence of segments [bytes, CRC-32, index in "arrays" or null]. For a model
+of `js.lora` the field "base" has checksums of the frozen base weights, which are not saved. The object's fields may
+change with its "format"; the two lines and the checksum do not.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from jaxshard.checkpoint.strict_json import decode_object, read_plain_file
 
 FORMAT = 1
 _KEYED = {"sha256", "hmac"}
-"""Fields of earlier versions for a step that was saved with a key; ignored, as the checksums suffice."""
+"""Fields that earlier versions wrote for a step saved with a secret key; ignored, since the checksums suffice."""
 MANIFEST = "manifest.json"
 """The manifest's file name in the folder of a step."""
 
 
 class SavedArray(NamedTuple):
-    """One array in model order, without padding; `dtype` is "key<...>" for random keys, saved as their words."""
+    """The name, logical shape and dtype of a saved array; "key<...>" is the dtype of random keys, saved as words."""
 
     path: str
     shape: tuple[int, ...]
@@ -41,7 +42,7 @@ class SavedArray(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """The next `size` bytes of a file, their CRC-32, and the index of the array they belong to, or None."""
+    """The next byte range of a file: its length, its CRC-32, and the index of the array it belongs to, or None."""
 
     size: int
     crc32: int
@@ -53,11 +54,11 @@ class Manifest(NamedTuple):
 
     Attributes:
       step: the number of the step.
-      arrays: every array of the run.
-      files: the segments that cover each file, by the file's path relative to the step's folder; without the manifest.
-      data: the position of the data, as the caller passed it.
+      arrays: all saved arrays of the run.
+      files: {path relative to the step's folder: segments of the file} of all files but the manifest.
+      data: the position of the data, as the caller of `js.save` passed it.
       made: versions, mesh, layout and time of the save, for people.
-      base: {path: checksum} of arrays that are not saved but passed again; see `training/base.py`.
+      base: {path: checksum} of the frozen base weights of `js.lora`, which are not saved; None without any.
     """
 
     step: int
@@ -69,7 +70,7 @@ class Manifest(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The bytes of all files without the manifest."""
+        """The total number of bytes of all files but the manifest."""
         return sum(segment.size for segments in self.files.values() for segment in segments)
 
 
@@ -85,7 +86,7 @@ def decode_manifest(raw: bytes) -> Manifest:
     """Decode the content of a manifest's file.
 
     Raises:
-      ValueError: a byte differs from the written one, the format is newer, or it is no manifest.
+      ValueError: the checksum is wrong, the format is newer, or the content is no manifest.
     """
     end = raw.find(b"\n") + 1
     line, checksum = raw[:end], raw[end:]
@@ -109,8 +110,8 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
       ValueError: the file can't be decoded or read, or belongs to another step than the folder's name says. The
-        message names it.
-      FileNotFoundError: there is none, so the step is not complete.
+        message names the file.
+      FileNotFoundError: there is no manifest, so the step is not complete.
     """
     file = folder / MANIFEST
     try:
@@ -127,12 +128,12 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def write_manifest(file: Path, manifest: Manifest) -> None:
-    """Write a manifest to a file; as `MANIFEST` in the folder of a step it makes the step complete."""
+    """Write a manifest to a file; with the name `MANIFEST` in the folder of a step, this makes the step complete."""
     write_atomically(file, encode_manifest(manifest))
 
 
 def write_atomically(file: Path, content: bytes) -> None:
-    """Write a file so that it exists with all of its content or not at all, also after a power cut."""
+    """Write a file so that it exists with its complete content or not at all, also after a power cut."""
     draft = file.with_name(file.name + ".draft")
     with draft.open("wb") as opened:
         opened.write(content)
@@ -143,7 +144,7 @@ def write_atomically(file: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk."""
+    """Flush the names of the files in a folder to disk, so that they survive a power cut."""
     with contextlib.suppress(OSError):  # some file systems have no folders to flush
         number = os.open(folder, os.O_RDONLY)
         try:
@@ -195,7 +196,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_inside(name: str) -> bool:
-    """Return True for a path inside the folder of its step, other than the manifest."""
+    """Return True if a relative path stays inside the folder of its step, and is not the manifest's."""
     path = PurePosixPath(name)
     plain = path.as_posix() == name and "\0" not in name and "\\" not in name
     return plain and bool(path.parts) and not path.is_absolute() and ".." not in path.parts and name != MANIFEST

@@ -1,4 +1,4 @@
-"""Make the error of a failed save: an OSError with the errno of its cause."""
+"""Make the exception of a failed save: an OSError with the errno of its cause."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from jaxshard.core.file_errors import errno_of
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Return the error at the end of the chain of causes, in which Orbax hides it."""
+    """Return the last exception in the chain of `__cause__`, since Orbax raises its own from the actual error."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
@@ -16,8 +16,8 @@ def os_error(message: str, cause: BaseException) -> OSError:
     """Make an OSError with the errno of its cause, and so of the same class, such as PermissionError.
 
     Args:
-      message: the text of the error, as it is.
-      cause: an OSError, or an error of TensorStore. Without an errno the result has none either.
+      message: the complete text of the new error.
+      cause: an OSError, or an error of TensorStore. If it has no errno, the new error has none either.
     """
     number = errno_of(cause)
     kind = OSError if number is None else type(OSError(number, message))

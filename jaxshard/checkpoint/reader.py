@@ -42,31 +42,33 @@ def restore(
 
     Parameters, optimizer and model state, random key and step are restored bit for bit, whatever strategy, mesh,
     schedule and number of processes saved them. Residuals of gradients (`js.wire.int8(feedback=True)`) are restored bit
-    for bit if the same number of devices adds gradients; otherwise their sum is divided evenly. No device holds more of
-    an array than its shard and, where the layout pads it or splits its first dimension, a part as large as the array's
-    dimensions divide. A process reads what its shards need.
+    for bit if the same number of devices adds gradients; otherwise their sum is divided evenly over the devices. Each
+    process reads only what the shards of its devices need. A device needs memory for its shard of an array and, where
+    the layout pads the array or reshapes its first dimension, for its part of the array in model order, which is split
+    as far as the array's dimensions divide.
 
     Args:
       dir: the folder of checkpoints.
-      layout: how to store the run; its model and optimizer are those that were saved. One that was made without an
-        optimizer (`js.layout(strategy, mesh, init_fn)`) reads all but the optimizer's state.
-      step: the number of the step; the newest complete one by default.
-      verify: first compare every byte of the step with its checksum, a share of the files in each process. Otherwise
-        compare only the names and sizes of the files and the shapes and dtypes in them.
-      init_from: for a model of `js.lora`, whose checkpoints leave out the frozen base: the parameters that `js.init`
-        received as `init_from=`, or a run of this layout, whose base is used unchanged.
+      layout: the layout in which to store the run, made from the model and optimizer that were saved. If it was made
+        without an optimizer (`js.layout(strategy, mesh, init_fn)`), all but the optimizer's state is read.
+      step: the number of the step; by default that of the newest complete step.
+      verify: first compare every byte of the step with its checksum; each process reads a share of the files. With
+        False, compare only the names and sizes of the files and the shapes and dtypes in them.
+      init_from: for a model of `js.lora`, whose checkpoints leave out the frozen base weights: the parameters that
+        `js.init` received as `init_from=`, or a run of this layout, whose base weights are used unchanged.
 
     Returns:
       The run.
 
     Raises:
       ValueError: the tree, a shape or a dtype differs from the layout (the message names every such array; nothing is
-        cast); the step is incomplete or has a newer format; `init_from` is missing, or not what the run was trained on
-        (every array with another checksum is named).
-      js.Damaged: a file is damaged, missing or was added; it is named with the arrays in it. A ValueError.
+        cast); the step is incomplete or has a newer format; `init_from` is missing, or does not have the base weights
+        that the run was trained on (the message names every array with another checksum).
+      js.Damaged: a file is damaged, missing or was added; the message names the file and the arrays in it. It is a
+        ValueError.
       FileNotFoundError: there is no such folder or step.
-      js.distributed.Disagreement: one of several processes has other versions, flags, mesh or layout, or finds another
-        checkpoint.
+      js.distributed.Disagreement: several processes differ in versions, flags, mesh or layout, or find different
+        checkpoints.
 
     Example:
         js.save("run", run, layout)
@@ -79,10 +81,7 @@ def restore(
 
 
 def read_run(root: Path, layout: Layout, step: int | None, *, verify: bool, base: PyTree = None) -> TrainState:
-    """Restore a run, as `restore`.
-
-    `base` are stored parameters that contain those of `layout.base`, if the layout has any.
-    """
+    """Restore a run, as `restore`; `base` are stored parameters that contain the frozen base weights of `js.lora`."""
     owning, layout = layout, layout.without_owners
     folder, manifest = _find_step(root, layout, step)
     wanted, structure = entries(layout)
@@ -116,17 +115,17 @@ def read_run(root: Path, layout: Layout, step: int | None, *, verify: bool, base
 
 
 def describe(dir: str | os.PathLike[str], *, step: int | None = None) -> Manifest:
-    """Read the description of a step without its arrays: names, position of the data, mesh and versions.
+    """Read the manifest of a step: names of the arrays, position of the data, mesh and versions.
 
     Args:
       dir: the folder of checkpoints.
-      step: the number of the step; the newest complete one by default.
+      step: the number of the step; by default that of the newest complete step.
 
     Returns:
       The step's manifest.
 
     Raises:
-      ValueError: the step is incomplete, or its manifest damaged.
+      ValueError: the step is incomplete, or its manifest is damaged.
       FileNotFoundError: there is no such folder or step.
     """
     return read_manifest(step_folder(absolute_root(dir), step))
@@ -137,11 +136,12 @@ def check_intact(folder: Path, manifest: Manifest, *, verify: bool) -> None:
 
     Args:
       folder: the folder of the step.
-      manifest: its manifest.
-      verify: read every file, a share of them in each process, and compare checksums; otherwise only names.
+      manifest: the manifest of the step.
+      verify: True to read every file, a share of the files in each process, and compare checksums; otherwise compare
+        only names and sizes.
 
     Raises:
-      Damaged: in all processes, each naming the files that it found.
+      Damaged: in all processes, if any process found damage; each message names the files that its process found.
     """
     part, parts = jax.process_index(), jax.process_count()
     if verify:
@@ -158,7 +158,7 @@ def check_intact(folder: Path, manifest: Manifest, *, verify: bool) -> None:
 
 
 def _find_step(root: Path, layout: Layout, step: int | None) -> tuple[Path, Manifest]:
-    """Find the step to restore; raise in all processes unless it is the same in each."""
+    """Find the step to restore, and read its manifest; raise in all processes unless all find the same."""
     failure = None
     try:
         folder = step_folder(root, step)
@@ -174,7 +174,10 @@ def _find_step(root: Path, layout: Layout, step: int | None) -> tuple[Path, Mani
 
 
 def _find_base(init_from: PyTree, layout: Layout) -> PyTree:
-    """Return stored parameters with the frozen base of a model of `js.lora`, from the argument of `restore`."""
+    """Return stored parameters that contain the frozen base weights of `js.lora`, from the argument `init_from`.
+
+    Return None for a layout without such weights.
+    """
     if not any(jax.tree.leaves(layout.base)):
         if init_from is not None:
             raise ValueError(

@@ -1,8 +1,8 @@
-"""The residuals of a run in a checkpoint: rounding errors of its gradients that the next step adds.
+"""The residuals of a run in a checkpoint: rounding errors of gradients, which the next step adds to its gradients.
 
-They are saved unchanged, f32[devices, *shape] for each parameter. A mesh on which the same number of devices adds a
-gradient uses them unchanged. On any other mesh their sum over devices, the only quantity that matters to a step, is
-divided evenly.
+They are saved unchanged, f32[devices, *shape] for each parameter. If the mesh that restores them has the same number of
+devices to add a gradient, they are used unchanged. On any other mesh their sum over devices, the only quantity that
+matters to a step, is divided evenly over the devices.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RESIDUALS = "residuals/"
 
 
 def refuse_residuals(run: TrainState, who: str) -> None:
-    """Raise ValueError for a run with residuals, which would be dropped silently."""
+    """Raise ValueError for a run with residuals, which the function `who` would drop silently."""
     if jax.tree.leaves(run.residuals):
         raise ValueError(
             f"{who}: the run has residuals of gradients, as large as the parameters for each device; use js.save, or "
@@ -38,17 +38,17 @@ def refuse_residuals(run: TrainState, who: str) -> None:
 
 
 def residual_entries(layout: Layout, residuals: PyTree) -> list[Entry]:
-    """List the entries of a run's residuals as saved; empty for a run without residuals."""
+    """List an `Entry` for each residual of a run; return [] for a run without residuals."""
     if not jax.tree.leaves(residuals):
         return []
     return [_entry(path, placement) for path, placement in _placements(layout)]
 
 
 def saved_residuals(folder: Path, layout: Layout, arrays: Sequence[SavedArray]) -> list[Entry]:
-    """List the entries of the residuals in a checkpoint, for the number of devices that saved them.
+    """List an `Entry` for each residual in a checkpoint, with the number of devices that saved it.
 
     Raises:
-      ValueError: they belong to other parameters than the layout trains; the message names each.
+      ValueError: the residuals belong to other parameters than the layout trains; the message names each.
     """
     counts = {array.path: array.shape[0] for array in arrays if array.path.startswith(RESIDUALS) and array.shape}
     if not counts:
@@ -68,12 +68,15 @@ def saved_residuals(folder: Path, layout: Layout, arrays: Sequence[SavedArray]) 
 
 
 def place_residuals(layout: Layout, read: Callable[[Entry], jax.Array], found: Sequence[Entry]) -> PyTree:
-    """Read the residuals of a run, placed for this layout; () if the checkpoint has none.
+    """Read the residuals in a checkpoint, and convert them to the number of devices of this layout.
 
     Args:
       layout: the layout.
-      read: reads one array as its entry stores it.
+      read: reads an array in the sharding of its entry.
       found: the result of `saved_residuals`.
+
+    Returns:
+      The residuals for a TrainState of this layout; () if the checkpoint has none.
     """
     if not found:
         return ()
@@ -83,7 +86,7 @@ def place_residuals(layout: Layout, read: Callable[[Entry], jax.Array], found: S
 
 
 def _placements(layout: Layout) -> list[tuple[str, Placement]]:
-    """Return the path and placement of every residual, in the order of a run's leaves."""
+    """Return (name, placement) of the residual of each trained parameter, in the order of a TrainState's leaves."""
     placed = jax.tree.map(lambda param, grad: place_residual(layout, param, grad), layout.params, layout.grads)
     return [(RESIDUALS + encode_path(path), one) for path, one in jax.tree_util.tree_leaves_with_path(placed)]
 
@@ -93,7 +96,7 @@ def _entry(path: str, placement: Placement) -> Entry:
 
 
 def _of_count(entry: Entry, grad: Placement, count: int) -> Entry:
-    """Return the entry for another number of devices, split like the gradient."""
+    """Return the entry of a residual that `count` devices saved, split like the gradient of its parameter."""
     if entry.shape[0] == count:
         return entry
     store = PartitionSpec(None, *grad.store)
@@ -102,7 +105,10 @@ def _of_count(entry: Entry, grad: Placement, count: int) -> Entry:
 
 
 def _share_out(x: jax.Array, to: Placement, mesh: Mesh) -> jax.Array:
-    """Divide the sum of a residual evenly over the devices of the placement."""
+    """Sum a residual over the devices that saved it, and divide the sum evenly over the devices of `to`.
+
+    If both numbers of devices are equal, return the residual itself.
+    """
     count = to.view.stored[0]
     if x.shape[0] == count:
         return x

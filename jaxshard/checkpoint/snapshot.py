@@ -1,9 +1,9 @@
-"""Copy a run to the host: the blocks of every array that this process writes, in model order.
+"""Copy the parts of a run that this process writes to the host, and cut them into blocks in model order.
 
-A checkpoint holds an array in logical order, as a regular grid of chunks; devices hold it as stored, padded and, in a
-pipeline, with its first dimension split. Example: 5 blocks of a model, stored as [chunks=2, stages=2, per stage=2, ...]
-and so padded to 8, on 2 stages. The shard of stage 1 has shape [2, 1, 2, ...] and holds the logical rows 2, 3 and 6, 7;
-of these 6 and 7 are padding. So it becomes one block, rows 2 to 3.
+A checkpoint has an array in model order, written as a regular grid of chunks. Devices store the array padded and, in a
+pipeline, with its first dimension reshaped into several. Example: an array of 5 rows, stored as [chunks=2, stages=2,
+per stage=2, ...] and so padded to 8 rows, on 2 stages. The shard of stage 1 has shape [2, 1, 2, ...] and the logical
+rows 2, 3 and 6, 7, of which 6 and 7 are padding. So it becomes a single block, rows 2 to 3.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxshard.core.keys import words_of
 from jaxshard.core.placement import View
 
 Block = tuple[tuple[slice, ...], np.ndarray[Any, Any]]
-"""(index ranges in an array, the elements there)."""
+"""(a slice for each dimension of an array, the elements of this part)."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class HostBlocks:
 
     Attributes:
       shape: the logical shape of the array.
-      dtype: its dtype.
-      chunk: the shape of a chunk of the regular grid in which it is written; chunks at the end may be smaller.
-      view: the view of the stored array.
-      shards: this process's stored shards, each with its index ranges in the stored array.
+      dtype: the dtype of the array.
+      chunk: the shape of a chunk of the regular grid in which the array is written; chunks at the end may be smaller.
+      view: the relation of the stored array to the logical array.
+      shards: the stored shards that this process writes, each with its slices of the stored array.
     """
 
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class HostBlocks:
     shards: tuple[Block, ...]
 
     def blocks(self) -> Iterator[Block]:
-        """Yield all blocks, each a chunk of the grid without padding. They are views of the shards."""
+        """Yield (slices of the logical array, elements) for each chunk of the shards, without padding, as views."""
         cut, stored = self.view.extra_dims, self.view.stored
         for index, shard in self.shards:
             starts = [where.start or 0 for where in index]
@@ -62,14 +62,14 @@ class HostBlocks:
 def snapshot(arrays: Sequence[tuple[Entry, jax.Array]]) -> dict[str, HostBlocks]:
     """Copy the parts of a run that this process writes to the host; the arrays may be donated afterwards.
 
-    Issues no collectives, and computes only the words of random keys. For an array with replicas one replica is copied,
-    another one for each array, so that all devices and processes share the work.
+    Issues no collectives, and computes only the words of random keys. Of a replicated array a single replica is copied;
+    arrays take turns in which replica, so that all devices and processes share the work.
 
     Args:
-      arrays: the arrays of the run as stored, with their entries.
+      arrays: (entry, stored array) of each array of the run.
 
     Returns:
-      The blocks of all arrays that are not empty, by name. A CPU's blocks may share memory with its arrays.
+      {name: blocks} of all arrays that are not empty. On a CPU, blocks may share memory with the arrays.
     """
     chosen = [(entry, words_of(x), number) for number, (entry, x) in enumerate(arrays) if 0 not in entry.shape]
     shards = {entry.path: _shards_to_write(x, number) for entry, x, number in chosen}
@@ -80,7 +80,7 @@ def snapshot(arrays: Sequence[tuple[Entry, jax.Array]]) -> dict[str, HostBlocks]
 
 
 def _shards_to_write(x: jax.Array, number: int) -> list[Any]:
-    """Return this process's shards of one replica of an array: index `number` modulo the number of replicas."""
+    """Return this process's shards of a single replica of an array: replica `number` modulo the number of replicas."""
     copies = x.sharding.num_devices * math.prod(x.sharding.shard_shape(x.shape)) // x.size
     return [shard for shard in x.addressable_shards if shard.replica_id == number % copies]
 

@@ -1,11 +1,11 @@
 """Write and read named arrays by Orbax and TensorStore, and find which bytes of which file belong to each array.
 
-However many arrays there are, Orbax writes few data files per process (the database OCDBT), an index and small files:
+Orbax writes all arrays into a database (TensorStore's OCDBT), which has few data files per process, and an index:
 
     arrays/_CHECKPOINT_METADATA      times, written by Orbax
     arrays/state/_METADATA           names and types of the arrays
     arrays/state/manifest.ocdbt      the index over all processes, its nodes in d/
-    arrays/state/ocdbt.process_<p>/  what process p wrote: its own index, and its data in files of some 256 MB in d/
+    arrays/state/ocdbt.process_<p>/  what process p wrote: its own index, and data files of about 256 MB in d/
 
 Orbax is imported in the functions that need it, since the import takes half a second.
 """
@@ -22,14 +22,14 @@ import jax.numpy as jnp
 from jaxshard.checkpoint.snapshot import HostBlocks
 
 ARRAYS = "arrays"
-"""The folder of Orbax in the folder of a step."""
+"""The name of Orbax's folder in the folder of a step."""
 _STATE = "state"
 _FILE_SIZE = 1 << 28
-"""Bytes of a data file, about: several are written at once, and a larger one waits for one disk write."""
+"""The approximate size of a data file in bytes: several files are written at once, each by a single disk write."""
 
 
 class Extent(NamedTuple):
-    """The bytes of a file from `start` on, `size` of them, that belong to the array with this index."""
+    """A byte range of a file, `size` bytes from `start`, that belongs to the array with the index `array`."""
 
     start: int
     size: int
@@ -43,7 +43,7 @@ def save_arrays(folder: Path, arrays: Mapping[str, HostBlocks], name: str) -> No
 
     Args:
       folder: the folder of the step, on a disk that all processes see.
-      arrays: this process's blocks of every array, by name.
+      arrays: {name: this process's blocks} of every array.
       name: the same in all processes, and unique to this save, so that barriers of two saves differ.
     """
     from orbax.checkpoint import args
@@ -54,16 +54,16 @@ def save_arrays(folder: Path, arrays: Mapping[str, HostBlocks], name: str) -> No
 
 
 def load_arrays(folder: Path, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Read arrays from folder/arrays. Every process calls this; they don't wait for each other.
+    """Read arrays from folder/arrays. Every process calls this; processes don't wait for each other.
 
     Arrays without elements are in no file; they are created here.
 
     Args:
       folder: the folder of the step.
-      arrays: the global shape, dtype and sharding of every array, by name.
+      arrays: {name: global shape, dtype and sharding} of every array to read.
 
     Returns:
-      The arrays, sharded as asked. A process reads only the chunks that contain shards of its devices.
+      {name: array}, with these shardings. A process reads only the chunks that contain shards of its devices.
     """
     from orbax.checkpoint import args, checkpoint_utils
 
@@ -79,7 +79,7 @@ def load_arrays(folder: Path, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dic
 
 
 def find_arrays(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Find the (shape, dtype) with which the arrays of a step were written, by name; read only the index.
+    """Return {name: (shape, dtype)} of the arrays of a step, as they were written to disk; read only the index.
 
     Raises:
       ValueError: the index can't be read.
@@ -97,10 +97,10 @@ def find_extents(folder: Path, names: Mapping[str, int]) -> dict[str, list[Exten
 
     Args:
       folder: the folder of the step.
-      names: the index of each array, by name.
+      names: {name: index} of each array.
 
     Returns:
-      The extents in each file, by the file's path relative to `folder`.
+      {path of a file relative to `folder`: the byte ranges of arrays in the file}.
     """
     from jaxshard.checkpoint.compat import find_values
 
@@ -112,7 +112,7 @@ def find_extents(folder: Path, names: Mapping[str, int]) -> dict[str, list[Exten
 
 
 def _checkpointer(name: str, processes: set[int]) -> Any:
-    """Orbax's checkpointer of one tree; `processes` wait for each other at barriers that are called `name`."""
+    """Make Orbax's checkpointer of a tree; `processes` wait for each other at barriers named after `name`."""
     import orbax.checkpoint as ocp
 
     from jaxshard.checkpoint.compat import blocks_registry

@@ -1,4 +1,4 @@
-"""Read untrusted files and JSON strictly."""
+"""Read untrusted files and JSON: only plain files of limited size, only objects with unique keys and finite numbers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 _LARGEST = 1 << 28
-"""The most bytes of a file to read at once: enough for a million arrays. A sparse file can have any size."""
+"""The largest file to read, in bytes: enough for a million arrays. A sparse file could have any size."""
 
 
 def read_plain_file(file: Path) -> bytes:
-    """Read a file, if it is one; see `check_plain_file`.
+    """Read a file, after a check that it is a plain file.
 
     Raises:
-      OSError: it is no plain file, or a huge one.
+      OSError: it is no plain file (see `check_plain_file`), or larger than 256 MiB.
     """
     check_plain_file(file)
     with file.open("rb") as opened:
@@ -30,10 +30,10 @@ def read_plain_file(file: Path) -> bytes:
 
 
 def check_plain_file(file: Path) -> None:
-    """Raise unless this is a file, or a link to one; opening a named pipe could wait forever.
+    """Raise OSError unless this is a plain file, or a link to a plain file; opening a named pipe could wait forever.
 
     Raises:
-      OSError: it is something else, or can't be found; `strerror` says what.
+      OSError: it is something else, such as a folder, or can't be found; `strerror` says what.
     """
     mode = file.stat().st_mode
     if stat.S_ISDIR(mode):
@@ -56,12 +56,12 @@ def decode_object(
 
     Args:
       text: the object as UTF-8, without anything before it.
-      parse_int: turns the digits of an integer into a value.
-      parse_float: turns the text of a number with a point or an exponent, NaN or Infinity into a value; by default
-        into a float, which must be finite.
+      parse_int: converts the digits of an integer to a value.
+      parse_float: converts the text of a number with a point or an exponent, NaN or Infinity to a value; by default to
+        a float, which must be finite.
 
     Raises:
-      ValueError: it is something else; the message says what.
+      ValueError: the text is no such object; the message says why.
     """
     if not text.startswith(b"{"):
         raise ValueError("it does not begin with a brace")

@@ -1,12 +1,13 @@
-"""`js.save`: write a complete step to disk, or nothing.
+"""`js.save`: write all files of a step to disk, or none if anything fails.
 
 A save begins in the calling thread, where the devices are needed, and is finished in any thread:
 
-    begin_save   check the run and make its folder; copy this process's shards to the host
+    begin_save   check the run and make the folder of the step; copy this process's shards to the host
     finish       Orbax writes the arrays; then each process computes the checksums of a share of all files; then the
-                 first process writes the manifest, which commits the step
+                 first process writes the manifest, which makes the step complete
 
-The checksums are those of the files on disk after Orbax has written them. If anything fails, the folder is deleted.
+The checksums are computed from the files on disk after Orbax has written them. If anything fails, the folder is
+deleted.
 """
 
 from __future__ import annotations
@@ -47,24 +48,24 @@ from jaxshard.training.convert import convert_optimizer
 from jaxshard.training.state import TrainState, check_is_run, check_run
 
 _WAIT = 1200.0
-"""Seconds that a process waits for the checksums of another one."""
+"""Seconds that a process waits for the checksums that another process computes."""
 _POLL = 0.05
-"""Seconds between checks for them."""
+"""Seconds between two checks whether another process's checksums are there."""
 _locks: dict[Path, threading.Lock] = {}
-"""A lock for the folder of every step that this process has saved, held while the step is being written."""
+"""{folder of a step: lock} for every step that this process has saved; held while the step is being written."""
 _save_numbers = itertools.count()  # every process begins the same saves in the same order
 
 
 def save(dir: str | os.PathLike[str], run: TrainState, layout: Layout, *, data: Any = None) -> Path:
     """Save a run into the folder dir/<step>. Every process calls this.
 
-    Arrays are saved in model order without padding, so that any other layout can restore them. An existing step is
-    replaced if it is damaged, and kept if it is this same run.
+    Arrays are saved in model order without padding, so that any other layout can restore them. If the folder has this
+    step already, it is replaced if it is damaged, and kept if its arrays equal those of `run`.
 
     Args:
       dir: the folder of checkpoints, on a disk that all processes see.
       run: the run.
-      layout: how it is stored.
+      layout: the layout of the run.
       data: the position of the data, for sources whose position is not the step. Any value that JSON preserves;
         `jaxshard.checkpoint.reader.describe` returns it.
 
@@ -73,10 +74,10 @@ def save(dir: str | os.PathLike[str], run: TrainState, layout: Layout, *, data: 
 
     Raises:
       TypeError: `run` is no TrainState.
-      ValueError: the run is not one of this layout; the folder holds this step of another run.
+      ValueError: the run does not fit the layout; or the folder has this step with other arrays.
       OSError: the step could not be written (a full disk, no permission), with the errno and class of the cause, such
-        as PermissionError. Nothing of the step is left; other steps stay.
-      BlockingIOError: the `js.Checkpointer` of another process, which is named, saves into this folder.
+        as PermissionError. No file of the step is left; other steps stay.
+      BlockingIOError: the `js.Checkpointer` of another process saves into this folder; the message names the process.
 
     Example:
         path = js.save("run", run, layout)      # run/0, if no step was taken
@@ -91,15 +92,15 @@ def save(dir: str | os.PathLike[str], run: TrainState, layout: Layout, *, data: 
 
 @with_own_settings
 def begin_save(root: Path, run: TrainState, layout: Layout, data: Any) -> Callable[[], Path]:
-    """Start a save: do everything that needs devices or other processes.
+    """Start a save: do everything that needs devices, and return a function that writes the files.
 
     Waits while the same step is still being saved.
 
     Args:
       root: the folder of checkpoints.
       run: the run; it may be donated as soon as this returns.
-      layout: how it is stored.
-      data: the position of the data, as JSON.
+      layout: the layout of the run.
+      data: the position of the data, which JSON must preserve.
 
     Returns:
       The function that writes the step and returns its folder. It issues no collective of devices, and may be called in
@@ -140,7 +141,7 @@ def begin_save(root: Path, run: TrainState, layout: Layout, data: Any) -> Callab
 
 
 def check_data(data: Any) -> None:
-    """Raise ValueError unless JSON preserves a position of the data."""
+    """Raise ValueError or TypeError unless a position of the data is the same after encoding to JSON and decoding."""
     try:
         same = json.loads(json.dumps(data, allow_nan=False)) == data
     except TypeError as error:
@@ -150,7 +151,7 @@ def check_data(data: Any) -> None:
 
 
 def check_arrays(wanted: Sequence[Entry], saved: TrainState) -> list[tuple[Entry, jax.Array]]:
-    """Return the arrays of a run, or of a part of it, with their entries; raise unless they can be saved."""
+    """Return (entry, array) for each array of a run or of a part of it; raise ValueError if an array can't be saved."""
     arrays: list[tuple[Entry, Any]] = list(zip(wanted, jax.tree.leaves(saved), strict=True))
     raise_all(
         # TensorStore has no unsigned integers of less than a byte.
@@ -173,7 +174,7 @@ def check_arrays(wanted: Sequence[Entry], saved: TrainState) -> list[tuple[Entry
 
 @contextmanager
 def _delete_on_failure(folder: Path) -> Iterator[None]:
-    """Delete the folder of a save that fails or is interrupted."""
+    """Make a context that deletes the folder of a step if saving it fails or is interrupted."""
     try:
         yield
     except Exception as error:  # of Orbax, TensorStore or the disk: whatever it is, half a step must not stay
@@ -184,9 +185,9 @@ def _delete_on_failure(folder: Path) -> Iterator[None]:
 
 
 def _is_saved_or_prepare(folder: Path) -> bool:
-    """Return True if a step is there and intact; else make an empty folder for it.
+    """Return True if the folder of a step has a complete, undamaged step; else make it an empty folder.
 
-    Deletes a damaged step, and what an interrupted save left there.
+    Deletes a damaged step, and the files of an interrupted save.
     """
     check_free(folder.parent)
     try:
@@ -201,7 +202,7 @@ def _is_saved_or_prepare(folder: Path) -> bool:
 
 
 def _holds_same_run(root: Path, run: TrainState, layout: Layout) -> bool:
-    """Return True if the step on disk equals this run, bit for bit, in the shards of all processes."""
+    """Return True if the saved step equals this run, bit for bit, in the shards of all processes. Collective."""
     try:
         there = read_run(root, layout, int(run.step), verify=False, base=run.params)
     except ValueError:
@@ -219,8 +220,8 @@ def _shard_bytes(x: jax.Array) -> list[bytes]:
 def _commit(folder: Path, manifest: Manifest, process: int, processes: int) -> None:
     """Compute the checksums of this process's share of the files; the first process then writes the manifest.
 
-    Other processes pass theirs as manifest.json.<process> in the shared folder. No collective is used, since training
-    may be running one.
+    The other processes write their checksums to files manifest.json.<process>, which the first process reads and
+    deletes. No collective is used, since a training step may be running at the same time.
     """
     names = {array.path: number for number, array in enumerate(manifest.arrays)}
     places = store.find_extents(folder, names)
@@ -239,7 +240,7 @@ def _commit(folder: Path, manifest: Manifest, process: int, processes: int) -> N
 
 
 def _wait_for(file: Path, folder: Path) -> None:
-    """Return once another process has written a file into the folder; raise if it deleted the folder instead."""
+    """Wait until another process has written a file into the folder; raise OSError if the folder was deleted."""
     end = time.monotonic() + _WAIT
     while not file.exists():
         if not folder.exists():
@@ -250,10 +251,10 @@ def _wait_for(file: Path, folder: Path) -> None:
 
 
 def _save_error(folder: Path, error: Exception) -> OSError:
-    """Delete an incomplete step, and return the error to raise.
+    """Delete an incomplete step, and make the OSError to raise.
 
-    Orbax hides the reason in a chain of causes. For an OSError the message has only its text; for other errors, the
-    error itself.
+    Its message has the text of the actual error, the last one in the chain of causes that Orbax raises. If that has no
+    errno, it is also the `__cause__` of the result.
     """
     shutil.rmtree(folder, ignore_errors=True)
     cause = first_cause(error)
@@ -265,7 +266,7 @@ def _save_error(folder: Path, error: Exception) -> OSError:
 
 
 def _describe_origin(layout: Layout) -> dict[str, Any]:
-    """Describe how the run was made, for people: nothing of it is needed to restore."""
+    """Return versions, mesh, layout and time of a save, for people; they are not needed to restore."""
     return {
         "jaxshard": metadata.version("jaxshard"),
         "jax": jax.__version__,

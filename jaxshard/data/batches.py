@@ -1,10 +1,11 @@
 """`batches` and `local_batches`: make global batches on the devices from host data, without communication.
 
-There are three forms of input. With two hosts and a batch of 8 rows, split over the hosts' devices:
+There are three kinds of input. With two hosts and a global batch of 8 rows, split over the hosts' devices:
 
-    a source          host 0 reads rows 0-3, host 1 reads rows 4-7              `batches(source, ...)`
-    global batches    each host reads rows 0-7 and keeps its four               `batches([batch, ...], ...)`
-    local batches     each host has four rows, which become rows 0-3 and 4-7    `local_batches(iterator, ...)`
+    a source          host 0 reads rows 0-3, host 1 reads rows 4-7               `batches(source, ...)`
+    global batches    each host reads rows 0-7 and keeps the four of its devices `batches([batch, ...], ...)`
+    local batches     each host's iterator yields four rows: those of host 0     `local_batches(iterator, ...)`
+                      become the global rows 0-3, those of host 1 rows 4-7
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 def batches(
     source: Source | Indexed | Iterable[PyTree], layout: Layout, *, start: Any = 0, prefetch: int = 2
 ) -> Batches:
-    """Make global batches from `start` on, each leaf a `jax.Array` with the layout's sharding. No collectives.
+    """Make an iterator of global batches, whose leaves are `jax.Array`s with the layout's sharding. No collectives.
 
         source = js.data.windows(tokens, batch=32, seq=1024, seed=0)
         for batch in js.batches(source, layout, start=run.step):     # {"tokens": global int32[32, 1025]}
@@ -47,18 +48,18 @@ def batches(
       source: one of
 
         - a `js.data.Source` (`windows`, `examples`, `mixture` or your own), endless: every host reads only the rows of
-          its own devices, each once. The position is the step.
+          its own devices, each once. `Batches.position` is the step.
         - indexed global batches: a list, a `grain.MapDataset` that ends in `.batch(n)`, anything with `len` and an
-          index. The position is the step; every host reads the full batch and keeps its rows.
+          index. `Batches.position` is the step; every host reads the full batch and keeps the rows of its devices.
         - an iterable of global batches, the same on every host: a `grain.IterDataset` or `grain.DataLoader`, a
-          `DataLoader` of torch, `dataset.with_format("numpy").iter(batch_size)` of Hugging Face, a generator. For the
-          position see `local_batches`.
+          `DataLoader` of torch, `dataset.with_format("numpy").iter(batch_size)` of Hugging Face, a generator.
+          `Batches.position` is as for `local_batches`.
 
         Leaves are arrays of NumPy or JAX, or of a library with `__array__` or `__dlpack__`, such as torch.
 
       layout: its strategy determines the sharding of a batch.
-      start: the first step (also as a `jax.Array` scalar: `start=run.step` continues where a run stopped), or a
-        `position`.
+      start: the first step (also as a `jax.Array` scalar: `start=run.step` continues a training that stopped), or a
+        `Batches.position` that was saved.
       prefetch: the number of batches that a thread makes ahead and keeps on the devices; 0 makes each batch in `next`.
 
     Returns:
@@ -67,8 +68,8 @@ def batches(
     Raises:
       TypeError: a source of another kind, a data set of single rows (use `js.data.examples`), or a list of Python
         numbers instead of an array. Errors of the source are raised by `next`.
-      js.distributed.Disagreement: the processes have different batches: another `start`, shape, or first row, which
-        means another seed or corpus. (For an iterable the rows are not compared.)
+      js.distributed.Disagreement: the processes differ in `start`, or in the shape or first row of the first batch,
+        because their seeds or corpora differ. (For an iterable the rows are not compared.)
 
     Example:
         source = js.data.windows(tokens, batch=8, seq=16, seed=0)
@@ -93,20 +94,21 @@ def batches(
 def local_batches(iterator: Iterable[PyTree], layout: Layout, *, start: Any = 0, prefetch: int = 2) -> Batches:
     """Make global batches from an iterator of this host's rows. No collectives.
 
-    All hosts provide the same number of rows, in the order of the global batch. Hosts with the same rows (a tensor axis
-    across hosts) must provide equal rows.
+    All hosts must provide the same number of rows, in the order of the global batch. Hosts whose devices store the same
+    rows of the global batch (as if a tensor axis spans hosts) must provide equal rows.
 
         loader = grain.DataLoader(...)                               # {"x": [8, 3]} on each of 4 hosts
         for batch in js.local_batches(loader, layout): ...           # {"x": global [32, 3]}
 
-    The position of an iterator with `get_state` and `set_state` (Grain) or `state_dict` and `load_state_dict`
-    (torchdata, Hugging Face) is {"batches": number of returned batches, "state": ...}; a state of bytes is stored under
-    "base64". The position is valid for this host only. For any other iterator it is the number of batches.
+    For an iterator with `get_state` and `set_state` (Grain) or `state_dict` and `load_state_dict` (torchdata, Hugging
+    Face), `Batches.position` is {"batches": number of returned batches, "state": ...}, where a state of bytes is stored
+    under "base64" in place of "state"; it is valid for this host only. For any other iterator, `Batches.position` is
+    the number of returned batches.
 
     Args:
       iterator: yields trees of arrays [rows of this host, ...], of NumPy, JAX, torch or the like.
       layout: its strategy determines the sharding of a batch.
-      start: a `position`, or a number of batches to read and drop.
+      start: a `Batches.position` that was saved, or a number of batches to read and drop.
       prefetch: see `batches`; the iterator then runs in another thread.
 
     Returns:
@@ -125,14 +127,14 @@ def local_batches(iterator: Iterable[PyTree], layout: Layout, *, start: Any = 0,
 
 
 def local_rows(sharding: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Return the row indices of a global array that are on this process's devices, sorted and unique, int64."""
+    """Return the indices of the rows of a global array that this process's devices store, sorted and unique, int64."""
     indices = sharding.addressable_devices_indices_map(shape).values()
     spans = {index[0].indices(shape[0])[:2] for index in indices if index is not None}
     return np.unique(np.concatenate([np.arange(*span) for span in spans] or [np.arange(0)]))
 
 
 def _batches_by_number(read_step: Callable[[int], PyTree], start: Any, prefetch: int) -> Batches:
-    """Make `Batches` whose position is the step."""
+    """Make `Batches` whose position is the step; `read_step(step)` makes a batch."""
 
     def open(start: Any) -> tuple[Read, int]:
         first = to_step(start)
@@ -142,7 +144,7 @@ def _batches_by_number(read_step: Callable[[int], PyTree], start: Any, prefetch:
 
 
 def _rows_reader(source: Any, layout: Layout, start: int) -> Callable[[int], PyTree]:
-    """Return `fn(step) -> batch` for a `Source`; this host reads only its own rows."""
+    """Return `fn(step) -> batch` for a `Source`; this host reads only the rows of its own devices."""
     row = jax.tree.map(np.asarray, convert_foreign("the batch", source.rows(start, np.zeros(1, np.int64))))
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((source.batch, *leaf.shape[1:]), leaf.dtype), row)
     if (peers := peers_of(layout.mesh)) is not None:
@@ -168,7 +170,7 @@ def _rows_reader(source: Any, layout: Layout, start: int) -> Callable[[int], PyT
 
 
 def _check_gives_batches(indexed: Any) -> None:
-    """Raise TypeError for a data set of torch or Hugging Face whose elements are single rows.
+    """Raise TypeError if the elements of a data set of torch or Hugging Face are single rows, not batches.
 
     Elements count as single rows if any leaf is a scalar, or if no leaf has two dimensions.
     """
@@ -184,7 +186,7 @@ def _check_gives_batches(indexed: Any) -> None:
 
 
 def _whole_reader(indexed: Any, layout: Layout, start: int) -> Callable[[int], PyTree]:
-    """Return `fn(step) -> batch` for indexed global batches; it raises StopIteration after the last."""
+    """Return `fn(step) -> batch` for indexed global batches; it raises StopIteration after the last batch."""
     if (peers := peers_of(layout.mesh)) is not None and start < len(indexed):
         batch = jax.tree.map(np.asarray, as_arrays("a batch", indexed[start]))
         _agree_on_start(peers, start, batch, jax.tree.map(lambda x: np.atleast_1d(x)[:1], batch))
@@ -203,7 +205,7 @@ def _agree_on_start(peers: Peers, step: int, batch: PyTree, row: PyTree) -> None
 
 
 def _place_whole(batch: PyTree, layout: Layout) -> PyTree:
-    """Place a global batch, of which this host has all rows."""
+    """Copy a global batch, of which this host has all rows, to the devices; each gets only its own rows."""
 
     batch = as_arrays("a batch", batch)
     check_no_lists("a batch", batch)
@@ -218,7 +220,7 @@ def _place_whole(batch: PyTree, layout: Layout) -> PyTree:
 
 
 def _place_local(batch: PyTree, layout: Layout) -> PyTree:
-    """Place a local batch, of which this host has only its own rows."""
+    """Copy a batch that has only this host's rows to this host's devices, as a part of the global batch."""
 
     batch = as_arrays("a batch", batch)
     check_no_lists("a batch", batch)

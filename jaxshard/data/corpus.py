@@ -1,7 +1,7 @@
 """`Corpus`: text or token ids, in memory or memory-mapped, with a part held out for evaluation.
 
-A hash of its path decides whether a file is held out, so adding or removing a file does not move others across the
-split. Of a single file or token array the end is held out.
+In a folder, a hash of its path decides whether a file is held out, so adding or removing a file does not change whether
+other files are held out. Of a single file or token array the end is held out.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _SEPARATOR = b"\0"
 _TELL_VOCAB = "give the size of its vocabulary (vocab=50257, on the command line --vocab 50257)"
 _NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 _CHUNK = 2**24
-"""Tokens that are checked and hashed at a time."""
+"""The number of tokens that are checked and hashed at a time."""
 _MAX_CHUNKS = 64
-"""The most chunks that are checked and hashed: of 2**40 tokens one in a thousand."""
+"""The largest number of chunks that are checked and hashed; of 2**40 tokens, these are one token in a thousand."""
 
 
 Part = TypeVar("Part")
@@ -45,11 +45,11 @@ class Corpus(NamedTuple, Generic[Part]):
     Attributes:
       name: the name of the file or folder, or "stdlib-" and the Python version.
       train: integers [number of tokens]; from `tokenize`, `js.data.Documents`.
-      held_out: likewise, for evaluation.
+      held_out: tokens for evaluation, of the same type as `train`.
       vocab: the size of the vocabulary; all ids are from 0 to vocab - 1.
-      digest: SHA-256 over the tokens of both, in hexadecimal, to identify the text in results (the standard library
-        differs between Python versions). For more than 2**30 tokens it covers their number and 64 evenly spaced chunks
-        of 2**24.
+      digest: SHA-256 over the tokens of `train` and `held_out`, in hexadecimal, to identify the text in results (the
+        standard library differs between Python versions). For more than 2**30 tokens it covers their number and 64
+        evenly spaced chunks of 2**24 tokens.
     """
 
     name: str
@@ -60,9 +60,9 @@ class Corpus(NamedTuple, Generic[Part]):
 
 
 def stdlib() -> Corpus[np.ndarray]:
-    """Load the source text of the running Python's standard library: about 12 MB that are on every machine.
+    """Load the source text of the running Python's standard library: about 12 MB of text that every machine has.
 
-    These are all `*.py` files below `sysconfig`'s stdlib folder in the order of their paths, without installed packages
+    The text is that of all `*.py` files below `sysconfig`'s stdlib folder, sorted by path, without installed packages
     (site-packages, dist-packages) and without test suites, which some distributions leave out and which are twice as
     long as the library itself. A hash of its path decides whether a file is held out.
 
@@ -84,7 +84,7 @@ def stdlib() -> Corpus[np.ndarray]:
 
 
 def load(path: str | Path, *, dtype: Any = None, vocab: int | None = None) -> Corpus[np.ndarray]:
-    """Load the corpus at a path: text, or tokens.
+    """Load the corpus at a path: text, whose bytes are the tokens, or token ids.
 
     - A folder: the bytes of every UTF-8 file below it. Hidden files are left out, and with a warning also files that
       are not UTF-8. Files are held out by a hash of their relative path, at least one.
@@ -92,13 +92,13 @@ def load(path: str | Path, *, dtype: Any = None, vocab: int | None = None) -> Co
     - A `.bin` file: raw integers, memory-mapped; needs `dtype` and `vocab`.
     - Any other file: its bytes, memory-mapped; with a warning if they are not UTF-8.
 
-    The last 8 % of a single file are held out. Token ids are checked against the vocabulary here (for more than 2**30
-    tokens, in evenly spaced chunks) and, if `windows` is given the vocabulary, again in every row that is read.
+    The last 8 % of a single file are held out. Token ids are checked against the vocabulary here (of more than 2**30
+    tokens, only evenly spaced chunks) and, if you pass `vocab` to `windows`, again in every row that is read.
 
     Args:
       path: a file or a folder.
       dtype: the integer type of a `.bin` file, such as "uint16".
-      vocab: the size of the vocabulary of a `.npy` or `.bin` file. Text has 256.
+      vocab: the size of the vocabulary of a `.npy` or `.bin` file. The vocabulary of text is 256, all bytes.
 
     Returns:
       The tokens to train on and the held-out tokens.
@@ -177,7 +177,7 @@ def _list_files(root: Path, pattern: str, skip: frozenset[str]) -> list[Path]:
 
 
 def _join_texts(name: str, texts: dict[str, bytes]) -> Corpus[np.ndarray]:
-    """Make the corpus of several texts by relative path, each of which is either trained on or held out."""
+    """Make a corpus from {relative path: text}: each text is either trained on or held out."""
     texts = {path: text for path, text in texts.items() if text}
     if len(texts) < 2:
         return _split_tokens(name, np.frombuffer(b"".join(texts.values()), np.uint8), _BYTES)
@@ -191,7 +191,7 @@ def _join_texts(name: str, texts: dict[str, bytes]) -> Corpus[np.ndarray]:
 
 
 def choose_held_out(paths: Collection[str]) -> set[str]:
-    """Choose the held-out paths of two or more, at least one, by a hash of each path."""
+    """Choose which of two or more paths are held out, at least one and not all, by a hash of each path."""
     # A hash in [0, 1) for each path.
     share = {path: int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest()) / 2**64 for path in paths}
     by_share = sorted(paths, key=share.__getitem__)
@@ -200,7 +200,7 @@ def choose_held_out(paths: Collection[str]) -> set[str]:
 
 
 def _split_tokens(name: str, tokens: np.ndarray, vocab: int) -> Corpus[np.ndarray]:
-    """Make the corpus of a single token array, whose end is held out."""
+    """Make a corpus from a single token array, whose end is held out."""
     if not len(tokens):
         raise ValueError(f"data: {name} is empty")
     for chunk in _sample_chunks(tokens):
@@ -210,7 +210,7 @@ def _split_tokens(name: str, tokens: np.ndarray, vocab: int) -> Corpus[np.ndarra
 
 
 def _map_tokens(path: Path, dtype: Any) -> np.ndarray:
-    """Memory-map the integers in a .npy or raw file."""
+    """Memory-map the integers in a .npy or raw file; raise ValueError if they are no one-dimensional integer array."""
     if path.stat().st_size == 0:
         raise ValueError(f"data: {path} is empty")
     if path.suffix == ".npy":
@@ -254,7 +254,7 @@ def _sample_chunks(tokens: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def hash_tokens(arrays: list[np.ndarray]) -> str:
-    """Return SHA-256 over arrays of tokens, in hexadecimal; over evenly spaced chunks if there are very many."""
+    """Return the SHA-256 of arrays of tokens, in hexadecimal; of evenly spaced chunks if an array is very large."""
     total = hashlib.sha256()
     for tokens in arrays:
         total.update(f"{tokens.dtype.str}{len(tokens)}".encode())

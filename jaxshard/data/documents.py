@@ -1,4 +1,4 @@
-"""`Documents`: the tokens of documents, with their starts and answers; `tokenize` makes them from text."""
+"""`Documents`: the tokens of documents, and which of them are learned as labels; `tokenize` makes them from text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _AT_ONCE = 1024
 """The number of documents that are tokenized at a time."""
 
 _FORMAT = "1"
-"""The version of the cache's format; to be changed with the format."""
+"""The version of the token cache's format, a part of the cache key; change it whenever the format changes."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Documents:
     Attributes:
       tokens: integers [tokens].
       starts: int64[documents + 1]; document i is tokens[starts[i] : starts[i + 1]].
-      answers: bool[tokens], the tokens that are learned as labels; None for all tokens.
+      answers: bool[tokens], True for tokens that are learned as labels; None if all tokens are.
       vocab: the size of the vocabulary, against which ids are checked in every row that is read; None for no check.
-      lines: int64[documents], the line of each document in its file; None if documents are not lines.
+      lines: int64[documents], the line number of each document in its file; None if documents are not lines.
       name: the name of the documents in error messages.
     """
 
@@ -63,11 +63,11 @@ class Documents:
         return len(self.starts) - 1
 
     def where(self, number: int) -> str:
-        """Return the name of a document in messages: its line, or its index."""
+        """Return the name of document `number` for error messages: with its line in the file, or its index."""
         return f"{self.name} document {number}" if self.lines is None else f"{self.name} line {self.lines[number]}"
 
     def part(self, first: int, last: int) -> Documents:
-        """Return documents first to last - 1, as views; only the starts are copied."""
+        """Return documents `first` to `last - 1`, whose arrays are views; only `starts` is copied."""
         begin, end = self.starts[first], self.starts[last]
         answers = None if self.answers is None else self.answers[begin:end]
         lines = None if self.lines is None else self.lines[first:last]
@@ -111,7 +111,7 @@ def documents(
 def tokenize(
     path: str | Path, tokenizer: Tokenizer, *, template: str | None = None, cache: str | Path | None = None
 ) -> Corpus[Documents]:
-    r"""Tokenise the documents at a path: text, or records of which only the answers are learned.
+    r"""Tokenise the documents at a path: text, or prompts and conversations of which only the answers are learned.
 
     - A `.jsonl` file: one record in each line, all of one kind: {"text": ...}, {"prompt": ..., "completion": ...} or
       {"messages": [{"role": ..., "content": ...}, ...]}. Other keys are ignored. In a conversation the messages of the
@@ -120,28 +120,28 @@ def tokenize(
     - A folder: every UTF-8 file below it is a document; files are read and held out as by `js.data.load`.
     - Any other file is one document, whose last 8 % are held out.
 
-    A text is tokenised in one call, with the tokens that the tokenizer adds to a text, so its tokens equal those of
-    `transformers`. A token that contains a character of an answer belongs to the answer. The tokenizer's `end` is
-    appended to every document that does not end with it; it is learned if the token before it is. Empty texts are left
-    out, with a warning.
+    A document is tokenised in one call, with the special tokens that the tokenizer adds, so its tokens equal those of
+    `transformers`. A token that contains a character of an answer belongs to the answer. The end token
+    (`tokenizer.end`) is appended to every document that does not end with it; it is learned if the document ends with
+    an answer. Empty documents are left out, with a warning.
 
     The tokens are cached in files, named by a hash of the data, the tokenizer and the template.
 
     Args:
       path: a file or a folder.
       tokenizer: a tokenizer from `js.data.tokenizer`.
-      template: the text of a message, in which {role} and {content} are replaced; "{role}:\n{content}\n" by default.
-        If the tokenizer's folder has a chat template, you must give a template for records with messages, because Jinja
-        programs are not run.
+      template: the text of one message, in which {role} and {content} are replaced; "{role}:\n{content}\n" by default.
+        If the tokenizer's folder has a chat template, `template` is required for records with messages, because the
+        chat template is a Jinja program, which is not run.
       cache: the folder of the cache; by default `jaxshard/tokens` in $XDG_CACHE_HOME, or in ~/.cache.
 
     Returns:
-      The corpus, its parts memory-mapped.
+      The corpus, whose parts are memory-mapped.
 
     Raises:
       FileNotFoundError: nothing at the path.
-      ValueError: wrong lines, with their numbers; no documents, or no second document to hold out; a template that is
-        wrong or missing.
+      ValueError: invalid lines, with their numbers; no documents, or no second document to hold out; a template that is
+        invalid or missing.
 
     Example:
         tokenizer = js.data.tokenizer("llama/")
@@ -167,7 +167,12 @@ def tokenize(
 class _Texts(NamedTuple):
     """The documents at a path, not yet tokenised.
 
-    `first_held` is the index of the first held-out document, or None if the last 8 % are held out.
+    Attributes:
+      name: the name of the file or folder.
+      digest: a hash of the content, a part of the cache key.
+      records: a function that reads the documents.
+      first_held: the index of the first held-out document, or None if the last 8 % are held out.
+      notes: warnings about files that were left out.
     """
 
     name: str
@@ -230,10 +235,10 @@ class _Encoded(NamedTuple):
 
     Attributes:
       number: the index of the record.
-      line: its line in the file.
-      ids: its token ids.
-      learned: the mask of learned tokens, or None for all.
-      straddling: the number of answers that begin inside a token.
+      line: the line number of the record in its file; 0 if it is a file.
+      ids: the token ids of the record.
+      learned: bool[tokens], True for tokens that are learned as labels; None if all tokens are.
+      straddling: the number of answers that do not begin at the beginning of a token.
     """
 
     number: int
@@ -244,7 +249,7 @@ class _Encoded(NamedTuple):
 
 
 def _tokenize(texts: _Texts, tokenizer: Tokenizer) -> TokenFiles:
-    """Tokenise all documents of a path into arrays in memory."""
+    """Tokenise all documents of a path into arrays in memory, and choose how many documents are held out."""
     dtype = np.uint16 if tokenizer.vocab <= 2**16 else np.int32
     found, empty = [], 0
     for one in _encode(texts.records(), tokenizer):
@@ -275,7 +280,7 @@ def _tokenize(texts: _Texts, tokenizer: Tokenizer) -> TokenFiles:
 
 
 def _encode(records: Iterator[Record], tokenizer: Tokenizer) -> Iterator[_Encoded]:
-    """Tokenise records; a record without text has no tokens."""
+    """Tokenise records, and append the end token to each; a record without text gets no tokens."""
     number = 0
     while some := list(islice(records, _AT_ONCE)):
         with_answers = some[0].answers is not None  # a file has records of one kind
@@ -294,7 +299,17 @@ def _encode(records: Iterator[Record], tokenizer: Tokenizer) -> Iterator[_Encode
 def _end(
     record: Record, ids: np.ndarray, spans: np.ndarray | None, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray | None, int]:
-    """Append the end token; return (ids, mask of learned tokens, number of answers that begin inside a token)."""
+    """Append the end token to a record's ids if it is missing, and find the tokens that are learned.
+
+    Args:
+      record: the record, which has the characters of its answers.
+      ids: the token ids of its text.
+      spans: int64[tokens, 2], the characters of each token; None if there are no answers.
+      tokenizer: the tokenizer, which has the end token.
+
+    Returns:
+      (ids, bool[tokens] of learned tokens or None for all, number of answers that begin inside a token).
+    """
     end = tokenizer.end
     if end is not None and ids.size and ids[-1] != end and not record.text.rstrip().endswith(tokenizer.text_of(end)):
         ids = np.append(ids, end)

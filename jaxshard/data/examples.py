@@ -17,7 +17,7 @@ from jaxshard.data.source import draw_indices
 
 
 class Indexed(Protocol):
-    """An indexed data set: `dataset[i]` for i in 0 to len(dataset) - 1."""
+    """A protocol for indexed data sets: `len(dataset)`, and `dataset[i]` for i from 0 to len(dataset) - 1."""
 
     def __len__(self) -> int: ...
 
@@ -39,7 +39,7 @@ class Examples:
     seed: int | None
 
     def rows(self, step: int, rows: Int[np.ndarray, " rows"]) -> PyTree:
-        """Read global rows of the batch of a step, and only these examples.
+        """Read rows of the global batch of a step; no other examples are read.
 
         Args:
           step: the index of the batch, from 0.
@@ -58,9 +58,10 @@ class Examples:
 
 
 def examples(dataset: Indexed, *, batch: int, seed: int | None) -> Examples:
-    """Make a source of `batch` examples a step from a data set with `len` and an index.
+    """Make a source of batches from a data set with `len` and an index.
 
-    An epoch has every example once, in a random order for each (seed, epoch). Every host reads only its own examples.
+    An epoch has every example once, in a random order for each (seed, epoch). Every host reads only the examples of its
+    own devices.
 
         source = js.data.examples(datasets.load_dataset("mnist", split="train").with_format("numpy"), batch=256, seed=0)
         for batch in js.batches(source, layout): ...
@@ -93,7 +94,7 @@ def examples(dataset: Indexed, *, batch: int, seed: int | None) -> Examples:
 
 
 def _stack(numbers: list[int], chosen: list[PyTree]) -> PyTree:
-    """Stack examples, which must have equal shapes; `numbers` are their indices in the data set, for messages."""
+    """Stack examples, which must have equal shapes; `numbers` are their indices in the data set, for error messages."""
     missing = [i for i, example in zip(numbers, chosen, strict=True) if example is None]
     if missing:
         raise ValueError(
@@ -111,7 +112,7 @@ def _stack(numbers: list[int], chosen: list[PyTree]) -> PyTree:
 
 
 def _signature(example: PyTree) -> tuple[Any, ...]:
-    """Return the structure, shapes and dtypes of an example."""
+    """Return the structure, shapes and dtypes of an example; raise TypeError for leaves that are not numbers."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(example)
     words = [f"{path_str(path)} ({leaf.dtype})" for path, leaf in leaves if leaf.dtype.kind in "OSUMm"]
     if words:

@@ -1,4 +1,4 @@
-"""Mix sources: every row of a batch comes from one of them, in exact proportion to their weights."""
+"""Mix sources: every row of a batch comes from one of the sources, in exact proportion to their weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Mixture:
     Attributes:
       names: the names of the sources.
       sources: the sources, all with the batch of the mixture.
-      counts: their weights as integers in lowest terms.
+      counts: the weights of the sources as integers in lowest terms.
       batch: the number of global rows of a step.
       seed: the random seed of the order of sources within a batch.
     """
@@ -40,7 +40,7 @@ class Mixture:
     seed: int
 
     def rows(self, step: int, rows: Int[np.ndarray, " rows"]) -> PyTree:
-        """Read global rows of the batch of a step, each from one of the sources.
+        """Read rows of the global batch of a step, each from one of the sources.
 
         Args:
           step: the index of the batch, from 0.
@@ -73,28 +73,28 @@ class Mixture:
         return jax.tree.map(lambda *leaves: np.concatenate(leaves)[back], *parts)
 
     def rows_before(self, step: int) -> dict[str, int]:
-        """Return {name of a source: number of its rows before a step}."""
+        """Return {name of a source: number of its rows in all batches before a step}."""
         before = count_rows(self.counts, np.array([int(step) * self.batch]))
         return dict(zip(self.names, before[:, 0].tolist(), strict=True))
 
 
 def mixture(sources: Mapping[str, tuple[Source, float]], *, seed: int) -> Mixture:
-    """Make a source that mixes others by weight: each row of a batch comes from one of them.
+    """Make a source that mixes several sources by weight: each row of a batch comes from one of the sources.
 
         source = js.data.mixture({"code": (code, 0.3), "prose": (prose, 0.7)}, seed=0)
 
-    The proportions are exact. Let W be the sum of the weights as integers in lowest terms (0.3 and 0.7 are 3 and 7, so
-    W is 10): every W rows from the start contain exactly these numbers of rows of each source. In any consecutive rows,
-    such as a batch, the number of rows of a source differs from its share by less than log2(number of sources), rounded
-    up.
+    The proportions are exact. Write the weights as integers in lowest terms, and let W be their sum (0.3 and 0.7 become
+    3 and 7, so W is 10): the first W rows, and each W rows after them, contain exactly as many rows of each source as
+    its integer weight. In any consecutive rows, such as a batch, the number of rows of a source differs from its share
+    by less than log2(number of sources), rounded up.
 
     Each source is read in its own order without gaps, so no row is repeated within an epoch of the source. Every step
     is computed from its index alone, and a mixture can be a source of another mixture.
 
     Args:
-      sources: {name: (source, weight)}. All sources have the batch of the mixture, and rows of equal structure, shapes
-        and dtypes. Weights are positive numbers, taken as decimals: 0.1 is one tenth. If W is 2**31 or more, weights
-        are rounded, by less than 1e-8 of the sum.
+      sources: {name: (source, weight)}. All sources must have the same `batch`, which is that of the mixture, and rows
+        of equal structure, shapes and dtypes. Weights are positive numbers, taken as decimals: 0.1 is one tenth. If W
+        is 2**31 or more, weights are rounded, by less than 1e-8 of the sum.
       seed: the random seed of the order of sources within a batch.
 
     Returns:
@@ -126,24 +126,25 @@ def mixture(sources: Mapping[str, tuple[Source, float]], *, seed: int) -> Mixtur
 def assign_slots(
     counts: tuple[int, ...], slots: Int[np.ndarray, " slots"]
 ) -> tuple[Int[np.ndarray, " slots"], Int[np.ndarray, " slots"]]:
-    """Assign every slot of an endless sequence to one of several sources, in proportion to `counts`.
+    """Assign every slot of an endless sequence of rows to one of several sources, in proportion to `counts`.
 
-    `count_rows` gives the number of rows of each source before a slot. A slot belongs to the source whose number grows
-    after it, and the index of its row is that number. So the rows of a source are indexed without gaps, and the result
-    depends only on the slot. With counts (2, 1), where the first source has floor(2 n / 3) rows before slot n:
+    `count_rows` gives the number of rows of each source before a slot. A slot is assigned to the source that has one
+    row more before the next slot, and the count before the slot is the index of the row within that source. So the rows
+    of a source are indexed without gaps, and the result depends only on the slot. With counts (2, 1), where the first
+    source has floor(2 n / 3) rows before slot n:
 
-        slot                  0  1  2  3  4  5  6
-        rows of source 0      0  0  1  2  2  3  4
-        rows of source 1      0  1  1  1  2  2  2
-        the slot's source     1  0  0  1  0  0
-        the row's index       0  0  1  1  2  3
+        slot                          0  1  2  3  4  5  6
+        rows of source 0 before it    0  0  1  2  2  3  4
+        rows of source 1 before it    0  1  1  1  2  2  2
+        the slot's source             1  0  0  1  0  0
+        the row's index               0  0  1  1  2  3
 
     Args:
       counts: the integer weight of each source.
       slots: int64 indices from 0.
 
     Returns:
-      (the index of a source, the index of its row) for every slot, both int64.
+      (the index of the slot's source, the index of the row within that source) for every slot, both int64.
     """
     before = count_rows(counts, slots)
     which = np.argmax(count_rows(counts, slots + 1) - before, axis=0)
@@ -151,10 +152,10 @@ def assign_slots(
 
 
 def count_rows(counts: tuple[int, ...], slots: Int[np.ndarray, " slots"]) -> Int[np.ndarray, "sources slots"]:
-    """Return the number of rows of each source before a slot, int64.
+    """Return the number of rows of each source before each slot, int64.
 
-    The list of sources is halved recursively: of two halves with weights a and b, the first gets floor(n a / (a + b))
-    of the first n slots. Every halving adds an error below 1, hence the bound in `mixture`.
+    The list of sources is halved recursively: if the halves have the total weights a and b, the first half gets
+    floor(n a / (a + b)) of the first n slots. Every halving adds an error below 1, hence the bound in `mixture`.
     """
     if len(counts) == 1:
         return slots[None]

@@ -1,7 +1,8 @@
-"""Pack documents into rows, without attention or predictions between different documents.
+"""Pack documents into rows of fixed length, without attention or predictions between different documents.
 
-Documents that are longer than a row are split. Pieces are packed by best-fit decreasing: the longest first, each into
-the row with the least free space that is enough. With rows of 8 tokens, and documents a and b of 5 and 10 tokens:
+Documents that are longer than a row are split into pieces. Pieces are packed by best-fit decreasing: the longest first,
+each into the row with the least free space that is enough. With rows of 8 tokens, and documents a and b of 5 and 10
+tokens:
 
     tokens         b0 b1 b2 b3 b4 b5 b6 b7     a0 a1 a2 a3 a4 b8 b9  0
     targets        b1 b2 b3 b4 b5 b6 b7 b8     a1 a2 a3 a4  0 b9  0  0
@@ -33,10 +34,10 @@ class Packed:
     """The source that `packed` makes.
 
     Attributes:
-      documents: the tokens.
+      documents: the documents to pack.
       batch: the number of global rows of a step.
       seq: the number of tokens of a row.
-      seed: the random seed of the order.
+      seed: the random seed of the order of rows.
     """
 
     documents: Documents
@@ -51,9 +52,10 @@ class Packed:
 
     @property
     def facts(self) -> dict[str, float]:
-        """Return statistics of an epoch: numbers of documents, tokens, rows, split documents, and two fractions.
+        """Return statistics of an epoch: numbers of documents, tokens and rows, and how much of the rows is used.
 
-        "padding" is the fraction of positions without a token, "learned" the fraction whose label has a weight of 1.
+        "cut" is the number of documents that are split, "padding" the fraction of positions without a token, "learned"
+        the fraction of positions whose target has weight 1.
         """
         docs, learned = self.documents, self._plan.learned
         places, lengths = self.epoch_rows * self.seq, np.diff(docs.starts)
@@ -68,7 +70,7 @@ class Packed:
         }
 
     def rows(self, step: int, rows: Int[np.ndarray, " rows"]) -> Batch:
-        """Read global rows of the batch of a step, and only these.
+        """Read rows of the global batch of a step; no other rows are read.
 
         Args:
           step: the index of the batch, from 0.
@@ -111,19 +113,19 @@ class Packed:
 
 
 def packed(documents: Documents, *, batch: int, seq: int, seed: int) -> Packed:
-    """Make a source of rows into which documents are packed, for `js.models` and other models of packed rows.
+    """Make a source of rows into which documents are packed, for `js.models` and other models that take "segment_ids".
 
-    Step s takes the rows s * batch to (s + 1) * batch of an endless sequence, which repeats all rows in a new random
-    order for each (seed, epoch). The documents of a row depend only on the documents and `seq`; "segment_ids" prevents
-    attention between them. In an epoch every token appears once, and is predicted once, except for the first token of
-    each document. A document that is longer than a row continues in another row, with positions from 0 and without the
-    earlier tokens.
+    Step s takes the rows s * batch to (s + 1) * batch - 1 of an endless sequence, which repeats all rows in a new
+    random order for each (seed, epoch). Which documents share a row depends only on the documents and `seq`;
+    "segment_ids" prevents attention between them. In an epoch every token appears once, and is predicted once, except
+    for the first token of each document. A document that is longer than a row continues in another row, with positions
+    from 0 and without attention to the earlier tokens.
 
     Args:
       documents: documents from `js.data.tokenize` or `js.data.documents`.
       batch: the number of global rows of a step.
       seq: the number of tokens of a row.
-      seed: the random seed of the order.
+      seed: the random seed of the order of rows.
 
     Returns:
       A source of {"tokens", "targets", "positions", "segment_ids": int32[batch, seq], "weights": float32[batch, seq]}.
@@ -155,14 +157,14 @@ def eval_rows(documents: Documents, *, batch: int, seq: int, limit: int | None =
 
 @dataclass(frozen=True)
 class _Plan:
-    """The rows of all pieces. A piece is a document, or a part of a split document.
+    """The assignment of all pieces to rows. A piece is a document, or a part of a document longer than a row.
 
     Attributes:
       begins: int64[pieces], the index of the first token of each piece; the pieces of a row are consecutive.
       lengths: int64[pieces], the number of tokens of each piece.
-      labels: int64[pieces], the number of tokens with a label: all tokens except the last of a document.
+      labels: int64[pieces], the number of tokens that have a target: all tokens except the last token of a document.
       rows: int64[rows + 1], the index of the first piece of each row.
-      learned: the number of labels with a weight of 1.
+      learned: the number of targets with weight 1.
     """
 
     begins: np.ndarray
@@ -193,9 +195,10 @@ def _make_plan(docs: Documents, seq: int) -> _Plan:
 
 
 def _best_fit(lengths: np.ndarray, seq: int) -> np.ndarray:
-    """Return the row of each length by best-fit decreasing: the longest first, into the row with the least free space.
+    """Assign pieces of the given lengths to rows by best-fit decreasing, and return the row of each piece.
 
-    Rows are kept in lists by their free space, and a bit mask of the non-empty lists finds the best fit in one step.
+    The longest piece comes first, each goes into the row with the least free space that is enough. Rows are kept in
+    lists by their free space, and a bit mask of the non-empty lists finds the best row in one step.
     """
     row_of = np.empty(len(lengths), np.int64)
     order = np.argsort(-lengths, kind="stable")
@@ -220,7 +223,7 @@ def _best_fit(lengths: np.ndarray, seq: int) -> np.ndarray:
 
 
 def _check_prompts(docs: Documents, seq: int) -> None:
-    """Raise ValueError for documents whose first answer begins after the first row, separated from its prompt."""
+    """Raise ValueError for documents whose first answer begins after `seq` tokens, in another row than the prompt."""
     if docs.answers is None:
         return
     long = np.flatnonzero(np.diff(docs.starts) > seq)

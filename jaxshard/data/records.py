@@ -1,4 +1,4 @@
-"""Read records: documents in JSON lines, and which of their characters are answers.
+"""Read documents from JSON lines, and find which of their characters are answers, which a model is to learn.
 
     {"text": "..."}                                              a document
     {"prompt": "2 + 2 =", "completion": " 4"}                    the completion is the answer
@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TEMPLATE = "{role}:\n{content}\n"
-"""The default template of a message."""
+"""The default template of a message in a conversation."""
 
 ANSWERING = ("assistant", "model")
-"""The roles whose messages are answers."""
+"""The roles in a conversation whose messages are answers."""
 
 _KINDS = {"text": ("text",), "completion": ("prompt", "completion"), "messages": ("messages",)}
 _EXPECTED = '{"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
 _SHOWN = 5
-"""The most wrong lines that an error message names."""
+"""The largest number of invalid lines that an error message names."""
 
 
 class Record(NamedTuple):
@@ -32,8 +32,8 @@ class Record(NamedTuple):
 
     Attributes:
       text: the text of the document.
-      answers: the learned characters, as (begin, end) pairs in order; None for all characters.
-      line: its line in the file, from 1; 0 if it is a file.
+      answers: the characters of the answers, as (begin, end) pairs in order; None if the full text is learned.
+      line: the document's line in the file, from 1; 0 if the document is a file.
     """
 
     text: str
@@ -57,7 +57,7 @@ def read_records(file: Path, template: str = TEMPLATE) -> Iterator[Record]:
     """Read the records of a file of JSON lines, all of one kind. Blank lines are skipped.
 
     Raises:
-      ValueError: a wrong template. After the last record: wrong lines, the first five with their numbers.
+      ValueError: an invalid template. After the last record: invalid lines, the first five with their numbers.
     """
     head, tail = split_template(template)
     wrong: list[str] = []
@@ -128,7 +128,7 @@ def _make(kind: str, record: dict[str, Any], head: str, tail: str) -> Record:
 
 
 def _make_conversation(messages: Any, head: str, tail: str) -> Record:
-    """Make the record of a conversation. An answer is the content with the template's text after it, which ends it."""
+    """Make the record of a conversation; an answer is a message's content and the template's text after {content}."""
     if not isinstance(messages, list) or not messages:
         raise ValueError('"messages" must be a list of at least one {"role": ..., "content": ...}')
     text, answers = "", []

@@ -1,4 +1,4 @@
-"""Resume iterators at a position: by the saved state of Grain's, torch's and Hugging Face's, else by counting batches.
+"""Resume an iterator at a position: by its saved state (Grain, torch, Hugging Face), or by counting batches.
 
 A position is the value of `Batches.position`, which a checkpoint stores as JSON:
 
@@ -26,13 +26,13 @@ def batches_in_turn(
     """Make `Batches` from an iterable, in its order.
 
     Args:
-      iterable: yields NumPy batches. It, or its iterator, may be able to save its state.
-      place: puts a NumPy batch on the devices.
+      iterable: yields NumPy batches. The iterable, or `iter(iterable)`, may have methods that save and restore a state.
+      place: copies a NumPy batch to the devices.
       start: a position, or a number of batches to read and drop.
       prefetch: the number of batches to make ahead.
 
     Raises:
-      ValueError: `start` is not a position, or is before the batch at which an iterator was opened.
+      ValueError: `start` is not a position; by `seek`, it is before the batch at which the iterator was opened first.
       TypeError: `start` contains a state, but the iterator can't restore one.
     """
     once = isinstance(iterable, Iterator) and _state_of(iterable) is None
@@ -68,7 +68,7 @@ def batches_in_turn(
 
 
 def to_step(start: Any) -> int:
-    """Convert a start to a number of steps; raise ValueError if it is negative."""
+    """Convert `start`, a number or scalar array, to an int; raise ValueError if it is negative."""
     step = int(start)
     if step < 0:
         raise ValueError(f"batches: start must be 0 or more, got {step}")
@@ -85,7 +85,7 @@ class _State(NamedTuple):
 def _open_iterator(
     iterable: Iterable[PyTree], saved: Mapping[str, Any] | None
 ) -> tuple[Iterator[PyTree], _State | None]:
-    """Return (an iterator, at the saved position if there is one; the methods that save its state, or None)."""
+    """Open an iterator, and restore the saved state if there is one; return (iterator, its `_State` or None)."""
     if (state := _state_of(iterable)) is not None:
         _restore(state, saved)  # before `iter`, since torch's loaders start in `iter`
         return iter(iterable), state
@@ -101,7 +101,7 @@ def _open_iterator(
 
 
 def _state_of(holder: Any) -> _State | None:
-    """Return the methods that save and restore the state of Grain's, torch's or Hugging Face's objects, or None."""
+    """Return the methods of an object that save and restore its state, or None if it has no such methods."""
     for save, restore in (("get_state", "set_state"), ("state_dict", "load_state_dict")):
         if hasattr(holder, save) and hasattr(holder, restore):
             return _State(getattr(holder, save), getattr(holder, restore))
@@ -117,7 +117,10 @@ def _restore(state: _State, saved: Mapping[str, Any] | None) -> None:
 
 
 def _to_json(state: Any) -> dict[str, Any]:
-    """Convert a state to JSON under "base64" or "state". A copy, since some iterators change their state in place."""
+    """Convert an iterator's state to a JSON object with the key "base64" (for bytes) or "state".
+
+    The state is copied, since some iterators change it in place.
+    """
     if isinstance(state, bytes):
         return {"base64": base64.b64encode(state).decode()}
     return {"state": copy.deepcopy(state)}

@@ -1,4 +1,4 @@
-"""`Source`: an endless sequence of rows in global batches, of which every host reads only its own rows."""
+"""`Source`: an endless sequence of rows in global batches, of which every host reads only its own devices' rows."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Source(Protocol):
         row         0  1  2  3    0  1  2  3    0 ...
         position    0  1  2  3    4  5  6  7    8 ...
 
-    `rows` depends only on its arguments. So the batches are the same for any number of processes, each process reads
-    only its own rows, and a run resumes at any step without a saved state. `js.data.windows`, `examples` and `mixture`
-    make sources; your own source is a class with these two members.
+    `rows` must depend only on its arguments. So the batches are the same for any number of processes, each process
+    reads only the rows of its own devices, and training resumes at any step without a saved state. `js.data.windows`,
+    `examples` and `mixture` make sources; your own source is a class with `batch` and `rows`.
 
     Attributes:
       batch: the number of global rows of a step.
@@ -46,7 +46,7 @@ class Source(Protocol):
 
 
 def global_positions(step: int, rows: Int[np.ndarray, " rows"], batch: int) -> Int[np.ndarray, " rows"]:
-    """Return the positions of rows of a step in the sequence of all rows, int64.
+    """Return the positions of a step's rows in the endless sequence of all rows of all steps, int64.
 
     Raises:
       ValueError: a row outside the batch, or a negative step.
@@ -62,10 +62,10 @@ def global_positions(step: int, rows: Int[np.ndarray, " rows"], batch: int) -> I
 def draw_indices(
     step: int, rows: Int[np.ndarray, " rows"], *, batch: int, size: int, seed: int | None
 ) -> Int[np.ndarray, " rows"]:
-    """Return the indices of the examples (of `size`) at rows of a step, int64; each epoch has a new random order.
+    """Return the index of the example for each of the given rows of a step's batch, from 0 to size - 1, int64.
 
-    The sequence of all rows is split into epochs of `size` positions, independently of batches: a batch may span two
-    epochs. With seed=None every epoch is 0, 1, ..., size - 1.
+    The endless sequence of all rows is split into epochs of `size` rows, independently of batches: a batch may span two
+    epochs. Each epoch has every example once, in a new random order; with seed=None in the order 0, 1, ..., size - 1.
     """
     epoch, position = np.divmod(global_positions(step, rows, batch), size)
     return position if seed is None else permute(position, size=size, seed=seed, epoch=epoch)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxshard.core.types import PyTree
 
 Read = Iterator[tuple[PyTree, Any]]
-"""An iterator that makes (the next batch, the position after it)."""
+"""An iterator over (batch, position after this batch)."""
 
 
 class Batches(Iterator[PyTree]):
@@ -24,21 +24,21 @@ class Batches(Iterator[PyTree]):
                 run, metrics = step(run, batch)
 
     Each batch is a tree of global `jax.Array`s with the layout's sharding. One thread makes up to `prefetch` batches
-    ahead. `next` raises an error of the source instead of the batch, and the iterator ends.
+    ahead. If the source fails, `next` raises the source's exception at the failing batch, and the iterator ends.
 
     Attributes:
-      once: True if the source can't be read again, so that `seek` is refused.
+      once: True if the source can be read only once, so that `seek` raises.
     """
 
     def __init__(self, open: Callable[[Any], tuple[Read, Any]], position: Any, prefetch: int, *, once: bool = False):
         """Open the batches at a position; users call `js.batches` or `js.local_batches`.
 
         Args:
-          open: `open(position)` returns (read, position): `next(read)` makes the next batch and returns it with the
-            position after it.
+          open: `open(position)` returns (read, position): `next(read)` makes the next batch, and returns (the batch,
+            the position after it).
           position: the position of the first batch.
           prefetch: the number of batches to make ahead.
-          once: whether the source can be opened only once.
+          once: True if the source can be read only once.
 
         Raises:
           ValueError: a negative `prefetch`.
@@ -59,14 +59,14 @@ class Batches(Iterator[PyTree]):
 
     @property
     def position(self) -> Any:
-        """Return the position of the next batch, a JSON value for `start=` and `seek`.
+        """Return the position of the next batch, a JSON value to pass to `start=` or `seek` later.
 
         Batches that were made ahead but not returned yet do not count.
         """
         return self._position
 
     def seek(self, position: Any) -> None:
-        """Go to a `position` or to a number of batches, as if the iterator had started there.
+        """Go to a saved `position`, or to the batch after a number of batches, as if the iterator had started there.
 
         Raises:
           TypeError: the source is an iterator that can't save its state, so it can't be read again.
@@ -102,7 +102,7 @@ class Batches(Iterator[PyTree]):
         self.close()
 
     def _take(self, worker: ThreadPoolExecutor, read: Read) -> tuple[PyTree, Any]:
-        """Return the oldest batch that is being made, and keep `prefetch` further batches in progress."""
+        """Wait for the next batch, and keep the worker making `prefetch` batches after it; return (batch, position)."""
         # Pass `read` to the worker, not `self`, which would keep an unused iterator alive.
         # One more than `prefetch`: the batch to return now.
         while len(self._ahead) <= self._prefetch:

@@ -22,7 +22,7 @@ _FACTS = "facts.json"
 
 
 class TokenFiles(NamedTuple):
-    """Tokenised documents; see `js.data.Documents`.
+    """The content of a cache folder: the arrays of a `js.data.Documents`, and how the documents are split.
 
     The last `held_out` documents are held out. `notes` are warnings about documents that were left out.
     """
@@ -41,13 +41,13 @@ class TokenFiles(NamedTuple):
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays that are not None, by name."""
+        """Return {name: array}, without arrays that are None."""
         arrays = {"tokens": self.tokens, "starts": self.starts, "answers": self.answers, "lines": self.lines}
         return {name: array for name, array in arrays.items() if array is not None}
 
 
 def load_tokens(cache: str | Path | None, name: str, key: str) -> TokenFiles | None:
-    """Memory-map the files of `save_tokens`; return None if they are missing or damaged."""
+    """Memory-map the files that `save_tokens` wrote; return None if they are missing or damaged."""
     folder = _folder(cache, name, key)
     try:
         facts = json.loads((folder / _FACTS).read_text())
@@ -60,7 +60,7 @@ def load_tokens(cache: str | Path | None, name: str, key: str) -> TokenFiles | N
 
 
 def save_tokens(cache: str | Path | None, name: str, key: str, found: TokenFiles) -> str | None:
-    """Write tokenised documents; return None, or a message if it failed."""
+    """Write tokenised documents to the cache; return None, or a message if writing failed."""
     folder = _folder(cache, name, key)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

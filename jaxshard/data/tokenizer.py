@@ -1,4 +1,4 @@
-"""`Tokenizer`: convert text to token ids and back, by a `tokenizer.json` and the library `tokenizers` (extra `hf`)."""
+"""`Tokenizer`: convert text to token ids and back, by a `tokenizer.json` and the optional library `tokenizers`."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class Tokenizer:
         self.digest = hashlib.sha256(file.read_bytes() + f"end {end}".encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[Int[np.ndarray, " tokens"]]:
-        """Tokenise texts, each with the tokens that the tokenizer adds (such as a token that begins a text)."""
+        """Tokenise texts, each with the special tokens that the tokenizer adds (such as "<s>" at the beginning)."""
         return [np.array(one.ids, np.int64) for one in self._library.encode_batch(list(texts))]
 
     def encode_part(self, text: str) -> list[int]:
-        """Tokenise a part of a text, without the tokens that the tokenizer adds."""
+        """Tokenise a part of a text, without the special tokens that the tokenizer adds to a full text."""
         return [int(token) for token in self._library.encode(text, add_special_tokens=False).ids]
 
     def encode_with_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Tokenise texts, and return the span of characters of each token.
 
         Returns:
-          For each text (ids int64[tokens], spans int64[tokens, 2]); an added token has the span (0, 0).
+          For each text (ids int64[tokens], spans int64[tokens, 2]); a special token that was added has the span (0, 0).
         """
         found = self._library.encode_batch(list(texts))
         return [(np.array(one.ids, np.int64), np.array(one.offsets, np.int64).reshape(-1, 2)) for one in found]
@@ -99,7 +99,7 @@ def tokenizer(path: str | Path) -> Tokenizer:
 
 
 def _other_kinds(folder: Path) -> str:
-    """Write the fix for a folder without a tokenizer.json, which may have a tokenizer in another form."""
+    """Return the end of the error message for a folder without tokenizer.json: what to do, if it has other files."""
     others = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).is_file()]
     if not others:
         return f"; give a {FILE}, or a folder that has one"
@@ -110,7 +110,7 @@ def _other_kinds(folder: Path) -> str:
 
 
 def _end_of(folder: Path, library: Any) -> int | None:
-    """Return the id of the end token by the files in the tokenizer's folder, or None if they name none."""
+    """Return the id of the end token that the files in the tokenizer's folder name, or None if they name no token."""
     token = _read(folder / "tokenizer_config.json").get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     if token is not None:

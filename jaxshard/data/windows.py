@@ -31,8 +31,8 @@ class Windows:
     Attributes:
       tokens: integers [number of tokens], in memory or memory-mapped.
       batch: the number of global rows of a step.
-      seq: the number of targets of a window.
-      seed: the random seed of the order.
+      seq: the number of targets of a window, which has seq + 1 tokens.
+      seed: the random seed of the order of windows.
       vocab: the vocabulary size against which token ids are checked in every row that is read; None for no check.
     """
 
@@ -44,11 +44,11 @@ class Windows:
 
     @property
     def epoch_windows(self) -> int:
-        """Return the number of windows in an epoch. Tokens that do not fill a last window are left out."""
+        """Return the number of windows in an epoch. Tokens at the end that do not fill a window are left out."""
         return (len(self.tokens) - 1) // self.seq
 
     def rows(self, step: int, rows: Int[np.ndarray, " rows"]) -> dict[str, Int32[np.ndarray, "rows seq_plus_1"]]:
-        """Read global rows of the batch of a step, and only these windows.
+        """Read rows of the global batch of a step, each a window; no other windows are read.
 
         Args:
           step: the index of the batch, from 0.
@@ -69,7 +69,7 @@ def windows(
 ) -> Windows:
     """Make a source of windows of a token array, shuffled anew in every epoch.
 
-    Step s takes the windows s * batch to (s + 1) * batch of an endless sequence, which repeats all windows in a new
+    Step s takes the windows s * batch to (s + 1) * batch - 1 of an endless sequence, which repeats all windows in a new
     random order for each (seed, epoch). An epoch contains every window once, and a batch may span two epochs. The order
     is computed only for the windows that are read, and never stored; tokens are read lazily.
 
@@ -79,7 +79,7 @@ def windows(
       tokens: integers [number of tokens], in memory or memory-mapped.
       batch: the number of global rows of a step.
       seq: the number of targets of a window, which has seq + 1 tokens.
-      seed: the random seed of the order.
+      seed: the random seed of the order of windows.
       vocab: if given, the token ids of every row that is read are checked against it.
 
     Returns:
@@ -107,7 +107,7 @@ def eval_batches(
     limit: int | None = None,
     vocab: int | None = None,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Make a finite number of batches of held-out windows, in the order of the text, or of packed rows of documents.
+    """Make a finite number of batches for evaluation: windows in the order of the text, or packed rows of documents.
 
     The batches are NumPy arrays with all global rows, the same on every host.
 

@@ -1,8 +1,8 @@
-"""Run several processes: on one machine, on the hosts of a cluster or of a TPU pod.
+"""Train with several processes: on one machine, on the hosts of a cluster or of a TPU pod.
 
-`initialize` joins the processes, and names missing ones. They compare programs and data before they compute together
-(`Disagreement`), stop after a common step (`Preemption`), and end when one hangs or fails (`Watchdog`, `leave`).
-Imports `core/` only.
+`initialize` joins the processes, and names missing processes. All processes compare programs and data before they
+compute together (`Disagreement`), stop after a common step (`Preemption`), and end when one of them hangs or fails
+(`Watchdog`, `leave`). Imports `core/` only.
 
 Processes communicate through the key-value store of JAX's coordinator in process 0. It works while devices are busy,
 and from a thread even while the main thread hangs in a collective. All values are text. The keys, with process indices
@@ -11,9 +11,9 @@ and from a thread even while the main thread hangs in a collective. All values a
     jaxshard/host/<p>             the host name of a process                     agree.py
     jaxshard/agree/<peers>/<n>/   facts compared at one point of the program     agree.py
     jaxshard/gather/<n>/<p>       text of one process for all others             together.py
-    jaxshard/failed/<p>           a process that ends by an error, and why       failures.py
-    jaxshard/parting/<p>          a process that ends because another one did    failures.py
-    jaxshard/stop/<n>/            the last step of a run that stops              preemption.py
+    jaxshard/failed/<p>           process <p> ends by an error, and why          failures.py
+    jaxshard/parting/<p>          process <p> ends because another failed        failures.py
+    jaxshard/stop/<n>/            the step after which all processes stop        preemption.py
     jaxshard/watch/<n>/           heartbeats and alarms                          watchdog.py
 """
 

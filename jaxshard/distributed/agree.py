@@ -1,6 +1,6 @@
-"""`Peers`: let processes wait for each other and compare their facts, before a collective in which they would hang.
+"""`Peers`: let processes wait for each other and compare facts (settings, shapes, programs) before a collective.
 
-A process with another batch shape, program or seed than the others hangs with them in the next collective, and a late
+If a process has another batch shape, program or seed than the others, all hang in the next collective; and a late
 process makes gloo's collectives fail after 30 seconds. So before its first collectives every process calls `agree` (or
 `meet`, which compares nothing): it returns once all processes have called it with equal facts, or raises in all.
 
@@ -22,11 +22,12 @@ where <peers> names the set of processes and <n> counts its calls, so that no tw
     raise Disagreement                           raise Disagreement
 
 - Cost: every process writes two small values and reads two; the first process reads an answer of each process.
-- Late: a wait has no time limit, since compiling or loading may take minutes on one host. It wakes up every 2 seconds;
-  after 10, 20, 40, ... seconds the first of the waiting processes prints on standard error for whom all wait.
-- Failed: a process that ends by an error writes a note first (`failures.report_failure`). The waiting processes find it
-  within 2 seconds and raise. A killed process writes none: JAX's heartbeat then ends the others.
-- The keys of the call before may be deleted, since a process that answers this call has read all it needed of them.
+- Late processes: a wait has no time limit, since compiling or loading may take minutes on one host. After 10, 20, 40,
+  ... seconds the first of the waiting processes prints on standard error which processes are missing.
+- Failed processes: a process that ends by an error writes a report first (`failures.report_failure`). The waiting
+  processes check every 2 seconds for a report, and raise. A killed process writes no report: JAX's heartbeat then ends
+  the others.
+- The keys of the previous call may be deleted, since a process that answers this call has read all it needs of them.
 - The first process waits for `seen` before it raises, because the store is in process 0 and may end with the error.
 """
 
@@ -54,9 +55,9 @@ from jaxshard.distributed.waiting import Waiting
 _LOOK_UP = 2.0
 """Seconds between two checks for failed processes while a process waits."""
 _LARGEST = 2_000_000
-"""The most characters of a compressed text that is sent to the coordinator; of longer texts only the digest is sent."""
+"""Texts with more characters after compression are not sent to the coordinator; only their digests are compared."""
 _SEEN = 10.0
-"""Seconds for which the first process waits, after a difference, for the others to read it."""
+"""Seconds for which the first process waits, if facts differ, until the others have read the differences."""
 
 
 class Disagreement(ValueError):
@@ -99,7 +100,7 @@ class Peers:
         put_key(store, f"jaxshard/host/{process}", self.host, overwrite=True)
 
     def name_of(self, process: int) -> str:
-        """Return the name of a process in messages, such as "process 1 (host b)"; without the host if it is unknown."""
+        """Return the name of a process for messages, "process 1 (host b)", or "process 1" if its host is unknown."""
         host = self.host if process == self.process else get_key(self.store, f"jaxshard/host/{process}")
         return f"process {process} (host {host})" if host else f"process {process}"
 
@@ -117,16 +118,16 @@ class Peers:
     def agree(self, point: str, facts: Mapping[str, str]) -> None:
         """Wait until all processes are at this point, without a time limit, and compare their facts.
 
-        Every process calls it for the same points in the same order. It sends a few hundred bytes per process; of a
-        text of many lines only a digest, and the text itself only if the digests differ.
+        Every process must call it for the same points in the same order. It sends a few hundred bytes per process: for
+        a text of several lines only a digest is sent, and the text itself only if the digests differ.
 
         Args:
           point: the name of this point of the program, for messages.
-          facts: texts by name that must be equal in all processes.
+          facts: {name: text}, which must be equal in all processes.
 
         Raises:
           Disagreement: in every process, if one of them differs from the first.
-          MissingProcess: in the waiting processes, if a process failed before it came here.
+          MissingProcess: in the waiting processes, if a process failed before it called this.
         """
         call = next(self._calls)
         room = f"{self._folder}/{call}"
@@ -145,7 +146,10 @@ class Peers:
             raise Disagreement(describe_mismatches(point, found))
 
     def _collect(self, room: str, facts: Mapping[str, str]) -> list[tuple[str, Mismatch]]:
-        """Run the part of the first process: publish its facts, collect the answers, and publish all of them."""
+        """Do the first process's part of `agree`: publish its facts, collect all differences, and publish them.
+
+        Return (name of a process, its difference from this process) for each.
+        """
         # Write long texts before the facts: processes that read the facts then find the texts whose digest differs.
         short, texts = shorten_facts(facts)
         for item, text in texts.items():
@@ -162,7 +166,10 @@ class Peers:
         return found
 
     def _answer(self, room: str, facts: Mapping[str, str]) -> list[tuple[str, Mismatch]]:
-        """Run the part of the other processes: compare with the first, answer, and read all differences."""
+        """Do another process's part of `agree`: compare its facts with the first process's, and answer.
+
+        Return (name of a process, its difference from the first process) for each difference in any process.
+        """
         first = json.loads(self._wait_for(room, "facts", facts["call"]))
 
         def text_of(item: str) -> str | None:
@@ -174,7 +181,11 @@ class Peers:
         return [(process, Mismatch(*mismatch)) for process, mismatch in outcome]
 
     def _wait_for(self, room: str, key: str, point: str) -> str:
-        """Wait for a key without a time limit, unless a process fails; print on standard error for whom it waits."""
+        """Wait until a key is in the store, and return its value; print now and then which processes are missing.
+
+        Raises:
+          MissingProcess: a process reported its failure meanwhile.
+        """
         waiting = Waiting(point)
         # Wait in slices, since the client can't check for failures while it waits for a key.
         while (value := wait_for_key(self.store, f"{room}/{key}", _LOOK_UP)) is None:
@@ -187,14 +198,17 @@ class Peers:
         return value
 
     def _say_missing(self, room: str, waiting: Waiting) -> None:
-        """Print for whom all wait, in only one process: the first of the waiting processes."""
+        """Print the names of the missing processes, if this is the first of the waiting processes."""
         there = {int(process) for process in list_keys(self.store, f"{room}/here/")}
         if self.process == min(there, default=self.process):
             missing = [self.name_of(other) for other in self.processes if other not in there] or ["an answer"]
             waiting.say(list_names(missing))
 
     def _wait_until_seen(self, room: str) -> None:
-        """Wait until every process has read the outcome, before the first process ends and the store with it."""
+        """Say that this process has read the outcome; in the first process, wait until all others have said so.
+
+        The first process must not end before, since the store ends with it.
+        """
         if self.process != self._first:
             put_key(self.store, f"{room}/seen/{self.process}", "")
             return
@@ -204,7 +218,7 @@ class Peers:
 
 
 def peers_of(mesh: Mesh) -> Peers | None:
-    """Return the processes whose devices are in a mesh, or None if this process has no peer to wait for."""
+    """Return the processes with devices in a mesh; None if there is only one, or if this process has none."""
     if jax.process_count() == 1:
         return None
     processes = sorted({device.process_index for device in mesh.devices.flat})
@@ -212,7 +226,7 @@ def peers_of(mesh: Mesh) -> Peers | None:
 
 
 def all_peers() -> Peers | None:
-    """Return all processes, or None if there is only one."""
+    """Return all processes, or None if there is only one process."""
     count = jax.process_count()
     return None if count == 1 else _peers(tuple(range(count)))
 

@@ -1,4 +1,4 @@
-"""`initialize`: find the other processes of a run and join them."""
+"""`initialize`: find the other processes that train together, and join them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def initialize(
     """Join the processes that train together, so that `jax.devices()` holds the devices of all of them.
 
     Every process calls it at the top of its program, before anything touches a device. It returns once all processes
-    have called it; until then process 0 prints at intervals which are missing:
+    have called it; until then process 0 prints at intervals which processes are missing:
 
         import jaxshard as js
         js.distributed.initialize()
@@ -44,13 +44,13 @@ def initialize(
     - the cluster, as JAX detects it: a Slurm step (`srun`), Open MPI's `mpirun`, an indexed Job or a JobSet of
       Kubernetes (with the package `kubernetes`), a Cloud TPU pod.
 
-    If none does, or there is only one process, it does nothing, so the same script runs on a laptop. A second call does
-    nothing either.
+    If no source has them, or there is only one process, it does nothing, so the same script runs on a laptop. A second
+    call does nothing either.
 
-    From here on an uncaught error ends the process at once, after its traceback, with status 1 (2 after a
+    After this call an uncaught error ends the process at once, after its traceback, with status 1 (2 after a
     `Disagreement`, 75 if a process never came). The other processes end with the same status some seconds later.
-    Python's normal exit would wait for the other processes, which wait for this one. `sys.exit(status)` still waits: if
-    only one process gives up, raise an error or call `js.distributed.leave(status)`.
+    Python's normal exit would wait for the other processes, which wait for this process. `sys.exit(status)` still
+    waits: if only one process gives up, raise an error or call `js.distributed.leave(status)`.
 
     Args:
       coordinator_address: "host:port" of process 0, which listens there. All processes must reach it, and the port must
@@ -102,7 +102,7 @@ def initialize(
 
 
 class _Place(NamedTuple):
-    """The coordinator, number and index of this process, as arguments of `jax.distributed.initialize`."""
+    """The coordinator's address, the number of processes and this one's index, for `jax.distributed.initialize`."""
 
     coordinator_address: str
     num_processes: int
@@ -115,7 +115,7 @@ class _Place(NamedTuple):
 
 
 def _read_place(coordinator: str | None, processes: int | None, index: int | None) -> _Place | None:
-    """Read the arguments, or else the environment; return None if neither is given."""
+    """Read address, number and index from the arguments, or else from the environment; return None without either."""
     arguments = {"coordinator_address": coordinator, "num_processes": processes, "process_id": index}
     environment = {name: os.environ.get(name) for name in (COORDINATOR, PROCESSES, INDEX)}
     given = arguments if any(value is not None for value in arguments.values()) else environment
@@ -143,7 +143,7 @@ def _read_place(coordinator: str | None, processes: int | None, index: int | Non
 
 
 def _read_limit(seconds: int | None) -> int:
-    """Return the seconds to wait for all processes, rounded up: the argument, or else the environment."""
+    """Return the seconds to wait for all processes, rounded up: `seconds`, or else the environment variable, or 300."""
     name, value = ("initialization_timeout", seconds) if seconds is not None else (LIMIT, os.environ.get(LIMIT, _LIMIT))
     try:
         limit = float(value)
@@ -155,7 +155,7 @@ def _read_limit(seconds: int | None) -> int:
 
 
 def _check_same(place: _Place | None) -> None:
-    """Raise RuntimeError if this process has joined other processes than the requested ones before."""
+    """Raise RuntimeError if this process has already joined with another number of processes or another index."""
     here = process_count_and_id()
     if place is not None and here != (place.num_processes, place.process_id):
         raise RuntimeError(

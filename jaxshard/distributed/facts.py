@@ -1,7 +1,7 @@
 """Collect the facts that processes compare before they compute together: versions, flags, mesh, layout, batch, program.
 
-Each function returns texts by name for `Peers.agree`. The error message shows the names and values of facts that
-differ, so both are in the user's terms:
+Each function returns {name: text} for `Peers.agree`. The error message shows the names and values of facts that differ,
+so both are in the user's terms:
 
     {"version of jax": "0.10.2", "mesh": "data=4, tensor=2", "batch tokens": "int32[32, 65]", ...}
 """
@@ -36,11 +36,11 @@ _SETTINGS = (
 """Settings of JAX that change the compiled program or its results."""
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _PER_HOST = ("dump", "host_platform_device_count", "_dir", "_path", "_file")
-"""Parts of the names of compiler flags that may differ between hosts, since they do not change the program."""
+"""Compiler flags with one of these in their names may differ between hosts, since they do not change the program."""
 
 
 def run_facts(layout: Layout) -> dict[str, str]:
-    """Return versions, flags, mesh and layout: equal in all processes before a run is made or restored."""
+    """Return the versions, flags, mesh and layout, which must be equal in all processes that make or restore a run."""
     mesh = layout.mesh
     devices = " ".join(str(device.id) for device in mesh.devices.flat)
     return {
@@ -55,7 +55,7 @@ def run_facts(layout: Layout) -> dict[str, str]:
 
 
 def layout_text(layout: Layout) -> str:
-    """Write a line per array: role, path, dtype, shape, and its PartitionSpecs between steps (stored) and in use."""
+    """Describe a layout in a line per array: role, path, dtype, shape, PartitionSpecs between steps and in use."""
     # Stored shapes too: padding and the order of pipeline stages are part of the program.
     lines = [
         f"{role} {leaf.path} {leaf.dtype}{list(leaf.shape)} stored {list(p.view.stored)} {p.store} used {p.use}"
@@ -71,7 +71,7 @@ def shared_flags(text: str) -> str:
 
 
 def key_fact(key: jax.Array) -> dict[str, str]:
-    """Return the words of a random key; no fact for a key that is split over processes."""
+    """Return the uint32 words of a random key; {} if the key is split over processes, so that none can read it."""
     if not key.is_fully_addressable and not key.is_fully_replicated:
         return {}
     # A key array can't be compared as text, but its words can.
@@ -86,7 +86,7 @@ def batch_facts(batch: PyTree) -> dict[str, str]:
 
 
 def row_facts(row: PyTree) -> dict[str, str]:
-    """Return the values of the row of data that every process reads: they differ for another corpus or another seed.
+    """Return digests of the first row of data, which every process reads: another corpus or seed changes them.
 
     Args:
       row: a tree of arrays [1, ...].

@@ -1,13 +1,13 @@
 """Handle the failure of a process: tell the others, so that they stop waiting and end with its exit status.
 
-JAX aborts (SIGABRT) every process that loses the coordinator in process 0. A supervisor restarts a run after an abort,
-but should not after wrong flags. So when process 0 fails, it ends last, and all others end with its status. In the
-key-value store, with process indices <p>:
+JAX aborts (SIGABRT) every process that loses the coordinator in process 0. A supervisor restarts all processes after an
+abort, but should not after wrong flags. So when process 0 fails, it ends last, and all others end with its status. In
+the key-value store, with process indices <p>:
 
-    jaxshard/failed/<p>      a process that ends by an error: [its name, why, its exit status]
-    jaxshard/parting/<p>     "heard": it knows that another process failed; "left": it ends now
+    jaxshard/failed/<p>      process <p> ends by an error: [its name, why, its exit status]
+    jaxshard/parting/<p>     "heard": process <p> knows that another process failed; "left": it ends now
 
-    the process that fails       every other one, in a thread
+    the process that fails       every other process, in a thread
     --------------------------   ---------------------------------------------------------------------
     put  failed/<p>         -->  get  failed/        once a second
     process 0 alone:        <--  put  parting/<p>    heard
@@ -36,21 +36,21 @@ WRONG_USAGE = 2
 _FAILED = "jaxshard/failed/"
 _PARTING = "jaxshard/parting/"
 _STORE_WITHIN = 2.0
-"""The time limit of a call to the store in seconds: a dead store must not keep a process from ending."""
+"""Seconds after which a call to the key-value store is given up, so that a process can end without an answer."""
 _INTERVAL = 1.0
-"""Seconds between two checks for failures; more with hundreds of processes."""
+"""Seconds between two checks for failures of other processes; longer with hundreds of processes."""
 _GRACE = 5.0
 """Seconds in which the main thread may end by itself after another process has failed."""
 _ANSWER = 2.0
-"""Seconds after an interval in which every living process has written "heard"."""
+"""Seconds, after one interval of checks, in which every living process has time to write "heard"."""
 _LAST = 0.5
-"""Seconds for which process 0 stays after all have left, since a process ends only shortly after it writes "left"."""
+"""Seconds for which process 0 stays after all others wrote "left", since they end only shortly afterwards."""
 
 _closed = threading.Event()  # set when this process ends: stop checking for failures
 
 
 class MissingProcess(RuntimeError):
-    """A process for which this process waits is missing: it never came, or it failed. A restart may help.
+    """A process for which this process waits never started, or it failed. A restart of all processes may help.
 
     Attributes:
       exit_status: the exit status of a process that does not catch the error: 75 ("try again") if the other process
@@ -78,9 +78,9 @@ class Failure(NamedTuple):
 
 
 def report_failure(why: str, status: int) -> None:
-    """Tell the other processes that this process ends. Do nothing if it is the only one.
+    """Tell the other processes that this process ends, and why. Do nothing if it is the only process.
 
-    Only the first report of a process counts. Returns after two seconds even if the store does not answer.
+    Only the first report of a process is kept. Returns after two seconds even if the store does not answer.
     """
     store, process = coordinator_client(), process_count_and_id()[1]
     if store is not None:
@@ -89,18 +89,18 @@ def report_failure(why: str, status: int) -> None:
 
 
 def list_failures(store: Any) -> dict[int, Failure]:
-    """Return the reports of all failed processes, by process index."""
+    """Return {process index: report} of all processes that reported a failure."""
     return {int(process): Failure(*json.loads(note)) for process, note in list_keys(store, _FAILED).items()}
 
 
 def common_status(failures: Sequence[Failure]) -> int:
-    """Return the exit status of processes that end because others failed: 2 if any had wrong flags."""
+    """Return the exit status of a process that ends because others failed: 2 if any has 2, else the largest."""
     statuses = [failure.status for failure in failures]
     return WRONG_USAGE if WRONG_USAGE in statuses else max(statuses)
 
 
 def end_with_others() -> None:
-    """Start the thread that ends this process some seconds after another process has reported a failure."""
+    """Start a thread that ends this process some seconds after another process has reported a failure."""
     store, (count, process) = coordinator_client(), process_count_and_id()
     _closed.clear()
     thread = threading.Thread(target=_watch, args=(store, process, count), name="failures", daemon=True)
@@ -115,10 +115,11 @@ def end_with_others() -> None:
 
 
 def part() -> None:
-    """Tell the other processes that this process ends now, as the last call before it ends with an error.
+    """Tell the other processes that this process ends now; the last call before it ends with an error.
 
-    Process 0 waits until the others have left, because JAX aborts processes that use the store when it ends. That takes
-    a second if all end at once, about ten seconds if one of them is slow, and three for processes that do not answer.
+    Process 0 waits until the others have ended, because JAX aborts processes that use the store when process 0 ends.
+    That takes a second if all end at once, about ten seconds if one of them is slow, and three seconds if some do not
+    answer.
     """
     _closed.set()
     store, (count, process) = coordinator_client(), process_count_and_id()
@@ -131,7 +132,7 @@ def part() -> None:
 
 
 def _watch(store: Any, process: int, count: int) -> None:
-    """Check for failures in a loop; the body of the thread."""
+    """Check in a loop whether another process failed, and then end this process; the body of the thread."""
     while not _closed.wait(_interval(count)):
         try:
             failed = [failure for other, failure in list_failures(store).items() if other != process]
@@ -155,7 +156,7 @@ def _end(failed: Sequence[Failure]) -> None:
 
 
 def _wait_until_left(store: Any, count: int) -> None:
-    """Wait until all processes that have answered have left."""
+    """Wait in process 0 until every process that wrote "heard" has written "left"."""
     start = time.monotonic()
     while True:
         states = [state for process, state in list_keys(store, _PARTING).items() if process != "0"]
@@ -172,7 +173,7 @@ def _interval(count: int) -> float:
 
 
 def _try(call: Callable[[], Any], seconds: float | None = None) -> None:
-    """Call the store, and return after some seconds even if the call does not."""
+    """Call the store in a thread, and return after some seconds even if the call has not returned."""
 
     def run() -> None:
         with contextlib.suppress(RuntimeError):  # the store has ended, or has this report already

@@ -1,6 +1,6 @@
 """`leave`: end one of several processes at once, after an error.
 
-It reports the failure first, so that the other processes stop waiting and end with the same status (`failures.py`).
+The process reports its failure first, so that the others stop waiting and end with the same status (`failures.py`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def leave(status: int) -> NoReturn:
     """End this process at once with an exit status.
 
     Use it if only one of several processes gives up. A normal exit, `sys.exit` included, waits in JAX's shutdown for
-    all other processes, which may wait for this one in a collective: both would wait forever. `leave` flushes the
+    all other processes, which may wait for this process in a collective: both would wait forever. `leave` flushes the
     output and tells the other processes, which end with the same status: immediately if they wait for this process at
-    `js.init`, `js.batches` and the like, otherwise five seconds after they heard of it. It runs no `finally` and no
-    `atexit`, and does not finish a save that is being written.
+    `js.init`, `js.batches` and the like, otherwise five seconds after they read the report. `leave` runs no `finally`
+    and no `atexit`, and does not finish a save that is being written.
 
         if not os.path.exists(path):
             print(f"no data at {path}", file=sys.stderr)
@@ -58,7 +58,7 @@ def leave(status: int) -> NoReturn:
 
 
 def restore_sigterm() -> None:
-    """Restore Python's handler of SIGTERM, by default one that ends the process: JAX's own ignores the signal."""
+    """Restore Python's handler of SIGTERM, which ends the process by default, in place of JAX's, which ignores it."""
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
 
 
@@ -70,9 +70,10 @@ def leave_on_error() -> None:
 
 @dataclass(frozen=True)
 class LeavingHook:
-    """A `sys.excepthook` that shows an error and ends the process, except at an interactive prompt.
+    """A `sys.excepthook` that shows an error and ends the process by `leave`, except at an interactive prompt.
 
-    The exit status is 1, or the `exit_status` of the error if it has one, like `Disagreement` and `MissingProcess`.
+    The exit status is the attribute `exit_status` of the error, such as that of `Disagreement` or `MissingProcess`;
+    130 after Ctrl-C; else 1.
 
     Attributes:
       show: the previous hook, which prints the traceback.

@@ -1,4 +1,4 @@
-"""Survey the hosts of a run: names, addresses, clocks, and which hosts can connect to each other."""
+"""Collect facts about all hosts for `jaxshard doctor`: names, addresses, clocks, and which hosts can't connect."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Host(NamedTuple):
     Attributes:
       process: the index of the process.
       name: the name of the host.
-      address: the address of the host for other hosts.
-      clock: seconds by which its clock is ahead of that of process 0, accurate to about a tenth.
-      unreached: the indices of processes that it could not connect to.
+      address: the IP address at which other hosts reach the host.
+      clock: seconds by which the host's clock is ahead of that of process 0's host, accurate to about a tenth.
+      unreached: the indices of processes to which this process could not connect.
       facts: further facts about the host.
     """
 
@@ -39,7 +39,7 @@ class Host(NamedTuple):
 def survey(facts: dict[str, Any]) -> list[Host]:
     """Let every process connect to every other process, and collect facts about all hosts.
 
-    Every process calls it, after `js.distributed.initialize`. A single process connects to nothing.
+    Every process calls it, after `js.distributed.initialize`. If there is only one process, nothing is connected.
 
     Args:
       facts: facts about this process's host, which must be JSON values.
@@ -69,7 +69,7 @@ def survey(facts: dict[str, Any]) -> list[Host]:
 
 
 def own_address() -> str:
-    """Return the address of the interface to other hosts, or the loopback address if there is none."""
+    """Return the IP address of the network interface to other hosts, or the loopback address if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # reserved for documentation; a datagram socket sends nothing to connect
@@ -80,7 +80,7 @@ def own_address() -> str:
 
 
 def answers(place: str) -> bool:
-    """Return True if a program listens at host:port."""
+    """Return True if a program listens at `place`, a text "host:port"."""
     host, _, port = place.rpartition(":")
     try:
         socket.create_connection((host, int(port)), _SECONDS).close()

@@ -1,7 +1,7 @@
 """Compare the facts of two processes, find the first line that differs, and describe the difference.
 
-Facts are texts by name, such as {"mesh": "data=8", "layout": "param w ...\nparam b ..."}. A long text, such as a
-program, is first compared by its digest and read only if the digests differ.
+Facts are {name: text}, such as {"mesh": "data=8", "layout": "param w ...\nparam b ..."}. A long text, such as a
+program, is first compared by its digest, and sent only if the digests differ.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 _LONG = 1000
 """Texts with more characters than this, or with several lines, are compared by their digest."""
 _WIDTH = 160
-"""The most characters of a line that are shown."""
+"""The largest number of characters of a line that are shown."""
 _VALUE_NAMES = re.compile(r"%\w+")
 _NOTHING = re.compile(r"(?!)")  # matches nowhere
 
@@ -25,8 +25,8 @@ class Mismatch(NamedTuple):
 
     Attributes:
       item: the name of the fact.
-      here: its value in this process; for a long text, the first line that differs.
-      first: its value (or line) in the first process.
+      here: the value of the fact in this process; for a long text, the first line that differs.
+      first: the value of the fact, or this line, in the first process.
     """
 
     item: str
@@ -35,7 +35,7 @@ class Mismatch(NamedTuple):
 
 
 def shorten_facts(facts: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return (the facts with [digest] instead of each long text, the long texts)."""
+    """Return (the facts with a list [digest] in place of each long text, {name: long text})."""
     texts = {item: text for item, text in facts.items() if len(text) > _LONG or "\n" in text}
     short = {
         item: [hashlib.sha256(text.encode()).hexdigest()] if item in texts else text for item, text in facts.items()
@@ -48,13 +48,14 @@ def find_mismatches(
 ) -> list[Mismatch]:
     """Compare facts with those of the first process.
 
-    A mismatch that explains others hides them: if the points of the program ("call") differ, nothing else is compared.
-    Long texts are compared only if all short facts are equal, because they follow from these.
+    Only facts that are likely causes are listed: if the points of the program ("call") differ, no other fact is
+    compared. Long texts, such as the program, are compared only if all short facts are equal, since these determine
+    them.
 
     Args:
       facts: the facts of this process.
       first: the facts of the first process, from `shorten_facts`.
-      text_of: returns a long text of the first process by name; None if it was too long to be sent.
+      text_of: `text_of(name)` returns a long text of the first process, or None if it was too long to be sent.
     """
     short, _ = shorten_facts(facts)
     differing = [item for item in {**first, **short} if short.get(item) != first.get(item)]
@@ -70,7 +71,7 @@ def find_mismatches(
 
 
 def first_differing_line(here: str, first: str | None) -> tuple[str, str]:
-    """Return the first line in which two texts differ, from both texts, with line numbers and shortened.
+    """Return the first line in which two texts differ, as "line <number>: <part of the line>" of each text.
 
     Names of values in a program (%12) are ignored at first: they are consecutive numbers, so a single additional value
     changes all later names, and the first line that differs would not be the cause.
@@ -108,12 +109,12 @@ def describe_mismatches(point: str, found: Iterable[tuple[str, Mismatch]]) -> st
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Join names with commas; only the first eight are named."""
+    """Join names with commas; of more than eight names, show eight and the number of the rest."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def digest(data: bytes) -> str:
-    """Return 16 hexadecimal digits of the SHA-256 over bytes."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of `data`."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 

@@ -1,7 +1,7 @@
-"""`Preemption`: SIGTERM to one process ends the training of all processes, after the same step.
+"""`Preemption`: SIGTERM to any process ends the training of all processes, after the same step.
 
 A signal reaches each process at a different time and step. If each stopped immediately, some would wait forever in the
-collectives of a step that others do not run. `CommonStop` finds a common last step.
+collectives of a step that others do not run. `CommonStop` chooses a last step for all processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxshard.distributed.agree import Peers, all_peers
 KILLED = 143
 """The exit status after a second SIGTERM, as a shell reports it for a process that the signal ended (128 + 15)."""
 _POLL = 1.0
-"""Seconds between two checks for a signal to another process."""
+"""Seconds between two checks whether another process got a signal."""
 _ONE_SIGNAL = 2.0
 """Signals within this many seconds count as one: schedulers signal a process and its launcher, which forwards it."""
 
@@ -33,7 +33,7 @@ _rooms = itertools.count()
 class Preemption:
     """A callback that ends `js.fit` in all processes after the same step, once any of them gets SIGTERM.
 
-    It is also the context in which the signal is caught. Every process enters it:
+    The signal is caught inside a `with` block, which every process enters:
 
         with js.distributed.Preemption() as preemption:
             run = js.fit(run, step, batches, steps=1000, on_run=[checkpointer, preemption])
@@ -42,20 +42,20 @@ class Preemption:
             print(f"stopped after step {int(run.step)}: {preemption.told} got SIGTERM")
 
     It adds no cost to a step: no collective, no message. A thread of each process checks once a second whether another
-    process got the signal; then all agree on a last step through JAX's key-value store. The training ends one or two
-    seconds after the signal, or after the current step if that takes longer.
+    process got the signal; then all processes choose a last step through JAX's key-value store. The training ends one
+    or two seconds after the signal, or after the current step if that takes longer.
 
     A second SIGTERM, at least two seconds after the first, ends the process at once with status 143, even while its
-    main thread hangs in a collective. After the context SIGTERM has its previous effect; with several processes it ends
-    the process, while JAX alone would ignore it.
+    main thread hangs in a collective. After the `with` block SIGTERM has its previous effect; with several processes it
+    ends the process, while JAX's own handler would ignore it.
 
-    In a single process it works in the same way, on any platform and without `js.distributed.initialize`.
+    A single process can use it in the same way, on any platform and without `js.distributed.initialize`.
 
     Attributes:
       stopped: True once the training was ended because of a signal.
 
     Raises:
-      ValueError: it is entered in a thread other than the main thread, which alone can catch signals.
+      ValueError: the `with` block is in another thread than the main thread, in which alone Python catches signals.
 
     Example:
         with js.Checkpointer("run", layout, every=100) as checkpointer, js.distributed.Preemption() as preemption:
@@ -112,7 +112,7 @@ class Preemption:
             self._signalled = time.monotonic()
 
     def _listen(self) -> None:
-        """Wait for signals to this process and to others in a loop; the body of the thread."""
+        """Wait in a loop for a signal to this process, and for requests of others to stop; the body of the thread."""
         heard = False
         while not self._closed.is_set():
             ready, _, _ = select.select([self._reader], [], [], _POLL)
@@ -131,25 +131,25 @@ class Preemption:
 
 
 class CommonStop:
-    """The step after which all processes stop, once one of them is told to stop.
+    """A last step that all processes choose together, once any of them got a signal to stop.
 
-    In the key-value store, in the folder of the run:
+    In the key-value store, below the key `room`:
 
         told        the process that got the signal writes its name
         after/<p>   each process <p>, when it sees `told`, writes the last step it has finished, then waits until all
-                    others have written theirs; the last step of the run is the largest of these, plus 1
+                    others have written theirs; the last step for all is the largest of these, plus 1
 
     Example: processes 0 and 1 have finished steps 7 and 8. They write after/0 = 7, after/1 = 8, and stop after step 9.
     Plus 1, because a process may be in the middle of the next step, in whose collectives the others must take part. It
-    can't be further: it holds the lock from writing its step until the common step is known, and `is_last`, which is
-    called after every step, waits for the lock.
+    can't be further: it holds a lock from writing its step until the last step is known, and `is_last`, which is called
+    after every step, waits for the lock.
 
     `is_last` is called by the main thread, `request` and `find_last_step` by another thread, which can wait for a
     process at an earlier step while the main thread is in a collective that this process has not joined yet.
 
     Args:
       peers: all processes.
-      room: the folder in the store, the same in all processes and new for every run.
+      room: the beginning of the keys in the store, the same in all processes and different for every `Preemption`.
     """
 
     def __init__(self, peers: Peers, room: str):
@@ -171,7 +171,7 @@ class CommonStop:
         put_key(self.peers.store, f"{self.room}/told", self.told, overwrite=True)
 
     def find_last_step(self) -> None:
-        """Find the common last step if any process asked to stop; wait until all processes have announced theirs."""
+        """If any process asked to stop, wait until all have written their finished steps, and set the last step."""
         if self._last is not None:
             return
         told = self.told or get_key(self.peers.store, f"{self.room}/told")
@@ -188,7 +188,7 @@ class CommonStop:
             self._last = max(steps) + 1
 
     def announce_step(self) -> None:
-        """Write the last step that this process has finished, once; also after the run, so that no process waits."""
+        """Write the last step that this process has finished, if it has not yet; also after training has ended."""
         if not self._announced:
             put_key(self.peers.store, f"{self.room}/after/{self.peers.process}", str(self._finished))
             self._announced = True

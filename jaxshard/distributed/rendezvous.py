@@ -1,7 +1,8 @@
-"""`meet_all`: wait for all processes of a run before JAX joins them, and name the missing ones.
+"""`meet_all`: wait until all processes have started before JAX joins them, and name the missing processes.
 
-JAX's own connection prints nothing while it waits, can't be interrupted, and aborts all processes if one does not come.
-So before that, process 0 listens on the coordinator's port, and all others connect to it. Messages are lines of JSON:
+`jax.distributed.initialize` prints nothing while it waits, can't be interrupted, and aborts all processes if one does
+not start. So before it is called, process 0 listens on the coordinator's port, and all others connect to process 0.
+Messages are lines of JSON:
 
     process 0                          processes 1, 2, ...
     ---------------------------------  -------------------------------------------------------------------------
@@ -11,9 +12,9 @@ So before that, process 0 listens on the coordinator's port, and all others conn
     ["go", ""]                    -->  wait for the outcome
     close the port                     go on to jax.distributed.initialize, on the same port
 
-The outcome is "missing" once any waiting process reaches its time limit, or "differ" if two processes have the same
-index or different numbers of processes; all raise the same error. A process whose connection ends before the outcome
-counts as missing again, and may come a second time.
+In place of "go" the outcome is "missing" if a waiting process reaches its time limit, or "differ" if two processes have
+the same index or expect different numbers of processes; all processes then raise the same error. A process whose
+connection ends before the outcome counts as missing, and may connect again.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ _POINT = "distributed.initialize"
 _PAUSE = 1.0
 """Seconds between two attempts to connect to process 0, or to listen."""
 _LONGEST = 4096
-"""The most bytes of the line of a process; a connection that sends more is not from our processes."""
+"""The largest message of a process in bytes; a connection that sends more is from another program, and is closed."""
 _MARGIN = 10.0
-"""Seconds for which the others wait beyond the limit, so that process 0, which knows who is missing, ends first."""
+"""Seconds for which other processes wait beyond the limit, so that process 0, which knows the missing, ends first."""
 
 
 class Arrival(NamedTuple):
-    """The line that a process sends when it connects to process 0.
+    """The message that a process sends when it connects to process 0.
 
     Attributes:
       process: the index of the process.
       processes: the number of processes that it expects.
-      host: the name of its host.
-      limit: the seconds for which it waits for all, from its own start.
+      host: the name of the host of the process.
+      limit: the seconds for which the process waits for all others, from its own start.
       waited: how many of these seconds have passed.
     """
 
@@ -61,19 +62,19 @@ class Arrival(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return its name in messages, such as "process 1 (host b)"."""
+        """Return the name of the process in error messages, such as "process 1 (host b)"."""
         return f"process {self.process} (host {self.host})"
 
 
 class _Guest(NamedTuple):
-    """A connected process, and the time at which its time limit ends."""
+    """A process that is connected to process 0, and the time (`time.monotonic`) at which its time limit ends."""
 
     arrival: Arrival
     end: float
 
 
 def meet_all(address: str, processes: int, process: int, *, bind: str | None, limit: float) -> None:
-    """Wait until all processes have called this, and print at intervals which are missing.
+    """Wait until all processes have called this, and print at intervals which processes are missing.
 
     Args:
       address: host:port of process 0.
@@ -83,9 +84,9 @@ def meet_all(address: str, processes: int, process: int, *, bind: str | None, li
       limit: the seconds to wait.
 
     Raises:
-      MissingProcess: a process did not come.
-      Disagreement: two processes have the same index, or different numbers of processes.
-      OSError: process 0 can't listen there.
+      MissingProcess: a process did not connect in time.
+      Disagreement: two processes have the same index, or expect different numbers of processes.
+      OSError: process 0 can't listen at the address.
     """
     me = Arrival(process, processes, socket.gethostname(), limit, 0.0)
     if process == 0:
@@ -99,7 +100,7 @@ def meet_all(address: str, processes: int, process: int, *, bind: str | None, li
 
 
 class _Host:
-    """The part of process 0, to which all other processes connect."""
+    """The part of `meet_all` in process 0, to which all other processes connect."""
 
     def __init__(self, me: Arrival):
         self._me, self._waiting = me, Waiting(_POINT)
@@ -110,7 +111,7 @@ class _Host:
         self._difference: str | None = None
 
     def collect(self, bind: str) -> tuple[str, str]:
-        """Wait for all other processes, send them the outcome, and return it."""
+        """Wait for all other processes, send them the outcome, and return it as (outcome, error message or "")."""
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(self._listen(bind))
             selector = stack.enter_context(selectors.DefaultSelector())
@@ -138,7 +139,7 @@ class _Host:
             connection.close()
 
     def _listen(self, bind: str) -> socket.socket:
-        """Listen on the port as soon as it is free."""
+        """Listen on the port; while another program uses it, wait until the time limit."""
         while (listener := _try_to_listen(bind)) is None:
             if time.monotonic() > self._end:
                 raise MissingProcess(f"{_POINT}: another program has used the port of {bind} for {self._me.limit:g} s")
@@ -155,7 +156,7 @@ class _Host:
             selector.register(connection, selectors.EVENT_READ)
 
     def _read(self, connection: socket.socket) -> bool:
-        """Read from a connection; return False if it ended, or is not from our processes."""
+        """Read from a connection; return False if the connection ended, or another program sent something else."""
         try:
             data = connection.recv(_LONGEST)
         except OSError:
@@ -176,7 +177,7 @@ class _Host:
         return True
 
     def _compare(self, arrival: Arrival) -> str | None:
-        """Return how a process differs from the connected processes, or None."""
+        """Return an error message if a process expects another number of processes or has an index twice, or None."""
         here = [self._me, *(guest.arrival for guest in self._guests.values())]
         if arrival.processes != self._me.processes:
             told = f"{arrival.name} was told of {arrival.processes} processes, {self._me.name} of {self._me.processes}"
@@ -193,7 +194,7 @@ class _Host:
         connection.close()
 
     def _outcome(self) -> tuple[str, str] | None:
-        """Return (outcome, message), or None while processes are missing and no time limit has ended."""
+        """Return (outcome, error message), or None while processes are missing and no time limit has ended."""
         if self._difference is not None:
             return "differ", f"{_POINT}: the processes differ: {self._difference}"
         if len(self._guests) == self._me.processes - 1:
@@ -205,7 +206,7 @@ class _Host:
         return "missing", _missed(self._missing(), "did not come", first.arrival.limit, [self._me, *here])
 
     def _missing(self) -> str:
-        """Return the names of the missing processes."""
+        """Return the names of the missing processes, for messages."""
         here = {guest.arrival.process for guest in self._guests.values()}
         names = [
             f"process {number}" + (f" (host {self._ended[number]}, it came and ended)" if number in self._ended else "")
@@ -216,7 +217,7 @@ class _Host:
 
 
 def _visit(address: str, me: Arrival) -> tuple[str, str]:
-    """Run the part of the other processes: connect to process 0, wait for the outcome, and return it."""
+    """Connect to process 0, wait for the outcome, and return (outcome, error message): the part of other processes."""
     host, _, port = address.rpartition(":")
     place, waiting = (host.strip("[]"), int(port)), Waiting(_POINT)
     while True:
@@ -238,7 +239,7 @@ def _visit(address: str, me: Arrival) -> tuple[str, str]:
 
 
 def _missed(missing: str, what: str, limit: float, here: Sequence[Arrival]) -> str:
-    """Write the message of a `MissingProcess`."""
+    """Return the error message of a `MissingProcess`."""
     return (
         f"{_POINT}: {missing} {what} within {limit:g} s; {list_names([one.name for one in here])} waited. See what "
         f"became of it, or wait longer: initialization_timeout, or {LIMIT} in the environment"
@@ -246,7 +247,7 @@ def _missed(missing: str, what: str, limit: float, here: Sequence[Arrival]) -> s
 
 
 def _parse_arrival(line: bytes) -> Arrival | None:
-    """Parse the line of a process; None if it is not from our processes."""
+    """Decode the message of a process; return None if it is no such message, but from another program."""
     try:
         found = json.loads(line)
         process, processes = int(found["process"]), int(found["processes"])
@@ -258,7 +259,7 @@ def _parse_arrival(line: bytes) -> Arrival | None:
 
 
 def _read_line(connection: socket.socket) -> bytes:
-    """Read a line; raise an OSError if the connection ends before its end."""
+    """Read a line from a connection; raise an OSError if the connection ends before the line."""
     received = b""
     while not received.endswith(b"\n"):
         data = connection.recv(_LONGEST)
@@ -311,7 +312,7 @@ def _try_to_listen(bind: str) -> socket.socket | None:
 
 
 def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
-    """Resolve a host name; an empty list if it has no address."""
+    """Resolve a host name; return (address family, socket address) of each address, [] if there is none."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror:

@@ -1,13 +1,13 @@
 """Raise an error in all processes if any of them fails.
 
-If only one process raises, the others wait forever in their next collective. So if only some processes can find an
-error (each reads its own files, or only the first prepares a folder), all tell each other which failed, and raise
-together.
+If only one process raises, the others wait forever in their next collective. So where an error may occur in only some
+processes (each reads its own files, or only the first creates a folder), all processes tell each other which failed,
+and raise together.
 
-Every process calls these functions at the same point of the program, with the same `point`, its name in messages about
-missing processes. The processes first meet through the coordinator, which has no time limit for late processes, and
-then all-gather four bytes per process (`gather_texts` reads texts from the coordinator instead). A single process does
-none of this.
+Every process calls these functions at the same point of the program, with the same text `point`, which names this point
+in messages about missing processes. The processes first wait for each other through the coordinator, without a time
+limit for late processes, and then all-gather four bytes per process (`gather_texts` reads texts from the coordinator
+instead). If there is only one process, nothing is communicated.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def gather_texts(text: str, point: str) -> list[str]:
 
 
 def failed_processes(failed: bool, point: str) -> list[int]:
-    """Return the indices of the processes where `failed` is true, the same list in every process."""
+    """Return the indices of the processes in which `failed` is True, the same list in every process. Collective."""
     return [index for index, value in enumerate(gather_ints(failed, point)) if value]
 
 
@@ -75,13 +75,13 @@ def raise_together(problems: Iterable[str], error: type[Exception], headline: st
     """Raise one error in all processes if any of them has found a problem.
 
     Args:
-      problems: the problems that this process found; each process names its own.
+      problems: a message for each problem that this process found.
       error: the type of the error.
-      headline: the first line of its message.
+      headline: the first line of the error's message.
       point: the name of this point of the program, for messages.
 
     Raises:
-      error: has one line per problem of this process, and one line per other process with problems.
+      error: in all processes; the message has a line per problem of this process and per other process with problems.
     """
     found = list(problems)
     elsewhere = (index for index in failed_processes(bool(found), point) if index != jax.process_index())
@@ -93,7 +93,7 @@ def call_in_first_process(fn: Callable[[], bool], point: str) -> bool:
     """Call a function in process 0 only, and return its result in all processes.
 
     Raises:
-      OSError, ValueError: the error of the function, in process 0; the other processes raise an OSError that says so.
+      OSError, ValueError: the error of the function, in process 0; in other processes an OSError that names process 0.
     """
     answer, failure = False, None
     if jax.process_index() == 0:

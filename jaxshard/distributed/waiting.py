@@ -1,4 +1,4 @@
-"""`Waiting`: print on standard error for whom a process waits, at growing intervals."""
+"""`Waiting`: print on standard error which processes a process waits for, at growing intervals."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _TELL = 10.0
 
 
 class Waiting:
-    """The time that a process has waited at one point of the program.
+    """A timer for a wait at one point of the program, which says when to print a message about it.
 
-    A line is due after 10, 20, 40 and 80 seconds, and then every minute:
+    A message is due after 10, 20, 40 and 80 seconds, and then every minute:
 
         waiting = Waiting("js.init")
         while not found():
@@ -35,7 +35,7 @@ class Waiting:
         return time.monotonic() - self._start
 
     def is_due(self) -> bool:
-        """Return True if a line is due, and schedule the next line."""
+        """Return True if a message is due, and schedule the next message."""
         waited = self.seconds
         if waited < self._tell:
             return False
@@ -43,6 +43,6 @@ class Waiting:
         return True
 
     def say(self, missing: str) -> None:
-        """Print for whom or what this process waits."""
+        """Print a message that this process waits for `missing`, such as "process 1 (host b)"."""
         text = f"jaxshard: {self.point}: waiting for {missing} since {self.seconds:.0f} s"
         print(text, file=sys.stderr, flush=True)

@@ -1,11 +1,12 @@
-"""`Watchdog`: end a run whose step takes far too long, after a report of the process that holds it up.
+"""`Watchdog`: end training in all processes if a step takes far too long, and report which process causes the hang.
 
 A process that hangs in a collective prints nothing, and the process that it waits for may be on another host: frozen,
-reading from a dead disk, or at an earlier step. So a thread of each process writes a heartbeat once a second, with its
-step and current line. A thread that finds a step too long reads the heartbeats of all others. In the key-value store:
+reading from a dead disk, or at an earlier step. So a thread of each process writes a heartbeat once a second, with the
+step and the current line of the main thread. A thread that finds a step too long reads the heartbeats of all other
+processes, and writes a report. In the key-value store:
 
     jaxshard/watch/<n>/beat/<p>    the last heartbeat (`Beat`) of process <p>, overwritten every second
-    jaxshard/watch/<n>/alarm       the report of the process that found the hang first; all others end with it, too
+    jaxshard/watch/<n>/alarm       the report of the first process that found the hang; all processes print it and end
     jaxshard/watch/<n>/ended/<p>   process <p> has printed its report
 """
 
@@ -32,13 +33,13 @@ from jaxshard.core.compat import get_key, list_keys, put_key
 from jaxshard.distributed.agree import Peers, all_peers
 
 HUNG = 75
-"""The exit status of a process whose run hung: EX_TEMPFAIL of sysexits.h, "try again"."""
+"""The exit status with which all processes end after a hang: EX_TEMPFAIL of sysexits.h, "try again"."""
 _INTERVAL = 1.0
-"""Seconds between two heartbeats; more with hundreds of processes."""
+"""Seconds between two heartbeats; longer with hundreds of processes."""
 _MISSED = 3
 """Intervals without a new heartbeat after which a process counts as silent."""
 _FAREWELL = 10.0
-"""Seconds for which an ending process waits for the reports of the others."""
+"""Seconds for which an ending process waits until the other processes have printed their reports."""
 
 _rooms = itertools.count()
 _JAX = str(Path(jax.__file__).parent)
@@ -47,10 +48,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def waits_for_devices(fn: _Function) -> _Function:
-    """Mark a function that waits for devices, and so for other processes, for the reports of hangs.
+    """Mark a function as one that waits for devices, so that the watchdog does not blame its process for a hang.
 
-    Use it as a decorator on functions that call compiled programs or read their results; JAX's own code is known to
-    wait. Without the mark the function counts as busy, and its process is blamed for the hang.
+    Use it as a decorator on functions that call compiled programs or read their results. Without it, a process in the
+    function counts as busy, although it waits for other processes. Functions of JAX need no mark.
     """
     _waiting.add(fn.__code__)
     return fn
@@ -60,11 +61,11 @@ class Beat(NamedTuple):
     """A heartbeat of one process.
 
     Attributes:
-      number: counts the heartbeats of a process, from 0. If it does not change, the process is silent.
+      number: the number of earlier heartbeats of the process. If it does not change, the process is silent.
       step: the last finished step; -1 before the first.
-      seconds: the time since then, without evaluation and saves.
+      seconds: the seconds since the last finished step, without evaluation and saves.
       paused: True while the process evaluates, saves or does other work outside of steps.
-      waits: True if the main thread waits for its devices.
+      waits: True if the main thread waits for devices.
       place: the current lines of the main thread, the innermost first.
     """
 
@@ -77,9 +78,9 @@ class Beat(NamedTuple):
 
 
 class Watchdog:
-    """A callback that ends a hanging run in all processes, after a report of the process that holds it up.
+    """A callback that ends all processes if a step of training hangs, and reports which process causes the hang.
 
-    It is also a context around `js.fit`. The exit status is 75, and the report includes the stacks of all threads:
+    Use it in a `with` block around `js.fit`. The exit status is 75, and the report includes the stacks of all threads:
 
         with js.distributed.Watchdog() as watchdog:
             run = js.fit(run, step, batches, steps=1000, on_run=[checkpointer, watchdog])
@@ -102,12 +103,12 @@ class Watchdog:
           process 1 (host b): step 20 done 61 s ago, is busy at data.py:30 read < ...
 
     Then the process ends by `os._exit`, since the normal exit of Python and JAX would wait for processes that do not
-    answer. `jaxshard launch --max-restarts` and most schedulers restart the run. The watching thread works while the
-    main thread hangs in a collective, and issues no collectives itself.
+    answer. `jaxshard launch --max-restarts` and most schedulers restart the processes. The watching thread works while
+    the main thread hangs in a collective, and issues no collectives itself.
 
     Args:
       least: the smallest limit for a step, in seconds.
-      factor: the limit for a step, as a multiple of the median.
+      factor: the limit for a step, as a multiple of the median of the last hundred steps.
 
     Raises:
       ValueError: `least` is not positive, or `factor` below 1.
@@ -144,7 +145,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Enter a context for evaluation, saves and the like, whose time does not count for the step."""
+        """Make a context for evaluation, saves and the like, whose time is not counted as a part of the step."""
         with self._state:
             self._spent, self._started, self._pauses = self._elapsed(), None, self._pauses + 1
         try:
@@ -156,7 +157,7 @@ class Watchdog:
 
     @property
     def limit(self) -> float:
-        """Return the seconds that the current step may take; infinite for the first."""
+        """Return the seconds that the current step may take; infinite for the first step."""
         if self._step < 0:
             return float("inf")
         if not self._times:
@@ -213,9 +214,10 @@ class Watchdog:
             return None
 
     def _find_hang(self, beat: Beat) -> str | None:
-        """Raise the alarm for a step that takes too long, and return it.
+        """Write the report about a step that takes too long into the store, and return it.
 
-        Returns None while any process is paused, and until enough intervals have passed to know the silent processes.
+        Returns None while any process is paused, and until enough intervals have passed to tell which processes are
+        silent.
         """
         peers, limit = self._peers, self.limit
         if peers is None:
@@ -241,7 +243,7 @@ class Watchdog:
         return alarm
 
     def _end(self, alarm: str) -> None:
-        """Write the report and all stacks, and end the process."""
+        """Print the report and the stacks of all threads, and end the process."""
         # Not `print`: the main thread may hold the lock of standard error forever.
         os.write(2, f"{alarm}\njaxshard: watchdog: stacks of this process, which ends with status {HUNG}:\n".encode())
         faulthandler.dump_traceback(file=2, all_threads=True)
@@ -251,7 +253,7 @@ class Watchdog:
         os._exit(HUNG)
 
     def _wait_for_reports(self, peers: Peers) -> None:
-        """Wait until every process has reported, since the end of a process is an error or an abort in the others."""
+        """Wait until every process has printed its report: if one ended earlier, others might fail or abort before."""
         put_key(peers.store, f"{self._room}/ended/{peers.process}", "", overwrite=True)
         end = time.monotonic() + _FAREWELL
         while time.monotonic() < end and len(list_keys(peers.store, f"{self._room}/ended/")) < len(peers.processes):
@@ -261,13 +263,13 @@ class Watchdog:
 
 
 def write_report(here: Beat, limit: float, beats: Mapping[int, tuple[str, Beat | None]], silent: Sequence[int]) -> str:
-    """Write the report of a hang: the step, its time, the culprits, and a line for each process.
+    """Return the report of a hang: the step, its time, the processes that cause the hang, and a line for each process.
 
     Args:
       here: the last heartbeat of this process.
-      limit: the time limit of its step, in seconds.
-      beats: (name, last heartbeat or None) of each process.
-      silent: the processes without a new heartbeat.
+      limit: the time limit of this process's step, in seconds.
+      beats: {process index: (name, last heartbeat or None)} of all processes.
+      silent: the indices of the processes without a new heartbeat.
     """
     lines = [
         f"jaxshard: watchdog: step {here.step + 1} takes {here.seconds:.0f} s, more than the limit of {limit:.0f} s"
@@ -285,7 +287,10 @@ def write_report(here: Beat, limit: float, beats: Mapping[int, tuple[str, Beat |
 
 
 def name_culprits(beats: Mapping[int, tuple[str, Beat | None]], silent: Sequence[int]) -> str:
-    """Name the processes that hold the others up, by the clearest evidence: silent, or at an earlier step, or busy."""
+    """Say which processes cause a hang: those that are silent, else those at an earlier step, else those that are busy.
+
+    The arguments are those of `write_report`.
+    """
     if silent:
         return f"held up by {', '.join(beats[who][0] for who in silent)}: silent (frozen, dead or out of reach)"
     heard = {name: beat for name, beat in beats.values() if beat is not None}
@@ -301,10 +306,10 @@ def name_culprits(beats: Mapping[int, tuple[str, Beat | None]], silent: Sequence
 
 
 def locate_thread(thread: int) -> tuple[bool, str]:
-    """Return (whether a thread waits for its devices, its four innermost lines of Python).
+    """Return (True if a thread waits for devices, the thread's four innermost lines of Python).
 
-    It waits if the innermost frame is a marked function (`waits_for_devices`) or code of JAX: the actual wait is in
-    C++, which has no Python frame.
+    The thread waits if its innermost Python frame is a marked function (`waits_for_devices`) or code of JAX: the actual
+    wait is in C++, which has no Python frame.
     """
     frame = sys._current_frames().get(thread)
     if frame is None:

@@ -1,4 +1,4 @@
-"""Generate tokens with a KV cache: read each prompt once (prefill), then run one position per new token (decode).
+"""Generate tokens with a KV cache: run the model once on each prompt (prefill), then on each new token (decode).
 
 Imports `core/`, `adapt/`, `engines/` and `training/`.
 """

@@ -1,4 +1,4 @@
-"""Run a `js.Stacked` model on the newest positions of each row, with a KV cache of the earlier positions.
+"""Run a `js.Stacked` model on the newest positions of each row, with a KV cache for the earlier positions.
 
 Shape suffixes: B rows, T new positions, S slots of the cache, C width, V vocabulary, L blocks.
 """
@@ -27,11 +27,11 @@ Readout = Callable[[PyTree, Any], jax.Array]
 
 
 class Caches(NamedTuple):
-    """The KV cache of a model: the stored arrays of each `js.attention` call in the embedding and in the blocks.
+    """The KV cache of a model: keys and values for each `js.attention` call in the embedding and in the blocks.
 
     Attributes:
-      embed: one entry per call in the embedding; most models have none.
-      blocks: one entry per call in the block, stacked over the blocks.
+      embed: an entry for each call in the embedding; most models have none.
+      blocks: an entry for each call in the block; its arrays are stacked over the blocks.
     """
 
     embed: tuple[Stored, ...]
@@ -39,20 +39,20 @@ class Caches(NamedTuple):
 
 
 class CachedModel:
-    """A model that can run with a KV cache, checked and traced once.
+    """A `js.Stacked` that can run with a KV cache; when it is made, the model is traced once and checked.
 
     Args:
       model: any `js.Stacked` whose attention is `js.attention`.
-      layout: the layout of its parameters.
-      readout: `readout(params, x) -> logits[B, T, V]` from the output of the last block; None takes the model's own.
+      layout: the layout of the model's parameters.
+      readout: `readout(params, x) -> logits[B, T, V]` from the output of the last block; None to use the model's own.
 
     Attributes:
       vocab: the number of logits per position.
-      shares_positions: whether the model calls `js.positions`, which returns the same positions for all rows.
+      shares_positions: True if the model calls `js.positions`, which returns the same positions for all rows.
 
     Raises:
-      ValueError: no readout, a block without `js.attention`, or an operation other than `js.attention` that mixes
-        positions, by name.
+      ValueError: no readout, a block without `js.attention`, or an operation other than `js.attention` by which a
+        position depends on another position; the message names the operation.
     """
 
     def __init__(self, model: Stacked, layout: Layout, readout: Readout | None) -> None:
@@ -89,15 +89,15 @@ class CachedModel:
         """Run the embedding and the blocks on T new positions of each row.
 
         Args:
-          rest: the weights outside of the blocks.
-          blocks: the weights of the blocks, stacked, as stored.
-          fetch: gathers one block's weights from its slice of `blocks`.
+          rest: the gathered weights outside of the blocks.
+          blocks: the stored weights of the blocks, stacked.
+          fetch: gathers the weights of one block from its slice of `blocks`.
           tokens_BT: the tokens at the new positions.
-          starts_B: the first new position of each row; None if that is 0 in all rows (prefill).
-          caches: the caches of the earlier positions; empty ones if `starts_B` is None.
+          starts_B: the first new position of each row; None if it is 0 in all rows (prefill).
+          caches: the keys and values of the earlier positions; made by `empty` if `starts_B` is None.
 
         Returns:
-          (the output of the last block, the caches with the new positions)
+          (the output of the last block, the caches with the keys and values of the new positions too).
         """
         model, T = self.model, tokens_BT.shape[1]
         # `js.attention` writes into these references, so the user's block need not pass the cache on.
@@ -119,7 +119,13 @@ class CachedModel:
         return x, Caches(self.hold(embed, self._embed), self.hold(stored, self._blocks))
 
     def last_logits(self, rest: PyTree, x: PyTree, last_B: jax.Array) -> jax.Array:
-        """Return the logits [B, V] at index `last_B` of the new positions of each row, in f32, replicated along V."""
+        """Compute the logits of one new position of each row, f32[B, V], replicated along V.
+
+        Args:
+          rest: the gathered weights outside of the blocks.
+          x: the output of the last block.
+          last_B: the index of the position among the new positions of each row.
+        """
 
         def take(x_BT: jax.Array) -> jax.Array:
             index = last_B.reshape(-1, *(1,) * (x_BT.ndim - 1))
@@ -137,7 +143,7 @@ class CachedModel:
         return self.hold_rows(logits_BV.astype(jnp.float32))
 
     def empty(self, rows: int, size: int) -> Caches:
-        """Make caches of zeros for so many rows and slots, created with their sharding."""
+        """Make caches of zeros for `rows` rows of `size` positions, created with their sharding."""
 
         def zeros(calls: list[Slots], blocks: int) -> tuple[Stored, ...]:
             shapes = tuple(call.shapes(blocks, rows, size) for call in calls)
@@ -146,7 +152,7 @@ class CachedModel:
         return Caches(zeros(self._embed, 1), zeros(self._blocks, self.model.num_blocks))
 
     def hold(self, stored: tuple[Stored, ...], calls: list[Slots]) -> tuple[Stored, ...]:
-        """Constrain cache arrays to the sharding that `js.attention` uses."""
+        """Constrain cache arrays to the shardings in which `js.attention` uses them."""
         return tuple(
             jax.tree.map(lambda x, spec=call.spec: self._constrain(x, spec), one)
             for one, call in zip(stored, calls, strict=True)
@@ -163,7 +169,10 @@ class CachedModel:
     # Checks of the model
 
     def _find_calls(self) -> tuple[list[Slots], list[Slots]]:
-        """Trace the embedding and one block on shapes; return the `js.attention` calls of each."""
+        """Trace the embedding and one block on shapes, and return the cache shapes of the `js.attention` calls of each.
+
+        Also set `shares_positions`.
+        """
         outer, inner = Cache(1, None), Cache(1, None)
         tokens = jax.ShapeDtypeStruct((self.layout.mesh.size, 1), jnp.int32)
 
@@ -216,7 +225,7 @@ class CachedModel:
         return int(shape[2])
 
     def _check_mixing(self) -> None:
-        """Raise if any operation other than `js.attention` lets a position depend on another position."""
+        """Raise ValueError if an operation other than `js.attention` makes a position depend on another position."""
         T = min(8, getattr(self.model, "seq", 8)) // 2 * 2
         if T == 0:
             return
@@ -242,7 +251,7 @@ def _attends_in_a_loop(program: Any) -> bool:
 
 
 def make_batch(tokens_BT: Any, starts_B: jax.Array | None) -> dict[str, Any]:
-    """Make the batch that `embed` receives: tokens, targets of the same shape (zeros), and positions."""
+    """Make the batch for the model's `embed`: tokens, targets (zeros), and positions, counted from `starts_B` or 0."""
     B, T = tokens_BT.shape
     if isinstance(tokens_BT, jax.ShapeDtypeStruct):
         return dict.fromkeys(("tokens", "targets", "positions"), tokens_BT)

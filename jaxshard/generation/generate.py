@@ -22,7 +22,7 @@ from jaxshard.training.base import matrix_layout, merge_given
 _SMALLEST_PROMPT = 16
 """Prompts are padded to a power of two, at least this, so that prompts of similar lengths share a compiled program."""
 _SLOTS = 64
-"""The number of cache slots is a multiple of this, for the same reason."""
+"""The size of the cache, in positions, is a multiple of this, so that similar lengths share a compiled program."""
 
 
 @with_own_settings
@@ -42,16 +42,16 @@ def generate(
 ) -> list[list[int]]:
     """Continue prompts with tokens sampled from a model, on any mesh.
 
-    Each prompt is read once (prefill). Then each new token runs the model on one position (decode): a KV cache holds
-    the keys and values of earlier positions. The cache is split by rows over the batch axes and by heads over the axis
-    of `js.tensor`, and no collective moves it. Both programs are compiled once for each size of the cache and prompts.
-    The tokens equal those of a full forward pass per token, up to rounding. They do not depend on the mesh: a token's
-    random key is made from its row's index and its position.
+    The model runs once on all tokens of a prompt (prefill). Then it runs on one position for each new token (decode): a
+    KV cache has the keys and values of earlier positions. The cache is split by rows over the batch axes and by heads
+    over the axis of `js.tensor`, and no collective moves it. Prefill and decode are compiled once for each size of the
+    cache and of the prompts. The tokens equal those of a full forward pass for every token, up to rounding. They do not
+    depend on the mesh: a token's random key is made from its row's index and its position.
 
-    It runs any `js.Stacked` model whose blocks call `js.attention` (causal, with any window) and otherwise treat every
-    position by itself. This is proven from the jaxpr; other models are refused. `embed` receives {"tokens", "targets",
-    "positions"}, int32[B, T] each; the targets are zeros. For a model that takes positions from `js.positions` instead
-    of its batch, prompts are grouped by length, and each group runs on its own.
+    The model can be any `js.Stacked` whose blocks call `js.attention` (causal, with any window) and otherwise treat
+    every position by itself. This is proven from the jaxpr; other models are refused. The model's `embed` receives
+    {"tokens", "targets", "positions"}, int32[B, T] each; the targets are zeros. For a model that takes positions from
+    `js.positions` and not from its batch, prompts are grouped by length, and each group runs separately.
 
     Collectives per token: an all-gather of each weight that is only stored sharded (`js.fsdp`), one block at a time;
     the all-reduces of `js.tensor` and all-to-alls of `js.expert`; an all-gather of the logits if the vocabulary is
@@ -59,10 +59,11 @@ def generate(
 
     Args:
       model: a `js.Stacked`, such as a `js.models.make(...)`.
-      params: its parameters, as `layout` stores them (`run.params`) or in model order; or the run itself. The factors
-        of `js.lora` are merged into the weights first, which needs the memory of a second model on the devices.
+      params: the model's parameters, as `layout` stores them (`run.params`) or in model order; or a `TrainState`. The
+        factors of `js.lora` are merged into the matrices first, which needs the memory of a second model on the
+        devices.
       layout: the layout of the parameters. `js.layout(strategy, mesh, model.init)`, without an optimizer, is enough.
-      prompts: the tokens of each row, at least one; rows may have different lengths, and there may be any number.
+      prompts: the tokens of each row, at least one per row; any number of rows, which may have different lengths.
       length: the largest number of new tokens in a row.
       temperature: divides the logits; 0 takes the most likely token.
       top_k: sample from this many most likely tokens.
@@ -78,7 +79,7 @@ def generate(
 
     Raises:
       ValueError: an argument or token out of range, rows that get longer than the model's `seq`, parameters that do not
-        fit the layout, or a model that can't run with a cache; by name.
+        fit the layout, or a model that can't run with a cache.
       TypeError: the model is not a `js.Stacked`.
 
     Example:
@@ -102,7 +103,16 @@ def generate(
 def _generate(
     programs: Programs, weights: PyTree, rows: list[list[int]], group: list[int], length: int, given: Draw
 ) -> dict[int, list[int]]:
-    """Continue the rows of a group, given by their indices; return {index: tokens}."""
+    """Generate the new tokens of some rows; return {index of a row: all its tokens}.
+
+    Args:
+      programs: the compiled programs.
+      weights: the weights that the programs take.
+      rows: the prompts of all rows.
+      group: the indices of the rows to continue.
+      length: the largest number of new tokens.
+      given: the options of sampling.
+    """
     layout, longest = programs.layout, max(len(rows[number]) for number in group)
     size = -(-(longest + length) // _SLOTS) * _SLOTS
     # The next power of two, but no more positions than the model or the cache has.
@@ -134,7 +144,7 @@ def _generate(
 
 
 def _groups(rows: list[list[int]], by_length: bool) -> list[list[int]]:
-    """Group the indices of rows: all rows together, or one group per length."""
+    """Group the indices of rows: all rows together, or with `by_length` a group for each prompt length."""
     if not by_length:
         return [list(range(len(rows)))]
     lengths = sorted({len(row) for row in rows})
@@ -160,7 +170,7 @@ def _as_rows(prompts: Any) -> list[list[int]]:
 
 
 def _stop_sequences(stop: Any) -> np.ndarray:
-    """Return stop sequences as int32[N, longest], each padded in front with -1."""
+    """Convert the argument `stop` to int32[sequences, longest], each sequence padded in front with -1."""
     given = stop if isinstance(stop, Sequence) else np.atleast_1d(stop)
     rows = [np.atleast_1d(np.asarray(one)) for one in given]
     for row in rows:
@@ -180,7 +190,7 @@ def _stop_sequences(stop: Any) -> np.ndarray:
 def check_request(
     model: Stacked, layout: Layout, prompts: Any, length: int, readout: Callable[[PyTree, Any], jax.Array] | None = None
 ) -> tuple[list[list[int]], Programs]:
-    """Return (the prompts as lists, the programs of the model, not compiled yet).
+    """Check the arguments of `generate`; return (the prompts as lists, the model's programs, which may be cached).
 
     Raises:
       ValueError, TypeError: as `generate`.

@@ -1,6 +1,6 @@
-"""Compile the two programs of generation: prefill reads all prompts, each call of decode appends one token per row.
+"""Compile the two programs of generation: prefill runs on the prompts, each call of decode appends a token to each row.
 
-Shape suffixes: B rows, T positions of a prompt, S slots (positions that a row may have in all).
+Shape suffixes: B rows, T positions of a prompt, S positions that a row may have in all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class State(NamedTuple):
     """The arrays that each decode step updates.
 
     Attributes:
-      caches: keys and values of all positions except the last.
+      caches: keys and values of all positions but the last; the model has not run on the last token of a row yet.
       tokens: int32[B, S], the prompts and the sampled tokens.
       lengths: int32[B], the number of tokens in each row.
       stopped: bool[B], True for rows that have ended with a stop sequence.
@@ -46,8 +46,8 @@ class Draw(NamedTuple):
     Attributes:
       key: a random key.
       rows: uint32[B], the index of each row among all prompts.
-      prompts: int32[B], tokens in each prompt.
-      stop: int32[any number, W], the token sequences that end a row, each padded in front with -1.
+      prompts: int32[B], the number of tokens in each prompt.
+      stop: int32[sequences, W], the token sequences that end a row, each padded in front with -1.
       how: the temperature, top_k and top_p, from `Sampling.arrays`.
     """
 
@@ -59,15 +59,15 @@ class Draw(NamedTuple):
 
 
 class Programs:
-    """The programs of a model under a layout, each compiled once per shape.
+    """The programs `prefill` and `decode` of a model under a layout, each compiled once per shape.
 
-    Weights that are only stored sharded (`js.fsdp`) are all-gathered one block at a time; weights that `js.tensor` and
-    `js.expert` split stay split. If blocks can't be gathered one at a time (in a pipeline), `weights` gathers all of
-    them once, and every device has all blocks.
+    Model weights that are only stored sharded (`js.fsdp`) are all-gathered one block at a time; weights that
+    `js.tensor` and `js.expert` split stay split. If blocks can't be gathered one at a time (in a pipeline), the method
+    `weights` gathers all blocks once, and every device has all of them.
 
     Args:
       model: any `js.Stacked` whose attention is `js.attention`.
-      layout: the layout of its parameters.
+      layout: the layout of the model's parameters.
       readout: see `CachedModel`.
     """
 
@@ -88,10 +88,12 @@ class Programs:
         self.replicate = jax.jit(lambda arrays: arrays, out_shardings=everywhere)
 
     def weights(self, params: PyTree) -> PyTree:
-        """Convert parameters, as stored or in model order, to the arrays that the programs take.
+        """Convert parameters, stored or in model order, to the arrays that `prefill` and `decode` take.
+
+        These are the stored parameters, or in a pipeline the gathered parameters.
 
         Raises:
-          ValueError: parameters whose shape or dtype differs from the layout; each is named.
+          ValueError: parameters whose shape or dtype differs from the layout; the message names each.
         """
 
         def expect(placement: Placement, shape: Any, x: Any) -> Any:
@@ -121,7 +123,10 @@ class Programs:
         return self._gather(without_blocks(self.layout.params), rest) if self._by_block else rest
 
     def _prefill(self, weights: PyTree, tokens_BT: jax.Array, given: Draw, *, size: int) -> tuple[State, jax.Array]:
-        """Read the prompts, padded at the end, and append the first token to each."""
+        """Run the model on the prompts, which are padded at the end, and append the first new token to each.
+
+        Return (the state for `decode`, whether all rows have stopped); `size` is the number of positions of the cache.
+        """
         (B, T), model, lengths_B = tokens_BT.shape, self.model, given.prompts
         rest = self._rest(weights)
         tokens_BT = model.hold_rows(tokens_BT)
@@ -133,7 +138,7 @@ class Programs:
         return self._append(state, logits_BV, given)
 
     def _decode(self, weights: PyTree, state: State, given: Draw) -> tuple[State, jax.Array]:
-        """Read the last token of each row and append the next."""
+        """Run the model on the last token of each row and append the next token; return as `_prefill`."""
         model, rest, last_B = self.model, self._rest(weights), state.lengths - 1
         tokens_B1 = jnp.take_along_axis(state.tokens, last_B[:, None], axis=1)
         x, caches = model.run(rest, weights[BLOCKS], self._fetch, tokens_B1, last_B, state.caches)
@@ -141,7 +146,10 @@ class Programs:
         return self._append(state._replace(caches=caches), logits_BV, given)
 
     def _append(self, state: State, logits_BV: jax.Array, given: Draw) -> tuple[State, jax.Array]:
-        """Append a token to each row that has not stopped; return (state, whether all rows have stopped)."""
+        """Sample a token from the logits and append it to each row that has not stopped.
+
+        Return (the state, whether all rows have stopped).
+        """
         drawn_B = draw(logits_BV, given.key, given.rows, state.lengths, given.how)
         here_BS = (jnp.arange(state.tokens.shape[1]) == state.lengths[:, None]) & ~state.stopped[:, None]
         tokens_BS = jnp.where(here_BS, drawn_B[:, None], state.tokens)
@@ -153,7 +161,7 @@ class Programs:
 
 
 def ends_with(tokens_BS: jax.Array, prompts_B: jax.Array, lengths_B: jax.Array, stop_NW: jax.Array) -> jax.Array:
-    """Return for each row and stop sequence whether the row's new tokens end with the sequence, bool[B, N]."""
+    """Return bool[B, N]: whether the new tokens of a row, without its prompt, end with each of N stop sequences."""
     at_BW = lengths_B[:, None] - jnp.arange(stop_NW.shape[1], 0, -1)
     last_BW = jnp.take_along_axis(tokens_BS, jnp.maximum(at_BW, 0), axis=1)
     last_BW = jnp.where(at_BW >= prompts_B[:, None], last_BW, -2)  # -2 matches no token: tokens of prompts do not count

@@ -20,8 +20,8 @@ class Sampling(NamedTuple):
 
     Attributes:
       temperature: divides the logits; 0 takes the most likely token (the first, if several are equally likely).
-      top_k: sample from this many most likely tokens; None for all.
-      top_p: sample from the smallest set of tokens whose probabilities add up to at least this; None for all.
+      top_k: sample from this many most likely tokens; None for all tokens.
+      top_p: sample from the smallest set of tokens whose probabilities add up to at least this; None for all tokens.
 
     Source: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1, for top_p.
     """
@@ -48,7 +48,7 @@ class Sampling(NamedTuple):
             raise ValueError("generate: tokens are drawn at random, which needs a key: pass key=0, or temperature=0")
 
     def arrays(self, vocab: int) -> Sampling:
-        """Return the options as arrays, so that changing a value compiles nothing; all None if the temperature is 0."""
+        """Convert the options to arrays, so that other values do not recompile; all None if the temperature is 0."""
         if self.temperature == 0:
             return Sampling(None, None, None)
         k = None if self.top_k is None else np.int32(min(self.top_k, vocab))
@@ -58,13 +58,13 @@ class Sampling(NamedTuple):
 def draw(logits_BV: jax.Array, key: jax.Array, rows_B: jax.Array, at_B: jax.Array, how: Sampling) -> jax.Array:
     """Sample a token for each row, int32[B].
 
-    The key of a token is made from its row's index and its position, so neither the mesh nor other rows change it.
+    A token's random key is made from its row's index and its position, so neither the mesh nor other rows change it.
 
     Args:
-      logits_BV: float32, replicated along V.
+      logits_BV: the logits, f32, replicated along V.
       key: the random key of the generation.
       rows_B: the index of each row among all prompts.
-      at_B: the position of the new token.
+      at_B: the position of the new token in each row.
       how: the options, from `Sampling.arrays`.
     """
     if how.temperature is None:
@@ -75,7 +75,7 @@ def draw(logits_BV: jax.Array, key: jax.Array, rows_B: jax.Array, at_B: jax.Arra
 
 
 def keep_likely(logits_BV: jax.Array, how: Sampling) -> jax.Array:
-    """Set the logits of tokens that top_k and top_p exclude to -inf; ties with the last kept token are kept."""
+    """Set the logits of tokens that top_k and top_p exclude to -inf; keep tokens as likely as the last token kept."""
     if how.top_k is None and how.top_p is None:
         return logits_BV
     # Find the smallest logit to keep, and compare all logits with it: no gather by sorted indices.

@@ -5,11 +5,13 @@
     run = js.init(model.init, tx, layout, 0, init_from=js.hf.load("folder", layout))
     js.hf.save("other", run, layout)
 
-    families.py     a table for each family: the names of its tensors and sizes
+    families.py     a table for each family of models: the names of its tensors, and of its sizes in config.json
     config.py       convert config.json to the arguments of js.models, and back
-    folder.py       find a folder with config.json and safetensors, also in the hub's cache
-    places.py       map our arrays to tensors in the files: names, transposes and reshapes
-    load.py, save.py
+    entries.py      the entries of config.json that are converted together, such as those of rotary positions
+    folder.py       find a folder with config.json and safetensors, also in the cache of the Hugging Face hub
+    places.py       map jaxshard's arrays to tensors in the files: names, transposes and reshapes
+    load.py         js.hf.model and js.hf.load
+    save.py         js.hf.save
 
 Imports `core/`, `models/`, `data/`, `distributed/` and `checkpoint/`; needs neither transformers nor torch.
 """

@@ -1,6 +1,6 @@
-"""Convert config.json to a family and the arguments of a function of `js.models`, and back.
+"""Convert config.json of a Hugging Face model to the arguments of a function of `js.models`, and back.
 
-Every entry is either converted, or known not to change the model's logits, or refused by name.
+Every entry of config.json is either converted, or known not to change the model's logits, or refused by name.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Config(NamedTuple):
     """A converted config.json.
 
     Attributes:
-      family: the family.
-      arguments: the arguments of `family.make`.
+      family: the family of models, such as Llama.
+      arguments: the arguments of `family.make`, the function of `js.models` that builds the model.
       entries: all entries of the file.
       folder: the folder of the file; None for a model that was not read from a folder.
     """
@@ -37,14 +37,15 @@ class Config(NamedTuple):
 
 
 def read_config(folder: Path, ignore: Iterable[str] = ()) -> Config:
-    """Read config.json.
+    """Read config.json, and convert its entries to arguments.
 
     Args:
-      folder: the folder.
-      ignore: entries to treat as absent.
+      folder: the folder with config.json.
+      ignore: the names of entries to treat as absent.
 
     Raises:
-      ValueError: the file is damaged, the architecture is unknown, or entries are unsupported or missing (all by name).
+      ValueError: the file is damaged, the architecture is unknown, or entries are unsupported or missing; the message
+        names all such entries.
     """
     path = folder / CONFIG
     try:
@@ -56,10 +57,10 @@ def read_config(folder: Path, ignore: Iterable[str] = ()) -> Config:
 
 
 def find_family(entries: Mapping[str, Any], path: Path | str) -> Family:
-    """Return the family of a configuration.
+    """Return the family of models that the entries of config.json name.
 
     Raises:
-      ValueError: the architecture is unknown; names the most similar known architectures.
+      ValueError: the architecture is unknown; the message names the most similar known architectures.
     """
     names = entries.get("architectures") or []
     found = [family for family in FAMILIES.values() if family.architecture in names]
@@ -76,10 +77,16 @@ def find_family(entries: Mapping[str, Any], path: Path | str) -> Family:
 def read_arguments(
     family: Family, entries: Mapping[str, Any], path: Path | str, ignore: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Return the arguments of `family.make`.
+    """Convert the entries of config.json to the arguments of `family.make`.
+
+    Args:
+      family: the family of models.
+      entries: the entries.
+      path: the path of config.json, for error messages.
+      ignore: the names of entries to treat as absent.
 
     Raises:
-      ValueError: entries are unsupported or missing; names all of them.
+      ValueError: entries are unsupported or missing; the message names all of them.
     """
     left_out = set(ignore)
     reader = Reader({name: x for name, x in entries.items() if name not in left_out}, family.defaults)
@@ -98,14 +105,14 @@ def read_arguments(
 
 
 def make_config(model: Decoder, dtype: str) -> Config:
-    """Return the configuration from which a model was read, or else a configuration of the first family that fits.
+    """Make the config.json of a model: from the file that it was built from, or else of the first family that fits.
 
     Args:
       model: a model of `js.models` or `js.hf.model`.
-      dtype: the dtype of its parameters.
+      dtype: the dtype of the model's parameters.
 
     Raises:
-      ValueError: no family fits; names the arguments that the families lack.
+      ValueError: no family fits; the message lists, for each family, the arguments that it can't represent.
     """
     if model.make is None:
         raise ValueError("js.hf: the model was not built by a function of js.models")
@@ -134,7 +141,7 @@ def make_config(model: Decoder, dtype: str) -> Config:
 
 
 def write_entries(family: Family, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of config.json for a family and the arguments of its function."""
+    """Convert the arguments of `family.make` to the entries of config.json."""
     entries = {"architectures": [family.architecture], "model_type": family.model_type, "use_cache": True}
     entries |= family.only
     entries |= {theirs.split("|")[0]: arguments[ours] for ours, theirs in family.sizes.items()}
@@ -146,11 +153,11 @@ def write_entries(family: Family, arguments: Mapping[str, Any]) -> dict[str, Any
 
 
 _TRAINING = ("balance", "z", "dropout")
-"""Arguments that do not change the logits, and that config.json lacks."""
+"""Arguments of `js.models` that do not change the logits, and that config.json has no entries for."""
 
 
 def _differences(family: Family, entries: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:
-    """Return the arguments that differ after converting the entries back to arguments."""
+    """List the arguments, as "name=value", that differ from the arguments that the entries convert to."""
     back = family.make(**read_arguments(family, entries, CONFIG)).arguments
 
     def same(name: str) -> Any:
@@ -160,7 +167,7 @@ def _differences(family: Family, entries: Mapping[str, Any], arguments: Mapping[
 
 
 def _plain(name: str, value: Any, arguments: Mapping[str, Any]) -> Any:
-    """Return an argument in a normal form, as text: equivalent values have equal texts."""
+    """Convert the value of an argument to a text that is equal for equivalent values, such as None and its default."""
     if name == "head_dim":
         value = value or arguments["width"] // arguments["heads"]
     if name == "rope_scaling":

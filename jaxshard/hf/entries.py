@@ -1,4 +1,4 @@
-"""Read the entries of config.json, collect problems, and convert groups of entries that belong together.
+"""Read the entries of config.json, collect problems, and convert groups of entries that depend on each other.
 
 A `Group` converts entries to arguments of a function of `js.models`, and arguments to entries.
 """
@@ -27,10 +27,10 @@ NEUTRAL = frozenset(
 
 
 class Reader:
-    """A reader of a configuration's entries that collects problems.
+    """A reader of the entries of config.json, which remembers entries that were not read, and collects problems.
 
     Args:
-      entries: the configuration.
+      entries: the entries of config.json.
       defaults: the values of entries that may be absent.
 
     Attributes:
@@ -42,7 +42,12 @@ class Reader:
         self.problems: list[str] = []
 
     def take(self, name: str, default: Any = _MISSING) -> Any:
-        """Return an entry, or its default if it is absent; without a default that is a problem. "a|b" has two names."""
+        """Return the value of an entry, and mark the entry as read.
+
+        Args:
+          name: the name of the entry, or two alternative names as "a|b".
+          default: the value of an absent entry that has none in `defaults`. Without either, add a problem.
+        """
         found = next((one for one in name.split("|") if one in self._left), None)
         if found is not None:
             return self._left.pop(found)
@@ -53,12 +58,12 @@ class Reader:
         return default
 
     def require(self, name: str, value: Any) -> None:
-        """Add a problem if an entry has another value than the only supported value."""
+        """Read an entry whose only supported value, also its default, is `value`; add a problem for any other value."""
         if (got := self.take(name, value)) != value and (got or value):
             self.problems.append(f"{name}: {shorten(got)}, and only {value!r} is supported")
 
     def refuse_rest(self) -> None:
-        """Add a problem for every remaining entry that may change the logits."""
+        """Add a problem for every entry that was not read and may change the logits."""
         for name, value in self._left.items():
             if name not in NEUTRAL and value not in (None, False, "", [], {}):
                 self.problems.append(
@@ -68,10 +73,11 @@ class Reader:
 
 
 class Group(NamedTuple):
-    """Entries that belong together.
+    """Two functions that convert entries of config.json that can't be converted one by one.
 
     Attributes:
-      read: `read(reader, arguments)` returns further arguments, converted from entries.
+      read: `read(reader, arguments)` reads the entries and returns the arguments made from them; `arguments` are those
+        that were read before.
       write: `write(arguments)` returns the entries.
     """
 
@@ -103,7 +109,7 @@ def _write_rope(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 ROPE = Group(_read_rope, _write_rope)
-"""Rotary positions that are the same for all blocks. Written in the older form, which every transformers reads."""
+"""Rotary positions that are the same in all blocks. Written as `rope_scaling`, which every transformers reads."""
 
 
 def _read_two_ropes(reader: Reader, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +130,7 @@ def _write_two_ropes(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 TWO_ROPES = Group(_read_two_ropes, _write_two_ropes)
-"""Different rotary positions for blocks with full attention and for blocks with a window."""
+"""Rotary positions that differ between blocks with full attention and blocks with a window."""
 
 
 def _read_scaling(reader: Reader, entries: dict[str, Any], seq: Any, where: str) -> Scaling | None:
@@ -183,7 +189,7 @@ def _write_scaling(scaling: Any) -> dict[str, Any] | None:
 
 
 def _of_layers(reader: Reader, window: Any, types: Any, depth: Any) -> Any:
-    """Convert the attention type of each block to a list of windows."""
+    """Convert the entry `layer_types`, the attention type of each block, to a list of windows; None is no window."""
     if not isinstance(types, list) or set(types) - {_SLIDING, _FULL} or len(types) != depth:
         reader.problems.append(f"layer_types: {shorten(types)}, must be {depth} of {_SLIDING!r} and {_FULL!r}")
         return None
@@ -246,10 +252,10 @@ LAST_WINDOWS = Group(_read_last_windows, _write_last_windows)
 
 
 def windows_in_turn(every: int) -> Group:
-    """Make the group of a family in which every n-th block has full attention and all others have a window.
+    """Make the group of a family in which every n-th block has full attention and all other blocks have a window.
 
     Args:
-      every: n, if config.json does not say.
+      every: n, if config.json has no entry for it.
     """
 
     def read(reader: Reader, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -286,4 +292,4 @@ def _write_expansion(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 EXPANSION = Group(_read_expansion, _write_expansion)
-"""The MLP's width. Entries for other heads and for dropout are ignored."""
+"""The MLP's width in GPT-2. Entries for dropout, and for heads other than the language model's, are ignored."""

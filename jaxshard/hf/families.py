@@ -1,13 +1,13 @@
 """The supported families of Hugging Face models, with the names of their tensors and sizes.
 
-A line in a table of names has the path of our array, the name of the tensor in the files, and the mapping of dimensions
-(tensor > array):
+A line in a table of names has the path of an array of jaxshard, the name of the tensor in the files, and the mapping of
+dimensions (tensor > array):
 
     blocks.q_proj.kernel    model.layers.{}.self_attn.q_proj.weight    hd c > c h d
 
-Here a tensor [h * d, c] of each block becomes a slice [c, h, d] of our array. The first `{}` is the index of the block,
-our first dimension; a second `{}` is the index of the expert, our second dimension. A digit is a dimension of that
-size.
+Here the tensor [h * d, c] of each block becomes a slice [c, h, d] of jaxshard's stacked array. The first `{}` is the
+index of the block, the array's first dimension; a second `{}` is the index of the expert, the array's second dimension.
+A digit in place of a letter is a dimension of that size.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class Family(NamedTuple):
       architecture: the entry "architectures" in config.json.
       model_type: the entry "model_type" in config.json.
       make: the function of `js.models` that builds the model.
-      names: the table of its tensors.
-      sizes: for each argument of `make` the name of its entry in config.json; "one|other" if it has two names.
+      names: the table of the family's tensors.
+      sizes: {argument of `make`: name of its entry in config.json}; "one|other" if the entry has two names.
       groups: groups of entries that are converted together.
       defaults: the values of entries that may be absent.
-      only: entries with a single supported value, which is also their default.
+      only: {name: value} of entries with a single supported value, which is also their default.
       fixed: arguments that are the same for all models of the family.
-      unread: entries that have no effect in this family.
-      unused: a pattern of tensors in the files that are not weights.
-      prefix: the prefix of most tensors' names, which older files lack.
+      unread: the names of entries that have no effect in this family.
+      unused: a pattern of the names of tensors in the files that are not model weights.
+      prefix: the prefix of most tensors' names, which files of the model without its head lack.
     """
 
     architecture: str
@@ -64,7 +64,7 @@ class Family(NamedTuple):
     prefix: str = "model."
 
     def rows(self) -> list[list[str]]:
-        """Return the rows of the table: [path of our array, name of the tensor, mapping of dimensions]."""
+        """Return the lines of the table `names`: [path of the array, name of the tensor, mapping of dimensions]."""
         return [line.split(maxsplit=2) for line in self.names.splitlines() if line.strip()]
 
 
@@ -291,4 +291,4 @@ head.lm_head.kernel     lm_head.weight                           v c > c v
 FAMILIES = {
     family.architecture: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, GEMMA2, GEMMA3, GPT2)
 }
-"""All families by the name of their architecture in config.json."""
+"""{name of the architecture in config.json: family} of all families."""

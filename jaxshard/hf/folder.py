@@ -1,4 +1,4 @@
-"""Find a folder with config.json and safetensors files, by its path or in the hub's cache."""
+"""Find a folder with config.json and safetensors files, by its path or in the cache of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ TOKENIZER = (
     "merges.txt",
     "chat_template.jinja",
 )
-"""Files of a tokenizer."""
+"""The names of all files of a tokenizer."""
 
 
 def find_folder(name: str | os.PathLike[str]) -> Path:
-    """Find a model's folder by its path, or by the model's name "owner/name" in the hub's cache.
+    """Find a model's folder by its path, or by the model's name "owner/name" in the cache of the Hugging Face hub.
 
     Args:
       name: a folder, or the name of a model on the hub. Nothing is downloaded.
@@ -56,7 +56,7 @@ def find_folder(name: str | os.PathLike[str]) -> Path:
 
 
 def end_tokens(folder: Path) -> tuple[int, ...]:
-    """Return the token ids that end a text: "eos_token_id" in generation_config.json, and in config.json.
+    """Return the token ids that end a text: "eos_token_id" in generation_config.json, then that in config.json.
 
     Raises:
       ValueError: one of the files is damaged.
@@ -74,6 +74,6 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
 
 
 def _cache() -> Path:
-    """Return the cache folder of the hub's tools, by their environment variables."""
+    """Return the cache folder of the Hugging Face hub, which the environment variables of its tools determine."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()

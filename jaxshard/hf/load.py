@@ -37,26 +37,25 @@ _POINT = "js.hf.load"
 
 
 def model(folder: str | os.PathLike[str], *, dtype: Any = None, ignore: Iterable[str] = (), **changes: Any) -> Decoder:
-    """Build the model of a folder that transformers wrote, from its config.json.
+    """Build a model from the config.json of a folder that transformers wrote.
 
-    Nothing is downloaded, and no weights are read: use `js.hf.load` for that. `model.init` initialises a new model of
-    this shape at random.
+    Nothing is downloaded, and no weights are read: `js.hf.load` does that, and `model.init` draws random parameters.
 
     Args:
-      folder: the folder, or "owner/name" of a model in the hub's cache.
+      folder: the folder, or "owner/name" of a model in the cache of the Hugging Face hub.
       dtype: the dtype of the parameters, such as "float32"; by default each parameter has the dtype of its tensor in
-        the files, or without weights the dtype in config.json.
-      ignore: unsupported entries of config.json to ignore, since they do not change the model's logits.
-      **changes: arguments of the function of `js.models` that replace those of the folder, such as `seq=1024`.
+        the files, or the dtype in config.json if the folder has no weights.
+      ignore: the names of unsupported entries of config.json to ignore, since they do not change the model's logits.
+      **changes: arguments of the function of `js.models` that replace those from config.json, such as `seq=1024`.
 
     Returns:
-      The model, a `js.Stacked` that every engine can run, as from `js.models.make`. Dropout rates of the folder are
+      The model, a `js.Stacked` that every engine can run, as from `js.models.make`. Dropout rates in config.json are
       ignored; pass `dropout=0.1` for a GPT-2 with dropout.
 
     Raises:
       FileNotFoundError: there is no such folder; the message says how to download a model.
-      ValueError: config.json has an unknown architecture (the most similar ones are named) or unsupported entries (all
-        by name), or the function of `js.models` refuses the arguments.
+      ValueError: config.json has an unknown architecture or unsupported entries, which the message names, or the
+        function of `js.models` refuses the arguments.
 
     Example:
         model = js.hf.model("folder")
@@ -74,13 +73,13 @@ def model(folder: str | os.PathLike[str], *, dtype: Any = None, ignore: Iterable
 
 @with_own_settings
 def load(folder: str | os.PathLike[str], layout: Layout, *, dtype: Any = None, ignore: Iterable[str] = ()) -> PyTree:
-    """Read the weights of a folder that transformers wrote onto a layout. Every process calls this.
+    """Read the model weights in a folder that transformers wrote, sharded as a layout says. Every process calls this.
 
     Each process reads only the slices that its devices store, one shard of one array at a time.
 
     Args:
-      folder: the folder, as in `js.hf.model`, on a disk that all processes see. Its weights are model.safetensors, or
-        the files of model.safetensors.index.json.
+      folder: the folder, as in `js.hf.model`, on a disk that all processes see. The weights are in model.safetensors,
+        or in the files that model.safetensors.index.json lists.
       layout: a layout of the model that `js.hf.model` built from the folder.
       dtype: cast all tensors to this dtype. By default nothing is cast, and a tensor whose dtype differs from the
         layout's is refused.
@@ -92,8 +91,8 @@ def load(folder: str | os.PathLike[str], layout: Layout, *, dtype: Any = None, i
 
     Raises:
       FileNotFoundError: there is no such folder, or it has no weights.
-      ValueError: a file of the index is missing, truncated or damaged; a tensor that the model lacks, an array without
-        a tensor, or a shape or dtype that differs. All are named.
+      ValueError: a file that the index lists is missing, truncated or damaged; or tensors in the files and parameters
+        of the model differ in names, shapes or dtypes. The message names all of them.
 
     Example:
         model = js.hf.model("folder")
@@ -117,7 +116,10 @@ def load(folder: str | os.PathLike[str], layout: Layout, *, dtype: Any = None, i
 
 
 def _open_weights(config: Config, folder: Path) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Return (the tensors in the files by their full names, problems with the files)."""
+    """Return ({full name of a tensor: where it is in the files}, problems with the files).
+
+    If the files lack the family's prefix of names, it is added.
+    """
     found, problems = open_files(folder / WEIGHTS)
     prefix = config.family.prefix
     if not any(name.startswith(prefix) for name in found):  # only the inner model was saved, as for GPT-2
@@ -128,7 +130,15 @@ def _open_weights(config: Config, folder: Path) -> tuple[dict[str, StoredTensor]
 def _match(
     config: Config, wanted: list[Entry], found: dict[str, StoredTensor], folder: Path, dtype: Any
 ) -> list[Place]:
-    """Return the place of each array; raise in all processes if any tensor is missing, unknown or different."""
+    """Find the tensors of each parameter in `wanted`; raise in all processes if any is missing, unknown or different.
+
+    Args:
+      config: the converted config.json.
+      wanted: the parameters of the layout.
+      found: the tensors in the files, by name.
+      folder: the folder, for error messages.
+      dtype: the dtype to which all tensors are cast; None to cast none.
+    """
     places, problems = find_places(config.family, wanted, config.arguments)
     cast = None if dtype is None else str(jnp.dtype(dtype))
     expected = {
@@ -154,7 +164,10 @@ def _match(
 
 
 def _repeated_head(config: Config, found: dict[str, StoredTensor], expected: dict[str, str]) -> set[str]:
-    """Return the name of a tied model's output matrix, if the file repeats it and it equals the embedding table."""
+    """Return the set of "lm_head.weight" if a tied model's files have this redundant tensor, else the empty set.
+
+    A tied model uses the embedding table as its output matrix; the tensor is redundant if it equals the table.
+    """
     rows = {ours: theirs for ours, theirs, _ in config.family.rows()}
     head, table = found.get("lm_head.weight"), found.get(next(iter(rows.values())))
     if head is None or table is None or "lm_head.weight" in expected or head.tensor[:2] != table.tensor[:2]:
@@ -173,7 +186,10 @@ def _repeated_head(config: Config, found: dict[str, StoredTensor], expected: dic
 
 
 def _place(entry: Entry, place: Place, sources: dict[str, Source], layout: Layout) -> jax.Array:
-    """Read an array shard by shard, and put each shard on its devices."""
+    """Read an array shard by shard, and copy each shard to the devices that store it.
+
+    If the stored shards are scattered in the files, read contiguous shards (`_readable`), and reshard on the devices.
+    """
     wanted = entry.shape_saved(layout.mesh).sharding
     sharding = _readable(entry, place, wanted, layout.mesh)
     devices: dict[Any, list[Any]] = {}
@@ -189,10 +205,10 @@ def _place(entry: Entry, place: Place, sources: dict[str, Source], layout: Layou
 
 
 def _readable(entry: Entry, place: Place, wanted: NamedSharding, mesh: Mesh) -> NamedSharding:
-    """Return a sharding whose shards are contiguous in the files, if those of the wanted sharding are scattered.
+    """Return the sharding in which to read an array: `wanted`, or one with contiguous shards if those are scattered.
 
-    Reading a column of a matrix means reading all of it. So contiguous shards are read, and then exchanged between
-    devices.
+    To read a column of a matrix from a file, all of the matrix must be read. So if shards of `wanted` are scattered in
+    the files, contiguous shards are read in their place, and resharded on the devices.
     """
     counted = len(place.counted)  # these dimensions count tensors, so their sharding may stay
     axes = axes_of(PartitionSpec(*wanted.spec[counted:]))

@@ -1,8 +1,8 @@
-"""Map our arrays to a family's tensors: names, dimensions, and slices.
+"""Map the arrays of a model of `js.models` to the tensors in Hugging Face files: names, dimensions, and slices.
 
-An array of ours is [*counted, *dims]. The counted dimensions are blocks (and experts), each with a tensor of its own.
-Every other dimension is a product of letters, as in "c h3d"; the dimensions of the tensor are products of the same
-letters in another order.
+An array of jaxshard is [*counted, *dims]. The counted dimensions are blocks (and experts), each of which has its own
+tensor in the files. Every other dimension is a product of letters, as in "c h3d", where a letter stands for a size; the
+dimensions of the tensor are products of the same letters in another order.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from jaxshard.hf.families import Family
 
 
 class Place(NamedTuple):
-    """The tensors of one of our arrays.
+    """The tensors in the files from which an array of jaxshard is read, and to which it is written.
 
     Attributes:
-      name: the name of its tensors, with {} for each counted dimension.
-      counted: the sizes of the counted dimensions.
-      ours: the letters of each other dimension.
-      theirs: the letters of each dimension of the tensors.
-      sizes: the size of each letter.
+      name: the name of the tensors, with {} for the index along each counted dimension.
+      counted: the sizes of the array's counted dimensions, blocks and experts.
+      ours: the letters of each other dimension of the array, such as ("c", "h", "d").
+      theirs: the letters of each dimension of the tensors, such as ("hd", "c").
+      sizes: {letter: size}.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Place(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Return the names of its tensors, in the order of the counted dimensions."""
+        """Return the names of the tensors, in the order of the counted dimensions."""
         return [self.name.format(*at) for at in product(*map(range, self.counted))]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of each of its tensors."""
+        """Return the shape of each tensor; all tensors of an array have the same shape."""
         return tuple(self._size(letters) for letters in self.theirs)
 
     def _size(self, letters: str) -> int:
@@ -61,13 +61,22 @@ class Place(NamedTuple):
         return math.prod(lengths[letter] for letter in order[cut:])
 
     def first_dims(self) -> list[int]:
-        """Return our dimensions that are not counted, in the order of the files: slices of the first are contiguous."""
+        """Return the array's dimensions that are not counted, ordered as in the files: the outermost dimension first.
+
+        Slices along the first of them are contiguous in the files.
+        """
         order = "".join(self.theirs)
         dims = range(len(self.ours))
         return [len(self.counted) + dim for dim in sorted(dims, key=lambda dim: order.index(self.ours[dim][0]))]
 
     def read(self, found: Mapping[str, Source], index: tuple[slice, ...], dtype: Any) -> NDArray[Any]:
-        """Read a part of our array from the tensors, cast to `dtype`."""
+        """Read a slice of the array from the tensors in the files, cast to `dtype`.
+
+        Args:
+          found: {name of a tensor: where it is in the files}.
+          index: the slice of each dimension of the array.
+          dtype: the dtype of the result.
+        """
         counted = [range(*cut.indices(size)) for cut, size in zip(index, self.counted)]
         ranges = [
             Range(*cut.indices(self._size(letters))[:2]) for cut, letters in zip(index[len(counted) :], self.ours)
@@ -91,17 +100,22 @@ class Place(NamedTuple):
         return transposed.reshape(lengths)[tuple(cuts)]
 
     def to_theirs(self, ours: Any) -> Any:
-        """Convert an array of ours, without counted dimensions, to the tensor, in NumPy or JAX."""
+        """Convert a slice of the array, without counted dimensions, to its tensor, in NumPy or JAX."""
         letters, order = "".join(self.ours), "".join(self.theirs)
         by_letter = ours.reshape([self.sizes[x] for x in letters])
         return by_letter.transpose([letters.index(x) for x in order]).reshape(self.shape)
 
 
 def find_places(family: Family, wanted: Iterable[Entry], arguments: Mapping[str, Any]) -> tuple[list[Place], list[str]]:
-    """Find the tensors of each of our arrays.
+    """Find the tensors of each array of a model, by the table of the family.
+
+    Args:
+      family: the family of models.
+      wanted: the arrays.
+      arguments: the arguments of `family.make`, which have the numbers of heads.
 
     Returns:
-      (the places in the order of `wanted`, problems: arrays that the family lacks or whose shape does not match).
+      (a `Place` for each array, messages about arrays that the family lacks or whose shapes do not match).
     """
     rows = {ours: (theirs, dims) for ours, theirs, dims in family.rows()}
     known = {"h": arguments["heads"], "k": arguments.get("kv_heads")}
@@ -122,7 +136,13 @@ def find_places(family: Family, wanted: Iterable[Entry], arguments: Mapping[str,
 
 
 def _solve(dims: tuple[str, ...], shape: tuple[int, ...], known: Mapping[str, Any]) -> dict[str, int] | None:
-    """Return the size of each letter, at most one of which may be unknown in a dimension; None if the shape differs."""
+    """Return {letter: size} from the shape of an array; None if the shape does not match.
+
+    Args:
+      dims: the letters of each dimension.
+      shape: the size of each dimension.
+      known: {letter: size} of letters known before. A product of letters may have one unknown letter.
+    """
     if len(dims) != len(shape):
         return None
     sizes: dict[str, int] = {}

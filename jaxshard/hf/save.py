@@ -1,4 +1,4 @@
-"""`js.hf.save`: write the model of a run as a folder that transformers opens."""
+"""`js.hf.save`: write a trained model as a folder that transformers opens."""
 
 from __future__ import annotations
 
@@ -43,30 +43,30 @@ def save(
     tokenizer: str | os.PathLike[str] | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> Path:
-    """Write the model of a run as a folder that transformers opens. Every process calls this.
+    """Write a trained model as a folder that transformers opens. Every process calls this.
 
     The folder gets config.json and model.safetensors, or several files with an index. A model from `js.hf.model` is
-    written as its own family with its own configuration, any other model as the first family that fits. Tensors keep
-    their dtypes. As in `js.save_safetensors`, no host holds more than 16 MiB of an array at a time, and every tensor
-    has a checksum. A tokenizer's files are copied, too.
+    written with the config.json it was built from, any other model as the first family of models that fits. Tensors
+    keep their dtypes. As in `js.save_safetensors`, no host holds more than 16 MiB of an array at a time, and every
+    tensor has a checksum. A tokenizer's files are copied, too.
 
     Args:
       folder: the folder, on a disk that all processes see. It must not contain a model.
-      run: a run, or only the stored parameters.
+      run: a `TrainState`, or only its parameters, as the layout stores them.
       layout: the layout of the run.
       model: the model, if the layout was not made from the model's own `init` (such as an unpickled layout).
       tokenizer: a tokenizer.json, or a folder that has one; it is copied together with the other files of the
         tokenizer. By default the tokenizer in the folder of `js.hf.model` is copied.
-      max_bytes: the most bytes of tensors in one file.
+      max_bytes: the largest number of bytes of tensors in one file.
 
     Returns:
       The absolute path of the folder.
 
     Raises:
-      ValueError: the model belongs to no known family; names the arguments or arrays that do not match.
+      ValueError: the model belongs to no known family; the message names the arguments or arrays that do not match.
       FileExistsError: the folder contains a model.
       FileNotFoundError: there is no such tokenizer.
-      OSError: it could not be written.
+      OSError: a file could not be written.
 
     Example:
         model = js.hf.model("folder")
@@ -99,7 +99,7 @@ def _check_free(folder: Path) -> bool:
 
 
 def _files_beside(config: Config, tokenizer: Path | None) -> dict[str, Path]:
-    """Return {name in the new folder: file to copy}: generation options, and the files of one tokenizer.
+    """Return {name in the new folder: file to copy}: generation_config.json, and the files of one tokenizer.
 
     Raises:
       FileNotFoundError: there is no such tokenizer.
@@ -160,7 +160,10 @@ def _jit_cut(
     theirs: tuple[str, ...],
     sizes: tuple[tuple[str, int], ...],
 ) -> Any:
-    """Return a jitted function (one of our arrays, indices of block and expert) -> the tensor, as bits."""
+    """Return a jitted function `(array, (block, expert)) -> tensor`, whose result has the bits of the values.
+
+    The arguments after `spec`, the sharding of the tensor, are fields of a `Place`, in a form that can be hashed.
+    """
     place = Place("", counted, ours, theirs, dict(sizes))
 
     def cut(x: jax.Array, at: tuple[Any, ...]) -> jax.Array:
@@ -174,7 +177,7 @@ def _jit_cut(
 
 
 def _spec(shape: tuple[int, ...], axes: Iterable[str], mesh: Mesh) -> PartitionSpec:
-    """Split a tensor over the mesh axes that split our array, each along the largest dimension that it divides."""
+    """Choose the sharding of a tensor: each axis splits the dimension with the largest shards that it divides."""
     kept: dict[int, tuple[str, ...]] = {}
     for axis in axes:
         left = {dim: size // axis_size(mesh, kept.get(dim, ())) for dim, size in enumerate(shape)}

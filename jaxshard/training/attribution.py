@@ -31,15 +31,15 @@ from jaxshard.training.views import use_stored
 
 Method = Literal["integrated_gradients", "gradient_x_input"]
 Target = Any
-"""A class, a class for each row, or a function of the outputs; None if the outputs are one number per row."""
+"""The output to explain: a class, a class for each row, or a function of the outputs; None for outputs f[B]."""
 
 
 class Attribution(NamedTuple):
-    """The result of `js.attribution`, global arrays split as a batch is.
+    """The result of `js.attribution`: global arrays, whose rows are split over devices as those of a batch.
 
     Attributes:
-      values: the contribution of each input element to the output, a tree like the inputs with None for integers; for
-        embedded inputs a tree like the embedding.
+      values: the contribution of each input element to the output: a tree like the inputs with None for integers, or
+        with `embed` a tree like the result of `embed`.
       outputs: the output that is explained, f[B].
       baseline_outputs: the same output for the baseline, f[B].
       gap: for each row the sum of `values` minus (outputs - baseline_outputs): 0 for exact integrated gradients, and
@@ -72,28 +72,29 @@ def attribution(
         gradient x input        (x - b) * f'(x)
         integrated gradients    (x - b) * the mean of f'(b + a (x - b)) over a from 0 to 1
 
-    The mean is computed at the points of Gauss-Legendre quadrature, one after another, so that memory does not grow
-    with their number. Integrated gradients are complete: they add up to f(x) - f(b), and `gap` says how nearly.
+    The mean is approximated by Gauss-Legendre quadrature with `steps` points, computed one after another, so that
+    memory does not grow with `steps`. Exact integrated gradients of a row add up to f(x) - f(b); `gap` is the error.
 
-    Rows are split as the layout splits a batch, and padded if they do not divide. Weights that a tensor axis splits
-    stay split; other weights are gathered once, but those of a `js.Stacked` model in `js.models.logits_of_embedded` one
-    block at a time and again for every step. Collectives: these all-gathers, and those that the compiler adds for split
-    weights. Calls with the same functions, layout and shapes share a compiled program, so define the functions once.
+    Rows are split as the layout splits a batch, and padded if the number of devices does not divide them. Model weights
+    that a tensor axis splits stay split. All other weights are gathered once; but `js.models.logits_of_embedded` of a
+    `js.Stacked` model gathers the weights of one block at a time, again for every step. Collectives: these all-gathers,
+    and whatever the compiler adds for split weights. Calls with the same functions, layout and shapes share a compiled
+    program, so define the functions once.
 
     Args:
       apply: `apply(model, inputs) -> outputs`, where `model` is like the result of `init_fn`. It must use no randomness
         and compute each row by itself. With `embed` its inputs are the result of `embed`.
-      params: a run, or parameters (or a `js.Model`) in model order, which are placed as the layout says.
+      params: a `TrainState`, or parameters (or a `js.Model`) in model order, which are placed as the layout says.
       inputs: floating arrays [B, ...], or a tree with some floating arrays; integers do not change.
       layout: the layout of the parameters.
       target: the output to explain. An integer is a class of outputs [B, classes], an array int[B] a
         class for each row, a function `target(outputs) -> f[B]` anything else; None for outputs f[B].
       method: "integrated_gradients" or "gradient_x_input".
-      steps: the number of gradients of integrated gradients.
-      baseline: a neutral input: a number for every element, or a tree of arrays that broadcast to the inputs (for
-        tokens other tokens, such as padding; a number is then the value of every element of the embedding).
-      embed: `embed(model, inputs) -> floats [B, ...]`, for inputs without a gradient such as tokens: the attribution is
-        of its result, which is the input of `apply(model, embedded)`.
+      steps: the number of points at which integrated gradients compute a gradient.
+      baseline: a neutral input: a number for every element, or a tree of arrays that broadcast to the inputs. For
+        tokens, give other tokens, such as padding; a number would be the value of every element of the embedding.
+      embed: `embed(model, inputs) -> floats [B, ...]`, for inputs without a gradient such as tokens. `apply` then
+        receives the result of `embed`, and the contributions are those of this result's elements.
 
     Returns:
       An `Attribution`.
@@ -105,7 +106,7 @@ def attribution(
 
     Example:
         found = js.attribution(logits, run, images, layout, target=labels)
-        found.values.sum(-1)        # f32[rows, height, width]: how much each pixel says for the label
+        found.values.sum(-1)        # f32[rows, height, width]: how much each pixel contributes to the label's logit
 
     Source: Sundararajan et al. 2017, "Axiomatic Attribution for Deep Networks", section 3 and equation 1; completeness
       is proposition 1. Shrikumar et al. 2016, "Not Just a Black Box", for gradient x input.
@@ -146,7 +147,7 @@ def attribution(
 
 @dataclass(frozen=True, eq=False)
 class _Question:
-    """The static arguments of a compiled program; equal for the same functions, layout and options."""
+    """The static arguments of `_answer`: equal for the same functions and options, so that jit compiles once."""
 
     apply: Callable[[PyTree, PyTree], PyTree]
     embed: Callable[[PyTree, PyTree], PyTree] | None
@@ -156,7 +157,7 @@ class _Question:
     layout: Layout
 
     def parts(self) -> tuple[Any, ...]:
-        """Return the values that two equal questions share."""
+        """Return the values that determine equality and the hash."""
         return self.apply, self.embed, self.target, self.method, self.steps, id(self.layout)
 
     def __hash__(self) -> int:
@@ -170,7 +171,7 @@ class _Question:
 def _answer(
     question: _Question, stored: PyTree, state: PyTree, inputs: PyTree, start: PyTree, classes: Any, scale: Any
 ) -> Attribution:
-    """Compute the attribution of placed inputs, with weights used as the layout says."""
+    """Compute the attribution of inputs on devices: gather the weights as the layout says, then call `_explain`."""
     layout = question.layout
     frozen = jax.tree.map(lambda _: None, layout.shapes.params)
     run = make_opaque_run(
@@ -232,7 +233,7 @@ def _explain(
 
 
 def _pick(outputs: PyTree, target: Callable[[PyTree], jax.Array] | None, classes: Any, rows: int) -> jax.Array:
-    """Return each row's output that is explained; raise ValueError if the outputs do not have it."""
+    """Select the output to explain, f[rows]; raise ValueError if `target` or `classes` does not fit the outputs."""
     if target is not None:
         outputs = target(outputs)
     elif classes is not None:
@@ -255,7 +256,7 @@ def _pick(outputs: PyTree, target: Callable[[PyTree], jax.Array] | None, classes
 
 
 def _stored(params: TrainState | PyTree, layout: Layout) -> tuple[PyTree, PyTree]:
-    """Return (parameters, state) as the layout stores them."""
+    """Return (parameters, model state) as the layout stores them, placing parameters that are not in a TrainState."""
     if isinstance(params, TrainState):
         check_run(layout, params)
         return params.params, params.state
@@ -263,7 +264,7 @@ def _stored(params: TrainState | PyTree, layout: Layout) -> tuple[PyTree, PyTree
 
 
 def _baseline_like(inputs: PyTree, baseline: PyTree, embedded: bool) -> PyTree:
-    """Return a baseline for every input as an array; None for one number for all."""
+    """Broadcast the baseline arrays to the shapes of the inputs; return None if the baseline is a single number."""
     if isinstance(baseline, (int, float)) and not isinstance(baseline, bool):
         return None
     if not same_structure(baseline, inputs):
@@ -285,7 +286,7 @@ def _baseline_like(inputs: PyTree, baseline: PyTree, embedded: bool) -> PyTree:
 
 
 def _pad(x: Any, count: int) -> Any:
-    """Add copies of the last row."""
+    """Append `count` copies of the last row."""
     if not count or not np.ndim(x):
         return x
     return np.concatenate([np.asarray(x), np.repeat(np.asarray(x[-1:]), count, axis=0)])

@@ -1,7 +1,8 @@
-"""The frozen base of a model with low-rank factors, which the user passes again and checkpoints leave out.
+"""The frozen base weights of a model with low-rank factors (`js.lora`): checksums, merging, and leaving them out.
 
-Runs of `js.lora` start from the weights of a model without factors (`init_from=` of `js.init` and `js.restore`); a
-checkpoint has checksums of the base made from them. Exports merge base and factors into matrices.
+Training with `js.lora` starts from the weights of a model without factors (`init_from=` of `js.init`). A checkpoint has
+no copy of these base weights, only checksums; `init_from=` of `js.restore` passes them again, and the checksums are
+compared. Exports merge the base weights and the factors into one matrix.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ def merge_stored(params: PyTree, layout: Layout) -> tuple[PyTree, Layout]:
     """Merge low-rank factors of stored parameters into matrices; the compiler chooses the collectives.
 
     Args:
-      params: the parameters of a run.
-      layout: how they are stored.
+      params: the parameters of a TrainState.
+      layout: the layout by which they are stored.
 
     Returns:
-      (the matrices, each stored like its base; `matrix_layout`). Without factors, both arguments.
+      (parameters in which each factored matrix is one array, stored like its base weights; the layout for them, see
+      `matrix_layout`). For a model without factors, the two arguments unchanged.
     """
     if not has_low_rank(params):
         return params, layout
@@ -63,9 +65,10 @@ def merge_given(params: PyTree, layout: Layout) -> PyTree:
 
 
 def matrix_layout(layout: Layout) -> Layout:
-    """Return the layout of the model without factors, in which each matrix has the placement of its base.
+    """Return a layout for parameters whose factors were merged: each matrix has the placement of its base weights.
 
-    Its gradients and optimizer state are still those of the factors. Without factors, return the layout itself.
+    Only `params` and `shapes.params` of the layout change; the placements of gradients and optimizer state stay those
+    of the model with factors. For a model without factors, return `layout` itself.
     """
     if not has_low_rank(layout.shapes.params):
         return layout
@@ -74,19 +77,23 @@ def matrix_layout(layout: Layout) -> Layout:
 
 
 def without_base(run: TrainState, layout: Layout) -> TrainState:
-    """Replace the parameters of `layout.base` by None."""
+    """Replace the frozen base weights of a TrainState by None."""
     saved = jax.tree.map(lambda given: not given, layout.base)
     return run._replace(params=select(saved, run.params))
 
 
 def checksum_base(params: PyTree, layout: Layout) -> dict[str, str]:
-    """Compute a checksum of every array of the base, by path, such as "int8[64, 48] 9f3ac01e".
+    """Compute a checksum of every array of frozen base weights of a `js.lora` model.
 
-    It is the checksum of the logical array, for any layout. Collectives: an all-reduce of a scalar for each array.
+    The checksum is of the logical array, so it is the same for every layout. Collectives: an all-reduce of a scalar for
+    each array.
 
     Args:
-      params: the stored parameters; parameters outside the base may be None.
-      layout: how they are stored.
+      params: the stored parameters; parameters other than base weights may be None.
+      layout: the layout by which they are stored.
+
+    Returns:
+      {path: dtype, logical shape and checksum as text}, such as "int8[64, 48] 9f3ac01e".
     """
     arrays = jax.tree_util.tree_leaves_with_path(select(layout.base, params))
     views = [placement.view for placement in jax.tree.leaves(select(layout.base, layout.params))]
@@ -99,9 +106,9 @@ def checksum_base(params: PyTree, layout: Layout) -> dict[str, str]:
 
 @partial(jax.jit, static_argnums=1)
 def _checksum(x: Shaped[Array, "*stored"], view: View) -> UInt32[Array, ""]:
-    """Sum, modulo 2^32, a hash of each element's bits and its index in the logical array, without padding.
+    """Hash each element's bits with its index in the logical array, and sum the hashes modulo 2^32, without padding.
 
-    The sum does not depend on order, so every layout gives the same number, and no array moves.
+    The sum does not depend on order, so every layout gives the same number, and each device hashes its own elements.
     """
     index, inside = jnp.zeros((), jnp.uint32), jnp.ones((), bool)
     for dim, size in enumerate(view.logical):
@@ -116,7 +123,7 @@ def _checksum(x: Shaped[Array, "*stored"], view: View) -> UInt32[Array, ""]:
 
 
 def _places(view: View, dim: int) -> jax.Array:
-    """Return the index along a logical dimension of each stored element."""
+    """Return, for each element of the stored array, its index along dimension `dim` of the logical array."""
     dims = range(view.extra_dims + 1) if dim == 0 else [view.stored_dim(dim)]
     place = jnp.zeros((), jnp.uint32)
     for one in dims:

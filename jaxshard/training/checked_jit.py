@@ -1,4 +1,4 @@
-"""Jit functions, and check before compiling that no device can wait in a collective for another forever."""
+"""`jax.jit` with a check that devices can't deadlock: no collective in a branch that only some devices may take."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from jaxshard.proofs.parting import check_together
 
 
 def checked_jit(fn: Callable[..., Any], what: str, **options: Any) -> Callable[..., Any]:
-    """Jit a function, and refuse it if a collective is in a branch on which devices may differ.
+    """Jit a function, and refuse to run it if a collective is in a branch that only some devices may take.
 
-    The check reads the trace that is compiled, once for arguments of each shape, also inside a program that the user
-    traces.
+    Such a program can deadlock. The check reads the jaxpr before compiling, once for each combination of argument
+    shapes, also if the user calls the function while tracing a larger program.
 
     Args:
       fn: the function.
-      what: the beginning of the message, such as "the evaluation".
-      options: of `jax.jit`.
+      what: the name of the function in error messages, such as "the evaluation".
+      options: options of `jax.jit`.
+
+    Returns:
+      The jitted function.
 
     Raises:
-      ValueError: by a call; see `check_together`.
+      ValueError: a call found such a branch; see `check_together`.
     """
     jitted = jax.jit(fn, **options)
     checked: set[Any] = set()

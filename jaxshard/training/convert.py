@@ -1,4 +1,4 @@
-"""Convert the optimizer state of a run between layouts that carry it differently."""
+"""Convert the optimizer state between a layout that splits it into shards and one that stores it at matrix owners."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jaxshard.training.state import TrainState
 
 
 def convert_optimizer(run: TrainState, source: Layout, target: Layout) -> TrainState:
-    """Convert a run from one layout to another of the same arrays, such as `layout.without_owners`.
+    """Convert the optimizer state of a TrainState to another layout of the same model, such as `layout.without_owners`.
 
-    All arrays but those of the optimizer state are shared. The compiler chooses the collectives: an all-to-all of the
-    state that is stored with owners of matrices.
+    Parameters and all other arrays are shared with `run`. The compiler chooses the collectives: an all-to-all of the
+    optimizer state that the owners of matrices store. If both layouts store the state alike, return `run` itself.
     """
     if source.carried == target.carried:
         return run

@@ -1,4 +1,4 @@
-"""`describe`: summarise a run in a few numbers."""
+"""`describe`: summarise a TrainState and its recorded metrics in a short text."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from jaxshard.training.state import TrainState, check_run
 
 @dataclass(frozen=True)
 class Description:
-    """A summary of a run, made by `js.describe`; prints as a short text.
+    """A summary of a TrainState, made by `js.describe`; prints as a short text.
 
     Attributes:
       mesh: the mesh: "data=8".
       step: the number of optimizer steps taken.
       parameters: the number of parameters.
       trained: the number of trained parameters.
-      structure: the number of parameters below each key at the top of the tree, numbered ones together: "Block_*".
+      structure: the number of parameters below each top-level key of the tree; keys that differ only in a number are
+        added up ("Block_0" and "Block_1" as "Block_*").
       bytes_per_device: the bytes on one device by role: "param", "grad", "opt", "state".
-      optimizer: the parts of the optimizer's state, by the names of their types.
+      optimizer: the type names of the parts of the optimizer's state, without "State": ("ScaleByAdam", ...).
       hyperparams: the current hyperparameters, if the optimizer's state has them; see `js.make_step`.
       seconds: wall time of the recorded steps.
-      metrics: the metrics of the last recorded step; {} without one.
-      evaluation: the last recorded evaluation; {} without one.
+      metrics: the metrics of the last recorded step; {} without records.
+      evaluation: the results of the last recorded evaluation; {} if no record has an evaluation.
     """
 
     mesh: str
@@ -78,15 +79,15 @@ class Description:
 
 
 def describe(run: TrainState, layout: Layout, records: Sequence[Record] = ()) -> Description:
-    """Describe a run: structure, parameters, bytes, the optimizer and its settings, steps, time and last metrics.
+    """Describe a TrainState: parameters, bytes, the optimizer and its settings, steps, time and last metrics.
 
     Args:
-      run: the run; it is not donated.
+      run: the TrainState; it is not donated.
       layout: its layout.
-      records: the records of `js.fit`, in order, for time and metrics, which a run does not have.
+      records: the records of `js.fit`, in order, from which time and metrics are read.
 
     Raises:
-      ValueError: the run does not fit the layout, or was donated to a step.
+      ValueError: the TrainState does not fit the layout, or was donated to a step.
 
     Example:
         history = []
@@ -116,7 +117,7 @@ def describe(run: TrainState, layout: Layout, records: Sequence[Record] = ()) ->
 
 
 def _name_states(state: PyTree) -> list[str]:
-    """Name the types of the parts of an optimizer's state, outer types first."""
+    """List the type names of an optimizer's state and of the states inside it, outer states first."""
     if not isinstance(state, tuple):
         return []
     own = [type(state).__name__.removesuffix("State")] if hasattr(state, "_fields") and jax.tree.leaves(state) else []

@@ -1,4 +1,4 @@
-"""`EarlyStopping`: a rule that ends training by the metrics of evaluations."""
+"""`EarlyStopping`: a rule that ends training when the metrics of evaluations no longer improve."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from jaxshard.core.counts import check_count
 class EarlyStopping:
     """A rule for the end of training, for `js.fit(stop=...)` or a loop of your own.
 
-    Called with the metrics of an evaluation, it remembers them and returns True if training should stop: because of
-    `patience`, `max_worse` or `min_update`, whichever are given.
+    Call it with the metrics of each evaluation: it remembers them, and returns True if training should stop because of
+    any of `patience`, `max_worse` and `min_update` that was given.
 
     Args:
       patience: stop after this number of evaluations in a row without an improvement.
-      min_delta: the smallest difference that counts as an improvement, in the metric's unit.
+      min_delta: a difference must be larger than this to count as an improvement, in the metric's unit.
       metric: the name of the metric.
       mode: "min" if a lower value is better, "max" if a higher value is.
       max_worse: stop as soon as the metric is worse than the best value by more than this.
@@ -32,7 +32,7 @@ class EarlyStopping:
       waited: the number of evaluations since the last improvement.
 
     Raises:
-      ValueError: no rule, or a rule with an invalid number; by a call, metrics without one that a rule needs.
+      ValueError: no rule, or a rule with an invalid number; by a call, a metric that a rule needs is missing.
 
     Example:
         stop = js.EarlyStopping(patience=3, min_delta=1e-3)
@@ -84,11 +84,11 @@ class EarlyStopping:
 
     @property
     def judges_evaluations(self) -> bool:
-        """True if a rule needs the metric of evaluations, not only the step's own update."""
+        """True if a rule reads the metric of evaluations (`patience`, `max_worse`), not only "update_norm"."""
         return self.patience is not None or self.max_worse is not None
 
     def _gain(self, value: float, other: float) -> float:
-        """Return by how much `value` is better; any number is better than NaN, and NaN better than no value."""
+        """Return by how much `value` is better than `other`: -inf if `value` is NaN, inf if only `other` is NaN."""
         if math.isnan(value) or math.isnan(other):
             return -math.inf if math.isnan(value) else math.inf
         return other - value if self.mode == "min" else value - other

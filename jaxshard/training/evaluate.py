@@ -1,8 +1,8 @@
-"""Evaluate on held-out rows, and predict.
+"""Evaluate a model on held-out batches, and predict with it.
 
 The last batch of held-out data is rarely full. It is padded with copies of its last row, and the padding must not
 count, but `eval_fn` returns sums over all rows. So a short batch is evaluated row by row (`vmap`), and only the results
-of real rows are added: `_sum_first_rows`.
+of rows that are not padding are added: `_sum_first_rows`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def make_eval_step(
 ) -> Callable[[TrainState, PyTree], Results]:
     """Make the compiled evaluation of a batch, `eval_step(run, batch) -> {name: js.Mean | js.Sum | js.Max}`.
 
-    All batches have the number of rows of the first one. A shorter batch (the last, of at least one row) is padded, and
+    The first batch sets the number of rows. A shorter batch (such as the last one, of at least one row) is padded, and
     the padding has weight zero: `eval_fn` is then mapped over single rows, so it must compute each row independently,
     and every `Sum` and `Mean` must be a sum over rows.
 
@@ -63,19 +63,18 @@ def make_eval_step(
       eval_fn: `eval_fn(model, batch)`, where `model` is like the result of `init_fn` and the batch is global. If it is
         the method `evaluate` of a `js.Stacked` model, weights are gathered one block at a time, or the batch runs
         through the stages of a pipeline; for any other function all weights are gathered first.
-      layout: says where everything lives.
+      layout: the layout of the TrainStates to evaluate.
       engine: `js.explicit(reduction="ordered")` makes every device evaluate its own rows, which must then always be
-        independent, and sums over devices in a fixed order. Other engines make no difference.
+        independent, and sums the results over devices in a fixed order. Other engines make no difference.
 
     Returns:
       The function. Its results are those of the global batch, on every device; `js.combine` joins the results of
       several batches, and `js.evaluate` does this for all batches. The run is not donated. Collectives: all-gathers of
-        the weights, and an
-      all-reduce of each result.
+      the weights, and an all-reduce of each result.
 
     Raises:
       TypeError: by the first call, results that are not a dict of js.Mean, js.Sum or js.Max. By a call with a shorter
-        batch, or where devices evaluate their own rows, a js.Mean whose weight does not count these rows.
+        batch, or with `reduction="ordered"`, a js.Mean whose weight is not a sum over the rows of the batch.
       ValueError: by a call, a batch with more rows than the first, or a run that does not fit the layout.
 
     Example:
@@ -137,14 +136,14 @@ def make_eval_step(
 
 
 def make_apply(fn: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
-    """Compile a function of the model that takes stored runs: for predictions or samples.
+    """Compile a function of the model for calls with a sharded `TrainState` in place of the model: for predictions.
 
     Args:
       fn: `fn(model, *args)`, where `model` is like the result of `init_fn`.
-      layout: says where everything lives.
+      layout: the layout of the TrainStates.
 
     Returns:
-      `apply(run, *args) -> fn(model, *args)`. Arguments and results are ordinary arrays, replicated on every device.
+      `apply(run, *args)`, which returns `fn(model, *args)`. Arguments and results are replicated on every device.
       All weights are gathered first, by one all-gather each.
 
     Raises:
@@ -178,16 +177,19 @@ def make_apply(fn: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
 
 @with_own_settings
 def averaged(run: TrainState, layout: Layout) -> TrainState:
-    """Replace the parameters of a run by their average, for evaluation.
+    """Replace the parameters of a run by their average over training steps, for evaluation.
 
     `js.optim.averaged(tx, decay)` is another function, for training: it wraps the optimizer and keeps the average.
-    This function takes it from the optimizer's state, for `eval_step` and `apply`. Frozen parameters do not change, and
-    every average is cast to its parameter's dtype. Collectives: an all-gather of each parameter whose optimizer state
-    is split but which itself is not.
+    This function reads the average from the optimizer's state. Frozen parameters do not change, and every average is
+    cast to its parameter's dtype. Collectives: an all-gather of each parameter whose optimizer state is split but which
+    itself is not.
 
     Args:
-      run: a run of an optimizer that keeps an average. It is not donated.
-      layout: the layout that it was made with.
+      run: a run whose optimizer keeps an average. It is not donated.
+      layout: the layout that the run was made with.
+
+    Returns:
+      The run with averaged parameters, for `eval_step` and `apply`.
 
     Raises:
       ValueError: the optimizer keeps no average, or several; a run that does not fit the layout; under `js.local`,
@@ -218,7 +220,7 @@ def averaged(run: TrainState, layout: Layout) -> TrainState:
 
 
 def evaluate(eval_step: Callable[[TrainState, PyTree], Results], run: TrainState, batches: Any) -> dict[str, float]:
-    """Evaluate a run on all batches.
+    """Evaluate a run on all batches, and combine the results.
 
     Args:
       eval_step: made by `js.make_eval_step`.
@@ -226,8 +228,8 @@ def evaluate(eval_step: Callable[[TrainState, PyTree], Results], run: TrainState
       batches: global batches, the largest first; the last may be shorter.
 
     Returns:
-      {name: the exact mean, sum or maximum over all rows}, however they are spread over batches. Batches are added
-      on the host, in int64 or f64, each while the next one runs.
+      {name: the exact mean, sum or maximum over all rows}, however the rows are spread over batches. The results of
+      batches are added on the host, in int64 or f64, while the devices evaluate the next batch.
 
     Raises:
       ValueError: there are no batches.
@@ -255,13 +257,13 @@ def evaluate(eval_step: Callable[[TrainState, PyTree], Results], run: TrainState
 
 
 def _add_results(total: Results, found: Results) -> Results:
-    """Add the results of a batch to the total, on the host."""
+    """Add the results of a batch to the total, on the host; return `total` itself if `found` is empty."""
     with settings_of(found):
         return {name: combine(total[name], one) if total else on_host(one) for name, one in found.items()} or total
 
 
 def _number(name: str, metric: Mean | Sum | Max) -> float:
-    """Return a metric on the host as a number; the sum over terms of total / weight, a term of weight 0 being 0."""
+    """Convert a metric on the host to a number; a `Mean` is the sum of total / weight, without terms of weight 0."""
     if isinstance(metric, Mean):
         terms = zip(metric.totals, metric.weights, strict=True)
         return sum((float(total) / float(weight) for total, weight in terms if weight != 0), start=0.0)
@@ -275,11 +277,11 @@ def _number(name: str, metric: Mean | Sum | Max) -> float:
 
 
 Evaluate = Callable[..., Results]
-"""`fn(run, batch, rows=None)`: the results of a batch, or of its first rows."""
+"""`fn(run, batch, rows=None)`: return the results of a batch, or only of its first `rows` rows."""
 
 
 def _make_device_evaluation(eval_fn: EvalFn, layout: Layout, engine: Engine | None) -> Evaluate | None:
-    """Make the evaluation for ordered sums or a pipeline, which needs a `shard_map`; None for other layouts."""
+    """Make the evaluation in a `shard_map`, which ordered sums and pipelines need; return None for other layouts."""
     sums = NATIVE if engine is None else engine.sums(layout)
     if sums.in_order:
         return _make_ordered(eval_fn, layout, sums)
@@ -291,7 +293,7 @@ def _make_device_evaluation(eval_fn: EvalFn, layout: Layout, engine: Engine | No
 
 
 def _make_ordered(eval_fn: EvalFn, layout: Layout, sums: Sums) -> Evaluate:
-    """Make the evaluation in which every device evaluates its own rows, with sums in a fixed order."""
+    """Make the evaluation in which every device evaluates its own rows, and results are summed in a fixed order."""
     rows_over, manual = layout.batch_axes, layout.manual_axes
     compute = make_compute(eval_fn, layout, make_explicit_move(layout, explicit()))
     check_positions = make_position_check(layout, eval_fn, known_evaluate(eval_fn), manual, with_key=False)
@@ -327,8 +329,8 @@ def make_compute(eval_fn: EvalFn, layout: Layout, make_move: MakeMove) -> Callab
 
     Args:
       eval_fn: the user's function. The `evaluate` of a `Stacked` model, called by itself or inside `eval_fn`, gathers
-        one block at a time; any other function has all weights gathered at once.
-      layout: says where everything lives.
+        one block at a time; for any other function all weights are gathered at once.
+      layout: the layout of the stored parameters.
       make_move: makes the functions by which an engine gathers weights.
     """
     nothing_trained = jax.tree.map(lambda _: None, layout.shapes.params)
@@ -344,7 +346,14 @@ def make_compute(eval_fn: EvalFn, layout: Layout, make_move: MakeMove) -> Callab
 def _sum_first_rows(
     compute: Callable[[PyTree], Results], batch: PyTree, mask: PyTree, counts: Callable[[int], jax.Array]
 ) -> Results:
-    """Add the results of rows where `counts(rows)`, bool[rows], is True; `mask` marks arrays with rows."""
+    """Evaluate a batch row by row, and add only the results of rows that are not padding.
+
+    Args:
+      compute: evaluates a batch of one row.
+      batch: the padded batch.
+      mask: a tree like `batch`: True for arrays with rows, False for arrays that all rows share.
+      counts: `counts(number of rows) -> bool[rows]`, False for padding.
+    """
     rows = select(mask, batch)
 
     def evaluate_row(row: PyTree) -> Results:
@@ -364,7 +373,10 @@ def _check_results(output: Any) -> Results:
 
 
 def _combine_rows(metric: Mean | Sum | Max, counts: jax.Array) -> Mean | Sum | Max:
-    """Combine the results of rows, [rows] each; `where`, not a product, so that NaN in the padding can't leak."""
+    """Combine the results of single rows, stacked along the first dimension, leaving out rows where `counts` is False.
+
+    It selects by `where` and does not multiply by 0, so that NaN in the padding can't leak.
+    """
 
     def only(x: jax.Array, otherwise: Any) -> jax.Array:
         return jnp.where(counts.reshape(-1, *(1,) * (x.ndim - 1)), x, otherwise)
@@ -376,7 +388,7 @@ def _combine_rows(metric: Mean | Sum | Max, counts: jax.Array) -> Mean | Sum | M
 
 
 def _place(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Place a batch that every process has in full, without the comparison across processes of `device_put`."""
+    """Place an array that every process has in full, without `device_put`, which would compare it across processes."""
     if isinstance(x, jax.Array):
         placed: jax.Array = jax.device_put(x, sharding)
         return placed
@@ -388,7 +400,7 @@ def _round_up(rows: int, layout: Layout) -> int:
 
 
 def _pad_rows(x: Any, size: int) -> Any:
-    """Repeat the last row up to `size` rows: real data, so that nothing overflows in the padding."""
+    """Pad with copies of the last row up to `size` rows; unlike zeros, they can't cause overflows or NaN."""
     if not np.ndim(x) or np.shape(x)[0] == size:
         return x
     return np.concatenate([np.asarray(x), np.repeat(np.asarray(x[-1:]), size - np.shape(x)[0], axis=0)])

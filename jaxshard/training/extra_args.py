@@ -1,6 +1,6 @@
-"""Extra arguments of an optimizer's update: the loss (`value`), the gradient, and the loss as a function.
+"""Extra arguments of an optimizer's update: the loss (`value`), the gradient (`grad`), the loss function (`value_fn`).
 
-A step finds out by tracing which of them an optax transform uses, so that other optimizers need no extra computation.
+A step finds out by tracing which of these arguments an optax transform uses, and computes no others.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from jaxshard.core.transform import as_transform
 from jaxshard.core.types import PyTree
 
 _GIVEN = (("value", "grad", "value_fn"), ("value", "grad"), ("value",), ())
-"""The sets of extra arguments to try, since a transform may refuse arguments that it does not know."""
+"""The sets of extra arguments to try, the largest first, since a transform may raise for arguments it does not know."""
 
 LossAt = Callable[[PyTree], tuple[jax.Array, PyTree]]
-"""`loss_at(parameters) -> (loss, gradients)` of the step's batch, as the optimizer sees parameters and gradients."""
+"""`loss_at(parameters) -> (loss, gradients)` for the step's batch, in the shapes in which the optimizer has them."""
 
 
 class ExtraArgs(NamedTuple):
-    """The extra arguments of an optimizer.
+    """The extra arguments that an optimizer's update uses.
 
     Attributes:
       names: the names of the arguments; empty if the update uses none.
-      uses_loss: whether the update evaluates the loss itself.
+      uses_loss: True if the update calls the loss function (`value_fn`), as a line search does.
     """
 
     names: tuple[str, ...] = ()
     uses_loss: bool = False
 
     def make(self, grads: PyTree, loss: jax.Array, loss_at: LossAt) -> dict[str, Any]:
-        """Make the arguments from this step's loss, its gradients, and the function that computes both."""
+        """Return {name: value} of the arguments, made from this step's loss and gradients and from `loss_at`."""
         made = {"value": loss, "grad": grads, "value_fn": _make_value_fn(loss_at)}
         return {name: made[name] for name in self.names}
 
     def fill_in(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Return `tx` with placeholders for the arguments, for proofs that read its jaxpr.
+        """Return a transform that calls `tx` with placeholder arguments, for proofs that read the jaxpr of its update.
 
-        The placeholder for the loss function sums over all parameters, since a loss depends on all of them.
+        The placeholder for the loss function sums the squares of all parameters, since a loss depends on all of them.
         """
         if not self.names:
             return tx
@@ -60,7 +60,8 @@ def find_extra_args(tx: optax.GradientTransformation, params: PyTree) -> ExtraAr
     """Find the extra arguments that the update of a transform uses.
 
     Args:
-      tx: an optax transform; if it needs arguments that this file does not know, it gets none, and raises in a trace.
+      tx: an optax transform. If it needs other arguments than value, grad and value_fn, the result is empty, and
+        tracing the step raises optax's error.
       params: the trained parameters, which may be abstract.
     """
     # Not by its class: `optax.MultiSteps` is none of optax's transforms, and takes extra arguments.
@@ -91,7 +92,7 @@ def find_extra_args(tx: optax.GradientTransformation, params: PyTree) -> ExtraAr
 
 
 def take_fast_gradients(tx: optax.GradientTransformation, params: PyTree) -> optax.GradientTransformation:
-    """Adapt `optax.lookahead`, which takes only the fast parameters' gradients, to gradients of all parameters.
+    """Adapt `optax.lookahead`, whose update takes gradients of the fast parameters alone, to gradients of all.
 
     Args:
       tx: an optax transform; returned unchanged unless its parameters are an `optax.LookaheadParams`.
@@ -129,7 +130,7 @@ def _refuse_lookahead(tx: optax.GradientTransformation, params: PyTree) -> None:
 
 
 def _make_value_fn(loss_at: LossAt) -> Callable[[PyTree], jax.Array]:
-    """Make the function of parameters that line searches evaluate, and differentiate once, in either mode."""
+    """Make a loss function of parameters for line searches, which can be differentiated once, in either mode."""
 
     # A custom derivative: the engine computes value and gradient together, with its own collectives.
     @jax.custom_jvp

@@ -1,9 +1,9 @@
-"""Check the first step if experts exchange rows by ragged all-to-alls.
+"""Check the first step if tokens are sent to experts on other devices by ragged all-to-alls.
 
 Ragged all-to-alls are new in XLA, and schedules with latency hiding have sent wrong rows on GPUs in the first backward
-pass, though the loss was right (marin-community/marin, issue 8077 and pull request 8081). So the loss and the norm of
-each gradient of the compiled step are compared with those of the same batch with all-to-alls of equal counts
-(`layers/moe/exchange.py`).
+pass, though the loss was right (marin-community/marin, issue 8077 and pull request 8081). So the first batch is
+computed twice: by the compiled step, and by a reference program that sends the tokens by padded all-to-alls, with equal
+counts for all devices (`layers/moe/exchange.py`). The loss and the norm of each gradient must agree.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from jaxshard.core.types import PyTree
 from jaxshard.layers.moe.exchange import form_for, use_form
 
 _NORMS = 1e-3
-"""The largest relative difference of norms in a program that computes only in f32: a hundred times its rounding."""
+"""The largest allowed relative difference of gradient norms in f32: a hundred times the differences from rounding."""
 
 _ROUNDINGS = 4
-"""The same for a program with smaller dtypes, as a multiple of their largest rounding: 3e-2 for bf16."""
+"""The largest allowed relative difference with smaller dtypes, as a multiple of the largest eps: 3e-2 for bf16."""
 
 _LOSS_SHARE = 0.1
-"""The fraction of this by which the loss may differ, since it averages over many more numbers."""
+"""The loss, an average over more numbers, may differ by this fraction of the relative difference allowed for norms."""
 
 _FLOOR = 1e-3
-"""The least norm, relative to the norm of the full gradient, to compare a parameter's gradient with."""
+"""Differences are relative to a gradient's norm, or to this fraction of the full gradient's norm if that is larger."""
 
 
 class Evidence(NamedTuple):
-    """The results of a step that are compared.
+    """The results of the first step that are compared with the reference.
 
     Attributes:
       loss: the loss.
-      squares: f32[trained parameters], the sum of squares of each gradient, NaN where one is not finite.
+      squares: f32[trained parameters], the sum of squares of each parameter's gradient, NaN if it is not finite.
     """
 
     loss: jax.Array
@@ -49,7 +49,7 @@ class Evidence(NamedTuple):
 
 
 def exchanges_ragged(layout: Layout) -> bool:
-    """Return whether experts under a layout exchange rows by ragged all-to-alls."""
+    """Return True if the layout places experts on several devices, and sends them tokens by ragged all-to-alls."""
     expert = layout.expert
     if expert is None or axis_size(layout.mesh, expert.axis) == 1:
         return False
@@ -57,12 +57,15 @@ def exchanges_ragged(layout: Layout) -> bool:
 
 
 class FirstStep:
-    """The reference for a first step: the same loss and gradients, with rows exchanged by equal counts.
+    """A comparison of the first step, whose all-to-alls are ragged, with a reference program that does not use them.
+
+    The reference computes the loss and gradients of the same batch, but sends tokens to experts by padded all-to-alls.
+    Call `compile`, then `expect` before the step, then `check` after it.
 
     Args:
-      find: `find(run, batch) -> Evidence`, in global view.
+      find: `find(run, batch) -> Evidence`: computes loss and gradients, in global view.
       layout: the layout of the step.
-      paths: the trained parameters, in the order of the evidence.
+      paths: the paths of the trained parameters, in the order of `Evidence.squares`.
       options: options of `jax.jit`, the same as for the step.
     """
 
@@ -80,18 +83,18 @@ class FirstStep:
         self._expected: Evidence | None = None
 
     def compile(self, run: PyTree, batch: PyTree) -> None:
-        """Compile the reference, unless it is compiled."""
+        """Compile the reference program, unless an earlier call did, and set the allowed difference by its dtypes."""
         if self._compiled is None:
             traced = self._jitted.trace(run, batch)
             self._allowed = max(_NORMS, _ROUNDINGS * _rounding(traced.jaxpr))
             self._compiled = traced.lower().compile()
 
     def expect(self, run: PyTree, batch: PyTree) -> None:
-        """Run the reference, before the step donates the run."""
+        """Compute the reference loss and gradients and keep them for `check`, before the step donates `run`."""
         self._expected = jax.block_until_ready(self._compiled(run, batch))
 
     def check(self, found: Evidence) -> None:
-        """Compare the step's results with the reference.
+        """Compare the step's results with those of the reference that `expect` kept.
 
         Raises:
           RuntimeError: they differ; the message names the loss or each parameter, with both numbers.
@@ -108,7 +111,7 @@ class FirstStep:
 
 
 def _rounding(program: Any) -> float:
-    """Return the largest rounding (eps) of the floating dtypes in a program, 2**-23 of those from f32 on."""
+    """Return the largest eps of the floating dtypes in a program, but at least 2**-23, the eps of f32."""
     jaxpr: Any = open_jaxpr(program)[0]
     found = 2.0**-23
     for eqn in jaxpr.eqns:
@@ -132,7 +135,7 @@ def _differences(found: Evidence, expected: Evidence, paths: Sequence[str], allo
 
 
 def _close(a: float, b: float, allowed: float) -> bool:
-    """Return whether two numbers are as close as allowed, or equal and not finite."""
+    """Return True if two numbers differ by at most `allowed`, or are both NaN or the same infinity."""
     return a == b or abs(a - b) <= allowed or (np.isnan(a) and np.isnan(b))
 
 

@@ -27,10 +27,10 @@ from jaxshard.training.recovery import Feed, Recovery
 from jaxshard.training.state import TrainState, check_is_run, check_not_donated
 
 PROFILE_SCHEMES = ("gs",)
-"""The schemes of the addresses at which JAX writes profiles."""
+"""The schemes of remote addresses to which JAX can write profiles."""
 
 _TRACED = (3, 5)
-"""The steps, counted from the start of `fit`, that a profile shows; the first two compile and warm up."""
+"""The first and the last profiled step, counted from the start of `fit`; the first two steps compile and warm up."""
 
 
 def fit(
@@ -52,20 +52,21 @@ def fit(
 ) -> TrainState:
     """Train until the run has taken `steps` optimizer steps, or stop early.
 
-    Every batch is a step. On a CPU the metrics of a step are read at once, on accelerators one step late, so that the
-    device never waits for Python.
+    Each batch is used for one step. On a CPU the metrics of a step are read at once, on accelerators one step late, so
+    that the device never waits for Python.
 
     Args:
-      run: the run to go on with; it is donated to the first step.
+      run: the `TrainState` to continue from; it is donated to the first step.
       step: a step of `js.make_step`, or any function `(run, batch) -> (run, metrics)` with scalar metrics.
       batches: an iterable of global batches for `step`, the first of them for the run's next step.
-      steps: the total, counted by `run.step`: a run that has taken them already is returned unchanged.
+      steps: the total number of steps, counted by `run.step`: if the run has taken as many already, it is returned
+        unchanged.
       evaluate: `evaluate(run) -> {name: number}`, called every `eval_every` steps and after the last one.
       patience: stop after this number of evaluations in a row without a new lowest "loss": short for
         `stop=js.EarlyStopping(patience)`.
       stop: `stop(metrics) -> bool`, called with the result of every evaluation and the step's "update_norm"; without
         `evaluate` with the metrics of every step that was not bad. True ends the training. A `js.EarlyStopping` tells
-        afterwards why it ended, and with which metrics; its rules but `min_update` need `evaluate`.
+        afterwards why it ended, and with which metrics; all its rules but `min_update` need `evaluate`.
       callbacks: functions that are called with the `Record` of every step, in order, when its metrics are on the host.
         If a callback has a method `finish(error)` (`js.metrics.wandb`), it is called at the end, also if training
         fails.
@@ -76,23 +77,23 @@ def fit(
         entered during evaluation and these callbacks; `evaluated(step, run, evaluation)` (`js.Checkpointer`) is called
         with the result of every evaluation; `finish(error)` (`js.ReplicaWatch`) at the end, as for `callbacks`.
       tokens: tokens in a batch, for "tokens_per_second"; without it rows are counted.
-      flops: model FLOPs of a step over all devices (`jaxshard.cost.flops.train_flops`), for "flops_per_second", "mfu".
-      profile: a folder for a `jax.profiler` trace of the third to the fifth step, or the text of an address gs://.
+      flops: model FLOPs of a step over all devices (`js.plan.train_flops`), for "flops_per_second" and "mfu".
+      profile: a folder for a `jax.profiler` trace of the third to the fifth step, or an address gs://... as a string.
       bad_steps: what to do about a loss or gradient that is not finite. Such a step changes only the step count, so
         that later steps keep their batches and random keys. "raise" stops; "skip" goes on, and the records show it;
         both raise if an update makes parameters infinite or NaN, since no step can follow.
-        `js.Rollback(checkpointer.restore)` goes back to a saved run and takes its steps again without that batch: their
-        records are repeated, and `batches` must be those of `js.batches` or `js.local_batches`, or have their `seek`.
-        All three need the "bad" of `js.make_step`; without it every step counts as good. A training whose steps were
-        all bad raises at its end.
+        `js.Rollback(checkpointer.restore)` goes back to a saved run and repeats the steps since then without the bad
+        batch: the callbacks receive records of the repeated steps again, and `batches` must come from `js.batches` or
+        `js.local_batches`, or have a `seek` like theirs. All three need the metric "bad" of `js.make_step`; without it
+        every step counts as good. If all steps were bad, `fit` raises at its end.
 
     Returns:
       The run after the last step.
 
     Raises:
       OSError: the profile can't be written.
-      BadStep: a bad step, with the run in its attribute `run`; for "skip" the 50th in a row; for a rollback a step that
-        stays bad; at the end, if all steps were bad.
+      BadStep: a bad step, with the run in the exception's attribute `run`; with "skip" only the 50th bad step in a row;
+        with a rollback only a step that is bad again after `limit` returns; at the end, if all steps were bad.
       ValueError: the batches are empty; `eval_every` or `patience` without `evaluate`, or below 1; a
         `js.EarlyStopping`, or a checkpointer that keeps the best run, without `evaluate`; `patience` together with
         `stop`, or with an evaluation that has no "loss"; a run that was donated to an earlier step; `js.Rollback` for a
@@ -165,7 +166,7 @@ def fit(
 
 @contextlib.contextmanager
 def _profiled(folder: str | Path) -> Iterator[None]:
-    """Write a profile of the block; raise an OSError that names the folder if that fails."""
+    """Profile the code inside the `with` block; raise an OSError that names the folder if writing fails."""
     jax.profiler.start_trace(str(folder))
     try:
         yield
@@ -184,7 +185,7 @@ def _profiled(folder: str | Path) -> Iterator[None]:
 
 
 def _pause_watchers(on_run: Sequence[Callable[[int, TrainState], Any]]) -> contextlib.ExitStack:
-    """Make a context for code outside of steps, in which callbacks that watch the time of steps pause."""
+    """Enter the `paused()` contexts of the callbacks, so that watchdogs ignore time spent outside of steps."""
     with contextlib.ExitStack() as stack:
         for function in on_run:
             if hasattr(function, "paused"):
@@ -193,7 +194,11 @@ def _pause_watchers(on_run: Sequence[Callable[[int, TrainState], Any]]) -> conte
 
 
 def _list_judged(records: Sequence[Record], evaluates: bool) -> list[dict[str, float]]:
-    """List the metrics for early stopping: evaluations with their step's "update_norm", or the metrics of steps."""
+    """List the metrics to pass to `stop`, one dict per call.
+
+    With evaluations: the result of each, and the "update_norm" of its step. Otherwise: the metrics of each step that
+    was not bad.
+    """
     if not evaluates:
         return [record.metrics for record in records if not record.metrics.get("bad")]
     norms = [{name: x for name, x in record.metrics.items() if name == "update_norm"} for record in records]
@@ -201,7 +206,7 @@ def _list_judged(records: Sequence[Record], evaluates: bool) -> list[dict[str, f
 
 
 def _check_arguments(run: Any, step: Any, batches: Any, steps: Any) -> None:
-    """Raise for arguments in another order, and for a single batch in place of several."""
+    """Raise if arguments are swapped or have wrong types, if the run was donated, or `batches` is a single batch."""
     if not isinstance(run, TrainState) and any(isinstance(x, TrainState) for x in (step, batches)):
         raise TypeError("fit: the arguments are in another order; write js.fit(run, step, batches, steps=...)")
     check_is_run(run)
@@ -216,7 +221,7 @@ def _check_arguments(run: Any, step: Any, batches: Any, steps: Any) -> None:
 def _check_evaluation(
     evaluate: Any, eval_every: int | None, patience: int | None, stop: Callable[[Mapping[str, float]], bool] | None
 ) -> Callable[[Mapping[str, float]], bool] | None:
-    """Return the rule for the end, if there is one."""
+    """Return the early-stopping rule: `stop`, or a rule made from `patience`, or None; raise if they don't fit."""
     check_count("fit", eval_every=eval_every, patience=patience)
     for name, value in (("eval_every", eval_every), ("patience", patience)):
         if value is not None and evaluate is None:
@@ -231,7 +236,7 @@ def _check_evaluation(
 
 
 def _check_judges(evaluate: Any, stop: Any, on_run: Sequence[Callable[..., Any]]) -> None:
-    """Raise if a rule or callback needs evaluations, but there are none."""
+    """Raise ValueError if `evaluate` is None, but the stopping rule or a callback reads results of evaluations."""
     if evaluate is not None:
         return
     if isinstance(stop, EarlyStopping) and stop.judges_evaluations:

@@ -27,23 +27,23 @@ from jaxshard.training.views import use_stored
 def value_and_grad(
     loss_fn: LossFn, layout: Layout, engine: Engine | None = None
 ) -> Callable[[TrainState, PyTree], tuple[jax.Array, PyTree]]:
-    """Make `fn(run, batch) -> (loss, gradients)`, equal to those of the next step of `js.make_step`.
+    """Make `fn(run, batch) -> (loss, gradients)`, which computes what the next step of `js.make_step` would.
 
     Args:
       loss_fn: `loss_fn(model, batch, key) -> scalar | js.Mean | js.Loss`. Of a `js.Loss` only the loss is returned.
-      layout: the layout.
+      layout: the layout of the TrainState.
       engine: how the gradient is computed; `js.auto()` by default.
 
     Returns:
       The function. It does not donate the run. The gradients are in model order without padding, as `jax.grad` gives
-      them on one device, with None for frozen parameters; the compiler chooses their sharding. Residuals of an
-      engine with feedback are added, as the next step would add them, and stay in the run. Collectives: those of the
-      engine. The first call for a batch of some shape compiles.
+      them on one device, with None for frozen parameters; the compiler chooses their sharding. If the engine keeps
+      residuals (`js.wire.int8(feedback=True)`), the run's residuals are added to the gradients, as the next step would
+      add them, and do not change. Collectives: those of the engine. The first call with each batch shape compiles.
 
     Raises:
       TypeError: `loss_fn` is no function, or `engine` no engine.
       ValueError: a layout with `js.local`; by a call, a run or batch that does not fit the layout, or a run with
-        residuals of gradients that the engine does not keep.
+        residuals, though the engine keeps none.
 
     Example:
         gradient = js.value_and_grad(loss_fn, layout, js.explicit())

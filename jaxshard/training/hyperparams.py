@@ -22,8 +22,8 @@ def find_hyperparams(opt_state: PyTree) -> dict[str, Any]:
       opt_state: an optimizer's state, or its shapes.
 
     Returns:
-      {name: scalar} of the last update. If several transforms have a name, the path in the state precedes it:
-      "0/learning_rate".
+      {name: scalar} of the last update. If several transforms have a hyperparameter of the same name, its path in the
+      state precedes the name: "0/learning_rate".
     """
     found: dict[str, Any] = {}
     states = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_has_hyperparams)

@@ -1,9 +1,11 @@
 """A step under `js.local`: an ordinary step in each replica, and the outer optimizer step of DiLoCo when it is due.
 
-    on each replica       an ordinary step of its own parameters, on its rows: no collective over the replicas' axis
-                          except the means of a few scalars
-    for all, when due     mean over replicas, the outer optimizer's update of the shared parameters, and back to all
-    in the warm-up        replicas have taken the same step (`warm_up`): any replica's parameters become the shared ones
+    in each replica       an ordinary step of the replica's own parameters, on the replica's rows of the batch: no
+                          collective over the replicas' axis except the means of a few scalars
+    every n-th step       average the parameters over replicas, update the shared parameters by the outer optimizer, and
+                          copy them to all replicas
+    in the warm-up        all replicas have taken the same step (`warm_up`), so the shared parameters become a copy of
+                          any replica's parameters
 
 The last two are branches of a conditional on the step's number, so that all devices take the same branch.
 """
@@ -31,7 +33,7 @@ from jaxshard.training.views import LOGICAL, STORED, hold_stored, move_stored
 
 
 def check_engine_for_replicas(engine: Engine, layout: Layout) -> None:
-    """Raise ValueError if an engine has an option that replicas of `js.local` do not support."""
+    """Raise ValueError if an engine has ordered sums or residuals, which replicas of `js.local` do not support."""
     if engine.sums(layout).in_order:
         raise ValueError("local: reduction='ordered' is not supported under js.local; use reduction='native'")
     if jax.tree.leaves(engine.residuals(inside_replica(layout))):
@@ -41,20 +43,23 @@ def check_engine_for_replicas(engine: Engine, layout: Layout) -> None:
 
 
 OrdinaryStep = Callable[[TrainState, PyTree], tuple[TrainState, PyTree]]
-"""`step(run, batch) -> (run, results)` of one replica; results are equal on all replicas."""
+"""`step(run, batch) -> (run, results)` of one replica; the results (metrics) are equal on all replicas."""
 
 
 def take_local_step(
     layout: Layout, local: Local, step: OrdinaryStep, run: TrainState, batch: PyTree
 ) -> tuple[TrainState, PyTree]:
-    """Take one step of all replicas, and synchronise them if it is due; traced under jit, in global view.
+    """Take one step in every replica, and synchronise the replicas if it is due; traced under jit, in global view.
 
     Args:
-      layout: the layout of the run.
-      local: its `js.local`.
-      step: an ordinary step of one replica's run, traced inside a `shard_map` over the axis of the replicas.
-      run: the run.
+      layout: the layout of the TrainState.
+      local: the `js.local` of the layout's strategy.
+      step: an ordinary step of one replica's TrainState, traced inside a `shard_map` over the axis of the replicas.
+      run: the TrainState of all replicas.
       batch: the global batch; replica r computes the r-th part of its rows.
+
+    Returns:
+      (the TrainState after the step, the results of `step`).
     """
     trained, opt_state, one = layout.trainable, run.opt_state, inside_replica(layout)
 
@@ -92,7 +97,19 @@ def take_local_step(
 
 
 def _synchronise(layout: Layout, local: Local, run: TrainState, own: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-    """Return the replicas' own parameters, the shared ones and the outer state after a step."""
+    """Apply the outer optimizer if this step is a synchronisation step; do nothing after other steps.
+
+    After a step of the warm-up, copy any replica's parameters to the shared parameters instead.
+
+    Args:
+      layout: the layout of the TrainState.
+      local: the `js.local` of the layout's strategy.
+      run: the TrainState before the step.
+      own: each replica's trained parameters after its ordinary step, [replicas, ...].
+
+    Returns:
+      (each replica's parameters, the shared parameters, the outer optimizer's state).
+    """
     shared, (outer,) = select(layout.trainable, run.params), run.opt_state.outer
 
     def nothing(own: PyTree, shared: PyTree, outer: PyTree) -> tuple[PyTree, PyTree, PyTree]:
@@ -108,7 +125,11 @@ def _synchronise(layout: Layout, local: Local, run: TrainState, own: PyTree) -> 
 
 
 def _make_sync(layout: Layout, local: Local) -> Callable[..., tuple[PyTree, PyTree, PyTree]]:
-    """Make the function that synchronises the replicas' stored arrays."""
+    """Make `sync(own, shared, outer)`: average the replicas' parameters and apply the outer optimizer.
+
+    The outer optimizer's gradient is the shared parameters minus the average. The function returns the new shared
+    parameters twice, copied to each replica and once for all, and the new state of the outer optimizer.
+    """
     trained, seen, (places,) = layout.trainable, layout.opt_params, layout.opt_state.outer
     rests, shapes = select(trained, layout.params), select(trained, layout.shapes.params)
     # As for the inner optimizer: run on stored arrays if it is proven to give the same result as on logical ones.
@@ -129,7 +150,15 @@ def _make_sync(layout: Layout, local: Local) -> Callable[..., tuple[PyTree, PyTr
 
 
 def _mean_over_replicas(layout: Layout, local: Local, own: PyTree, rests: PyTree, seen: PyTree) -> PyTree:
-    """Average the replicas' own arrays, in at least f32, by one all-reduce of each device's shard."""
+    """Average the replicas' parameters by one all-reduce of each device's shard, adding bf16 and f16 in f32.
+
+    Args:
+      layout: the layout of the TrainState.
+      local: the `js.local` of the layout's strategy.
+      own: each replica's trained parameters, [replicas, ...].
+      rests: the placements of the shared parameters.
+      seen: the placements in which the outer optimizer receives them, which the result has.
+    """
 
     def lift(placement: Placement) -> Placement:
         return local.lift(placement, layout.mesh)
@@ -151,7 +180,10 @@ def _mean_over_replicas(layout: Layout, local: Local, own: PyTree, rests: PyTree
 
 
 def _of_any_replica(layout: Layout, own: PyTree) -> PyTree:
-    """Take one replica's arrays if all are equal: every device keeps its own shard, without communication."""
+    """Return the parameters of one replica, given that all replicas' are equal: without communication.
+
+    Every device takes its own shard of its own replica's parameters.
+    """
 
     def specs(placements: PyTree) -> PyTree:
         return jax.tree.map(lambda placement: placement.store, placements)

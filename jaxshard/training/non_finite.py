@@ -1,9 +1,10 @@
 """Bad steps: steps whose loss, gradient or new parameters are not finite.
 
-A step detects a bad loss or gradient on the device and then returns the run unchanged (`find_bad`, `keep_old_unless`).
-It also finds parameters that the update made infinite or NaN; this is known only after they are written, so such a run
-is spoiled. The flags are part of the metrics, as a `Bad`, so that nothing waits for them. The host reads them later and
-decides: `check_finite` in a user's own loop, a policy in `js.fit` (see `recovery.py`).
+A step detects a loss or gradient that is not finite on the device, and then returns the old TrainState, with only its
+step count changed (`find_bad`, `keep_old_unless`). It also detects parameters that the update made infinite or NaN, but
+only when they have replaced the old parameters, so training can't continue from that TrainState: it is spoiled. Both
+are reported as flags in the metrics (`Bad`), so that the device does not wait for the host. The host reads the flags
+later and decides what to do: `check_finite` in a user's own loop, a policy in `js.fit` (see `recovery.py`).
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from jaxshard.training.state import TrainState
 @partial(jax.tree_util.register_dataclass, data_fields=["flags"], meta_fields=["paths"])
 @dataclass(frozen=True, repr=False)
 class Bad:
-    """The arrays of a step that were not finite: `metrics["bad"]`.
+    """Flags that say which arrays of a step were not finite: `metrics["bad"]`.
 
     `bool(bad)` is True and `float(bad)` is 1.0 for a bad step. Both wait for the device. For several steps in one
     program (`jax.lax.scan`) they tell whether any step was bad.
 
     Attributes:
-      flags: bool[..., 1 + 2 * trained parameters], True for what is not finite: the loss, the gradient of each
-        parameter, and each parameter that was finite before the update. The dimensions before it are those of a `scan`
-        or `vmap` over steps.
+      flags: bool[..., 1 + 2 * trained parameters]: whether the loss is not finite, then for each parameter whether its
+        gradient is not finite, then for each parameter whether the update made a finite element infinite or NaN.
+        Leading dimensions are those of a `scan` or `vmap` over steps.
       paths: the paths of the trained parameters, in the order of the flags.
 
     Example:
@@ -46,7 +47,7 @@ class Bad:
     paths: tuple[str, ...]
 
     def __repr__(self) -> str:
-        """Show `bool(self)` and the bad arrays; inside a trace, the flags."""
+        """Show `bool(self)` and the names of the arrays that are not finite; inside a trace, the flags."""
         if not isinstance(self.flags, jax.Array | np.ndarray) or isinstance(self.flags, jax.core.Tracer):
             return f"Bad(flags={self.flags!r})"
         named = [f", {what}={found!r}" for what in ("grads", "params") if (found := getattr(self, what))]
@@ -79,9 +80,9 @@ class BadStep(FloatingPointError):
 
     Attributes:
       what: the step and the arrays that were not finite, without the advice at the end of the message.
-      step: the number of the step, or None if unknown.
-      run: in `js.fit`, the run after the steps. Training can go on with it, because a bad step changes only the step
-        count, unless the message says that the run is spoiled.
+      step: the number of the bad step, or None if unknown.
+      run: the TrainState after the latest step, if `js.fit` raised the exception, else None. Training can go on with
+        it, because a bad step changes only the step count, unless the message says that the run is spoiled.
 
     Example:
         run, metrics = step(run, batch)
@@ -100,15 +101,15 @@ class BadStep(FloatingPointError):
 
 @dataclass(frozen=True)
 class Rollback:
-    """The policy of `js.fit` that goes back to a saved run and takes its steps again without the batch that was bad.
+    """The policy of `js.fit` that goes back to a saved run and repeats the steps since then without the bad batch.
 
     Skipped batches are remembered until `js.fit` returns. Not supported under `js.local`, since a skipped step may be
-    one after which replicas synchronise.
+    a step after which replicas synchronise.
 
     Attributes:
-      restore: `restore() -> (run, position)`, the method of a `js.Checkpointer`. The position is the saved state
-        of the batches; any other value, such as None, makes them continue from the run's step.
-      limit: the number of returns to the same step after which a bad step raises `BadStep`.
+      restore: `restore() -> (run, position)`, such as the method of a `js.Checkpointer`. `position` is the saved state
+        of the batches; with any other value, such as None, the batches continue from the run's step.
+      limit: how many times `js.fit` goes back to the same saved step; a further bad step raises `BadStep`.
 
     Example:
         with js.Checkpointer("run", layout, every=1000) as checkpointer:
@@ -121,18 +122,18 @@ class Rollback:
 
 
 BadSteps = Literal["raise", "skip"] | Rollback
-"""What `js.fit` does about bad steps."""
+"""The policies of `js.fit` for bad steps: raise `BadStep`, skip the batch, or go back to a saved run."""
 
 IN_A_ROW = 50
-"""The number of bad steps in a row after which "skip" gives up."""
+"""The number of bad steps in a row after which the policy "skip" raises `BadStep`."""
 
 
 def find_bad(loss: Float[Array, ""], squares: Float32[Array, " params"]) -> Bool[Array, " 1+params"]:
-    """Return flags for the loss and each gradient: True if it is not finite.
+    """Return flags for the loss and for each gradient: True if it is not finite.
 
     Args:
       loss: the loss of the global batch.
-      squares: `sum_of_squares` of each gradient.
+      squares: the result of `sum_of_squares` for each gradient.
     """
     return jnp.concatenate([~jnp.isfinite(loss).reshape(1), jnp.isnan(squares)])
 
@@ -140,23 +141,23 @@ def find_bad(loss: Float[Array, ""], squares: Float32[Array, " params"]) -> Bool
 def sum_of_squares(x: Float[Array, "*dims"]) -> Float32[Array, ""]:
     """Sum the squared elements in f32; the result is NaN if and only if an element is not finite.
 
-    So one scalar is both the norm and the flag. Finite elements whose squares overflow give infinity, and infinite
-    elements are replaced by NaN, so that the two cases differ.
+    So a single scalar gives both the norm and the flag for `Bad`. Infinite elements count as NaN, so that they differ
+    from finite elements whose squares overflow, for which the sum is infinite.
     """
     x = jnp.abs(x)
     return jnp.sum(jnp.where(jnp.isfinite(x), jnp.square(x.astype(jnp.float32)), jnp.nan))
 
 
 def keep_old_unless(ok: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
-    """Return the new arrays if `ok`, else the old ones bit for bit; elementwise, without communication."""
+    """Return the new arrays if `ok`, else the old arrays bit for bit; elementwise, without communication."""
     return jax.tree.map(lambda new, old: jnp.where(ok, new, old), new, old)
 
 
 def check_finite(metrics: Mapping[str, Any], *, step: int | None = None) -> None:
-    """Raise `BadStep` if the step that returned these metrics was bad; blocks on the device.
+    """Raise `BadStep` if the step that returned these metrics was bad; wait for the device.
 
     For loops without `js.fit`. A bad step returns the run unchanged except for its step count, unless the message says
-    that it is spoiled.
+    that the run is spoiled.
 
     Args:
       metrics: the metrics that a step of `js.make_step` returned.
@@ -164,7 +165,7 @@ def check_finite(metrics: Mapping[str, Any], *, step: int | None = None) -> None
 
     Raises:
       BadStep: the loss, a gradient or a new parameter was not finite; the message names every such parameter.
-      ValueError: the metrics are not from `js.make_step`, or the step is not guarded (`Step.guarded`).
+      ValueError: the metrics have no "bad": they are not from `js.make_step`, or `Step.guarded` is False.
 
     Example:
         run, metrics = step(run, batch)
@@ -198,7 +199,7 @@ _LABELS = (
 
 
 def advise(bad: Bad) -> str:
-    """Return advice about a bad step."""
+    """Return the sentences of a `BadStep` message that say what to do about it."""
     if bad.params:
         return _GO_BACK
     return _GO_ON if bad.grads else _LABELS + _GO_ON
@@ -226,5 +227,5 @@ def _all_finite(tree: PyTree) -> jax.Array:
 
 
 def is_finite(tree: PyTree) -> bool:
-    """Return whether all floating arrays on devices are finite; wait for them."""
+    """Return True if all elements of the tree's floating arrays are finite; wait for the devices."""
     return bool(_all_finite(tree))

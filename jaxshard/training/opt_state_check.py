@@ -1,4 +1,4 @@
-"""Check that an update keeps the arrays of the optimizer's state, as a compiled step requires."""
+"""Check that `tx.update` keeps the shapes and dtypes of the optimizer's state, as a compiled step requires."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def check_opt_state_kept(layout: Layout, old: PyTree, new: PyTree) -> None:
 
     Args:
       layout: has the shapes without padding, for messages.
-      old: the state that `tx.update` received, stored or logical.
-      new: the state that it returned.
+      old: the optimizer's state that `tx.update` received, stored or logical.
+      new: the optimizer's state that `tx.update` returned.
 
     Raises:
-      ValueError: another tree, shape or dtype; the message names each such array, and how to keep dtypes.
+      ValueError: another tree, shape or dtype; the message names each such array, and how to keep its dtype.
     """
     before, after = jax.tree.leaves(abstract(old)), jax.tree.leaves(abstract(new))
     if not same_structure(old, new) or any(a.shape != b.shape for a, b in zip(before, after, strict=True)):
@@ -43,7 +43,7 @@ def check_opt_state_kept(layout: Layout, old: PyTree, new: PyTree) -> None:
 
 
 def _keep_dtypes(opt_state: PyTree) -> str:
-    """Return a fix that makes the state keep its dtypes."""
+    """Return the part of the error message that says how to keep the dtypes of the optimizer's state."""
     names = sorted({name.rpartition("/")[2] for name in find_hyperparams(opt_state)} - {"learning_rate"})
     if not names:
         return (

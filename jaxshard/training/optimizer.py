@@ -1,4 +1,4 @@
-"""The optimizer of a step: on which arrays it runs, decided when the step is made from proofs about its update."""
+"""The optimizer of a step. When the step is made, proofs about its update decide on which arrays it runs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from jaxshard.training.update import make_update
 
 
 class Optimizer:
-    """An optax transform as a step runs it, on stored arrays, on logical arrays, or on owners of matrices.
+    """An optax transform and the arrays on which a step runs it: stored arrays, logical arrays, or matrices at owners.
 
     Args:
       tx: the optax transform.
-      layout: the layout; under `js.local` that of one replica.
-      sums: the sums over devices.
+      layout: the layout; under `js.local` the layout of one replica.
+      sums: how sums over devices are computed, natively or in a fixed order.
 
     Attributes:
-      update: the function of `make_update`.
-      elementwise: the proof that the optimizer is elementwise, or the reason why it is not; None if it was not needed.
-      owned: True if matrices are updated by their owners.
+      update: the function that `make_update` returns.
+      elementwise: the proof that the optimizer is elementwise, or the reason why it is not; None if no proof was
+        needed, because every array is stored in its logical shape.
+      owned: True if each matrix is updated by the device that owns it.
       can_guard: False if the optimizer itself tests whether its gradients are finite.
     """
 
@@ -59,7 +60,10 @@ class Optimizer:
         self.update = make_update(tx, layout, sums, stored=stored, streamed=self._streamed, extra=extra, owned=owned)
 
     def _can_stream(self, *, stored: bool, uses_gradients_alone: bool) -> bool:
-        """Return whether stacked state on the host can be updated block by block, as for elementwise optimizers."""
+        """Return True if stacked optimizer state in the host's memory can be updated block by block.
+
+        The optimizer must be elementwise, run on stored arrays and use no extra arguments.
+        """
         on_host = self._layout.host_bytes_per_device() > 0
         plain = stored and uses_gradients_alone and not self._totals_in_order
         has_blocks = isinstance(self._params, dict) and BLOCKS in self._params
@@ -67,7 +71,7 @@ class Optimizer:
 
     @property
     def view(self) -> str:
-        """The arrays on which the optimizer runs, stored or logical, with the reason and the cost, as text."""
+        """A text that says on which arrays the optimizer runs, stored or logical, why, and what it costs."""
         if not (size := self._layout.host_bytes_per_device()):
             return self._view_on_device()
         how = "whole: only stacked blocks of an elementwise optimizer come one at a time"
@@ -93,10 +97,10 @@ class Optimizer:
         )
 
     def check_stacking(self) -> None:
-        """Refuse an optimizer that updates blocks that the library stacked differently from single blocks.
+        """Raise ValueError if the optimizer updates stacked blocks differently from the same blocks as separate arrays.
 
-        This runs before compiling: when the step is made, if layout or loss show that blocks were stacked, otherwise
-        when the first step is traced and a model with stacked blocks has run inside the loss.
+        Only the first call checks. The step calls this before compiling: when it is made, if layout or loss show that
+        the library stacked blocks, otherwise when it is traced and the loss calls a model with stacked blocks.
         """
         if self._checked_stacking:
             return

@@ -1,4 +1,4 @@
-"""Place models that users pass, in NumPy or JAX and in model order, as a layout stores them."""
+"""Copy the arrays of a model that the user passes, in NumPy or JAX, to the shardings in which a layout stores them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from jaxshard.core.types import PyTree
 
 
 def place_model(model: PyTree, layout: Layout, what: str, *, with_state: bool = True) -> tuple[PyTree, PyTree]:
-    """Place a model like the result of `init_fn`, in NumPy or JAX, as the layout stores it.
+    """Copy a model, NumPy or JAX arrays in a tree like the result of `init_fn`, to the shardings of a layout.
 
     Args:
       model: parameters or a `js.Model`, in model order.
       layout: the layout.
       what: the name of the model, for messages.
-      with_state: False for a model without its state.
+      with_state: False if `model` is passed without the model state that the layout has.
 
     Returns:
       (parameters, model state or ()), each array copied directly to its shards.
@@ -43,14 +43,14 @@ def place_model(model: PyTree, layout: Layout, what: str, *, with_state: bool = 
 
 
 def place_base(model: PyTree, layout: Layout, what: str) -> tuple[PyTree, PyTree]:
-    """Place a model without low-rank factors as the base of a layout that has them.
+    """Copy a model without low-rank factors to the shardings of the frozen base weights of a layout with factors.
 
-    Matrices are cast to bf16 or int8 if the layout stores them so; only one at a time is on the devices in its original
-    dtype. The compiler chooses the collectives (for int8 a maximum over the inputs).
+    Matrices are cast to bf16 or int8 if the layout stores base weights so; only one matrix at a time is on the devices
+    in its original dtype. The compiler chooses the collectives (for int8 a maximum over the inputs).
 
     Args:
       model: parameters or a `js.Model` of the model without factors, in model order.
-      layout: the layout with factors.
+      layout: the layout of the model with factors.
       what: the name of the model, for messages.
 
     Returns:
@@ -102,7 +102,7 @@ def _check_given(expected: PyTree, model: PyTree, what: str, fix: str) -> None:
 
 
 def _check_dtypes(expected: PyTree, given: PyTree, what: str) -> None:
-    """Raise for arrays that JAX would cast silently, such as NumPy's float64."""
+    """Raise ValueError if dtypes differ, since JAX would cast silently, such as NumPy's float64; list all arrays."""
     pairs = zip(jax.tree_util.tree_leaves_with_path(given), jax.tree.leaves(expected), strict=True)
     raise_all(
         (
@@ -124,8 +124,8 @@ def put_stored(x: Any, placement: Placement, layout: Layout) -> jax.Array:
 
     Args:
       x: a logical array, in JAX or NumPy. It is never donated, and shares no buffer with the result.
-      placement: its placement.
-      layout: the layout with the mesh.
+      placement: the placement of the array, which may pad it.
+      layout: the layout, which has the mesh.
     """
     sharding, view = placement.sharding(layout.mesh), placement.view
     if isinstance(x, jax.Array):

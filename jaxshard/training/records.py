@@ -20,13 +20,13 @@ class Record(NamedTuple):
     """The metrics of one optimizer step, on the host.
 
     Attributes:
-      step: the number of optimizer steps that the run has taken.
+      step: the number of this step, counted from 1 over the training run: `run.step` after it.
       metrics: "loss", "grad_norm", "update_norm" and the step's other metrics, as Python floats. "bad" is 1.0 if the
         loss, a gradient or a new parameter was not finite, else 0.0. For a batch that `js.Rollback` left out "bad" is
-        1.0 and the others are NaN.
-      seconds: wall time since the step before, evaluation excluded. The first of a `fit` may include compilation.
+        1.0, and "loss" and the norms are NaN.
+      seconds: wall time since the step before, evaluation excluded. The first step of a `fit` may include compilation.
       speed: "tokens_per_second" or "rows_per_second" over all devices; if known, "flops_per_second" over all devices
-        and "mfu", the model FLOPs utilisation: the fraction of the chips' peak, from 0 to 1.
+        and "mfu", the model FLOPs utilisation: the fraction of the chips' peak FLOPs, from 0 to 1.
       evaluation: the result of `evaluate` after this step; None for steps without an evaluation.
 
     Example:
@@ -44,12 +44,13 @@ class Record(NamedTuple):
 
 
 class Reader:
-    """A reader that copies the metrics of steps to the host: at once on a CPU, one step late elsewhere.
+    """A queue of metrics that are still on devices, from which `read` copies them to the host.
 
-    One step late, because reading waits for the step: by then the next step is running and keeps the device busy.
+    On a CPU the metrics of a step are read at once. On accelerators they are read after the next step was started,
+    because reading waits for the step, and the device must stay busy meanwhile.
 
     Attributes:
-      bad: {step: `Bad`} of the bad steps that were read.
+      bad: {step: `Bad`} of the bad steps that were read and not yet handled.
     """
 
     def __init__(self, devices: Collection[jax.Device], *, tokens: int | None, flops: float | None):
@@ -66,7 +67,7 @@ class Reader:
 
     @waits_for_devices
     def read(self, *, all: bool) -> list[Record]:
-        """Return the records that are due, or all; wait for the device."""
+        """Wait for queued steps and return their records: all steps, or on accelerators all but the latest."""
         records = []
         while len(self._unread) > (self._late and not all):
             step, metrics, rows = self._unread.popleft()
@@ -81,13 +82,13 @@ class Reader:
         return records
 
     def forget(self) -> None:
-        """Drop unread metrics of steps that will be taken again."""
+        """Drop queued metrics, the flags in `bad` and the time since the last read, since a rollback repeats steps."""
         self._unread.clear()
         self.bad.clear()
         self.restart()
 
     def restart(self) -> None:
-        """Leave the time since the last reading out of the next record."""
+        """Exclude the time since the last `read`, such as the time of an evaluation, from the next record's seconds."""
         self._mark = time.perf_counter()
 
     def _speed(self, seconds: float, rows: int) -> dict[str, float]:
@@ -109,7 +110,7 @@ def call_with_records(callbacks: Sequence[Callable[[Record], Any]], records: Seq
 
 
 def mean_speed(records: Collection[Record], name: str) -> float | None:
-    """Return the mean over the time of the records; None if none of them knows this speed."""
+    """Return the mean of the speed `name`, weighted by the records' seconds; None if no record has this speed."""
     seconds = sum(record.seconds for record in records)
     known = [record.speed[name] * record.seconds / seconds for record in records if name in record.speed]
     return sum(known) if known else None

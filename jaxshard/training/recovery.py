@@ -27,10 +27,10 @@ from jaxshard.training.state import TrainState
 
 
 class Feed(Iterator[tuple[int, PyTree]]):
-    """An iterator over (number of a step, its batch) up to the last step, which can be rolled back.
+    """An iterator over (step number, batch) up to step `steps`, which `go_back` sets back to an earlier step.
 
     Attributes:
-      left_out: the numbers of the steps whose batches are skipped.
+      left_out: the numbers of the steps whose batches `fit` skips; filled by `Recovery`.
     """
 
     def __init__(self, batches: Iterable[PyTree], step: int, steps: int):
@@ -45,7 +45,7 @@ class Feed(Iterator[tuple[int, PyTree]]):
         return self._step, batch
 
     def check_can_go_back(self) -> None:
-        """Raise TypeError unless the batches have a working `seek`."""
+        """Raise TypeError unless the batches have a method `seek` that can return to an earlier position."""
         seek = getattr(self._batches, "seek", None)
         if seek is None or getattr(self._batches, "once", False):
             kind = "batches of an iterator without a state" if seek else type(self._batches).__name__
@@ -55,14 +55,14 @@ class Feed(Iterator[tuple[int, PyTree]]):
             )
 
     def go_back(self, step: int, position: Any) -> None:
-        """Continue with the batch after `step`, or at `position` if the batches understand it."""
+        """Set the batches back to `position` if it is a saved state of batches, else to the batch after step `step`."""
         known = isinstance(position, int) or (isinstance(position, Mapping) and "batches" in position)
         self._batches.seek(position if known else step)  # type: ignore[attr-defined]  # check_can_go_back saw to it
         self._iterator, self._step = iter(self._batches), step
 
 
 class Recovery:
-    """The policy of one `fit` for bad steps, with its memory of them."""
+    """The policy of one call of `fit` for bad steps, which counts bad steps and returns to saved runs."""
 
     def __init__(self, policy: BadSteps, feed: Feed, reader: Reader, run: TrainState):
         if policy not in ("raise", "skip") and not isinstance(policy, Rollback):
@@ -75,7 +75,7 @@ class Recovery:
             feed.check_can_go_back()
 
     def leave_out(self, run: TrainState) -> tuple[TrainState, Metrics]:
-        """Count a step without training on its batch."""
+        """Return the run with its step count raised by 1, and NaN metrics: the step of a skipped batch."""
         return run._replace(step=run.step + 1), dict.fromkeys(("loss", "grad_norm", "update_norm"), math.nan) | {
             "bad": 1.0
         }
@@ -83,16 +83,16 @@ class Recovery:
     def recover(
         self, run: TrainState, records: list[Record], callbacks: Sequence[Callable[[Record], Any]], *, ends: bool
     ) -> TrainState | None:
-        """Apply the policy to the first bad step among the records.
+        """Apply the policy to the first bad step among the records: go on, go back to a saved run, or raise.
 
         Args:
           run: the run after the latest step.
-          records: steps that were just read.
-          callbacks: receive the records up to the bad step first.
-          ends: True if training ends here. Then a rollback only skips the batch.
+          records: the records of the steps that were just read.
+          callbacks: functions that receive the records up to the bad step, before this method goes back or raises.
+          ends: True if training ends here. Then a rollback does not go back: the bad step is only skipped.
 
         Returns:
-          The earlier run to go on with; None to go on with `run`.
+          The saved run to go on with; None to go on with `run`.
 
         Raises:
           BadStep: as the policy says.

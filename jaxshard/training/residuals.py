@@ -1,7 +1,8 @@
-"""Residuals: the rounding errors of a step's gradients, which a run carries to the next step.
+"""Residuals: the rounding errors of gradients that are sent as int8, which are added to the next step's gradients.
 
-An engine that sends gradients as `js.wire.int8(feedback=True)` places its residuals (`Engine.residuals`). They can't be
-converted to another layout, since their shape depends on the mesh.
+They are a part of the `TrainState`. The engine says which residuals it keeps, and their placements
+(`Engine.residuals`): none, unless gradients are sent as `js.wire.int8(feedback=True)`. Residuals can't be converted to
+another layout, since their shape depends on the mesh.
 """
 
 from __future__ import annotations
@@ -16,10 +17,15 @@ from jaxshard.training.state import TrainState, check_is_run, residual_shapes
 
 
 def with_residuals(run: TrainState, layout: Layout, placements: PyTree) -> TrainState:
-    """Add zero residuals to a run that has none yet; otherwise return the run itself.
+    """Add zero residuals to a run without residuals, if the engine keeps residuals; otherwise return the run itself.
+
+    Args:
+      run: the TrainState.
+      layout: its layout.
+      placements: the placements of the engine's residuals; without leaves if it keeps none.
 
     Raises:
-      ValueError: the run has residuals, and the engine has none.
+      ValueError: the run has residuals, but the engine keeps none.
     """
     check_is_run(run)
     wanted, found = (bool(jax.tree.leaves(tree)) for tree in (placements, run.residuals))
@@ -32,7 +38,7 @@ def with_residuals(run: TrainState, layout: Layout, placements: PyTree) -> Train
 
 
 def check_residuals(run: TrainState, layout: Layout, placements: PyTree) -> None:
-    """Raise ValueError if a run's residuals are missing or differ from those of the engine; name every leaf."""
+    """Raise ValueError if a run's residuals do not have the engine's `placements`; name every array that differs."""
     wanted, found = (bool(jax.tree.leaves(tree)) for tree in (placements, run.residuals))
     if wanted and not found:
         raise ValueError(
@@ -50,7 +56,7 @@ def check_residuals(run: TrainState, layout: Layout, placements: PyTree) -> None
 
 
 def zero_residuals(layout: Layout, placements: PyTree) -> PyTree:
-    """Make zero residuals for a run without any, each array created with its sharding."""
+    """Make residuals that are zero, for a run without residuals, each array created with its sharding."""
 
     def zeros() -> PyTree:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), residual_shapes(layout, placements))

@@ -1,4 +1,4 @@
-"""Make runs from runs: copies, and runs with other parameters."""
+"""Make a TrainState from another: a copy (`clone`), or one with other parameters (`replace_params`)."""
 
 from __future__ import annotations
 
@@ -30,14 +30,17 @@ from jaxshard.training.state import (
 
 
 def clone(run: TrainState) -> TrainState:
-    """Copy a run with the same shardings, to donate one copy to the next step and keep the other.
+    """Copy a run with the same shardings, to donate it to the next step and keep the copy.
 
     Args:
-      run: the run; it is not donated, and twice its memory is in use afterwards. All processes call this.
+      run: the run; it is not donated, and twice its memory is in use afterwards. All processes must call this.
+
+    Returns:
+      The copy.
 
     Raises:
-      TypeError: it is no run.
-      ValueError: it was donated to a step.
+      TypeError: `run` is no `TrainState`.
+      ValueError: `run` was donated to a step.
 
     Example:
         before = js.clone(run)
@@ -62,11 +65,11 @@ def replace_params(
 ) -> TrainState:
     """Replace the parameters of a run, and keep its optimizer's state or reset it.
 
-    Step and key do not change, nor does the model's state unless a new one is passed.
+    Step and key do not change, nor does the model's state unless `model` is a `js.Model`.
 
     Args:
       run: the run. It is not donated; unchanged arrays are shared with the result, so copy the run (`js.clone`) to
-        train both.
+        train both of them.
       model: parameters, or a `js.Model` with state, as `init_fn` returns them: NumPy or JAX arrays in model order.
       tx: the optax transform of the run.
       layout: its layout.
@@ -105,7 +108,7 @@ def replace_params(
 
 
 def _made_from_params(start: Callable[[PyTree], PyTree], params: PyTree) -> Iterable[str]:
-    """List the paths of the arrays of the optimizer's first state whose values depend on the parameters."""
+    """Yield the paths of the arrays in the result of `start`, the optimizer's `init`, that depend on the parameters."""
     program, shapes = jax.make_jaxpr(start, return_shape=True)(params)
     jaxpr: Any = open_jaxpr(inline_calls(program))[0]
     dependent = dependent_variables(jaxpr.eqns, jaxpr.invars)

@@ -1,4 +1,4 @@
-"""`TrainState`: all arrays that a training run carries from step to step, created with the layout's shardings."""
+"""`TrainState`: all arrays that training carries from step to step, created with the layout's shardings."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _DONATED = (
 
 
 class TrainState(NamedTuple):
-    """The arrays of a training run, as its layout stores them.
+    """The arrays of a training run, as its layout stores them. Functions of jaxshard call a TrainState `run`.
 
-    It is a pytree and never changes: a step returns another one. `js.logical` shows it in model order.
+    It is an immutable pytree: a step returns another TrainState. `js.logical` converts it to model order.
 
     Attributes:
       step: int32[], the number of optimizer steps taken.
@@ -41,7 +41,7 @@ class TrainState(NamedTuple):
       state: the model's own mutable state; () without one.
       key: the run's random key. A step's key depends only on this key and the step's number.
       residuals: the rounding errors of the last step's gradients, f32[devices, *stored] for each parameter, under
-        `reduce_dtype=js.wire.int8(feedback=True)`; else (). The first step makes them, from zeros.
+        `reduce_dtype=js.wire.int8(feedback=True)`; else (). They are () until the first step, which starts from zeros.
     """
 
     step: jax.Array
@@ -58,7 +58,7 @@ class TrainState(NamedTuple):
         return f"TrainState({', '.join(f'{name}={value!r}' for name, value in self._asdict().items())})"
 
     def _repr_html_(self) -> str:
-        """Show step, shapes and bytes in a notebook; values stay on their devices."""
+        """Show step, shapes and bytes in a notebook, without copying arrays to the host."""
         return state_page(self)
 
 
@@ -79,18 +79,18 @@ def init(
       init_fn: `init_fn(key) -> params | js.Model(params, state)`, the one that the layout was made from.
       tx: the optax transform that the layout was made with; None for a layout without one.
       layout: the layout.
-      key: a seed or a `jax.random` key. Parameters are made from it; the keys of steps are derived from another key.
-      init_from: parameters to start from instead, such as pretrained ones: a tree like the result of `init_fn`, of
-        NumPy or JAX arrays in model order, which are copied directly to their shards. For a model of `js.lora`, the
-        parameters of the model without factors: its matrices are cast as `base=` of `js.lora` says, and the factors are
-        those of `init_fn(key)`.
+      key: a seed or a `jax.random` key. `init_fn` receives it; the keys of steps are derived from it.
+      init_from: parameters to start from in place of `init_fn(key)`, such as pretrained parameters: a tree like the
+        result of `init_fn`, of NumPy or JAX arrays in model order, which are copied directly to their shards. For a
+        model of `js.lora`, the parameters of the model without factors: its matrices are cast as `base=` of `js.lora`
+        says, and the factors come from `init_fn(key)`.
 
     Returns:
       The run.
 
     Raises:
       ValueError: `init_fn`, `tx` or `init_from` do not fit the layout; the message names every leaf that differs.
-      js.distributed.Disagreement: in several processes, one has other versions, flags, mesh, layout or key.
+      js.distributed.Disagreement: in several processes, if they differ in versions, flags, mesh, layout or key.
 
     Example:
         layout = js.layout(js.fsdp(), mesh, init_fn, tx)
@@ -124,7 +124,7 @@ def init(
 
 
 def _draw_factors(init_fn: InitFn, layout: Layout, key: jax.Array) -> PyTree:
-    """Make only the low-rank factors of `init_fn(key)`; other leaves are None and not computed."""
+    """Compute only the low-rank factors of `init_fn(key)`; all other leaves of the result are None."""
     factors = select(layout.factors, layout.params)
 
     def draw(key: jax.Array) -> PyTree:
@@ -146,7 +146,7 @@ def init_opt_state(tx: optax.GradientTransformation | None, layout: Layout, para
 
 
 def init_program(init_fn: InitFn, tx: optax.GradientTransformation | None, layout: Layout) -> Any:
-    """Make the jitted function `key -> TrainState` of `init`, to lower and compile."""
+    """Make the jitted function `key -> TrainState` that `init` calls, so that callers can also lower and compile it."""
 
     def build(key: jax.Array) -> TrainState:
         params, state = split_model(init_fn(key))
@@ -165,12 +165,12 @@ def init_program(init_fn: InitFn, tx: optax.GradientTransformation | None, layou
 
 
 def run_key(key: jax.Array) -> jax.Array:
-    """Derive the key for the keys of steps, which differs from the key of the parameters."""
+    """Derive `TrainState.key`, from which step keys are made, so that it differs from the key that `init_fn` gets."""
     return jax.random.fold_in(key, 1)
 
 
 def run_shardings(layout: Layout, residuals: PyTree = ()) -> Any:
-    """Return the sharding of every array of a run, as a TrainState; `residuals` has the placements of residuals."""
+    """Return a TrainState with the sharding of each array in its place; `residuals` are placements, () for none."""
     on_every_device = jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec())
     trees = (layout.params, layout.opt_state, layout.state, residuals)
     params, opt_state, state, rest = map(layout.shardings, trees)
@@ -178,9 +178,9 @@ def run_shardings(layout: Layout, residuals: PyTree = ()) -> Any:
 
 
 def run_shapes(layout: Layout, residuals: PyTree = ()) -> Any:
-    """Return the stored shapes and shardings of a run, as a TrainState of ShapeDtypeStructs for `lower`.
+    """Return a TrainState with the stored shape and sharding of each array, as ShapeDtypeStructs for `lower`.
 
-    `residuals` has the placements of residuals.
+    `residuals` are the placements of the residuals, () for none.
     """
 
     def stored(x: Any, placement: Placement) -> jax.ShapeDtypeStruct:
@@ -198,7 +198,7 @@ def run_shapes(layout: Layout, residuals: PyTree = ()) -> Any:
 
 
 def residual_shapes(layout: Layout, placements: PyTree) -> PyTree:
-    """Return the stored shapes of residuals with their shardings."""
+    """Return the stored shapes and shardings of residuals, as ShapeDtypeStructs."""
 
     def stored(placement: Placement) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(placement.view.stored, jnp.float32, sharding=placement.sharding(layout.mesh))
@@ -207,22 +207,22 @@ def residual_shapes(layout: Layout, placements: PyTree) -> PyTree:
 
 
 def _run_of(step: Any, params: PyTree, opt_state: PyTree, state: PyTree, key: Any, residuals: PyTree) -> TrainState:
-    """Make a TrainState of shapes or shardings in place of arrays."""
+    """Make a TrainState that has shapes or shardings in place of arrays; its field types allow only arrays."""
     return TrainState(step, params, opt_state, state, key, residuals)
 
 
 @with_own_settings
 def logical(run: TrainState, layout: Layout) -> TrainState:
-    """Return the run in model order without padding, as `init_fn` and `tx.init` would have made it on one device.
+    """Convert a run to model order without padding, the shapes that `init_fn` and `tx.init` have on one device.
 
     The compiler chooses the collectives, and the shardings of the results.
 
     Args:
       run: a run as the layout stores it. It is not donated.
-      layout: the layout that it was made with.
+      layout: the layout that the run was made with.
 
     Returns:
-      A TrainState whose arrays have the logical shapes, without residuals, which a single device does not have.
+      A TrainState whose arrays have the logical shapes, without residuals, which have no logical shape.
 
     Raises:
       ValueError: the run is not of this layout; the message names every leaf that differs.
@@ -250,14 +250,14 @@ _REMAKE = "make the layout again from the same init_fn and tx"
 
 
 def check_model(layout: Layout, params: PyTree, state: PyTree) -> None:
-    """Raise ValueError unless a logical model has the layout's shapes and dtypes; name every difference."""
+    """Raise ValueError unless logical parameters and state have the layout's shapes and dtypes; list differences."""
     shapes = layout.shapes
     check_same_tree(shapes.params, abstract(params), "the parameters changed since the layout was made", _REMAKE)
     check_same_tree(shapes.state, abstract(state), "the model's state changed since the layout was made", _REMAKE)
 
 
 def check_opt_state(layout: Layout, opt_state: PyTree) -> None:
-    """Raise ValueError unless a logical optimizer state has the shapes of the layout's transform."""
+    """Raise ValueError unless a logical optimizer state has the shapes that `tx.init` gave for the layout."""
     shapes = layout.shapes.opt_state
     if shapes is None and opt_state is not None:
         raise ValueError(f"this layout was made without an optimizer; {_WITH_TX}")
@@ -265,7 +265,7 @@ def check_opt_state(layout: Layout, opt_state: PyTree) -> None:
 
 
 def check_is_run(run: Any) -> None:
-    """Raise TypeError unless this is a `TrainState`."""
+    """Raise TypeError unless `run` is a `TrainState`."""
     if isinstance(run, TrainState):
         return
     if isinstance(run, tuple) and run and isinstance(run[0], TrainState):

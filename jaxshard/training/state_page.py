@@ -1,4 +1,4 @@
-"""Show a run in a notebook: step, bytes of its parts and shape of every array, without reading values."""
+"""Show a TrainState in a notebook: step, bytes of its parts and shape of every array, without reading values."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from jaxshard.core.text_table import Folded, Section, Table, page
 from jaxshard.core.tree import bytes_of, path_str
 
 _SHOWN = 1000
-"""The most arrays that are listed."""
+"""The largest number of arrays that are listed."""
 
 
 def state_page(run: Any) -> str:
-    """Write a `TrainState` for a notebook.
+    """Return a TrainState as HTML for a notebook.
 
     Args:
-      run: the state. One that was donated to a step is shown too.
+      run: the TrainState; it may have been donated to a step.
     """
     parts, listed = [], []
     for name in ("params", "opt_state", "state"):
@@ -43,12 +43,12 @@ def state_page(run: Any) -> str:
 
 
 def is_array(x: Any) -> bool:
-    """Return True for values with a shape and a dtype, also if they were donated."""
+    """Return True if `x` has a shape and a dtype; it may have been donated."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def step_of(run: Any) -> str:
-    """Return the step of a run as text; a donated run has none."""
+    """Describe the step of a TrainState: "at step 7", or that it was donated, or has shapes in place of arrays."""
     if not isinstance(run.step, jax.Array) or isinstance(run.step, jax.core.Tracer):
         return "of shapes"
     return "that was donated to a step" if run.step.is_deleted() else f"at step {int(run.step):,}"
@@ -61,6 +61,6 @@ def bytes_held(x: Any) -> int:
 
 
 def spec_of(x: Any) -> str:
-    """Format the sharding of an array: its spec, or else its devices."""
+    """Format the PartitionSpec of an array; return "" without a NamedSharding."""
     sharding = getattr(x, "sharding", None)
     return str(tuple(sharding.spec)) if isinstance(sharding, NamedSharding) else ""

@@ -1,4 +1,4 @@
-"""A training step: what it computes, and how it is compiled once for batches of one shape, compared and run."""
+"""The training step `js.make_step`: what it computes, how it is compiled once for batches of one shape, and called."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from jaxshard.training.views import cut_first, use_stored
 from jaxshard.training.warm_up import join_in_warm_up
 
 Metrics = dict[str, Any]
-"""Scalars of the global batch by name, and under "bad" a `Bad`."""
+"""{name: scalar of the global batch}, and "bad": a `Bad`."""
 
 _CALL = "loss_fn(model, batch, key)"
 
@@ -70,12 +70,12 @@ def make_step(
 ) -> Step:
     """Make the compiled training step `step(run, batch) -> (run, metrics)`.
 
-    The input run is donated: its arrays are gone afterwards, unless `donate=False`. The first call compiles; batches of
-    another shape are refused rather than compiled again. The random key of a step depends on the run's key
-    and the step's number.
+    `run` is a `TrainState`. It is donated: its arrays can't be used afterwards, unless `donate=False`. The first call
+    compiles; batches of another shape are refused rather than compiled again. The random key of a step depends on the
+    run's key and the step's number.
 
-    Inside a program of your own (`jax.jit(step)`, `jax.lax.scan(step, run, batches)` over batches [steps, rows, ...])
-    the step is a part of that program, which compiles, donates and waits for its devices itself.
+    In a program of your own (`jax.jit(step)`, `jax.lax.scan(step, run, batches)` over batches [steps, rows, ...]) the
+    step is traced as a part of that program, whose caller compiles it, donates arguments and waits for devices.
 
     Args:
       loss_fn: `loss_fn(model, batch, key) -> scalar | js.Mean | js.Loss`, where `model` is like the result of
@@ -88,37 +88,37 @@ def make_step(
       engine: `js.auto(...)` (the default), `js.explicit(...)` or `js.pipelined(...)`: how the gradient is computed.
       guarded: a step whose loss or gradient is not finite returns the input run bit for bit, except for the step count.
         If a step makes a parameter infinite or NaN from a finite gradient, "bad" is set, but the run is spoiled:
-        keeping the old parameters too would need another pass over all parameters in every step. False leaves this to
-        `tx`, without "bad" in the metrics. An optimizer that itself tests whether its gradients are finite, such as
+        keeping the old parameters too would need another pass over all parameters in every step. With False nothing is
+        kept, and the metrics have no "bad". An optimizer that itself tests whether its gradients are finite, such as
         `optax.apply_if_finite` and `optax.zero_nans`, is never guarded, so that its own rule works as on one device
         (`Step.guarded` is False).
-      donate: False keeps the input run valid, for two runs that share arrays (two losses of the same parameters, as in
-        a GAN) or to return to it; both runs are then in memory.
-      check_exchange: if experts exchange rows by ragged all-to-alls (`js.expert` on GPUs and TPUs), compare the loss
-        and the norm of each gradient of the first step with a step that exchanges equal counts, because compilers have
-        ordered such exchanges wrongly. It costs one more compilation and one more step; False leaves it out. Not done
-        inside a program of your own.
+      donate: False keeps the input run valid, to go back to it later, or if it shares arrays with another run (two
+        losses of the same parameters, as in a GAN); both the input and the output run are then in memory.
+      check_exchange: if tokens are sent to experts by ragged all-to-alls (`js.expert` on GPUs and TPUs), compare the
+        loss and the norm of each gradient of the first step with those of a program that pads all-to-alls to equal
+        counts, because compilers have ordered ragged all-to-alls wrongly. It costs one more compilation and one more
+        step; False leaves it out. Not done inside a program of your own.
 
     Returns:
-      The step. A batch is a tree of global arrays [rows, ...] whose rows divide into devices and micro-batches, and of
-      scalars and arrays without rows (`js.without_rows`). If the loss sees the global batch (`js.auto()` without
-      micro-batches), arrays with other first sizes need not be named; a warning lists those that are replicated.
+      The step. A batch is a tree of global arrays [rows, ...], whose number of rows must be divisible by the devices
+      and micro-batches, and of scalars and arrays without rows (`js.without_rows`). If the loss sees the global batch
+      (`js.auto()` without micro-batches), arrays with another first dimension need not be named as arrays without rows;
+      a warning lists the arrays that are replicated.
 
       `metrics` has, as scalars of the global batch: "loss"; "grad_norm", the 2-norm of the full gradient;
       "update_norm", the 2-norm of the change of all parameters; hyperparameters of `optax.inject_hyperparams`, such
       as "learning_rate"; the metrics of a `js.Loss` by their names; and "bad", a `js.Bad`.
 
       Collectives: those of the engine, and an all-gather of every parameter that is stored replicated while its
-        optimizer
-      state is split.
+      optimizer state is split.
 
     Raises:
-      TypeError: `loss_fn`, `tx` or `engine` is something else; by the first call, a loss that is no scalar, `js.Mean`
+      TypeError: `loss_fn`, `tx` or `engine` has a wrong type; by the first call, a loss that is no scalar, `js.Mean`
         or `js.Loss`.
       ValueError: a run, `tx` or batch that does not fit the layout; a batch of another shape than the first; a `tx`
         that updates blocks stacked by `js.stack` differently from single blocks.
-      RuntimeError: by the first call, ragged exchanges whose gradients are wrong (`check_exchange`), by name.
-      js.distributed.Disagreement: in several processes, by the first call: one has another batch or program.
+      RuntimeError: by the first call, ragged all-to-alls gave wrong gradients (`check_exchange`); lists the parameters.
+      js.distributed.Disagreement: by the first call in several processes, if their batches or programs differ.
 
     Example:
         step = js.make_step(loss_fn, tx, layout, engine=js.auto())
@@ -132,19 +132,19 @@ class Step:
     """A compiled training step for batches of one shape, called as `step(run, batch)`; made by `js.make_step`.
 
     Attributes:
-      loss_fn: the loss function that it was made with.
-      tx: the optimizer that it was made with.
+      loss_fn: the loss function that the step was made with.
+      tx: the optimizer that the step was made with.
       layout: the layout.
-      engine: the engine.
-      objective: the loss as engines see it.
+      engine: the engine, which computes the gradient.
+      objective: the loss function in the form in which engines call it.
       elementwise: the proof that the optimizer is elementwise, or the reason why it is not; None if it was not
         needed, because every array is stored in its logical shape.
-      owned: True if matrices are updated by their owners, as `layout.owners` says.
-      guarded: True if a step whose loss or gradient is not finite changes nothing; see `js.make_step`.
+      owned: True if each matrix is updated by the device that owns it, as `layout.owners` says.
+      guarded: True if a step whose loss or gradient is not finite changes only the step count; see `js.make_step`.
       donate: True if the step donates the input run.
-      check_exchange: True if the first step is checked when experts exchange rows by ragged all-to-alls.
-      choices: after tracing, the branches and loops on which devices may decide differently, and for which only the
-        compiled program shows whether they communicate; `js.audit` reads them.
+      check_exchange: True if the first step is checked when tokens are sent to experts by ragged all-to-alls.
+      choices: after tracing, the branches and loops in which devices may take different paths, and for which only the
+        compiled program shows whether they contain collectives; `js.audit` reads them.
     """
 
     def __init__(
@@ -193,21 +193,25 @@ class Step:
 
     @property
     def update_view(self) -> str:
-        """The arrays on which the optimizer runs, stored or logical, with the reason and the cost, as text."""
+        """A text that says on which arrays the optimizer runs, stored or logical, why, and what it costs."""
         return f"in each replica, {self._optimizer.view}" if self._local else self._optimizer.view
 
     # What a step computes: traced under jit, in global view.
 
     def _take(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        """Take one step; under `js.local` one in each replica."""
+        """Take one step; under `js.local` take one in each replica, and synchronise the replicas if it is due."""
         if self._local is None:
             return self._take_one(run, batch)[:2]
         return take_local_step(self.layout, self._local, lambda *given: self._take_one(*given)[:2], run, batch)
 
     def _take_one(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics, Evidence]:
-        """Compute loss and gradients, update parameters and optimizer state, and keep the old ones after a bad step.
+        """Compute loss and gradients, and update parameters and optimizer state unless the step is bad.
 
-        Every array is stored as the layout says, before and after.
+        Arrays of the old and of the new TrainState are stored as the layout says. Under `js.local`, `run` is the
+        TrainState of one replica.
+
+        Returns:
+          (the new TrainState, the metrics, the numbers that `FirstStep` compares).
         """
         params, parts = self._cut_first(run.params)
         outcome, grads = self._loss_and_grads(run, params, batch)
@@ -232,19 +236,22 @@ class Step:
         return after, self._metrics(outcome, found, squares, changes, opt_state), Evidence(outcome.value, squares)
 
     def _find(self, run: TrainState, batch: PyTree) -> Evidence:
-        """Compute the loss and gradients of a step, and return only their evidence."""
+        """Compute the loss and gradients of a step, without an update, and return what `FirstStep` compares."""
         outcome, grads = self._loss_and_grads(run, run.params, batch)
         return Evidence(outcome.value, self._sum_squares(grads))
 
     def _cut_first(self, params: PyTree) -> tuple[PyTree, PyTree | None]:
-        """Return (parameters to compute with, their parts to update); see `cut_first`."""
+        """Return (parameters for the loss, the slices that this device updates, or None); see `views.cut_first`."""
         layout = self._own
         trained, placements = select(layout.trainable, params), select(layout.trainable, layout.params)
         trained, parts = cut_first(layout, trained, placements, layout.opt_params)
         return put_back(layout.trainable, trained, params), parts
 
     def _loss_and_grads(self, run: TrainState, params: PyTree, batch: PyTree) -> tuple[Outcome, PyTree]:
-        """Compute the loss of these parameters and its gradients; in the warm-up of `js.local` over all replicas."""
+        """Compute the loss of `params` and its gradients; in the warm-up of `js.local` for the rows of all replicas.
+
+        If the loss called a model whose blocks the library stacked, check the optimizer for stacked blocks.
+        """
         state = use_stored(self._own, self._own.state, run.state)
         # Derived by fold_in, not split from a carried key: a restored or repeated step has the same key, bit for bit.
         key = jax.random.fold_in(run.key, run.step)
@@ -260,12 +267,16 @@ class Step:
         return found
 
     def _sum_squares(self, grads: PyTree) -> jax.Array:
-        """Compute the sum of squares of each gradient, f32[trained parameters]; padding is zero and adds nothing."""
+        """Compute the sum of squares of each parameter's gradient, f32[trained parameters]; padding is zero."""
         specs = [placement.store for placement in jax.tree.leaves(self._own.grads)]
         return self._sums.stack_totals(sum_of_squares, jax.tree.leaves(grads), specs, self._own.mesh)
 
     def _next_state(self, run: TrainState, params: PyTree, state: PyTree) -> PyTree:
-        """Return the model's new state as stored; averages are updated from the new parameters, on their shards."""
+        """Return the model's state for the next step, stored as the layout says.
+
+        The loss function computes it, except for averages of parameters (`is_average`), which are updated from the new
+        parameters on each device's shards.
+        """
 
         def choose(old: Any, new: Any) -> Any:
             return old.next(params, run.step) if is_average(old) else new
@@ -275,7 +286,11 @@ class Step:
     def _metrics(
         self, outcome: Outcome, found: jax.Array, squares: jax.Array, changes: jax.Array, opt_state: PyTree
     ) -> Metrics:
-        """Return the metrics of a step, as means over replicas."""
+        """Collect the metrics that a step returns: loss, norms, hyperparameters, "bad" and the metrics of a `js.Loss`.
+
+        Under `js.local` they are combined over replicas: the metrics of a `js.Loss` as their types (`js.Mean`, ...)
+        say, all others by their mean.
+        """
         norms = {"grad_norm": jnp.sqrt(squares.sum()), "update_norm": jnp.sqrt(changes.sum())}
         metrics: Metrics = {"loss": outcome.value} | norms | find_hyperparams(opt_state)
         if self.guarded:
@@ -326,22 +341,22 @@ class Step:
         return run, metrics
 
     def with_residuals(self, run: TrainState) -> TrainState:
-        """Add zero residuals to a run without any if the engine has feedback; otherwise return the run itself.
+        """Add zero residuals to a run without residuals if the engine keeps them; otherwise return the run itself.
 
-        The step itself calls this. Call it before a `jax.lax.scan` over steps, whose carry must have the same arrays
-        before the first step.
+        Residuals are the rounding errors of gradients under `js.wire.int8(feedback=True)`. The step itself calls this.
+        Call it before a `jax.lax.scan` over steps, whose carry must have residuals before the first step too.
 
         Raises:
-          ValueError: the run has residuals, and the engine has no feedback.
+          ValueError: the run has residuals, but the engine keeps none.
         """
         return with_residuals(run, self.layout, self._residuals)
 
     def lower(self, batch: PyTree, run: TrainState | None = None) -> jax.stages.Lowered:
-        """Lower the step without running it; needs no run.
+        """Lower the step to StableHLO without running it; only shapes are needed.
 
         Args:
           batch: global arrays or ShapeDtypeStructs.
-          run: a run or its shapes; by default the shapes of the layout.
+          run: a TrainState or its shapes; by default the shapes of the layout.
         """
         check_is_here(self.layout.mesh)
         with own_settings(self.layout.mesh):
@@ -349,11 +364,11 @@ class Step:
             return lowered
 
     def trace(self, batch: PyTree, run: TrainState | None = None) -> jax.stages.Traced:
-        """Trace the step to its jaxpr without lowering it; works for planned devices too.
+        """Trace the step to its jaxpr without lowering it; works also for a mesh of devices that do not exist here.
 
         Args:
           batch: global arrays or ShapeDtypeStructs.
-          run: a run or its shapes; by default the shapes of the layout.
+          run: a TrainState or its shapes; by default the shapes of the layout.
         """
         batch = as_arrays("the batch", batch)
         run = run_shapes(self.layout, self._residuals) if run is None else run
@@ -368,7 +383,7 @@ class Step:
             return traced
 
     def compile(self, batch: PyTree) -> jax.stages.Compiled:
-        """Compile the step once, without running it; later calls run the result.
+        """Compile the step without running it, and keep the executable, which later calls of the step run.
 
         Args:
           batch: global arrays or ShapeDtypeStructs.
@@ -381,7 +396,7 @@ class Step:
         return compiled
 
     def _call_inside(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        """Trace one step as a part of the user's program: do not compile, donate or wait."""
+        """Trace one step as a part of the user's program, without compiling, donating or waiting."""
         self._check_run(run)
         self.layout.plan_batch(batch).check(self.engine.microbatches, whole=self.engine.shows_whole_batch)
         shardings = run_shardings(self.layout, self._residuals)
@@ -392,7 +407,7 @@ class Step:
         return after
 
     def _start(self, run: TrainState, batch: PyTree) -> None:
-        """Compile the step for the first call, after a check that all processes have the same one."""
+        """Compile the step for the first call, after a check that all processes have the same batch and program."""
         lowered = None if self._compiled is not None else self.lower(batch, run)
         self._check_same(abstract(batch))
         peers = peers_of(self.layout.mesh)
@@ -410,7 +425,10 @@ class Step:
         self._started = True
 
     def _prepare(self, run: TrainState, shapes: PyTree) -> None:
-        """Check the batch and the run, and make the jitted function for them."""
+        """Check the batch and the run, and make the jitted step for batches of these shapes.
+
+        Also make the `FirstStep` that checks the first call, if it is to be checked.
+        """
         warn_of_patterns(self.layout.strategy, shapes)
         self.layout.plan_batch(shapes).check(self.engine.microbatches, whole=self.engine.shows_whole_batch)
         self._check_run(run)
@@ -434,7 +452,7 @@ class Step:
             )  # fmt: skip
 
     def _check_same(self, shapes: PyTree) -> None:
-        """Raise ValueError if a batch has other shapes than the one for which the step was prepared."""
+        """Raise ValueError if a batch has other shapes or dtypes than the batch for which the step was prepared."""
         if shapes != self._batch:
             check_no_lists("the batch", shapes)
             check_same_tree(

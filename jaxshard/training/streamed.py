@@ -1,4 +1,4 @@
-"""Update optimizer state in the host's memory, with one block of a stacked array on the device at a time.
+"""Update optimizer state that is stored in the host's memory, one block of a stacked array at a time on the device.
 
 For one parameter w [24, 4096, 1024] and the moments mu, nu of its shape on the host, an elementwise update is
 
@@ -31,11 +31,11 @@ from jaxshard.training.non_finite import keep_old_unless
 
 
 class _Streamed(NamedTuple):
-    """A parameter whose state is streamed.
+    """A parameter whose optimizer state is copied from the host and back block by block.
 
     Attributes:
-      param: its index among the parameters.
-      state: the indices of its arrays in the optimizer's state.
+      param: the index of the parameter among the leaves of the parameters.
+      state: the indices of the parameter's moments among the leaves of the optimizer's state.
     """
 
     param: int
@@ -54,10 +54,10 @@ def update_streamed(
 
     Args:
       tx: an elementwise transform.
-      ok: a bool; if False, the returned state is the old state.
-      grads: the gradients.
-      state: the optimizer's state.
-      params: the parameters.
+      ok: bool[] on the device; if False, the returned state is the old state.
+      grads: the stored gradients.
+      state: the stored optimizer state.
+      params: the stored parameters.
       placements: the placements of the state. Stacked arrays on the host are streamed along their first dimension if no
         axis splits it; all others are copied to the device at once.
 
@@ -104,14 +104,14 @@ def _find_streamed(grads: PyTree, state: PyTree, placements: PyTree) -> list[_St
 
 
 def _has_blocks(placement: Placement) -> bool:
-    """Return whether a stacked array is on the host, unpadded, and no axis splits its first dimension."""
+    """Return True if a stacked array is on the host, unpadded, and no mesh axis splits its first dimension."""
     sizes = placement.view.stored
     whole = bool(sizes) and sizes[0] > 1 and placement.store[0] is None
     return bool(placement.memory) and not placement.view.is_padded and whole
 
 
 def _cut(tree: PyTree, chosen: Sequence[int]) -> PyTree:
-    """Return the shapes of a tree, with the chosen arrays cut to their first block."""
+    """Return the shapes of a tree's arrays; for the leaves with indices `chosen`, the shape of a single block."""
     leaves: list[Any]
     structure: Any
     leaves, structure = jax.tree.flatten(tree)
@@ -122,7 +122,19 @@ def _cut(tree: PyTree, chosen: Sequence[int]) -> PyTree:
 def _stream(
     block: Program, one: _Streamed, ok: jax.Array, grads: PyTree, state: list[Any], params: PyTree
 ) -> tuple[Any, list[Any]]:
-    """Update one parameter and the arrays of its state, block by block."""
+    """Compute the update of one parameter and its new state block by block, in a loop of the compiled program.
+
+    Args:
+      block: the program of `tx.update` for shapes in which streamed arrays have a single block.
+      one: the parameter, and the arrays of its state.
+      ok: bool[]; if False, the returned state is the old state.
+      grads: all gradients.
+      state: the leaves of the optimizer's state.
+      params: all parameters.
+
+    Returns:
+      (the update of the parameter, the new arrays of its state on the host).
+    """
     grad, param = jax.tree.leaves(grads)[one.param], jax.tree.leaves(params)[one.param]
     of_grads, of_state, of_params = (jax.tree.leaves(tree) for tree in block.args)
     step, after = (jax.tree.leaves(tree) for tree in block.out)

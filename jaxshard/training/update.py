@@ -1,4 +1,4 @@
-"""The optimizer's part of a step: reshard gradients and parameters to its state, update, and gather parameters."""
+"""The optimizer's part of a step: reshard gradients and parameters like its state, update, gather new parameters."""
 
 from __future__ import annotations
 
@@ -45,25 +45,28 @@ def make_update(
 ) -> Update:
     """Make `update(params, parts, grads, opt_state, ok, loss, loss_at)`, which returns `(params, opt_state, changes)`.
 
-    All arrays are stored arrays. A gradient has the placement of the layout's `grads`, and is resharded to that of its
-    optimizer state, like the parameter, for `tx.update`. `parts` are the trained parameters in that sharding, or None.
-    The new parameter is resharded to its own `store`.
+    All arguments and results are stored arrays. For `tx.update`, gradients (placed as `layout.grads` says) and trained
+    parameters are resharded like their optimizer state. `parts` are the trained parameters in that sharding, if they
+    were sliced before, or None. Afterwards the new parameters are resharded to the placements of `layout.params`.
 
     Args:
       tx: an optax transform.
       layout: the layout.
-      sums: the sums over devices.
-      stored: whether `tx` runs on the stored arrays; otherwise on logical arrays, unpadded and in model order.
-      streamed: whether state in the host's memory is copied to the device block by block; `tx` must be elementwise.
+      sums: how sums over devices are computed, natively or in a fixed order.
+      stored: True if `tx` runs on the stored arrays; otherwise on logical arrays, unpadded and in model order.
+      streamed: True if optimizer state in the host's memory is copied to the device block by block; `tx` must be
+        elementwise.
       extra: the extra arguments that `tx` uses. They are made from `loss`, a scalar, and
         `loss_at(stored parameters) -> (loss, stored gradients)`.
-      owned: the update by the layout's owners, in place of `tx.update`: it takes logical gradients and parameters, and
-        the state as it is stored. Without it, state on owners is converted to logical arrays for the update.
+      owned: the update in which each matrix is updated by the device that owns it, in place of `tx.update`: it takes
+        logical gradients and parameters, and the stored optimizer state. With None, state that owners store is
+        converted to logical arrays for the update.
 
     Returns:
-      The function. Unless `ok`, a bool on the device, it returns the old arrays bit for bit. The selection comes before
-      the all-gather, so that the gather can write into the donated array. `changes`, f32[trained parameters], is the
-      sum of squares of each parameter's change, or NaN if the update made a finite element infinite or NaN.
+      The function. If `ok`, a bool on the device, is False, it returns the old arrays bit for bit. The selection comes
+      before the all-gather of parameters, so that the gather can write into the donated array. `changes`,
+      f32[trained parameters], is the sum of squares of each parameter's change, or NaN if the update made a finite
+      element infinite or NaN.
     """
     tx = tx if extra.names else as_transform(tx)
     old_params, seen = select(layout.trainable, layout.params), layout.opt_params
@@ -78,11 +81,11 @@ def make_update(
         state_view = View(UNCHANGED.enter, STORED.leave)
 
     def to_optimizer(tree: PyTree, placements: PyTree) -> PyTree:
-        """Reshard stored parameters or gradients to the optimizer state, by a slice if it is split further (ZeRO)."""
+        """Reshard stored parameters or gradients like the optimizer state, by a slice if it is split further (ZeRO)."""
         return view.enter(seen, move_stored(layout, tree, placements, seen))
 
     def from_optimizer(tree: PyTree) -> PyTree:
-        """Store the optimizer's parameters again, in the sharding of its state."""
+        """Convert parameters that the optimizer returned to stored arrays, in the sharding of the optimizer state."""
         return hold_stored(layout, view.leave(seen, tree), seen)
 
     def update(
@@ -131,9 +134,10 @@ def _update_with_kept_state(
 ) -> tuple[PyTree, PyTree]:
     """Run `tx.update`, and select the old array of its state unless `ok`, right where each new array is computed.
 
-    Results of a good step do not change, and the updates of a bad step are not used. But the update of a parameter then
-    reads the same new moment (`mu`) that is written to the state. Otherwise it would compute the moment again from the
-    old one, which is overwritten by then, so that the compiler would copy the old moment of every parameter.
+    Return (updates, new state); the updates of a bad step are not used. The selection could also follow `tx.update`,
+    but then the compiled program would keep two values of each new moment (`mu`), before and after the selection. It
+    would compute the first from the old moment, whose memory is overwritten by the second, and so would copy the old
+    moment of every parameter.
     """
     program = Program.trace(tx.update, grads, old_state, params)
     if shares_threads(layout.mesh):
@@ -148,5 +152,5 @@ def _update_with_kept_state(
 
 
 def _subtract(new: jax.Array, old: jax.Array) -> jax.Array:
-    """Subtract elementwise; zero where the old element was not finite."""
+    """Return new - old for each element, but zero for elements whose old value was not finite."""
     return jnp.where(jnp.isfinite(old), new - old, jnp.zeros((), old.dtype))

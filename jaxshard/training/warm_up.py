@@ -1,7 +1,8 @@
 """The warm-up of `js.local`: steps in which every replica uses the loss and gradients of all replicas' rows.
 
-    weights of the loss     summed over replicas before differentiation, so that each has its share of a common mean
-    loss, gradients         summed over replicas, in a conditional on the step's number
+    loss weights         summed over replicas before differentiation, so that each replica divides its sum of losses by
+                         the total weight: the sum over replicas is then the mean over all rows
+    loss, gradients      summed over replicas, in a conditional on the step's number
 
 Replicas that begin equal then take the same step, as in `js.ddp`, and stay equal until the warm-up ends.
 """
@@ -25,22 +26,22 @@ from jaxshard.optim.local import Local
 def join_in_warm_up(
     local: Local, layout: Layout, step: jax.Array, value_and_grad: Callable[[], tuple[Outcome, PyTree]]
 ) -> tuple[Outcome, PyTree]:
-    """Compute a replica's loss and gradients; during the warm-up, those of all replicas together.
+    """Compute a replica's loss and gradients; during the warm-up, sum them over all replicas.
 
     Traced inside a `shard_map` over the axis of the replicas.
 
     Args:
-      local: has the number of warm-up steps.
+      local: the `js.local` of the strategy, which has the number of warm-up steps.
       layout: the layout of one replica.
-      step: the number of steps before this one.
-      value_and_grad: the engine's function for this replica's rows.
+      step: the number of steps taken before this step.
+      value_and_grad: the engine's function that computes loss and gradients for this replica's rows.
 
     Returns:
-      (the outcome with the joint loss and this replica's metrics, the stored gradients).
+      (an `Outcome` with the loss of all replicas and this replica's metrics, the stored gradients).
 
     Raises:
       Unsuited: the loss is a scalar without a weight.
-      ValueError: the engine did not call `Joint.weigh`.
+      ValueError: the engine did not call `Joint.weigh` to sum the loss weights over replicas.
     """
     if not local.warmup:
         return value_and_grad()

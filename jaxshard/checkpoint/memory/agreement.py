@@ -1,7 +1,7 @@
-"""Find the newest step whose every block is in the memory of a process that needs it.
+"""Find the newest step that processes can restore from memory: each shard (block) is in the memory of some process.
 
-Example: of 4 processes under hsdp, process 1 was killed after step 7, before it wrote the step, and the memory of
-process 2 is lost. Processes 0 and 2 need the same blocks, and so do 1 and 3:
+Example: of 4 processes under hsdp, process 1 was killed after step 7, before it wrote the step to memory, and the
+memory of process 2 is lost. Processes 0 and 2 are replicas, which need the same blocks, and so are processes 1 and 3:
 
     process   in memory    step 7                            step 6
     0         steps 6, 7   has its blocks                    has its blocks
@@ -9,8 +9,8 @@ process 2 is lost. Processes 0 and 2 need the same blocks, and so do 1 and 3:
     2         nothing      lacks its blocks, process 0 has   lacks its blocks, process 0 has
     3         steps 6, 7   has its blocks                    has its blocks
 
-Step 7 is complete, since process 3 has the blocks of process 1. If process 3 had not written it either, the result
-would be step 6. A process reads the segments of all processes that share its folder, its own first.
+Step 7 is complete, since process 3 has the blocks that process 1 needs. If process 3 had not written step 7 either, the
+result would be step 6. A process reads the segments (files) of all processes that share its folder, its own first.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ POINT = "js.MemoryCheckpointer.restore"
 
 
 class Recalled(NamedTuple):
-    """A complete step in memory.
+    """A step that can be restored from the memory of all processes together.
 
     Attributes:
-      run: the name of the run.
+      run: the random name of the training run.
       step: the number of the step.
-      saves: the number of saves of the run in memory so far.
+      saves: the number of saves of the training run in memory so far.
       data: the position of the data.
-      found: the bytes of the blocks that this process has, by name.
-      missing: the names of the blocks that each process lacks, by its index.
-      holders: {name of a missing block: a process that has it}.
-      damaged: the segments with damaged blocks of the step.
-      notes: a line for each segment with damaged blocks, also of newer steps.
+      found: {name: bytes} of the blocks that this process has in memory.
+      missing: for each process the names of the blocks that it needs and lacks.
+      holders: {name of a missing block: index of a process that has the block}.
+      damaged: the files of segments in which blocks of this step are damaged.
+      notes: a message for each segment with damaged blocks of this or a newer step.
     """
 
     run: str
@@ -63,11 +63,11 @@ def recall(segments: Sequence[Segment], needed: Callable[[int], Set[str]], proce
       process: the index of this process.
 
     Returns:
-      The step; None if nothing usable was saved: no step, or only an incomplete first one.
+      The step; None if nothing usable was saved: no step, or only an incomplete first step.
 
     Raises:
-      ValueError: there are segments of several runs.
-      Damaged: a run was saved, but every step lacks blocks; the message names one.
+      ValueError: there are segments of several training runs.
+      Damaged: steps were saved, but blocks of each are lost; the message names the first lost blocks of each step.
     """
     slots = [(one, slot, record) for one in segments for slot in range(SLOTS) if (record := one.record(slot))]
     mine = [(one.file.name, record.run, record.step, record.saves) for one, _, record in slots]
@@ -104,7 +104,16 @@ def recall(segments: Sequence[Segment], needed: Callable[[int], Set[str]], proce
 def _read(
     slots: Sequence[tuple[Segment, int, Record]], step: int, needed: Set[str]
 ) -> tuple[dict[str, Bytes], dict[Path, str]]:
-    """Read blocks of a step; return ({name: bytes} of intact blocks, a line for each segment with damaged ones)."""
+    """Read the needed blocks of a step from this process's slots.
+
+    Args:
+      slots: (segment, index of the slot, its record).
+      step: the number of the step.
+      needed: the names of the blocks to read.
+
+    Returns:
+      ({name: bytes} of intact blocks, {file of a segment with damaged blocks: message}).
+    """
     found: dict[str, Bytes] = {}
     problems: dict[Path, str] = {}
     for segment, slot, record in slots:
@@ -119,7 +128,7 @@ def _read(
 
 
 def find_holders(needed: Callable[[int], Set[str]], missing: Sequence[frozenset[str]]) -> dict[str, int]:
-    """Return {missing block: the first process that has it}, for blocks that some process has."""
+    """Return {name of a missing block: first process that has the block}, without blocks that no process has."""
     wanted = frozenset().union(*missing)
     holders: dict[str, int] = {}
     for process in range(len(missing) if wanted else 0):

@@ -1,13 +1,14 @@
 """The blocks of a process: the shards of a run's arrays on its devices, each once, however many devices have it.
 
-A block is a shard of a stored array, on one device and all its replicas. Under `hsdp` over 2 x 4 devices, with one
-process for every two of them:
+A block is a shard of a stored array; all devices that are replicas of each other have the same block. Under `hsdp` over
+2 x 4 devices, with a process for every two devices:
 
     device        0  1   2  3   4  5   6  7        process 0 has the blocks 0 and 1 of a weight; so does process 2,
     process         0      1      2      3         whose devices are its replicas
     block         0  1   2  3   0  1   2  3
 
-Its name describes its bytes: "float32 params/w[0:64, 0:16]". Random keys are their words.
+The name of a block says which part of which array it is: "float32 params/w[0:64, 0:16]". Blocks of random keys have
+their uint32 words.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import axes_of
 
 Index = tuple[tuple[int, int], ...]
-"""(first, last + 1) of each dimension."""
+"""(start, stop) of each dimension."""
 
 
 class Block(NamedTuple):
-    """A part of an array.
+    """The description of a shard of a stored array.
 
     Attributes:
-      name: its unique name.
-      array: the index of the array among the entries of the run.
-      where: its index ranges in the stored array.
-      size: its number of bytes.
+      name: the unique name of the block.
+      array: the index of the array among `Blocks.entries`.
+      where: the part of the stored array.
+      size: the number of bytes.
     """
 
     name: str
@@ -48,12 +49,12 @@ class Block(NamedTuple):
 
 
 class Blocks:
-    """The blocks of a layout's runs, by device and by process.
+    """The blocks of a run with this layout, by device and by process.
 
-    Blocks of other processes are listed only on request: a pod has millions.
+    Blocks of other processes are computed only on request: a pod has millions.
 
     Attributes:
-      entries: the arrays of a run.
+      entries: the descriptions of the arrays of a run.
     """
 
     def __init__(self, layout: Layout, entries: Sequence[Entry]):
@@ -65,7 +66,7 @@ class Blocks:
         self._of_process: dict[int, dict[str, Block]] = {}
 
     def of_device(self, device: jax.Device) -> tuple[Block, ...]:
-        """Return the blocks of a device: one for each array that has elements."""
+        """Return the blocks of a device: one for each array that is not empty."""
         if device not in self._of_device:
             arrays = enumerate(zip(self.entries, self._where, strict=True))
             found = (_block(number, entry, where[device]) for number, (entry, where) in arrays)
@@ -77,7 +78,7 @@ class Blocks:
         return [device for device in self._devices if device.process_index == process]
 
     def of_process(self, process: int) -> dict[str, Block]:
-        """Return the blocks of a process by name, each once."""
+        """Return {name: block} of a process, each block once, however many of the process's devices have it."""
         if process not in self._of_process:
             blocks = (block for device in self.devices_of(process) for block in self.of_device(device))
             self._of_process[process] = {block.name: block for block in blocks}
@@ -85,7 +86,7 @@ class Blocks:
 
     @property
     def own(self) -> dict[str, Block]:
-        """The blocks of this process."""
+        """{name: block} of this process."""
         return self.of_process(jax.process_index())
 
 
@@ -97,12 +98,20 @@ def _block(number: int, entry: Entry, slices: Sequence[Any]) -> Block:
 
 
 def stored_shape(entry: Entry) -> tuple[int, ...]:
-    """Return the shape of a stored array, random keys as their words."""
+    """Return the shape of a stored array; for random keys that of their uint32 words."""
     return entry.placement.view.stored + tuple(entry.words.shape[len(entry.shape) :])
 
 
 def copy_out(blocks: Blocks, arrays: Sequence[jax.Array]) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
-    """Return the bytes of this process's blocks, in order; on a CPU they share memory with the arrays."""
+    """Copy this process's blocks from the devices; on a CPU, the results share memory with the arrays.
+
+    Args:
+      blocks: the blocks.
+      arrays: the stored arrays of a run, in the order of `blocks.entries`.
+
+    Returns:
+      The bytes of each block, in the order of `blocks.own`.
+    """
     shards: dict[tuple[int, Index], jax.Array] = {}
     for number, x in enumerate(map(words_of, arrays)):
         for shard in x.addressable_shards if x.size else ():
@@ -114,15 +123,16 @@ def copy_out(blocks: Blocks, arrays: Sequence[jax.Array]) -> list[np.ndarray[Any
 
 
 def put_back(layout: Layout, blocks: Blocks, found: dict[str, np.ndarray[Any, Any]]) -> list[jax.Array]:
-    """Make the arrays of a run from its blocks.
+    """Make the arrays of a run on the devices from the bytes of this process's blocks.
 
     Args:
       layout: the layout of the run.
-      blocks: its blocks.
-      found: the bytes of this process's blocks, by name; each is removed when all devices have it.
+      blocks: the blocks.
+      found: {name: bytes} of this process's blocks. Entries are removed from it when they were copied to all devices
+        that need them, to free their memory.
 
     Returns:
-      The stored arrays; random keys as their words.
+      The stored arrays; for random keys their uint32 words.
     """
     of_array: list[list[tuple[jax.Device, Block]]] = [[] for _ in blocks.entries]
     for device in blocks.devices_of(jax.process_index()):
@@ -147,12 +157,12 @@ def put_back(layout: Layout, blocks: Blocks, found: dict[str, np.ndarray[Any, An
 
 
 def describe(entry: Entry) -> str:
-    """Describe how an array is stored, to compare with another run: "float32[64, 48] over (data, None)"."""
+    """Describe how an array is stored, for comparison with a segment: "float32[64, 48] over ('data', None)"."""
     return f"{entry.dtype}{list(stored_shape(entry))} over {tuple(entry.placement.store)}"
 
 
 def replica_axes(entry: Entry, layout: Layout) -> tuple[str, ...]:
-    """Return the mesh axes over which an array is replicated."""
+    """Return the mesh axes, of more than one device, over which an array is replicated."""
     used = axes_of(entry.placement.store)
     return tuple(axis for axis in layout.mesh.axis_names if axis not in used and axis_size(layout.mesh, axis) > 1)
 

@@ -1,4 +1,4 @@
-"""`js.MemoryCheckpointer`: keep the newest steps of a run in memory that outlives the processes."""
+"""`js.MemoryCheckpointer`: keep copies of the newest steps in shared memory, which outlives the processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FILE = re.compile(r"process-(\d+)")
 
 
 class MemoryCheckpointer:
-    """A callback that keeps a run in shared memory, from which all processes continue after one has died.
+    """A callback that copies a run into shared memory, from which all processes continue after one has died.
 
     Use it in `js.fit` under `jaxshard launch --max-restarts`, which restarts all processes when one dies:
 
@@ -49,31 +49,32 @@ class MemoryCheckpointer:
     After each step every process copies the shards of its devices, each once, into a file in the shared memory of its
     machine, which survives a killed process. The file has room for two steps, so that one of them is always complete; a
     checksum detects damage. `restore` returns the newest complete step, at most one step (or `every`, if larger) before
-    the last step that was taken. If the memory of a machine is lost or damaged, its shards come from replicas in other
-    processes: `js.hsdp` and `js.ddp` have replicas; `js.fsdp` has none, and needs a checkpoint on disk then.
+    the last step that was taken. If the memory of a machine is lost or damaged, its shards are copied from replicas in
+    other processes. Under `js.hsdp` and `js.ddp` there are replicas; under `js.fsdp` there are none, so training must
+    then continue from a checkpoint on disk.
 
-    A run whose parameters have become infinite or NaN is not copied, so the last good run stays. Steps that are
-    repeated after a `js.Rollback` replace the earlier copies.
+    A run whose parameters have become infinite or NaN is not copied, so the last good run stays in memory. Steps that
+    are repeated after a `js.Rollback` replace the earlier copies.
 
-    A copy blocks training until the arrays are in memory: on accelerators for the transfer of a host's shards from its
-    devices, so choose `every` by that. The memory is twice the bytes of these shards, the frozen parameters of
-    `js.lora` included.
+    A copy blocks training until the shards are in memory. On accelerators that is the time to transfer a host's shards
+    from its devices, so choose `every` by this time. Each process needs memory for twice the bytes of its shards, with
+    the frozen parameters of `js.lora`.
 
     Args:
-      layout: the layout. A run must continue with the same layout, mesh and number of processes.
-      every: copy after each step that is divisible by this.
-      dir: the folder, in memory, which outlives the processes; each run needs its own. By default that of the
-        environment variable JAXSHARD_MEMORY, as `jaxshard launch --max-restarts` sets it; it removes that at its end.
-        Processes of one machine may share it; machines don't.
+      layout: the layout. Restarted processes must have the same layout, mesh and number of processes.
+      every: copy after each step whose number is divisible by this.
+      dir: a folder in shared memory, different for each training run. By default the folder in the environment variable
+        JAXSHARD_MEMORY, which `jaxshard launch --max-restarts` makes at its start and removes at its end. The processes
+        of a machine may share it; a folder that several machines share does not work.
       data: called at each copy; returns the position of the data, as in `js.save`; at most 64 KiB as JSON.
 
     Raises:
-      ValueError: `every` is below 1; there is no folder, or it is of another model or mesh.
-      OSError: there is not enough memory, or it can't be written.
+      ValueError: `every` is below 1; there is no folder, or the folder is of another model or mesh.
+      OSError: there is not enough memory, or the folder can't be written.
 
     Attributes:
-      folder: the folder.
-      every: steps between copies.
+      folder: the folder in shared memory.
+      every: copies are made after steps whose number is divisible by this.
 
     Example:
         memory = js.MemoryCheckpointer(layout)
@@ -113,12 +114,12 @@ class MemoryCheckpointer:
             self.save(run)
 
     def save(self, run: TrainState) -> None:
-        """Copy the run into memory, unless it was copied last. Every process calls this.
+        """Copy the run into memory, unless the last copy was of the same run. Every process calls this.
 
-        Skip a run with infinite or NaN parameters if the last copy had none.
+        Do nothing for a run with infinite or NaN parameters, if the parameters of the last copy were finite.
 
         Raises:
-          ValueError: the run is not one of the layout; the position of the data is too long, or nothing for JSON.
+          ValueError: the run does not fit the layout; the position of the data is too long, or JSON can't represent it.
         """
         check_is_run(run)
         refuse_residuals(run, "js.MemoryCheckpointer")
@@ -141,7 +142,7 @@ class MemoryCheckpointer:
         self._saves, self._saved, self._copied, self._was_finite = record.saves, step, run.step, finite
 
     def restore(self) -> tuple[TrainState, Any] | None:
-        """Return the newest complete run in memory, or None. Every process calls this.
+        """Restore the newest run that is complete in memory; return None if there is none. Every process calls this.
 
         Problems with the memory of a process are printed on standard error.
 
@@ -150,8 +151,8 @@ class MemoryCheckpointer:
           processes: then start anew or from a checkpoint on disk.
 
         Raises:
-          js.Damaged: there was a run, but every step lacks shards that no process has.
-          ValueError: the memory is that of another model, mesh or number of processes, or of several runs.
+          js.Damaged: steps were copied, but no step is complete: no process has some of its shards.
+          ValueError: the memory is that of another model, mesh or number of processes, or of several training runs.
         """
         count, process = jax.process_count(), jax.process_index()
         with own_settings(self._layout.mesh):
@@ -169,7 +170,7 @@ class MemoryCheckpointer:
         return run, recalled.data
 
     def _open_or_create(self) -> Segment:
-        """Map this process's segment, or make one if there is none or it can't be read."""
+        """Map this process's segment (file) into memory, or make a new segment if there is none or it can't be read."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         file = self.folder / f"process-{jax.process_index()}"
         try:
@@ -183,7 +184,7 @@ class MemoryCheckpointer:
         return segment
 
     def _find_segments(self) -> list[Segment]:
-        """Map the segments of all processes in the folder, this process's first."""
+        """Map the segments of all processes that share the folder, this process's segment first."""
         count, found = jax.process_count(), [self._segment]
         for file in sorted(self.folder.iterdir()):
             match = _FILE.fullmatch(file.name)
@@ -198,7 +199,7 @@ class MemoryCheckpointer:
         return found
 
     def _check_same(self, segment: Segment, facts: dict[str, str]) -> None:
-        """Raise ValueError if a segment is of another layout."""
+        """Raise ValueError if a segment was written for another layout, mesh, process or number of processes."""
         there, here = segment.header, self._header
         lines = [
             f"{name}: {there.facts.get(name)} there, {fact} here"
@@ -212,23 +213,25 @@ class MemoryCheckpointer:
         )
 
     def _begin(self) -> None:
-        """Name a new run, and clear the memory."""
+        """Choose a random name for this training run, the same in all processes, and clear the segment's slots."""
         self._run = gather_texts(secrets.token_hex(8), "js.MemoryCheckpointer.save")[0]
         for slot in range(SLOTS):
             self._segment.clear(slot)
         gather_texts(self._run, "js.MemoryCheckpointer.save")  # so that no process still has steps of another run
 
     def _write(self, record: Record, blocks: list[Bytes]) -> int:
-        """Write a step in place of the older one; return its slot."""
+        """Write a step into the slot with the older step; return the slot."""
         slot = 1 - self._slot
         self._segment.write(slot, record, blocks)
         return slot
 
     def _write_again(self, record: Record, blocks: list[Bytes]) -> int:
-        """Write a repeated step after a rollback, and drop copies of the abandoned steps; return its slot.
+        """Write a step that is repeated after a rollback, and clear copies of abandoned steps; return the slot written.
 
-        Of two abandoned steps, drop the later one when all processes have the new step. Write nothing while some
-        process still has an abandoned step of the same number, which would be taken for a part of the new one.
+        The rollback abandoned all steps with the same or a larger number. The repeated step replaces the earliest
+        abandoned step in memory; if both slots have abandoned steps, the other slot is cleared when all processes have
+        written the repeated step. No process writes before all have cleared an abandoned step of the same number, whose
+        shards `restore` could not tell from those of the repeated step.
         """
         records = [self._segment.record(slot) for slot in range(SLOTS)]
         given_up = sorted((one.step, slot) for slot, one in enumerate(records) if one and one.step >= record.step)
@@ -242,7 +245,7 @@ class MemoryCheckpointer:
         return slot
 
     def _keep(self, recalled: Recalled) -> None:
-        """Make sure that this process's segment has the step that all continue from, and no later step."""
+        """Make this process's segment contain the step from which all processes continue, and no later step."""
         records = [self._segment.record(slot) for slot in range(SLOTS)]
         for slot, record in enumerate(records):
             if record is not None and record.step > recalled.step:
@@ -265,10 +268,10 @@ class MemoryCheckpointer:
 
 
 def memory_of_launch() -> Path:
-    """Return the folder that the launcher made.
+    """Return the folder in shared memory that `jaxshard launch` made, from its environment variable.
 
     Raises:
-      ValueError: there is none.
+      ValueError: the variable is not set.
     """
     folder = os.environ.get(MEMORY)
     if not folder:
@@ -280,10 +283,10 @@ def memory_of_launch() -> Path:
 
 
 def _together(fn: Callable[[], Any], point: str) -> Any:
-    """Call a function in every process; raise in all of them if it fails in one.
+    """Call a function in every process, and return its result; raise in all processes if it fails in any.
 
     Raises:
-      OSError, ValueError: as the function raised it, or an OSError that names the processes where it did.
+      OSError, ValueError: the function's own error; in processes where it succeeded, an OSError that names the others.
     """
     failure, result = None, None
     try:

@@ -1,7 +1,7 @@
-"""Copy blocks that a process lacks from the memory of its replicas.
+"""Copy blocks that a process lacks from processes whose devices are replicas, by an all-reduce.
 
-All devices along an axis over which an array is replicated have the same blocks of it. One device whose process has a
-block contributes its bytes, all others zeros, so that the sum over the axis is the block, bit for bit:
+All devices along an axis over which an array is replicated need the same block of it. A device whose process has the
+block contributes its bytes, all other devices zeros, so that the sum over the axis is the block, bit for bit:
 
     replica 0   has the block        2a 07 ff ..
     replica 1   its memory is gone   00 00 00 ..        sum: 2a 07 ff .. on both
@@ -25,12 +25,12 @@ from jaxshard.core.layout import Layout
 from jaxshard.distributed.agree import peers_of
 
 _CHUNK = 1 << 26
-"""Bytes per device that move at once."""
+"""The largest number of bytes per device in an all-reduce."""
 _WORD = 4
 
 
 def fetch(layout: Layout, blocks: Blocks, recalled: Recalled) -> None:
-    """Fetch the blocks that processes lack into `recalled.found`. Every process calls this, whatever it lacks."""
+    """Add the blocks that this process lacks to `recalled.found`. Collective: also for processes that lack none."""
     by_process = [blocks.of_process(process) if names else {} for process, names in enumerate(recalled.missing)]
     numbers = {held[name].array for held, names in zip(by_process, recalled.missing, strict=True) for name in names}
     groups: dict[tuple[str, ...], list[int]] = {}
@@ -44,7 +44,15 @@ def fetch(layout: Layout, blocks: Blocks, recalled: Recalled) -> None:
 def _fetch_group(
     layout: Layout, blocks: Blocks, recalled: Recalled, axes: tuple[str, ...], numbers: Sequence[int]
 ) -> None:
-    """Fetch missing blocks of arrays that are replicated over the same axes, a chunk at a time."""
+    """Fetch the missing blocks of some arrays, chunk by chunk, and add them to `recalled.found`.
+
+    Args:
+      layout: the layout of the run.
+      blocks: the blocks of all processes.
+      recalled: the step; each missing block is sent by the process in `recalled.holders`.
+      axes: the mesh axes over which all these arrays are replicated.
+      numbers: the indices of the arrays.
+    """
     found, lacking = recalled.found, recalled.missing[jax.process_index()]
     mine = blocks.devices_of(jax.process_index())
     placed = {device: _place(blocks.of_device(device), numbers) for device in mine}
@@ -73,7 +81,7 @@ def _fetch_group(
 
 
 class _Sum:
-    """The program that adds words over some axes of a mesh, compiled once."""
+    """A compiled all-reduce of uint32 words over some axes of a mesh."""
 
     def __init__(self, layout: Layout, axes: tuple[str, ...], words: int):
         mesh = layout.mesh
@@ -91,7 +99,7 @@ class _Sum:
         self._peers = peers_of(mesh)
 
     def __call__(self, devices: Sequence[jax.Device], parts: Sequence[Bytes]) -> list[Bytes]:
-        """Add the bytes of every device, and return the sums."""
+        """Add the words of the devices along the axes; return the sum for each of this process's devices, as bytes."""
         words = [jax.device_put(part.view(np.uint32), device) for device, part in zip(devices, parts, strict=True)]
         if self._peers is not None:
             self._peers.meet(POINT)  # collectives don't wait long
@@ -101,7 +109,10 @@ class _Sum:
 
 
 def _place(held: Sequence[Block], numbers: Sequence[int]) -> list[tuple[Block, int]]:
-    """Place the blocks of some arrays one after another: (block, its start); the same starts on every device."""
+    """Place a device's blocks of some arrays one after another in a buffer; return (block, first byte) of each.
+
+    The first bytes are the same on every device, since all shards of an array have the same size.
+    """
     placed, at = [], 0
     of_array = {block.array: block for block in held}
     for number in numbers:
@@ -111,7 +122,10 @@ def _place(held: Sequence[Block], numbers: Sequence[int]) -> list[tuple[Block, i
 
 
 def _overlap(start: int, size: int, at: int, length: int) -> tuple[slice, slice]:
-    """Return (slice of a chunk that begins at `start`, slice of a block that begins at `at`) where both overlap."""
+    """Return (slice within a chunk, slice within a block) of the bytes where both overlap in the buffer.
+
+    The chunk has `size` bytes from `start` on, the block `length` bytes from `at` on.
+    """
     low = max(start, at)
     high = max(low, min(start + size, at + length))
     return slice(low - start, high - start), slice(low - at, high - at)

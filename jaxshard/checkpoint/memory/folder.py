@@ -1,8 +1,8 @@
-"""The folder of runs in memory, which `jaxshard launch` makes, locks and removes.
+"""The folder in shared memory for copies of a run, which `jaxshard launch` makes, locks and removes.
 
-    /dev/shm/jaxshard-memory-x1y2z3/    of this user, of one launch
-        .lock                           flock(2), as long as the launch lives, with its name
-        process-0, process-1, ...       segment.py
+    /dev/shm/jaxshard-memory-x1y2z3/    the folder of one launch
+        .lock                           locked by flock(2) as long as the launch lives; has the name of its process
+        process-0, process-1, ...       the copies of each process, see segment.py
 
 A launch that is killed leaves its folder without a lock, and the next launch on the machine removes it. This file does
 not import JAX, for the launcher.
@@ -21,7 +21,7 @@ from jaxshard.checkpoint.lock import LOCK, hold, release
 from jaxshard.core.launch_environment import MEMORY
 
 SHARED = Path("/dev/shm")
-"""Linux's file system in memory, which all programs may write."""
+"""The folder of Linux whose files are in memory, in which all programs may write."""
 PREFIX = "jaxshard-memory-"
 
 
@@ -33,8 +33,8 @@ def memory_folder(*, make: bool = True) -> Iterator[dict[str, str]]:
       make: False to do nothing.
 
     Yields:
-      The environment variable that names the folder. An empty dict if the caller's environment has it already, since
-      its owner removes the folder, or on a system without shared memory.
+      {environment variable: the folder}, for the launched processes. An empty dict if the variable is set already (then
+      whoever set it removes the folder), or on a system without shared memory.
     """
     if not make or MEMORY in os.environ or not os.access(SHARED, os.W_OK):
         yield {}
@@ -50,7 +50,7 @@ def memory_folder(*, make: bool = True) -> Iterator[dict[str, str]]:
 
 
 def find_leftovers() -> list[Path]:
-    """Return the folders of this user's launches that have ended without removing them."""
+    """Return the folders of this user's launches that were killed, and so did not remove their folders."""
     if not hasattr(os, "getuid") or not SHARED.is_dir():
         return []
     found = []
@@ -62,17 +62,17 @@ def find_leftovers() -> list[Path]:
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes of memory of the files in a folder."""
+    """Return the total bytes of the files in a folder."""
     return sum(path.stat().st_size for path in folder.glob("*") if path.is_file())
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder with its contents, as far as possible."""
+    """Delete a folder with its contents, ignoring errors."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _make() -> Path:
-    """Make a folder and lock it."""
+    """Make a new folder in shared memory, and lock it."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED))
         with contextlib.suppress(FileNotFoundError, BlockingIOError):  # another launch removed it as a leftover

@@ -1,13 +1,13 @@
-"""The memory segment of one process, which outlives it: a file with two slots, one of which is always complete.
+"""The memory segment of a process: a file in shared memory with two slots, one of which always has a complete step.
 
     process-3   header     two lines: a JSON object, and its CRC-32
                 slot 0     record, block, block, ...
                 slot 1     record, block, block, ...
 
-The header lists the arrays and blocks; it is written once. To write a slot, first clear its record, then copy all
-blocks, then write the record: two lines as in the header, with the step, the run's name, and the CRC-32 of every block.
-So a process that is killed meanwhile leaves one slot without a record and the other unchanged. Nothing is flushed to
-disk: the file survives the process, but not the machine.
+The header lists the arrays and blocks (shards); it is written once. To write a slot, first clear its record, then copy
+all blocks, then write the record: two lines as in the header, with the step, the name of the training run, and the
+CRC-32 of every block. So a process that is killed meanwhile leaves one slot without a record and the other slot
+unchanged. Nothing is flushed to disk: the file survives the process, but not the machine.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from jaxshard.checkpoint.strict_json import decode_object
 FORMAT = 1
 SLOTS = 2
 MOST_DATA = 1 << 16
-"""The most bytes of the data's position in a record."""
+"""The largest number of bytes of the position of the data in a record, as JSON."""
 _PAGE, _LINE = 4096, 64
 _LARGEST_HEADER = 1 << 28
 _FEW = 1 << 22
-"""Bytes below which one thread copies everything, since starting threads takes as long."""
+"""Fewer bytes than this are copied by the calling thread, since starting threads would take as long."""
 _THREADS = 8
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Header(NamedTuple):
-    """The header of a segment: its blocks and arrays.
+    """The header of a segment: its arrays and blocks.
 
     Attributes:
-      facts: facts that must not change when the run continues, by name: the index of the process, the mesh.
-      arrays: every array of the run, by its path, as text.
-      blocks: the bytes of every block, by its name, in their order.
+      facts: {name: text} of facts that must be the same after a restart: the index of the process, the mesh.
+      arrays: {path: how the array is stored, as text} of every array of the run.
+      blocks: {name: number of bytes} of every block, in the order of the slots.
     """
 
     facts: dict[str, str]
@@ -54,12 +54,12 @@ class Header(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The step in a slot.
+    """The record of a slot, which describes the step in it.
 
     Attributes:
-      run: the random name of the run.
+      run: the random name of the training run.
       step: the number of the step.
-      saves: the number of saves of the run in memory so far, this one included.
+      saves: the number of saves of the training run in memory so far, including this save.
       data: the position of the data.
       sums: the CRC-32 of every block.
     """
@@ -72,7 +72,7 @@ class Record(NamedTuple):
 
 
 class Segment:
-    """A segment that is mapped into this process; made by `create_segment` and `open_segment`."""
+    """A segment that is mapped into the memory of this process; made by `create_segment` and `open_segment`."""
 
     def __init__(self, file: Path, header: Header, start: int):
         self.file, self.header = file, header
@@ -84,7 +84,7 @@ class Segment:
             raise Damaged(f"{file}: {len(self._memory)} bytes, {start + SLOTS * self._size} are expected")
 
     def record(self, slot: int) -> Record | None:
-        """Return the record of a slot; None if the slot has no step or an incomplete one."""
+        """Return the record of a slot; None if the slot has no step or an incomplete step."""
         return _parse_record(self._slot(slot)[: self._places[0]].tobytes(), len(self._names))
 
     def clear(self, slot: int) -> None:
@@ -95,8 +95,8 @@ class Segment:
         """Write a step into a slot.
 
         Args:
-          slot: its index. The other slot does not change.
-          record: the record, whose sums are computed here.
+          slot: the index of the slot. The other slot does not change.
+          record: the record, whose `sums` are replaced by the checksums of `blocks`.
           blocks: the bytes of every block, in the order of the header.
 
         Raises:
@@ -126,8 +126,8 @@ class Segment:
         """Copy blocks out of a slot.
 
         Args:
-          slot: its index.
-          record: its record.
+          slot: the index of the slot.
+          record: the record of the slot.
           names: the names of the blocks; blocks that the segment lacks are skipped.
 
         Returns:
@@ -151,10 +151,10 @@ class Segment:
 
 
 def create_segment(file: Path, header: Header) -> Segment:
-    """Make a segment with empty slots, and reserve all of its memory; replace a segment of that name.
+    """Make a segment with empty slots, and reserve all of its memory; replace an existing file.
 
     Raises:
-      OSError: there is not as much memory; the message has both numbers.
+      OSError: there is not enough memory; the message has the needed and the free bytes.
     """
     line = json.dumps({"format": FORMAT} | header._asdict()).encode() + b"\n"
     text = line + _checksum_line(line)
@@ -184,11 +184,11 @@ def create_segment(file: Path, header: Header) -> Segment:
 
 
 def open_segment(file: Path) -> Segment:
-    """Map an existing segment, of this or an earlier process.
+    """Map an existing segment into memory.
 
     Raises:
-      Damaged: its header is damaged, or it has another size.
-      FileNotFoundError: there is none.
+      Damaged: the header is damaged, or the file has another size than the header says.
+      FileNotFoundError: there is no such file.
     """
     with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as opened:
         line, checksum = opened.readline(_LARGEST_HEADER), opened.readline(_PAGE)
@@ -205,7 +205,7 @@ def open_segment(file: Path) -> Segment:
 
 
 def _place_blocks(header: Header) -> tuple[list[int], int]:
-    """Return (the start of every block in a slot, and the end of the last one; the bytes of a slot)."""
+    """Return ([first byte of every block in a slot, then the end of the last block], bytes of a slot)."""
     starts = [_round_up(MOST_DATA + _PAGE + 12 * len(header.blocks), _PAGE)]
     for size in header.blocks.values():
         starts.append(_round_up(starts[-1] + size, _LINE))
@@ -213,9 +213,9 @@ def _place_blocks(header: Header) -> tuple[list[int], int]:
 
 
 def _map(fn: Callable[..., Any], size: int, *columns: Sequence[Any]) -> list[Any]:
-    """Call a function for each row of some columns, in threads if there are many bytes in all.
+    """Return `[fn(*row) for row in zip(*columns)]`, computed in threads if `size`, the bytes of a slot, is large.
 
-    Copies and checksums release the GIL.
+    Threads help because copies and checksums release the GIL.
     """
     if size < _FEW:
         return [fn(*row) for row in zip(*columns, strict=True)]
@@ -224,7 +224,7 @@ def _map(fn: Callable[..., Any], size: int, *columns: Sequence[Any]) -> list[Any
 
 
 def _reserve(opened: int, size: int) -> None:
-    """Allocate a file of this size: without that a process dies by SIGBUS when memory runs out."""
+    """Allocate the memory of a file now; otherwise a later write dies by SIGBUS if memory runs out."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(opened, 0, size)
     else:

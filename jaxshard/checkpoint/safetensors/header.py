@@ -5,8 +5,8 @@ A file is the header's length as eight bytes, little-endian; the header as JSON;
     {"__metadata__": {"jaxshard": "1", "crc32:w": "7d3c9a01"},
      "w": {"dtype": "F32", "shape": [64, 48], "data_offsets": [0, 12288]}}
 
-The metadata are ours: the version of this convention, and the CRC-32 of every tensor. Files of other programs have
-neither and can be read too. Headers are untrusted: every value is checked before use.
+The metadata are an addition of jaxshard: the version of this addition, and the CRC-32 of every tensor. Files of other
+programs have neither and can be read too. Headers are untrusted: every value is checked before use.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ DTYPES = {
     "F64": "float64",
     "C64": "complex64",
 }
-"""The dtypes in a header, and JAX's names for them."""
+"""{name of a dtype in a header: JAX's name for it}."""
 METADATA = "__metadata__"
 CODES = {ours: name for name, ours in DTYPES.items()}
 _LIMIT = 100_000_000
-"""The most bytes of a header, as in the `safetensors` library."""
+"""The largest number of bytes of a header, as in the `safetensors` library."""
 _SUM = "crc32:"
 _HEX = re.compile("[0-9a-f]{8}")
 
 
 class Tensor(NamedTuple):
-    """One tensor of a file; its first byte is `start`, counted from the end of the header."""
+    """The dtype, shape and place of a tensor in a file; `start` is its first byte, counted from the header's end."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ class Tensor(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Its number of bytes."""
+        """The number of bytes of the tensor."""
         return math.prod(self.shape) * int(jnp.dtype(self.dtype).itemsize)
 
     def __str__(self) -> str:
@@ -69,7 +69,14 @@ class Tensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The content of a header: the tensors, the CRC-32 of each (in our files), bytes before the data, all metadata."""
+    """The content of a header.
+
+    Attributes:
+      tensors: {name: tensor}.
+      checksums: {name: CRC-32} of the tensors; {} for files of other programs.
+      length: the number of bytes before the first tensor.
+      metadata: all metadata.
+    """
 
     tensors: dict[str, Tensor]
     checksums: dict[str, int]
@@ -78,15 +85,15 @@ class Header(NamedTuple):
 
 
 def encode_header(tensors: Mapping[str, Tensor], checksums: Mapping[str, int], others: Mapping[str, str] = {}) -> bytes:
-    """Encode a header with its length before it.
+    """Encode the beginning of a file: the length of the header, and the header.
 
-    The length does not depend on the checksums, so that the header can be rewritten when they are known. It is padded
-    to a multiple of eight bytes, which aligns the tensors.
+    The length does not depend on the values of the checksums, so that the header can be rewritten when they are known.
+    The header is padded to a multiple of eight bytes, which aligns the tensors.
 
     Args:
-      tensors: the tensors in the order of their bytes.
-      checksums: the CRC-32 of each.
-      others: more metadata, under keys that are none of these.
+      tensors: {name: tensor}, in the order of their bytes.
+      checksums: {name: CRC-32} of each tensor.
+      others: further metadata, with other keys than "jaxshard" and "crc32:<name>".
     """
     metadata = dict(others) | {"jaxshard": VERSION} | {_SUM + name: f"{checksums[name]:08x}" for name in tensors}
     fields: dict[str, Any] = {METADATA: metadata}
@@ -106,7 +113,7 @@ def decode_header(start: bytes, size: int) -> Header:
       size: the size of the file in bytes.
 
     Raises:
-      ValueError: it is not the header of a complete safetensors file, or has a newer version of our convention.
+      ValueError: it is not the header of a complete safetensors file, or a newer version of jaxshard wrote it.
     """
     end = header_size(start, size)
     fields = _decode_json(start[8:end])
@@ -134,7 +141,7 @@ def header_size(start: bytes, size: int) -> int:
       size: the size of the file in bytes.
 
     Raises:
-      ValueError: the file is shorter than that, or no header is so long.
+      ValueError: the file is shorter than its header, or the length is above the limit.
     """
     if size < 8:
         raise ValueError(f"{size} bytes are no safetensors file: it was cut off")

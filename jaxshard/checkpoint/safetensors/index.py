@@ -1,4 +1,4 @@
-"""The index of a model in several safetensors files: which tensor is in which file, as on Hugging Face."""
+"""The index of a model in several safetensors files: a JSON file that says which tensor is in which file."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ INDEX = ".index.json"
 
 
 def index_of(path: Path) -> Path:
-    """Return the path of the index of a model, whose own path may be that of the index."""
+    """Return the path of a model's index, "model.safetensors.index.json"; `path` is the model's file or the index."""
     return path if path.name.endswith(INDEX) else path.with_name(path.name + INDEX)
 
 
 def parse_index(raw: bytes) -> dict[str, str]:
-    """Return the name of the file of each tensor.
+    """Decode the content of an index; return {name of a tensor: name of its file}.
 
     Raises:
       ValueError: it is no index, or a file is not in the folder of the index.
@@ -28,7 +28,7 @@ def parse_index(raw: bytes) -> dict[str, str]:
 
 
 def find_model_files(path: Path) -> list[Path]:
-    """List the files of the model at a path: its index first, then the file itself, then the files of the index."""
+    """List the existing files of the model at a path: the index, then the file `path`, then the files in the index."""
     index = index_of(path)
     if not index.exists():
         return [path] if path.exists() else []

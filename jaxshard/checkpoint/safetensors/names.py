@@ -14,20 +14,20 @@ from jaxshard.training.base import matrix_layout, merge_stored
 from jaxshard.training.state import TrainState, check_not_donated, run_shapes
 
 ModelArray = tuple[Entry, jax.Array]
-"""One array of a model: (its entry, the stored array)."""
+"""(description of an array of a model, the stored array)."""
 
 
 def model_entries(layout: Layout) -> tuple[list[Entry], Any]:
-    """List the arrays of a layout's models, named as tensors.
+    """List the arrays of a model with this layout, with the names that they have as tensors in a file.
 
-    A name is "blocks.attention.kernel"; of a model with a state, "params.dense.kernel" and "state.mean". Of a model of
-    `js.lora` they are those of the model without factors.
+    A name is "blocks.attention.kernel"; for a model with a state, "params.dense.kernel" or "state.mean". For a model of
+    `js.lora` the arrays are those of the model without factors, into which the factors are merged.
 
     Args:
       layout: the layout.
 
     Returns:
-      (the entries in the order of a model's leaves, the tree structure of what `init_fn` returns).
+      (an `Entry` for each array, in the order of the leaves; the tree structure of the result of `init_fn`).
 
     Raises:
       ValueError: two paths have the same name, or a name or dtype can't be written; the message names every such array.
@@ -49,16 +49,16 @@ def model_entries(layout: Layout) -> tuple[list[Entry], Any]:
 
 
 def tensor_of(entry: Entry) -> Tensor:
-    """Return the dtype and shape of an array in a file, as a tensor at its beginning."""
+    """Return the dtype and shape that an array has in a file, as a `Tensor` whose `start` is 0."""
     return Tensor(str(entry.words.dtype), entry.words.shape, 0)
 
 
 def model_arrays(run: Any, layout: Layout) -> list[ModelArray]:
-    """Return the arrays of a model with their entries, in the order of its leaves.
+    """Return (entry, stored array) of each array of a model, in the order of the leaves; merge factors of `js.lora`.
 
     Args:
-      run: a run, or a stored model alone.
-      layout: how it is stored.
+      run: a TrainState, or only its model: stored parameters, or a `js.Model` of stored parameters and state.
+      layout: the layout of the run.
 
     Raises:
       ValueError: the arrays or their shardings differ from the layout; the message names each.

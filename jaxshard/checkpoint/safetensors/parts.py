@@ -1,8 +1,7 @@
-"""Read only the parts of tensors in files that a process needs, to keep host memory small.
+"""Read parts of tensors in files, so that a process reads only what it needs, and keeps host memory small.
 
-A part is an index range in each dimension. It is read by contiguous runs of the file. Files are read, not mapped:
-  mapped
-pages stay in memory until they are unmapped, and count as the process's memory.
+A part is an index range in each dimension. Each contiguous byte range of the file is read by one call. Files are not
+memory-mapped, since mapped pages stay in memory until they are unmapped, and count as the process's memory.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 LEAST_RUN = 1 << 10
-"""Runs of fewer bytes are read together with the gaps between them, which are dropped."""
+"""Contiguous byte ranges shorter than this are read together with the gaps between them, which are dropped."""
 _MOST = 1 << 22
-"""Bytes that are read at once for that."""
+"""The largest number of bytes to read at once, when gaps are read too."""
 
 
 class Range(NamedTuple):
@@ -32,11 +31,11 @@ class Range(NamedTuple):
 
 
 class Source(NamedTuple):
-    """The bytes of a tensor in a file.
+    """The place of a tensor in a file.
 
     Attributes:
-      file: the file.
-      offset: where they begin.
+      file: the path of the file.
+      offset: the first byte of the tensor in the file.
       dtype: the dtype of the tensor.
     """
 
@@ -49,9 +48,9 @@ def read_part(source: Source, shape: Sequence[int], ranges: Sequence[Range]) -> 
     """Read a part of a tensor.
 
     Args:
-      source: the tensor.
-      shape: its shape.
-      ranges: of each dimension the indices to read.
+      source: the place of the tensor.
+      shape: the shape of the tensor.
+      ranges: the indices to read, for each dimension.
 
     Returns:
       The part, in C order.
@@ -75,9 +74,9 @@ def read_part(source: Source, shape: Sequence[int], ranges: Sequence[Range]) -> 
 
 
 def allocate(shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Make an uninitialised array; a large one has separate pages, which are freed with it.
+    """Make an uninitialised NumPy array; a large array is allocated by mmap, not by malloc.
 
-    malloc keeps much freed memory, and does not align arrays so that JAX can share them on CPU instead of copying.
+    malloc keeps much freed memory, and does not align arrays as JAX needs it to share them on a CPU without a copy.
     """
     count = math.prod(shape)
     if count * dtype.itemsize < 1 << 20:
@@ -87,7 +86,10 @@ def allocate(shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _firsts(shape: Sequence[int], ranges: Sequence[Range], cut: int) -> Iterator[int]:
-    """Yield the index of the first element of each run: one for each index in the dimensions before `cut`."""
+    """Yield the flat index of the first element of each contiguous range of a part, for each index before `cut`.
+
+    Dimension `cut` is the last in which the part is smaller than the tensor.
+    """
     steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     start = ranges[cut].start * steps[cut] if shape else 0
     for index in product(*(range(*one) for one in ranges[:cut])):
@@ -97,7 +99,7 @@ def _firsts(shape: Sequence[int], ranges: Sequence[Range], cut: int) -> Iterator
 def _read_rows(
     fd: int, source: Source, shape: Sequence[int], ranges: Sequence[Range], cut: int, part: NDArray[Any]
 ) -> None:
-    """Read full rows of dimension `cut` - 1, up to 4 MiB at a time, and keep the wanted part."""
+    """Fill `part`: read full rows of dimension `cut - 1`, up to 4 MiB at a time, and keep the wanted elements."""
     dim, row = cut - 1, math.prod(shape[cut:])
     together = max(1, _MOST // (row * part.itemsize))
     flat = part.reshape(-1, *part.shape[dim:])
@@ -110,7 +112,7 @@ def _read_rows(
 
 
 def _read_into(fd: int, source: Source, start: int, raw: NDArray[np.uint8]) -> None:
-    """Fill an array with the tensor's bytes from `start`."""
+    """Fill the array `raw` with the bytes of a tensor from its byte `start` on."""
     done, rest = 0, raw.data
     while done < len(rest):
         count = os.preadv(fd, [rest[done : done + (1 << 30)]], source.offset + start + done)

@@ -1,13 +1,13 @@
-"""Copy sharded arrays to the host in pieces of some megabytes, in the order of their bytes.
+"""Copy sharded arrays to the host in pieces of some megabytes, in the order of the bytes of the full array.
 
 Example: f32[4, 6] in model order, split over two devices along its second dimension, in pieces of at most 8 bytes. Each
-window is one row and two columns wide, and three columns per device make two windows, the second of which overlaps the
-first one and skips an element:
+piece is computed from a window of one row and two columns. The three columns of a device need two windows, of which the
+second overlaps the first, so its first element is skipped:
 
     device      0      |      1
-    row 0    0  1  2   |   3  4  5      windows at columns 0, 1 (skip 1), 3, 4 (skip 1): bytes of 0 1, 2, 3 4, 5
+    row 0    0  1  2   |   3  4  5      windows at columns 0, 1 (skip 1), 3, 4 (skip 1): elements 0 1, 2, 3 4, 5
 
-so all windows of an array have one shape, and one compiled program fetches all of them.
+So all windows of an array have the same shape, and a single compiled program fetches all of them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from jaxshard.core.mesh import axis_names
 from jaxshard.core.placement import axes_of, splits_per_dim
 
 LIMIT = 1 << 24
-"""Bytes of the largest piece."""
+"""The default for the largest number of bytes of a piece."""
 
 
 class Window(NamedTuple):
     """The shape of a part of an array that is contiguous in the array's bytes.
 
-    It has one index in each of the first `cut` - 1 dimensions, several within one shard in the next dimension, and all
-    in the others.
+    It has a single index in each of the first `cut - 1` dimensions, several indices within one shard in the next
+    dimension, and all indices in the remaining dimensions.
     """
 
     cut: int
@@ -44,9 +44,9 @@ class Window(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The elements of a window as unsigned integers, the same on every device.
+    """The elements of a window, bitcast to unsigned integers, and replicated on every device.
 
-    The first `skip` bytes repeat the previous piece.
+    The first `skip` bytes belong to the previous piece too.
     """
 
     array: jax.Array
@@ -57,10 +57,10 @@ def largest_window(shape: tuple[int, ...], splits: tuple[int, ...], itemsize: in
     """Return the largest window of at most `limit` bytes, but at least one element.
 
     Args:
-      shape: the global shape of the array, without empty dimensions.
-      splits: the number of shards of each dimension.
-      itemsize: bytes of one element.
-      limit: bytes of the largest window.
+      shape: the global shape of the array, in which no size is 0.
+      splits: the number of shards along each dimension.
+      itemsize: the bytes of one element.
+      limit: the largest number of bytes of a window.
     """
     if not shape:
         return Window(0, ())
@@ -73,9 +73,9 @@ def largest_window(shape: tuple[int, ...], splits: tuple[int, ...], itemsize: in
 def window_starts(
     shape: tuple[int, ...], splits: tuple[int, ...], window: Window
 ) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield (first index, elements to skip) of windows that together are the array, in the order of its bytes.
+    """Yield (index of the first element, elements to skip) of windows that together cover the array, in byte order.
 
-    If the last window of a shard would not fit, it begins earlier and skips elements of the previous window.
+    If the last window would reach beyond its shard, it begins earlier, and skips elements of the previous window.
     """
     if not window.cut:
         yield (), 0
@@ -92,16 +92,15 @@ def window_starts(
 def stream_pieces(x: jax.Array, mesh: Mesh, spec: PartitionSpec, limit: int = LIMIT) -> Iterator[Piece]:
     """Yield an array piece by piece, in the order of its bytes.
 
-    Collective: every process takes all pieces. Per piece, each device contributes its part of the window: over mesh
-    axes that split one of the first dimensions, where a window lies within one shard, one all-reduce (all other devices
-    add zeros); over axes that split the other dimensions, all-gathers. A device needs memory for one piece in addition
-    to its shard.
+    Collective: every process must take all pieces. The collectives of a piece are an all-reduce over the mesh axes that
+    split dimensions in which the window is within one shard (devices without the window add zeros), and all-gathers
+    over the axes that split other dimensions. A device needs memory for one piece in addition to its shard.
 
     Args:
       x: the global array, in model order.
-      mesh: its mesh.
-      spec: how it is split.
-      limit: bytes of the largest piece.
+      mesh: the mesh of the array.
+      spec: the sharding of the array.
+      limit: the largest number of bytes of a piece.
     """
     if x.size == 0:
         return
@@ -114,7 +113,7 @@ def stream_pieces(x: jax.Array, mesh: Mesh, spec: PartitionSpec, limit: int = LI
 
 
 def fetch_bytes(piece: Piece) -> bytes:
-    """Copy a piece to the host, without the elements that repeat the previous piece."""
+    """Copy a piece to the host, without the bytes that belong to the previous piece."""
     return np.asarray(piece.array.addressable_data(0)).reshape(-1).view(np.uint8)[piece.skip :].tobytes()
 
 
@@ -146,7 +145,7 @@ def _index(axes: tuple[str, ...]) -> Any:
 
 
 def _to_bits(x: jax.Array) -> jax.Array:
-    """Cast to unsigned integers of the same bytes; adding zeros keeps those, but would make 0.0 of -0.0.
+    """Bitcast to unsigned integers, to which zeros can be added without a change; a float -0.0 would become 0.0.
 
     Complex numbers get a last dimension of two; booleans become bytes.
     """

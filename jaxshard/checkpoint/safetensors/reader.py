@@ -1,4 +1,4 @@
-"""`js.load_safetensors` and `js.from_bytes`: load a model for any layout, each device only its part."""
+"""`js.load_safetensors` and `js.from_bytes`: load a model for any layout; each device gets only its shards."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _POINT = "js.load_safetensors"
 
 
 class StoredTensor(NamedTuple):
-    """One tensor of a file.
+    """A tensor in a file.
 
     Attributes:
-      file: the file, for messages.
-      tensor: its dtype, shape and place.
-      raw: its bytes; a file is mapped, so that bytes are read when used.
-      crc32: its checksum, None if the file has none.
-      start: the offset of its bytes in the file.
+      file: the path of the file, for messages.
+      tensor: the tensor's dtype, shape and place in the data of the file.
+      raw: the tensor's bytes; the file is memory-mapped, so bytes are read from disk when they are used.
+      crc32: the tensor's checksum; None if the file has no checksums.
+      start: the first byte of the tensor in the file.
     """
 
     file: str
@@ -45,25 +45,26 @@ class StoredTensor(NamedTuple):
 
     @property
     def array(self) -> npt.NDArray[Any]:
-        """The tensor over the same bytes."""
+        """The tensor as an array that shares the memory of `raw`."""
         return self.raw.view(self.tensor.dtype).reshape(self.tensor.shape)
 
 
 @with_own_settings
 def load_safetensors(path: str | os.PathLike[str], layout: Layout, *, verify: bool = True) -> PyTree:
-    """Load the model in a safetensors file, or in the files of its index. Every process calls this.
+    """Load a model from a safetensors file, or from several files with an index. Every process calls this.
 
     Pass the result to `js.init`, which stores it as the layout says:
 
         run = js.init(init_fn, tx, layout, key, init_from=js.load_safetensors("model.safetensors", layout))
 
-    Each process copies from the files what its devices need.
+    Each process copies from the files only what its devices need.
 
     Args:
-      path: the file, or the index (or the name before .index.json) of several, on a disk that all processes see.
+      path: the file; for several files their index, or its path without ".index.json". On a disk that all processes
+        see.
       layout: the layout of the run.
-      verify: first compare the bytes with the checksums, a share of the tensors in each process. Files that
-        `js.save_safetensors` did not write have none.
+      verify: first compare the bytes of the tensors with their checksums; each process compares a share of the tensors.
+        Files that `js.save_safetensors` did not write have no checksums.
 
     Returns:
       A tree like the result of `init_fn`, of global arrays in model order, sharded over the mesh as far as the layout
@@ -71,9 +72,9 @@ def load_safetensors(path: str | os.PathLike[str], layout: Layout, *, verify: bo
 
     Raises:
       FileNotFoundError: there is neither the file nor an index of it.
-      ValueError: a tensor is missing, unknown, or has another shape or dtype than the layout (every such tensor is
-        named, nothing is cast); a file is damaged, cut off or no safetensors file, or one of the index is missing; the
-        path is an address such as gs://...
+      ValueError: a tensor is missing, unknown, or has another shape or dtype than the layout (the message names every
+        such tensor; nothing is cast); a file is damaged, truncated or no safetensors file, or a file that the index
+        lists is missing; the path is an address such as gs://...
 
     Example:
         js.save_safetensors("model.safetensors", run, layout)
@@ -88,10 +89,10 @@ def load_safetensors(path: str | os.PathLike[str], layout: Layout, *, verify: bo
 
 @with_own_settings
 def from_bytes(raw: bytes, layout: Layout) -> PyTree:
-    """Load the model in the bytes of a safetensors file. Every process calls this with the same bytes.
+    """Load a model from the bytes of a safetensors file. Every process calls this with the same bytes.
 
     Args:
-      raw: the content of a file.
+      raw: the content of a file, such as the result of `js.to_bytes`.
       layout: the layout of the run.
 
     Returns:
@@ -121,7 +122,14 @@ def _load_onto(
 
 
 def check_tensors(wanted: list[Entry], what: str, found: dict[str, StoredTensor], *, verify: bool) -> None:
-    """Raise in all processes unless the tensors fit the entries, and with `verify` their checksums."""
+    """Raise ValueError in all processes unless the tensors found are those of a layout.
+
+    Args:
+      wanted: the entries of the layout's arrays.
+      what: the name of the file, for messages.
+      found: {name: tensor} in the files.
+      verify: True to compare the bytes of the tensors with their checksums too.
+    """
     differences = list_differences(
         {name: str(one.tensor) for name, one in found.items()}, {entry.path: str(tensor_of(entry)) for entry in wanted}
     )
@@ -138,13 +146,16 @@ def check_tensors(wanted: list[Entry], what: str, found: dict[str, StoredTensor]
 
 
 def place_tensor(entry: Entry, array: npt.NDArray[Any], layout: Layout) -> jax.Array:
-    """Put a tensor on the devices in model order, sharded as far as the layout allows; keys as their words."""
+    """Copy a tensor to the devices in model order, in a sharding as close as possible to the layout's.
+
+    Random keys stay uint32 words.
+    """
     sharding = entry.shape_saved(layout.mesh).sharding
     return jax.make_array_from_callback(array.shape, sharding, lambda index: copy_part(array, index))
 
 
 def copy_part(array: npt.NDArray[Any], index: Any) -> npt.NDArray[Any]:
-    """Copy the part of a tensor for one device."""
+    """Copy the part of a tensor at some slices to a new contiguous array, the shard of a device."""
     return np.array(array[index], order="C")
 
 
@@ -153,14 +164,14 @@ def _is_damaged(one: StoredTensor) -> bool:
 
 
 def check_exists(path: Path, point: str) -> None:
-    """Raise FileNotFoundError in all processes unless each finds the file, or its index. Collective."""
+    """Raise FileNotFoundError in all processes if any process finds neither the file nor its index. Collective."""
     there = path.exists() or index_of(path).exists()
     missing = [] if there else ["there is neither this file nor an index of it"]
     raise_together(missing, FileNotFoundError, f"{path}: no model is here", point=point)
 
 
 def open_files(path: Path) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Return (the tensors of a file or of the files of its index, problems)."""
+    """Map a safetensors file, or all files in an index; return ({name: tensor}, messages about damaged files)."""
     problems: list[str] = []
     index = index_of(path)
     if index != path and (path.exists() or not index.exists()):
@@ -199,7 +210,16 @@ def _open_buffer(file: str, raw: npt.NDArray[np.uint8], problems: list[str]) -> 
 def open_buffer(
     file: str, raw: npt.NDArray[np.uint8], problems: list[str]
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return (the tensors in the bytes of a file, without reading them; its metadata); note what is wrong with it."""
+    """Decode the header of a file, without reading the bytes of tensors; append a message to `problems` on failure.
+
+    Args:
+      file: the path of the file, for messages.
+      raw: the bytes of the file.
+      problems: a list of messages.
+
+    Returns:
+      ({name: tensor}, the metadata of the file); two empty dicts if the file is damaged.
+    """
     try:
         header = decode_header(raw[: header_size(raw[:8].tobytes(), raw.size)].tobytes(), raw.size)
     except ValueError as error:

@@ -1,8 +1,8 @@
-"""`js.run_to_bytes` and `js.run_from_bytes`: a complete run as the bytes of one safetensors file.
+"""`js.run_to_bytes` and `js.run_from_bytes`: a complete TrainState as the bytes of one safetensors file.
 
-Its tensors are the arrays of the run in model order, called as in a checkpoint: "step", "params/w", "opt_state/0/mu/w".
-Everything else is JSON in the metadata, after its CRC-32: the dtypes of random keys, whose tensors are their words, and
-the position of the data.
+The tensors are the arrays of the TrainState in model order, with the names that they have in a checkpoint: "step",
+"params/w", "opt_state/0/mu/w". The dtypes of random keys, which are stored as uint32 words, and the position of the
+data are in the metadata, as a CRC-32 and a JSON object:
 
     "jaxshard.run": '7d3c9a01 {"keys": {"key": "key<fry>[]"}, "data": {"epoch": 2}}'
 """
@@ -40,20 +40,20 @@ _ABOUT = "jaxshard.run"
 def run_to_bytes(run: TrainState, layout: Layout, *, data: Any = None) -> bytes:
     """Encode a run as bytes: parameters, optimizer and model state, step, random key. Every process calls this.
 
-    The content is that of `js.save`, for use without a file system; any layout restores it. Collectives are those of
-    `js.save_safetensors`.
+    Use it to save a run without a file system; a run of any other layout can be made from the bytes. Collectives are
+    those of `js.save_safetensors`.
 
     Args:
       run: the run.
-      layout: how it is stored.
-      data: the position of the data, as `js.save` takes it.
+      layout: the layout of the run.
+      data: the position of the data, as for `js.save`.
 
     Returns:
-      The bytes of the complete run, on every process's host. Each tensor has a checksum.
+      The bytes of the complete run, in every process. Each tensor has a checksum.
 
     Raises:
-      ValueError: the run is not one of this layout, has a dtype that safetensors lacks (every such array is named), or
-        `data` does not come back from JSON.
+      ValueError: the run does not fit the layout, has a dtype that safetensors lacks (the message names every such
+        array), or JSON does not preserve `data`.
       TypeError: `run` is no TrainState.
 
     Example:
@@ -81,18 +81,18 @@ def run_to_bytes(run: TrainState, layout: Layout, *, data: Any = None) -> bytes:
 
 @with_own_settings
 def run_from_bytes(raw: bytes, layout: Layout) -> tuple[TrainState, Any]:
-    """Decode the bytes of a run, as `layout` stores it. Every process calls this with the same bytes.
+    """Make a run from its bytes, stored as a layout says. Every process calls this with the same bytes.
 
     Args:
-      raw: the result of `js.run_to_bytes`, for a run under any layout.
-      layout: how to store the run; its model and optimizer are those of the run.
+      raw: the result of `js.run_to_bytes`, for a run of any layout.
+      layout: the layout in which to store the run, made from the same model and optimizer.
 
     Returns:
-      (the run bit for bit, the position of the data).
+      (the run, equal bit for bit; the position of the data).
 
     Raises:
-      ValueError: the bytes are damaged, cut off or no run; an array is missing, unknown, or has another shape or dtype
-        than the layout (every such array is named, nothing is cast).
+      ValueError: the bytes are damaged, truncated or no run; an array is missing, unknown, or has another shape or
+        dtype than the layout (the message names every such array; nothing is cast).
 
     Example:
         raw = js.run_to_bytes(run, layout, data=3)
@@ -120,7 +120,7 @@ def _key_dtypes(wanted: list[Entry]) -> dict[str, str]:
 
 
 def _decode_about(metadata: dict[str, str], wanted: list[Entry]) -> Any:
-    """Return the position of the data; raise unless the random keys are those of the layout."""
+    """Return the position of the data from a file's metadata; raise ValueError if they do not fit the layout."""
     checksum, _, about = metadata.get(_ABOUT, "").partition(" ")
     if not about:
         raise ValueError("they hold no run; js.from_bytes reads those of a model")

@@ -1,7 +1,7 @@
 """`js.save_safetensors` and `js.to_bytes`: write a model as safetensors, piece by piece.
 
-A file is written as model.safetensors.draft: first a header without checksums, then the tensors, then the header again.
-Once all drafts are complete they are renamed, and the index, if there are several, is written last.
+A file is written as model.safetensors.draft: first a header without checksums, then the tensors, then the header again,
+with checksums. When all drafts are complete they are renamed; if there are several files, the index is written last.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from jaxshard.core.settings import with_own_settings
 from jaxshard.distributed.together import failed_processes
 
 MAX_BYTES = 5_000_000_000
-"""The default for the most bytes of tensors in a file, as on Hugging Face."""
+"""The default for the largest number of bytes of tensors in a file, as on Hugging Face."""
 LEAST = 1 << 20
-"""Bytes of a piece if many processes write, since each has a piece on every device."""
+"""The smallest limit for the bytes of a piece; the limit falls with the number of files written at once."""
 NamedPiece = tuple[str, Piece]
-"""The name of a tensor, and some of its bytes."""
+"""(name of a tensor, some of its bytes)."""
 
 
 class Output(NamedTuple):
-    """One tensor to write.
+    """A tensor to write.
 
     Attributes:
-      name: its name.
-      tensor: its dtype and shape, as if at the beginning of the file.
+      name: the name of the tensor.
+      tensor: the dtype and shape of the tensor; its `start` is not used.
       make: returns the array, or its bits as unsigned integers, on the devices. Collective.
-      spec: the sharding of that array.
+      spec: the sharding of the array that `make` returns.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Output(NamedTuple):
 
 
 def outputs_of(arrays: Iterable[ModelArray], mesh: Mesh) -> list[Output]:
-    """Return the outputs of a model's arrays, in model order."""
+    """Return an `Output` for each array of a model, in the order of `arrays`."""
 
     def output(entry: Entry, stored: jax.Array) -> Output:
         spec = entry.shape_saved(mesh).sharding.spec
@@ -72,32 +72,34 @@ def save_safetensors(
 ) -> Path:
     """Write the model of a run as a safetensors file, or as several with an index. Every process calls this.
 
-    The file holds the parameters (of a `js.Model` its state too) in model order without padding, each under its path in
-    what `init_fn` returns, joined by dots; random keys as their words. Of a model of `js.lora` it holds the matrices
-    with the factors merged in (`js.merge_lora`), which takes the bytes of a second model on the devices.
+    The file has the parameters (for a `js.Model` its state too) in model order without padding. The name of a tensor is
+    its path in the tree that `init_fn` returns, joined by dots; random keys are written as their uint32 words. For a
+    model of `js.lora` the factors are merged into the matrices (`js.merge_lora`), which takes the memory of a second
+    model on the devices.
 
-    Each process needs host memory for only a piece of 16 MiB. Each device needs memory for its shards and, for each
-    file being written, one array in model order (sharded as far as it divides) and a piece. Each piece takes an
-    all-reduce or all-gathers of its size. Process k of n writes the files k, k + n, k + 2 n and so on.
+    Each process needs host memory only for a piece of 16 MiB. Each device needs memory for its shards and, for each
+    file that is being written, for its part of an array in model order, split as far as its dimensions divide, and for
+    a piece. Each piece takes an all-reduce or all-gathers of its size. Process k of n writes the files k, k + n,
+    k + 2 n and so on.
 
     Args:
       path: the file, ending in .safetensors, on a disk that all processes see.
-      run: a run, or the stored model alone.
-      layout: how it is stored.
-      max_bytes: bytes of tensors in one file. For more there are several, model-00001-of-00002.safetensors and so on,
-        and model.safetensors.index.json says which tensor lies in which, as on Hugging Face. `js.load_safetensors`
-        takes the same path for both.
-      overwrite: replace the model that is there, once all of the new one is written. One file that replaces one file
-        does so at once; where both models are several files there is none for a moment, and never a mixture.
+      run: a `TrainState`, or only its model, as the layout stores it.
+      layout: the layout of the run.
+      max_bytes: the largest number of bytes of tensors in one file. A larger model is written as several files,
+        model-00001-of-00002.safetensors and so on, and model.safetensors.index.json says which tensor is in which file,
+        as on Hugging Face. `js.load_safetensors` takes the same path in both cases.
+      overwrite: True to replace an existing model, when all of the new model is written. A file that replaces a file
+        does so at once. If a model has several files, there may be no model for a moment, but never a mixture of both.
 
     Returns:
       The absolute path; all files are complete and on disk.
 
     Raises:
-      ValueError: two tensors would have one name; safetensors lacks a dtype; the run is not one of this layout; the
+      ValueError: two tensors would have the same name; safetensors lacks a dtype; the run does not fit the layout; the
         path is an address such as gs://...
-      FileExistsError: the file or its index is there, and `overwrite` is False.
-      OSError: it could not be written. Nothing of it is left.
+      FileExistsError: the file or its index exists, and `overwrite` is False.
+      OSError: a file could not be written. No new file is left.
 
     Example:
         path = js.save_safetensors("model.safetensors", run, layout)
@@ -123,11 +125,11 @@ def write_model(
 
     Args:
       path: the absolute path of the file.
-      outputs: the tensors.
-      mesh: their mesh.
-      max_bytes: bytes of tensors in one file.
-      metadata: more metadata of each file.
-      overwrite: replace a model that is there.
+      outputs: the tensors to write.
+      mesh: the mesh of their arrays.
+      max_bytes: the largest number of bytes of tensors in one file.
+      metadata: metadata to add to each file.
+      overwrite: True to replace an existing model.
 
     Returns:
       The path.
@@ -152,11 +154,11 @@ def to_bytes(run: Any, layout: Layout) -> bytes:
     """Encode the model of a run as the bytes of one safetensors file. Every process calls this.
 
     Args:
-      run: a run, or the stored model alone.
-      layout: how it is stored.
+      run: a `TrainState`, or only its model, as the layout stores it.
+      layout: the layout of the run.
 
     Returns:
-      The content of `js.save_safetensors`: the complete model, on every process's host.
+      The content of the file that `js.save_safetensors` would write: the complete model, in every process.
 
     Raises:
       ValueError: as `js.save_safetensors`.
@@ -178,7 +180,14 @@ def write_file(
     *,
     metadata: Mapping[str, str] = {},
 ) -> None:
-    """Write one safetensors file: the bytes of its tensors in their order, then the header with the checksums."""
+    """Write one safetensors file: the bytes of its tensors, then the header again with their checksums.
+
+    Args:
+      opened: the file.
+      outputs: the tensors of the file, in the order of their bytes.
+      pieces: their bytes, as (name, piece) from `stream_outputs`; None is skipped.
+      metadata: metadata to add.
+    """
     tensors = _place_tensors(outputs)
     checksums = dict.fromkeys(tensors, 0)
     opened.write(encode_header(tensors, checksums, metadata))
@@ -192,7 +201,7 @@ def write_file(
 
 
 def _place_tensors(outputs: Iterable[Output]) -> dict[str, Tensor]:
-    """Assign consecutive byte ranges to the tensors of a file."""
+    """Return {name: tensor} with consecutive byte ranges in a file."""
     placed, at = {}, 0
     for output in outputs:
         placed[output.name] = output.tensor._replace(start=at)
@@ -201,12 +210,12 @@ def _place_tensors(outputs: Iterable[Output]) -> dict[str, Tensor]:
 
 
 def sort_widest_first(outputs: Iterable[Output]) -> list[Output]:
-    """Sort by decreasing item size, so that every tensor is aligned."""
+    """Sort tensors by decreasing bytes of an element, so that every tensor is aligned in the file."""
     return sorted(outputs, key=lambda output: -jnp.dtype(output.tensor.dtype).itemsize)
 
 
 def _divide_into_files(outputs: Iterable[Output], max_bytes: int) -> list[list[Output]]:
-    """Fill files of at most `max_bytes` in model order; a larger tensor has a file of its own."""
+    """Divide tensors, in their order, into files of at most `max_bytes`; a larger tensor gets its own file."""
     files: list[list[Output]] = [[]]
     room = max_bytes
     for output in outputs:
@@ -225,7 +234,7 @@ def _name_files(path: Path, files: list[list[Output]]) -> dict[str, list[Output]
 
 
 def stream_outputs(outputs: Iterable[Output], mesh: Mesh, limit: int) -> Iterator[NamedPiece]:
-    """Yield (name, piece) of a file's tensors, in the order of its bytes. Collective."""
+    """Yield (name, piece) for all bytes of some tensors, in the order of the file. Collective."""
     for output in outputs:
         for piece in stream_pieces(output.make(), mesh, output.spec, limit):
             yield output.name, piece
@@ -234,10 +243,10 @@ def stream_outputs(outputs: Iterable[Output], mesh: Mesh, limit: int) -> Iterato
 def _write_drafts(
     drafts: dict[str, Path], files: dict[str, list[Output]], mesh: Mesh, metadata: Mapping[str, str]
 ) -> OSError | None:
-    """Write this process's files, and return the error if one fails; each process writes one file at a time.
+    """Write this process's files, one after another; return the OSError if writing fails, or None.
 
-    Pieces are collective, so that every process takes part in those of all files, to the end even if it can't write its
-    own: with 2 processes and files a, b, c they go through  a0 b0 a1 b1 ...  together, and then through  c0 c1 ...
+    Fetching a piece is collective, so every process takes part in the pieces of all files, even after it failed to
+    write its own file. With 2 processes and files a, b, c they fetch the pieces a0 b0 a1 b1 ..., then c0 c1 ...
     """
     index, count = jax.process_index(), jax.process_count()
     failure: OSError | None = None
@@ -263,7 +272,7 @@ def _write_draft(
 
 
 def _make_folder(path: Path, overwrite: bool) -> None:
-    """Make the folder of a file, unless the file is there."""
+    """Create the folder of a file; raise FileExistsError if the file or its index exists, unless `overwrite`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for there in (path, index_of(path)):
         if there.exists() and not overwrite:
@@ -271,10 +280,11 @@ def _make_folder(path: Path, overwrite: bool) -> None:
 
 
 def _commit(path: Path, drafts: dict[str, Path], files: dict[str, list[Output]]) -> None:
-    """Give complete files their names, then write the index if there are several.
+    """Rename complete drafts to their final names, write the index if there are several files, and delete old files.
 
-    Without the index the files of a set count as absent, so nothing is there until all of it is. So an old index goes
-    before files that it may name are replaced; a single file, old or new, is read in preference to an index.
+    Readers ignore the files of a model without its index, so a model of several files appears at once when its index is
+    written last. An old index is deleted first, since it may name files that are replaced. A single file needs no such
+    care: readers prefer it to an index.
     """
     done: list[Path] = []
     index, old = index_of(path), find_model_files(path)
@@ -305,7 +315,7 @@ def _delete(files: Iterable[Path]) -> None:
 
 
 def _failure_of(work: Callable[..., None], *args: Any) -> OSError | None:
-    """Call a function, and return the OSError that it raised, or None."""
+    """Call a function; return the OSError that it raised, or None if it succeeded."""
     try:
         work(*args)
     except OSError as error:
@@ -314,7 +324,12 @@ def _failure_of(work: Callable[..., None], *args: Any) -> OSError | None:
 
 
 def _raise_in_all(path: Path, failure: OSError | None) -> None:
-    """Raise in all processes if something went wrong in one. Collective."""
+    """Raise OSError in all processes if any process has a failure. Collective.
+
+    Args:
+      path: the path of the model, for the message.
+      failure: this process's error, or None.
+    """
     failed = failed_processes(failure is not None, "js.save_safetensors")
     if isinstance(failure, FileExistsError):
         raise failure

@@ -1,4 +1,4 @@
-"""Callbacks for `fit` that write the metrics of every step: to files, TensorBoard, W&B or MLflow; and figures.
+"""Callbacks for `fit` that write the metrics of every step to files, TensorBoard, W&B or MLflow, and plots of them.
 
 run = js.fit(run, step, batches, steps=1000, callbacks=[js.metrics.json_lines("run/metrics.jsonl")])
 """

@@ -7,11 +7,11 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 _SECONDS = 5.0
-"""Seconds after which a server counts as absent; the services' own packages would try again for minutes."""
+"""Seconds to wait for a server to answer; the services' own packages would try again for minutes."""
 
 
 def check_answers(address: str) -> None:
-    """Raise ConnectionError if no server answers at an address; accept other values, such as files."""
+    """Raise ConnectionError if no server answers at an http(s) address; accept all other values, such as file paths."""
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.scheme in getproxies():
         return

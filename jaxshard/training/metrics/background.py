@@ -17,7 +17,7 @@ PATIENCE = 30.0
 """Seconds to wait at the end of training for unsent records."""
 
 MOST_KEPT = 100_000
-"""The most records to keep in memory for a service that does not answer; later ones are lost."""
+"""The largest number of records to keep in memory while a service does not answer; later records are lost."""
 
 _FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0
 """The first and the longest delay in seconds after a failure; delays double each time."""
@@ -30,20 +30,20 @@ class Tracker(Protocol):
     """The name for messages, with the address if there is one."""
 
     def open(self) -> None:
-        """Begin or resume a run, and record the configuration; raise ValueError for mistakes that the user must fix."""
+        """Begin or resume the service's run, and record the configuration; raise ValueError for a user's mistakes."""
 
     def send(self, records: list[Record]) -> None:
         """Send records, some of which may have been sent before."""
 
     def close(self, end: End) -> None:
-        """End the run; `open` resumes it."""
+        """End the service's run; a later `open` resumes it."""
 
 
 class Background:
     """A writer that sends records to a tracking service in a thread.
 
-    The run is opened at once, so that mistakes show before training. Later failures are warnings: records are kept and
-    sent again. `js.fit` calls `finish`; a loop of your own calls it, or uses the writer as a context.
+    The service's run is opened at once, so that mistakes show before training. Later failures are warnings: records are
+    kept and sent again. `js.fit` calls `finish`; a loop of your own calls it, or uses the writer as a context.
 
     Args:
       tracker: the service.
@@ -83,7 +83,7 @@ class Background:
         self._tell()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Send the remaining records, end the run, and warn of records that could not be sent.
+        """Send the remaining records, end the service's run, and warn of records that could not be sent.
 
         Args:
           error: the exception that ended the training, or None.
@@ -118,7 +118,7 @@ class Background:
         self.finish(error)
 
     def _open_at_once(self) -> None:
-        """Open the run in the caller's thread, where a service may ask for a password."""
+        """Open the service's run in the caller's thread, where a service may ask for a password."""
         try:
             self._tracker.open()
         except (ValueError, ImportError):
@@ -137,7 +137,7 @@ class Background:
         self._thread.start()
 
     def _work(self, given_up: threading.Event) -> None:
-        """Send records until the end; retry after failures, and once more at the end."""
+        """Send records, in the thread, until `finish` is called; retry after failures, and once more at the end."""
         delay, is_last_try = _FIRST_DELAY, False
         while not given_up.is_set():
             with self._changed:
@@ -167,7 +167,7 @@ class Background:
                 delay = min(2 * delay, _LONGEST_DELAY)
 
     def _tell(self) -> None:
-        """Warn of a problem once, in the thread of the training."""
+        """Warn once, in the caller's thread, if the service failed."""
         problem = self._problem
         if problem is not None and not self._is_told:
             self._is_told = True

@@ -1,4 +1,4 @@
-"""Convert the configuration of a run (flags, layout, mesh) to plain values, which are recorded once."""
+"""Convert the configuration of a training run (flags, layout, mesh) to values for JSON, which are recorded once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def describe(value: Any) -> Any:
     """Convert a configuration to values that JSON can represent.
 
     Args:
-      value: dicts, sequences, dataclasses and named tuples, also nested; a `Layout` becomes its mesh, its bytes per
-        device and its printed summary; any other value that JSON can't represent becomes its text.
+      value: dicts, sequences, dataclasses and named tuples, also nested. A `Layout` is converted to a dict of its mesh,
+        its bytes per device and its printed summary, any other value that JSON can't represent to `str(value)`.
     """
     if isinstance(value, Layout):
         return _describe_layout(value)
@@ -32,7 +32,7 @@ def describe(value: Any) -> Any:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of a described configuration, such as `("mesh.data", 8)`."""
+    """Yield (dotted name, value) for every value in nested dicts, such as `("mesh.data", 8)`."""
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{name}.")

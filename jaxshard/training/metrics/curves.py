@@ -1,4 +1,4 @@
-"""Draw losses and throughput of runs over time, with matplotlib (extra viz)."""
+"""Draw losses and throughput of training runs over time, with matplotlib (the optional dependency `viz`)."""
 
 from __future__ import annotations
 
@@ -15,28 +15,32 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Curve = Sequence[Record] | Sequence[float]
-"""The records of a run, or the losses of its steps from the first step on."""
+"""The records of a training run, or the losses of its steps, starting at step 1."""
 
 _COLUMNS = 4
-"""The most names in a row of the legend."""
+"""The largest number of names in a row of the legend."""
 
 _DASH = 6.0
 """The length in points of a dash, for curves that overlap."""
 
 
 def loss_figure(runs: Mapping[str, Curve], *, reference: str | None = None, title: str = "") -> Figure:
-    """Draw the loss of each run, and the difference of each from a reference run.
+    """Draw the loss of each training run, and the difference of each from a reference run.
 
     Args:
-      runs: by the names in the legend, the records that `js.fit` gave to its callbacks, or the losses of the steps.
-        Where records have an evaluation with a loss, it is drawn as dots.
-      reference: the name of one run, such as that on one device. A second panel shows the largest relative difference
-        of the others from it, up to each step, and curves that overlap are drawn with alternating dashes.
-      title: above the picture.
+      runs: {name in the legend: the records that `js.fit` passed to its callbacks, or the losses of the steps}. Losses
+        of evaluations in the records are drawn as dots.
+      reference: the name of one of the runs, such as a run on one device. A second panel then shows, at each step, the
+        largest relative difference so far of each other run's loss from the reference's, and curves that overlap are
+        drawn with alternating dashes.
+      title: the title above the figure.
+
+    Returns:
+      The matplotlib figure.
 
     Raises:
       ImportError: matplotlib is not installed.
-      ValueError: there are no runs, one has no losses, or none is called `reference`.
+      ValueError: there are no runs, a run has no losses, or no run is called `reference`.
 
     Example:
         history = []
@@ -74,15 +78,18 @@ def loss_figure(runs: Mapping[str, Curve], *, reference: str | None = None, titl
 
 
 def throughput_figure(runs: Mapping[str, Sequence[Record]], *, title: str = "") -> Figure:
-    """Draw the tokens or rows per second of each run over its time, and their median.
+    """Draw the tokens or rows per second of each training run over wall time, and their median.
 
     Args:
-      runs: by the names in the legend, the records that `js.fit` gave to its callbacks.
-      title: above the picture.
+      runs: {name in the legend: the records that `js.fit` passed to its callbacks}.
+      title: the title above the figure.
+
+    Returns:
+      The matplotlib figure.
 
     Raises:
       ImportError: matplotlib is not installed.
-      ValueError: there are no runs, one has no records, or one counts tokens and another one rows.
+      ValueError: there are no runs, a run has no records, or some runs count tokens and others rows.
 
     Example:
         history = []
@@ -118,16 +125,16 @@ def throughput_figure(runs: Mapping[str, Sequence[Record]], *, title: str = "") 
 
 
 _STYLES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 1.5, 1.5, 1.5)))
-"""Line styles, so that runs are told apart without colours too."""
+"""Line styles by which runs can be told apart without colours."""
 
 
 def _turn(number: int, count: int) -> Any:
-    """Return the dashes of one of several overlapping curves: each shows in the gaps of the others."""
+    """Return the dash pattern of curve `number` of `count`: where curves overlap, each shows in the others' gaps."""
     return "-" if count == 1 else (number * _DASH, (_DASH, (count - 1) * _DASH))
 
 
 def _draw_distances(axes: Any, losses: Mapping[str, Mapping[int, float]], reference: str, look: Look) -> None:
-    """Draw the largest relative difference so far on a logarithmic scale, where zero has no point."""
+    """Draw each run's largest relative difference so far from the reference, on a logarithmic scale without zeros."""
     expected = losses[reference]
     axes.grid(axis="y")
     axes.set_yscale("log")
@@ -142,7 +149,7 @@ def _draw_distances(axes: Any, losses: Mapping[str, Mapping[int, float]], refere
 
 
 def _losses(name: str, run: Curve) -> dict[int, float]:
-    """The losses of a run by step."""
+    """Return {step: loss} of a training run; raise ValueError if it has no losses."""
     records = {one.step: one.metrics["loss"] for one in run if isinstance(one, Record)}
     numbers: Sequence[Any] = run
     points = records or {step: float(loss) for step, loss in enumerate(numbers, 1)}
@@ -152,6 +159,6 @@ def _losses(name: str, run: Curve) -> dict[int, float]:
 
 
 def _evaluations(run: Curve) -> dict[int, float]:
-    """The losses of a run's evaluations by step."""
+    """Return {step: loss} of the evaluations in a run's records."""
     records = (one for one in run if isinstance(one, Record))
     return {one.step: one.evaluation["loss"] for one in records if one.evaluation and "loss" in one.evaluation}

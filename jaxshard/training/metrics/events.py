@@ -21,29 +21,29 @@ from jaxshard.training.metrics.writer import Writer, flat
 from jaxshard.training.records import Record
 
 SCHEMES = ("gs", "s3")
-"""The schemes of the addresses at which tensorboardX writes."""
+"""The schemes of remote addresses to which tensorboardX can write."""
 
 _UPLOAD_EVERY = 2.0
-"""Seconds between writes to a remote folder, as each of them sends the complete file."""
+"""Seconds between writes to a remote folder; each write uploads the complete file."""
 
 
 def tensorboard(folder: str | Path, *, config: Mapping[str, Any] | None = None) -> Writer:
     """Make a callback that writes every number of a record as a TensorBoard scalar of its step.
 
-    Every record is written at once, in the cloud (such as s3://) every two seconds. Of several processes the first one
-    writes. A resumed run writes another file into the folder, and TensorBoard drops the earlier file's records of steps
-    that are taken again.
+    Every record is written at once; to a remote folder (such as s3://), records are written every two seconds. Of
+    several processes only the first writes. A resumed training writes another file into the folder, and for steps that
+    are taken again, TensorBoard shows the records of the later file.
 
     Args:
-      folder: the folder for TensorBoard's event files, or the text of an address gs:// or s3://.
-      config: facts about the run, as `js.metrics.wandb` takes them; they are shown under "Text".
+      folder: the folder for TensorBoard's event files, or an address gs://... or s3://... as a string.
+      config: facts about the training run, as for `js.metrics.wandb`; they are shown under "Text".
 
     Returns:
       The callback.
 
     Raises:
       ImportError: tensorboardX is not installed.
-      ValueError: `folder` is another address.
+      ValueError: `folder` is an address of another kind.
       OSError: by the callback: the folder can't be made or written.
 
     Example:
@@ -58,7 +58,7 @@ def tensorboard(folder: str | Path, *, config: Mapping[str, Any] | None = None) 
 
 
 class _Events:
-    """TensorBoard's event files: one file from the first record to `finish`, and a new file for later records.
+    """A writer of TensorBoard's event files: one file from the first record to `finish`, a new file for later records.
 
     tensorboardX's own writer uses a thread, in which the error of a full disk is lost.
     """
@@ -129,7 +129,7 @@ class _Events:
 
 
 def _frame(record: bytes) -> bytes:
-    """Frame a record of an event file: its length and its bytes, each with a checksum."""
+    """Encode a record of an event file: its length, a checksum, its bytes, another checksum."""
     from tensorboardX.record_writer import masked_crc32c
 
     length = struct.pack("<Q", len(record))

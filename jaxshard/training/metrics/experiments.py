@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 _METRICS, _PARAMS, _PARAM_LENGTH = 1000, 100, 500
-"""Limits of MLflow: metrics and parameters in a request, and characters of a parameter."""
+"""Limits of MLflow: the number of metrics and of parameters in a request, and of characters in a parameter."""
 
 
 def mlflow(
@@ -34,23 +34,24 @@ def mlflow(
 ) -> Background:
     """Make a callback that writes every number of a record as a metric of a run of MLflow.
 
-    A thread sends the records, so no step waits. Of several processes the first one writes. If the server fails, a
-    warning says so, the training goes on, and the records are sent when it answers again. MLflow's stores lack infinite
-    numbers, which become NaN here.
+    A thread sends the records, so no step waits. Of several processes only the first writes. If the server fails, a
+    warning says so, the training goes on, and the records are sent when the server answers again. MLflow's stores can't
+    represent infinite numbers, so they are sent as NaN.
 
     Args:
-      experiment: the name of the experiment; it is made if need be.
-      uri: the tracking server or store, such as http://host:5000 or sqlite:///runs.db; by default what
-        MLFLOW_TRACKING_URI says, else MLflow's own default.
-      config: facts about the run, as `js.metrics.wandb` takes them. They become parameters with dotted names; a long
-        text becomes a file. MLflow never changes a parameter, so what is different after resuming is a tag.
-      folder: the folder of checkpoints (of `js.Checkpointer`). The run's id is kept there, and a training that goes on
-        from a step in this folder goes on in the same run.
-      run: the id of an existing run, in place of a new or kept one.
-      name: the name of a new run; by default MLflow makes one.
+      experiment: the name of the experiment; it is created if it does not exist.
+      uri: the tracking server or store, such as http://host:5000 or sqlite:///runs.db; by default that of the
+        environment variable MLFLOW_TRACKING_URI, else MLflow's own default.
+      config: facts about the training run, as for `js.metrics.wandb`. They are logged as parameters with dotted names,
+        long texts as files. MLflow parameters can't be changed, so values that differ after resuming are logged as
+        tags.
+      folder: the folder of checkpoints (of `js.Checkpointer`). The id of the MLflow run is kept there, so that a
+        training that resumes from a step in this folder continues the same MLflow run.
+      run: the id of an existing MLflow run to continue, in place of a new run or the one whose id is kept.
+      name: the name of a new MLflow run; by default MLflow chooses it.
 
     Returns:
-      The callback. `js.fit` ends its run; in a loop of your own use it as a context (`with`).
+      The callback. `js.fit` ends the MLflow run; in a loop of your own use the callback as a context (`with`).
 
     Raises:
       ImportError: MLflow is not installed.
@@ -71,7 +72,7 @@ def mlflow(
 
 
 class _Runs:
-    """Runs of MLflow, written by its client, which does not touch a run that the user has active."""
+    """A run of MLflow, written by MLflow's client, which does not touch a run that the user has active."""
 
     def __init__(
         self, library: Any, experiment: str, uri: str | None, config: dict[str, Any], id: RunId, name: str | None
@@ -111,7 +112,7 @@ class _Runs:
         self._client.set_terminated(self._id.given, status=_STATUS[end])
 
     def _begin(self) -> str:
-        """Create a run, and the experiment if it does not exist."""
+        """Create an MLflow run, and its experiment if it does not exist; return the run's id."""
         known = self._client.get_experiment_by_name(self._experiment)
         experiment = self._client.create_experiment(self._experiment) if known is None else known.experiment_id
         id: str = self._client.create_run(experiment, run_name=self._title).info.run_id

@@ -16,11 +16,12 @@ from jaxshard.training.records import Record
 def json_lines(path: str | Path) -> Writer:
     """Make a callback that appends one JSON object per step to a file.
 
-    Every line is written at once, so that a crash loses none. Of several processes the first one writes.
+    Every line is written at once, so that a crash loses none. Of several processes only the first writes. Numbers have
+    the names that `js.metrics.flat` gives them; a number that is not finite is written as null, since JSON can't
+    represent it.
 
     Args:
-      path: the file; it is created if need be. Numbers have the names of `flat`; a number that is not finite
-        becomes null, since JSON can't represent it.
+      path: the file; it is created if it does not exist.
 
     Returns:
       The callback.

@@ -9,10 +9,10 @@ from jaxshard.core.file_errors import naming
 
 
 class RunId(NamedTuple):
-    """The sources of a run's id.
+    """The id of a run in a tracking service: passed by the user, or kept in a file of the checkpoint folder.
 
     Attributes:
-      service: the name of the service, which also names the file.
+      service: the name of the service, which is a part of the file's name.
       given: the id that the user passed, or None.
       folder: the folder of checkpoints, in which the id is kept, or None.
     """
@@ -22,7 +22,7 @@ class RunId(NamedTuple):
     folder: Path | None
 
     def find(self) -> str | None:
-        """Return the id of the run to resume; None for a new run, also if no step was saved in the folder yet."""
+        """Return the id of the run to resume, or None to begin a new run, also if no checkpoint was saved yet."""
         if self.given is not None or self._file is None or not self._file.exists():
             return self.given
         if not any(path.name.isdecimal() for path in self._file.parent.iterdir()):
@@ -31,7 +31,7 @@ class RunId(NamedTuple):
             return self._file.read_text().strip() or None
 
     def keep(self, id: str) -> None:
-        """Write the id of the new or resumed run."""
+        """Write the id of the new or resumed run into the folder, if there is one."""
         if self._file is not None:
             with naming(self._file):
                 self._file.parent.mkdir(parents=True, exist_ok=True)

@@ -26,21 +26,21 @@ def wandb(
 ) -> WandbWriter:
     """Make a callback that writes every number of a record into a run of Weights & Biases.
 
-    wandb's own process sends the records and tries again where the service does not answer, so no step waits. Of
-    several processes the first one writes. `WANDB_MODE=offline` and the other variables of wandb hold. Numbers are
-    drawn over "step", also those of steps that are taken again.
+    wandb's own process sends the records and tries again if the service does not answer, so no step waits. Of several
+    processes only the first writes. `WANDB_MODE=offline` and the other environment variables of wandb apply. Numbers
+    are plotted against the record's "step", also those of steps that are taken again after a rollback.
 
     Args:
       project: the name of the project.
-      config: facts about the run, recorded once: numbers, text, dicts, lists, dataclasses, and a `js.Layout`, which
-        is recorded as its mesh, its bytes per device and its summary.
-      folder: the folder of checkpoints (of `js.Checkpointer`). The run's id is kept there, and a training that goes on
-        from a step in this folder goes on in the same run.
-      run: the id of the run, in place of a new or kept one.
-      name: the run's name in pictures; by default W&B makes one.
+      config: facts about the training run, recorded once: numbers, text, dicts, lists, dataclasses, and a `js.Layout`,
+        which is recorded as its mesh, its bytes per device and its summary.
+      folder: the folder of checkpoints (of `js.Checkpointer`). The id of the W&B run is kept there, so that a training
+        that resumes from a step in this folder continues the same W&B run.
+      run: the id of the W&B run, in place of a new id or the one that is kept.
+      name: the name that W&B displays; by default W&B chooses it.
 
     Returns:
-      The callback. `js.fit` ends its run; in a loop of your own use it as a context (`with`).
+      The callback. `js.fit` ends the W&B run; in a loop of your own use the callback as a context (`with`).
 
     Raises:
       ImportError: wandb is not installed.
@@ -60,7 +60,7 @@ def wandb(
 
 
 class WandbWriter:
-    """The callback of `wandb`, by the public functions of its package, whose own process sends the logs."""
+    """The callback that `wandb` returns; it calls the package wandb, whose own process sends the records."""
 
     def __init__(self, library: Any, project: str, config: dict[str, Any], id: RunId, name: str | None) -> None:
         self._library, self._project, self._config = library, project, config
@@ -70,13 +70,13 @@ class WandbWriter:
             self._run = self._open()
 
     def __call__(self, record: Record) -> None:
-        """Log a record and return at once; after `finish`, resume the same run."""
+        """Log a record and return at once; the first call, and the first after `finish`, opens the W&B run."""
         if self._writes:
             self._run = self._run or self._open()
             self._run.log(flat(record))
 
     def finish(self, error: BaseException | None = None) -> None:
-        """End the run, as failed if an error ended the training."""
+        """End the W&B run, marked as failed if an error ended the training."""
         if self._run is not None:
             self._run.finish(exit_code=0 if error is None else 1)
             self._run = None
@@ -88,7 +88,7 @@ class WandbWriter:
         self.finish(error)
 
     def _open(self) -> Any:
-        """Begin or resume a run, and record the configuration."""
+        """Begin or resume the W&B run, and record the configuration."""
         found = self._library.setup().settings
         if found.mode not in ("offline", "disabled", "dryrun"):
             check_answers(found.base_url)

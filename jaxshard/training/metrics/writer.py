@@ -1,4 +1,4 @@
-"""`Writer`: a callback of `fit` that writes records; and `flat`, the numbers of a record in a flat dict."""
+"""`Writer`, the type of callbacks of `fit`; `flat`, which collects the numbers of a record in a flat dict."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ class Writer(Protocol):
     """A callback of `js.fit` that receives the record of every step; any function of a record is a writer.
 
     A writer may also have a method `finish(error)`. `js.fit` calls it once at its end, with the exception that ended
-    the training or None, so that it can close a file or connection. A later record must open it again.
+    the training or None, so that it can close a file or connection. If it is called with another record afterwards, it
+    must open the file or connection again.
 
     Example:
         def write(record: js.Record) -> None:
@@ -27,9 +28,9 @@ class Writer(Protocol):
 
 @contextlib.contextmanager
 def finishing(callbacks: Iterable[Callable[..., Any]]) -> Iterator[None]:
-    """Call the `finish` methods of callbacks when the block ends, with the exception if it failed.
+    """Call the `finish` methods of callbacks when the `with` block ends, with the exception if the block failed.
 
-    If the block failed, an exception from a callback is added to its exception as a note, so as not to hide it.
+    If the block failed, its exception is raised, and exceptions of `finish` methods are added to it as notes.
     """
     found: list[Any] = [getattr(callback, "finish", None) for callback in callbacks]
     finishes = [finish for finish in found if callable(finish)]
@@ -50,7 +51,7 @@ def flat(record: Record) -> dict[str, float]:
     """Collect all numbers of a record in one flat dict.
 
     Args:
-      record: a step.
+      record: the record of a step.
 
     Returns:
       "step", "seconds", the metrics and the speed by their names, and the evaluation as "eval/loss" and so on.
