@@ -178,7 +178,7 @@ class Router:
 
     @property
     def losses(self) -> dict[str, float]:
-        """{name of a routing loss: its factor in the training loss}, without losses whose factor is 0."""
+        """Return {name of a routing loss: its factor in the training loss}, without losses whose factor is 0."""
         return {name: factor for name, factor in (("balance", self.balance), ("z", self.z)) if factor}
 
     def start(self, rows: int, depth: int) -> PyTree:

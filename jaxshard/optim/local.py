@@ -69,9 +69,10 @@ class Local:
         return axis_size(mesh, self.axis)
 
     def due(self, step: jax.Array) -> jax.Array:
-        """Return what to do after step `step` (the first is 0): 0 nothing, 1 synchronise the replicas, 2 copy them.
+        """Return what to do after step number `step`, which counts from 0.
 
-        2 is for a warm-up step, after which all replicas are equal and become the shared parameters.
+        0: nothing. 1: synchronise the replicas. 2, after a warm-up step: copy the replicas' parameters, which are equal
+        then, to the shared parameters.
         """
         return jnp.where(step < self.warmup, 2, ((step + 1) % self.every == 0).astype(jnp.int32))
 
