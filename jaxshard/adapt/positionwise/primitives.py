@@ -1,4 +1,7 @@
-"""Names of JAX's primitives by their effect on positions, in addition to core/primitives.py; a test checks them."""
+"""Names of JAX's primitives by their effect on positions, in addition to core/primitives.py.
+
+A test checks that JAX has primitives of these names.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,7 @@ SCANNED = {
 """Primitives that mix elements along one dimension and keep the shape, and the parameter that names the dimension."""
 
 SHARDED_SUMS = frozenset({"psum", "psum_invariant"})
+"""Sums over devices."""
 
 WITHOUT_RESULT = frozenset({"debug_callback", "debug_print"})
 """Primitives that only print values."""
