@@ -78,13 +78,7 @@ class _Specs:
         self._known = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def follow(self, equation: Any) -> PartitionSpec | None:
-        """Record the specs of an equation's results; return the spec of its first operand with a known spec, or None.
-
-        Must be called for every equation, in the order of the jaxpr.
-
-        Raises:
-          ValueError: the equation is a branch or loop that sums an array.
-        """
+        """Return the spec of the first operand that has one; call it for every equation, in order."""
         if any(map(_sums_an_array, _inner_equations(equation))):
             raise ValueError(
                 "reduction='ordered': the optimizer sums over parameters inside a branch or a loop "

@@ -1,8 +1,8 @@
 """The transfer functions of the elementwise proof: from facts about an equation's inputs to facts about its outputs.
 
-`facts.py` defines the facts. Equations come in pairs, `eqn` and `twin`: the same operation in the traces at two sets of
-shapes. The result of an operation that defines its own shape (random bits, iota) is INDEPENDENT only if the shape is
-the same in both traces. The result of an unknown operation is MIXED.
+Equations come in pairs, `eqn` and `twin`: the same operation in the traces at two sets of shapes. The result of an
+operation that defines its own shape (random bits, iota) is INDEPENDENT only if the shape is the same in both traces.
+The result of an unknown operation is MIXED.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _padding(eqn: Any, facts: list[Fact]) -> float | None:
 
 
 def _move_or_reduce(eqn: Any, twin: Any, fact: Fact, context: Context) -> Fact | None:
-    """Return the fact about the result of a reshape, transpose, broadcast or reduction; None if no claim holds."""
+    """Return the fact after a reshape, transpose, broadcast or reduction that keeps the claim; None if it may not."""
     name, x, out = eqn.primitive.name, eqn.invars[0], eqn.outvars[0]
     if name in RESHAPES:
         keeps_shape = x.aval.shape == out.aval.shape and twin.invars[0].aval.shape == twin.outvars[0].aval.shape
@@ -161,7 +161,7 @@ def _completed(fact: Fact, context: Context) -> Fact:
 
 
 def _sum_over_devices(eqn: Any, fact: Fact, context: Context) -> Fact:
-    """Return the fact about the result of `lax.psum`: UNIFORM for a PARTIAL_SUM over all axes that split the arrays."""
+    """Return the fact after `lax.psum`: a PARTIAL_SUM is complete once summed over all axes that split the arrays."""
     axes = eqn.params["axes"]
     if fact.kind is Kind.MIXED:
         return fact
@@ -173,7 +173,7 @@ def _sum_over_devices(eqn: Any, fact: Fact, context: Context) -> Fact:
 
 
 def _unknown(eqn: Any, twin: Any, facts: list[Fact], context: Context) -> Fact:
-    """Return the fact about an output of an operation without a rule, which may mix inputs and depend on shapes."""
+    """Return the fact about an output of any other operation, which may mix its inputs and depend on their shapes."""
     influences = all_influences(facts)
     worst = max(facts, key=lambda fact: fact.kind, default=Fact(Kind.UNIFORM))
     if worst.kind is Kind.MIXED:
