@@ -93,7 +93,7 @@ class MovingVariables(NamedTuple):
 
 
 class BodyInput(NamedTuple):
-    """Where a block gets an input of the scan's body from.
+    """The source from which a block takes an input of the scan's body.
 
     Attributes:
       kind: the kind of input.
@@ -114,7 +114,7 @@ class SplitLoss(NamedTuple):
       before: the equations before the scan.
       after: the equations after the scan.
       moving: the variables whose values are passed from the embedding to blocks and head.
-      inputs: where a block gets each input of the scan's body from.
+      inputs: the source of each input of the scan's body.
     """
 
     program: Program
@@ -205,7 +205,7 @@ def split_at_scan(program: Program) -> SplitLoss:
 def _sort_inputs(
     scan: Any, weights: dict[Any, Path], random: set[Any], dependent: set[Any]
 ) -> tuple[MovingVariables, list[BodyInput], list[str]]:
-    """Find where a block gets each input of the scan's body from.
+    """Find the source from which a block takes each input of the scan's body.
 
     Args:
       scan: the equation. Its inputs are the consts, then the initial carry, then the arrays that it slices.

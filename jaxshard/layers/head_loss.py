@@ -122,7 +122,7 @@ def head_loss(
 def _whole(
     x_NC: jax.Array, kernel_CV: jax.Array, labels_N: jax.Array, z_loss: float, soft_cap: float | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute all logits at once; return (the loss of each label [N], bool[N]: the label has the largest logit)."""
+    """Compute all logits at once; return (the loss of each label, True for each label that has the largest logit)."""
     is_f32 = jnp.result_type(x_NC, kernel_CV) == jnp.float32
     logits_NV = _cap(x_NC @ kernel_CV if is_f32 else _product(x_NC, kernel_CV), soft_cap)
     if is_split("vocab", logits_NV.shape[-1]):

@@ -42,7 +42,7 @@ _Model = TypeVar("_Model", bound="Decoder")
 
 
 class Rows(NamedTuple):
-    """What a block must know about the rows of a batch, in addition to the activations.
+    """The arrays that a block reads about the rows of a batch, in addition to the activations.
 
     Attributes:
       positions: the position of each token, int32[B, T]; None for 0 to T - 1 (`js.positions`).

@@ -31,7 +31,7 @@ from jaxshard.optim.proof.trace import param_at_end
 
 
 class Split(NamedTuple):
-    """How an array is split: the dimension, the size of this dimension, and its size on one device."""
+    """The split of an array: the dimension, the size of this dimension, and its size on one device."""
 
     dim: int
     size: int

@@ -26,7 +26,7 @@ from jaxshard.optim.parts import Parts, shard_shape, types_are_checked
 from jaxshard.optim.proof.elementwise import require_elementwise
 
 Reduce = Literal["mean", "sum"]
-"""How the devices' gradients are combined."""
+"""The combination of the devices' gradients."""
 
 
 class OnParts(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types, so this is Any

@@ -31,7 +31,7 @@ class Kind(Enum):
 
 
 class Fact(NamedTuple):
-    """What the proof knows about one value.
+    """The knowledge of the proof about one value.
 
     Attributes:
       kind: see the table at the top of the file.

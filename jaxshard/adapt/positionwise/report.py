@@ -49,7 +49,7 @@ class Finding(NamedTuple):
       operation: the name of the primitive.
       what: the predicate of a sentence whose subject is the operation, such as "reverses the positions".
       where: file:line in the user's code.
-      via: file:line in a library, if the operation is there and the user's line calls it; else "".
+      via: file:line of the operation in a library that the user's line calls; "" if the user's code has the operation.
       shapes: the shapes of operands and results, such as "f32[2,8] -> f32[2]".
       fix: what to write instead, or "".
     """

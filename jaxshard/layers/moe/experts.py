@@ -137,7 +137,7 @@ class Load(NamedTuple):
 
 
 class Share(NamedTuple):
-    """How experts are split over devices, how rows are exchanged, and how products are computed.
+    """The split of experts over devices, the exchange of rows, and the computation of products.
 
     Attributes:
       axes: the manual mesh axes over which experts are split.
@@ -159,7 +159,7 @@ class Share(NamedTuple):
     others: tuple[str, ...] = ()
 
     def count_windows(self, counts: jax.Array) -> jax.Array:
-        """Return the number of windows that the busiest group of devices needs, by a pmax over the other mesh axes.
+        """Return the number of windows that the busiest group of devices needs, for all groups alike, by a pmax.
 
         A group of devices that needs fewer windows could stop earlier. But then the loop, which has collectives, would
         run more iterations in other groups. That is safe only for collectives with device groups; a compiler may

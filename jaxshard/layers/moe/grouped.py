@@ -23,7 +23,7 @@ from jaxshard.core.counting import is_counting
 
 
 class Way(NamedTuple):
-    """How to compute grouped products.
+    """The choice of how to compute grouped products.
 
     Attributes:
       platform: the platform of the devices, such as "tpu", which determines the implementation.

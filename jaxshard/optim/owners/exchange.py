@@ -24,7 +24,7 @@ from jax import lax
 
 
 class Rows(NamedTuple):
-    """Where matrices are in the rows of the all-to-all buffers: a device sends a row to each owner, and gets one back.
+    """The layout of the rows of the all-to-all buffers: a device sends a row to each owner, and gets one back.
 
     A row holds the sender's shards of the owner's matrices, one after another:
 
@@ -57,7 +57,7 @@ def lay_rows(kinds: Sequence[tuple[Sequence[int], int, int]]) -> Rows:
 
 
 class Split(NamedTuple):
-    """How the matrices of a stack are sharded, and which device owns each matrix.
+    """The sharding of the matrices of a stack, and the device that owns each matrix.
 
     Attributes:
       places: for each matrix, the index of its owner times `slots`, plus the index of its slot on the owner.

@@ -151,7 +151,7 @@ class Owners:
 
 @dataclass(frozen=True)
 class OwnedState:
-    """How the optimizer state of a layout with owners is made, stored and saved: a `core.carried.Carried`.
+    """The `core.carried.Carried` of a layout with owners: it makes, stores and saves the optimizer state.
 
     Attributes:
       owners: the owners.

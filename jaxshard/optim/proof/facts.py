@@ -49,7 +49,7 @@ class Kind(IntEnum):
 
 
 class Origin(NamedTuple):
-    """What made a value MIXED: an equation with its transform and line, or an array, for an error message.
+    """The reason why a value is MIXED, for an error message: an equation with its transform and line, or an array.
 
     For example "clip_by_global_norm: reduce_sum at optax/transforms/_clipping.py:97 mixes elements of w".
 
@@ -98,7 +98,7 @@ class Fact(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What the proof knows about the analysed program as a whole.
+    """The facts about the analysed program as a whole.
 
     Attributes:
       names: The path of each parameter.
