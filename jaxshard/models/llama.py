@@ -227,7 +227,7 @@ class Attention(nn.Module):
         return self.attend(x_BTC, rows)
 
     def attend(self, x_BTC: jax.Array, rows: Rows | None = None) -> jax.Array:
-        """Apply attention inside a subclass's own `__call__`, which Flax allows only one compact method to be."""
+        """Apply attention inside the `__call__` of a subclass, since a Flax class may have only one compact method."""
         C, D, rows = x_BTC.shape[-1], self.head_dim, rows or Rows()
         init, residual_init = nn.initializers.normal(STDDEV), nn.initializers.normal(self.residual_stddev)
         h_BTC = enter_tensor_region(nn.RMSNorm(epsilon=self.norm_epsilon, name="attn_norm")(x_BTC))

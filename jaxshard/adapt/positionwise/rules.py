@@ -47,7 +47,7 @@ def apply_rule(pair: Pair, facts: list[Fact]) -> list[Fact]:
 
 
 def has_rule(name: str) -> bool:
-    """Return whether a primitive has a rule."""
+    """Return True if a primitive of this name has a rule."""
     return _rule_of(name) is not _unknown
 
 

@@ -129,7 +129,7 @@ def find_cores(tx: Any, params: PyTree, leaves: Collection[int]) -> TracedUpdate
 
 
 def _may_multiply(program: Any) -> bool:
-    """Return whether a jaxpr or any jaxpr inside it multiplies matrices; a cheap check, as most optimizers do not."""
+    """Return True if a jaxpr or any jaxpr inside it multiplies matrices; a cheap check, as most optimizers do not."""
     return any(
         multiplies_matrices(eqn) or any(map(_may_multiply, jaxprs_in_params(eqn.params)))
         for eqn in open_jaxpr(program)[0].eqns
@@ -137,7 +137,7 @@ def _may_multiply(program: Any) -> bool:
 
 
 class _Walked(NamedTuple):
-    """For every variable of a jaxpr the parameters that it depends on (`Reach`), and the flow of each equation."""
+    """The parameters on which every variable of a jaxpr depends (its `Reach`), and the `Flow` of each equation."""
 
     known: dict[Any, Reach]
     flows: list[Flow]
@@ -154,7 +154,7 @@ class _Walked(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A set of equations (by index) that may become a parameter's core, with their inputs, states and outputs."""
+    """A candidate for a parameter's core: equations by index, and the inputs, states and outputs that it would have."""
 
     numbers: set[int]
     ins: list[Any]
