@@ -137,7 +137,7 @@ def _may_multiply(program: Any) -> bool:
 
 
 class _Walked(NamedTuple):
-    """The parameters on which every variable of a jaxpr depends (its `Reach`), and the `Flow` of each equation."""
+    """For every variable of a jaxpr the parameters that it depends on (`Reach`), and the flow of each equation."""
 
     known: dict[Any, Reach]
     flows: list[Flow]
