@@ -129,7 +129,7 @@ def find_cores(tx: Any, params: PyTree, leaves: Collection[int]) -> TracedUpdate
 
 
 def _may_multiply(program: Any) -> bool:
-    """Return True if a jaxpr or any jaxpr inside it multiplies matrices; a cheap check, as most optimizers do not."""
+    """Return whether a jaxpr or any jaxpr inside it multiplies matrices; a cheap check, as most optimizers do not."""
     return any(
         multiplies_matrices(eqn) or any(map(_may_multiply, jaxprs_in_params(eqn.params)))
         for eqn in open_jaxpr(program)[0].eqns
