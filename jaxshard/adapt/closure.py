@@ -1,4 +1,4 @@
-"""Check that the arrays that a loss closes over are not placed on devices outside of the run's mesh."""
+"""Check that the arrays that a loss closes over are not placed on devices outside of the layout's mesh."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from jaxshard.core.tree import path_str, raise_all
 
 
 def check_closure(loss_fn: Callable[..., Any], mesh: Mesh) -> None:
-    """Raise if a loss closes over arrays that are placed on other devices than the mesh.
+    """Refuse a loss that closes over arrays that are placed on other devices than the mesh.
 
-    JAX would copy such an array into the program as a constant, replicated on every device and never trained. Allowed
-    as constants are uncommitted arrays, NumPy arrays, and arrays on a single device of the mesh.
+    JAX would copy such an array into the program as a constant, replicated on every device and never trained.
+    Uncommitted arrays, NumPy arrays, arrays on all devices of the mesh, and arrays on a single device of the mesh are
+    allowed.
 
     Raises:
       ValueError: names every such array, with its devices.

@@ -1,16 +1,17 @@
 """Wrap every undocumented part of Flax (0.12) that this package uses.
 
-tests/adapt/test_compat.py has a test for each entry. A new version of Flax that changes one of these breaks
+tests/adapt/test_compat.py has a test for each entry. If a new version of Flax changes what an entry uses, the entry
+breaks as follows, loudly (with an error) or silently:
 
-- `initialize_through` loudly if `flax.core.apply` or a module's `clone(parent=scope)` goes, and silently if the flag
-  "initializing" is renamed: modules would behave as in `apply`, and `init` would count as a step (an updated average
-  of BatchNorm, an advanced cache).
+- `initialize_through` loudly if `flax.core.apply` or a module's `clone(parent=scope)` is removed, and silently if the
+  flag "initializing" is renamed: modules would behave as in `apply`, and `init` would count as a step (BatchNorm would
+  update its average, and a cache would advance).
 - `names_in_boxes` silently: if Flax's boxes are no longer `nn.Partitioned`, parameters have no names, and a strategy
   by names (`js.tensor`) leaves them replicated.
-- `names_of_variable` silently, in the same way: the key of the metadata has been renamed once (Flax 0.12).
+- `names_of_variable` silently: if the key of the metadata is renamed, as in Flax 0.12, parameters have no names.
 - `without_box_placement` loudly: if a box places its array in another method than `unbox`, modules that unbox in their
   initializers (DenseGeneral under `nn.with_partitioning`) raise under `js.explicit`.
-- `without_eager_placement` loudly: Flax would look up the names of dimensions among the axes of a mesh.
+- `without_eager_placement` loudly: Flax would look for the names of dimensions among the axes of the mesh.
 - `intercept_calls` loudly: either the class of an instance can no longer be changed, or the changed call does not run,
   and the error says that a unit "never ran".
 
@@ -34,17 +35,18 @@ if TYPE_CHECKING:  # imported lazily: nnx imports IPython, which Linen models do
     from flax import nnx
 
 Names = tuple[Any, ...]
-"""The metadata of an array: a name, or None, for each of its dimensions."""
+"""The names in the metadata of an array: a name, or None, for each of its dimensions."""
 
 Path = tuple[Any, ...]
+"""The keys from the root of a tree, or of a module, to a leaf or submodule."""
 
 
 def initialize_through(
     module: nn.Module, call: Callable[[nn.Module], Any], variables: PyTree, key: jax.Array, leave_out: Iterable[str]
 ) -> tuple[Any, dict[str, Any]]:
-    """Run `call(module)` as `module.init` does, starting from the variables of an earlier call.
+    """Initialise a module as `module.init` does, but keep the variables that earlier calls have made.
 
-    `Module.init` starts without variables, so it can run only one method once; a loss may call several.
+    `Module.init` starts without variables, so it can initialise through only one call; a loss may make several.
 
     Args:
       module: an unbound Linen module.
@@ -54,7 +56,7 @@ def initialize_through(
       leave_out: collections to drop from the result.
 
     Returns:
-      (the output of `call`, all variables, in their metadata boxes if they have any)
+      (the output of `call`, all variables, the earlier ones included, in their metadata boxes if they have any).
     """
     # Module.is_initializing() reads the flag "initializing". Flax calls the flags internal.
     flags = {"initializing": True}
@@ -66,7 +68,7 @@ def initialize_through(
 
 
 def names_in_boxes(boxed: PyTree) -> dict[Path, Names]:
-    """Return the names in the metadata boxes of a tree of Linen variables, by path."""
+    """Return {path of a variable: names of its dimensions} from the metadata boxes of a tree of Linen variables."""
     # nn.with_logical_partitioning makes LogicallyPartitioned, a subclass.
     leaves = jax.tree_util.tree_leaves_with_path(boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
     boxes = ((path, box) for path, box in leaves if isinstance(box, nn.Partitioned))
@@ -75,10 +77,11 @@ def names_in_boxes(boxed: PyTree) -> dict[Path, Names]:
 
 @contextmanager
 def without_box_placement() -> Iterator[None]:
-    """Unbox Linen variables without a sharding constraint from the names in their boxes.
+    """Enter a context in which unboxing a Linen variable adds no sharding constraint.
 
-    If a mesh is in use, as inside of `shard_map`, `unbox` takes the names for axes of that mesh. DenseGeneral unboxes
-    in its initializer, which Flax runs in every call to compare shapes. There a matrix has three names, which raises.
+    If a mesh is in use, as inside of `shard_map`, Flax's `unbox` would take the names in the box for axes of this mesh.
+    DenseGeneral unboxes in its initializer, which Flax runs in every call to compare shapes. There the array is a
+    matrix with three names, which would raise.
     """
     kinds: tuple[Any, ...] = (nn.Partitioned, nn.LogicallyPartitioned)
     before = [kind.unbox for kind in kinds]
@@ -92,7 +95,7 @@ def without_box_placement() -> Iterator[None]:
 
 
 def names_of_variable(variable: Any) -> Names:
-    """Return the names in the sharding metadata of an NNX variable; () if it has none."""
+    """Return the names of dimensions in the sharding metadata of an NNX variable; () if it has no such metadata."""
     metadata = variable.get_metadata()
     # Flax 0.12 has "out_sharding"; before, it was "sharding" and, by nnx.Param(..., sharding_names=), "sharding_names".
     for key in ("out_sharding", "sharding", "sharding_names"):
@@ -111,7 +114,8 @@ def without_eager_placement() -> AbstractContextManager[Any]:
 
 
 Around = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""`around(instance, call, args, kwargs)` runs instead of `instance(*args, **kwargs)`, which is `call(...)`."""
+"""`around(instance, call, args, kwargs)` replaces `instance(*args, **kwargs)`; `call(*args, **kwargs)` is the original.
+"""
 
 _AROUND = "_jaxshard_around"
 
@@ -119,16 +123,17 @@ _AROUND = "_jaxshard_around"
 def intercept_calls(
     module: nnx.Module, classes: tuple[type, ...], around: Callable[[Path, nnx.Module], Around]
 ) -> None:
-    """Wrap the calls of all instances of `classes` in a module by `around(path, instance)`, in place.
+    """Change a module in place so that each call of an instance of `classes` in it runs through a wrapper.
 
     NNX has nothing like Linen's `intercept_methods`. Python looks `__call__` up in the class, never in the instance, so
     each instance gets a subclass of its class. `object.__setattr__` bypasses the checks of `nnx.Module.__setattr__`,
-    which would take `around` for a part of the model.
+    which would take the wrapper for a part of the model.
 
     Args:
       module: the module, which is changed; pass a copy.
       classes: subclasses of `nnx.Module`.
-      around: returns a hashable wrapper, since it becomes a static attribute in the graph of the module.
+      around: `around(path, instance)` returns the wrapper of an instance, an `Around`. It must be hashable, since it
+        becomes a static attribute in the graph of the module.
     """
     from flax import nnx
 
@@ -141,7 +146,7 @@ def intercept_calls(
 
 @functools.cache  # NNX never unregisters a class of modules, so make only one subclass per class.
 def _intercepted(cls: Any) -> Any:
-    """Return the subclass whose call runs through `around`."""
+    """Make a subclass of `cls` whose `__call__` runs through the wrapper that `intercept_calls` set on the instance."""
 
     @functools.wraps(cls.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Find the contracted dimensions of kernels, over which a layer sums, from Flax's DenseGeneral and Einsum.
+"""Find which dimensions of a kernel are contracted (summed over) by its layer, for Flax's DenseGeneral and Einsum.
 
-The shape does not say which dimensions are contracted: a kernel [512, 8, 64] may project a vector to 8 heads, or be a
-convolution over 512 positions. The layer does say. `js.tensor` splits a kernel along its output dimensions or along its
-contracted ones (`jaxshard.core.rules.kernel_names`).
+The shape of a kernel does not say it: a kernel [512, 8, 64] may project a vector to 8 heads, or be a convolution over
+512 positions. The layer's arguments say it. `js.tensor` needs it to split a kernel along its output dimensions or its
+contracted dimensions (`jaxshard.core.rules.kernel_names`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from jaxshard.core.tree import CONTRACTED
 
 
 def contracted_in_calls(found: dict[Path, Names]) -> Callable[..., Any]:
-    """Make a Linen interceptor that records the dimensions of the kernel of each DenseGeneral and Einsum, by path."""
+    """Make a Linen interceptor that stores the contracted dimensions of every kernel that it meets in `found`.
+
+    It handles DenseGeneral and Einsum. `found` maps the path of a kernel to a tuple with `CONTRACTED` or None for each
+    dimension.
+    """
 
     def intercept(next_fun: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         layer = context.module
@@ -33,7 +37,10 @@ def contracted_in_calls(found: dict[Path, Names]) -> Callable[..., Any]:
 
 
 def contracted_in_modules(modules: Iterable[tuple[Path, Any]]) -> dict[Path, Names]:
-    """Return {path: contracted dimensions} of the kernels of every LinearGeneral and Einsum among NNX modules."""
+    """Return the contracted dimensions of the kernels of every LinearGeneral and Einsum among NNX modules.
+
+    The result maps the path of a kernel to a tuple with `CONTRACTED` or None for each dimension.
+    """
     from flax import nnx  # imported lazily: it imports IPython, which Linen models do not need
 
     found: dict[Path, Names] = {}
@@ -55,7 +62,7 @@ def _count(dims: Any) -> int:
 
 
 def _names_in_equation(equation: str | None) -> Names:
-    """Mark the contracted letters of an einsum's second operand; () if that operand contains "..."."""
+    """Return `CONTRACTED` or None for each dimension of an einsum's second operand, the kernel; () if it has "..."."""
     operands, _, result = (equation or "").replace(" ", "").partition("->")
     _, _, kernel = operands.partition(",")
     return () if "." in kernel else tuple(None if letter in result else CONTRACTED for letter in kernel)

@@ -1,15 +1,16 @@
 """Compute x @ (base + a b) as x @ base + (x @ a) @ b in any traced function.
 
-The user's function receives the weight of a `LowRank` as an ordinary array, computed by the primitive `WEIGHT`. Its
-jaxpr is then evaluated with every product of that array replaced:
+A `LowRank` is a frozen base matrix with low-rank factors a and b (LoRA). The user's function receives its weight, base
++ a b, as an ordinary array, the result of the primitive `WEIGHT`. The function's jaxpr is then evaluated with every
+product with this array replaced:
 
-    w = low_rank_weight base a b               y = dot_general x base;  t = dot_general x a;  u = dot_general t b
+    w = low_rank_weight base a b        ->     y = dot_general x base;  t = dot_general x a;  u = dot_general t b
     y = dot_general x w                        y + gain * u
 
 So neither the weight nor its gradient, both as large as the base, is ever computed. Only the gradients of `a` and `b`
 are reduced over devices. Between `WEIGHT` and the product the weight may be cast, transposed, or passed through a
-`jax.jit` or `jax.checkpoint`. Any other use (a lookup of rows, a convolution, a loop over layers) computes the weight
-there, with the same result.
+`jax.jit` or `jax.checkpoint`. For any other use (a lookup of rows, a convolution, a loop over layers) the weight is
+computed, with the same result.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from jaxshard.core.types import PyTree
 
 
 def factor_products(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Wrap `fn(params, *args)` so that it accepts params with `LowRank`s and sees each as an ordinary weight."""
+    """Wrap `fn(params, *args)` so that it may be called with `LowRank`s in params, which it sees as ordinary arrays."""
 
     def run(params: PyTree, *args: PyTree) -> PyTree:
         if not has_low_rank(params):
@@ -48,7 +49,7 @@ def factor_products(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def run_factored(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    """Run a function that calls `bind_weight`, with the products of these weights computed in two steps."""
+    """Call a function that makes weights by `bind_weight`, and compute products with these weights by their factors."""
     program = Program.trace(fn, *args)
     return program.results([_whole(x) for x in evaluate(program.closed, jax.tree.leaves(args), _results)])
 
@@ -56,12 +57,12 @@ def run_factored(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Factored:
-    """A weight that has not been computed: base and factors, and the transpose and cast applied to the weight so far.
+    """A weight that has not been computed: a `LowRank`, and the transposes and casts applied to its weight so far.
 
     Attributes:
-      matrix: base and factors of one matrix, not stacked.
+      matrix: base and factors of a single matrix (not a stack of matrices).
       order: for each dimension of the weight the corresponding dimension of the matrix.
-      dtype: the dtype of the weight.
+      dtype: the dtype of the weight after the casts.
     """
 
     matrix: LowRank
@@ -69,7 +70,10 @@ class _Factored:
     dtype: Any = field(metadata={"static": True})
 
     def may_become(self, dtype: Any) -> bool:
-        """Return whether a cast can be postponed to the product; a cast to more bits after one to fewer bits can't."""
+        """Return True if the weight can be cast to `dtype` without computing it, by casting in the product.
+
+        A cast to more bits after a cast to fewer bits can't, since the first cast has rounded the weight.
+        """
         if not jnp.issubdtype(dtype, jnp.floating):
             return False
         return self.dtype == self.matrix.dtype or jnp.finfo(dtype).bits <= jnp.finfo(self.dtype).bits
@@ -83,7 +87,7 @@ def _whole(x: Any) -> Any:
 
 
 def _results(eqn: Any, operands: list[Any]) -> list[Any]:
-    """Evaluate an equation; keep its result `_Factored` if it makes, transposes or casts a weight."""
+    """Evaluate an equation; return a `_Factored` if the equation makes a weight, or transposes or casts one."""
     name, params = eqn.primitive.name, eqn.params
     if eqn.primitive is WEIGHT:
         x = LowRank.tree_unflatten((params["gain"], params["cast"]), operands)
@@ -116,7 +120,10 @@ def _run_checkpoint(eqn: Any, operands: list[Any]) -> list[Any]:
 
 
 def _multiply(operands: list[Any], params: dict[str, Any]) -> Any:
-    """Multiply by a weight in two steps if the product contracts all its input or all its output dimensions."""
+    """Multiply an array by a `_Factored` weight by base and factors, if this is possible; else compute the weight.
+
+    It is possible if the product contracts all input dimensions or all output dimensions of the weight, and no others.
+    """
     side = next(i for i, x in enumerate(operands) if isinstance(x, _Factored))
     w, x, matrix = operands[side], _whole(operands[1 - side]), operands[side].matrix
     contracted, batched = params["dimension_numbers"]

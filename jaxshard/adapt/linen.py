@@ -48,12 +48,14 @@ def linen(module: nn.Module, loss: Callable[..., Any], batch: PyTree, *, state: 
     under `js.explicit()` a device sees only its own rows.
 
     Random keys: every random stream draws from the step's key, as in `module.apply(variables, x, rngs={"params":
-    key})`: Flax falls back to the stream "params" for all other names. The n-th further call in one loss draws from the
-    key folded with n. Evaluation has no key, and a module that asks for one raises. A loss with a parameter `key`
-    receives its own key, for modules that take one as an argument (`model(x, key)`); None in evaluation.
+    key})`: Flax falls back to the stream "params" for all other names. If a loss calls the model several times, call n
+    after the first draws from the key folded with n. Evaluation has no key, and a module that needs a key raises. A
+    loss with a parameter `key` receives another key, to pass to modules as an argument (`model(x, key)`); None in
+    evaluation.
 
-    Names: the parameters have no metadata boxes. `js.tensor` splits dimensions by the names in the boxes
-    (`nn.with_logical_partitioning`, `nn.with_partitioning`). Nothing else in the boxes is used.
+    Names: `js.tensor` splits dimensions by the names in the metadata boxes of parameters
+    (`nn.with_logical_partitioning`, `nn.with_partitioning`). Nothing else in the boxes is used, and the parameters that
+    `init_fn` returns are without boxes.
 
     Args:
       module: the module, not yet initialised.
@@ -64,8 +66,8 @@ def linen(module: nn.Module, loss: Callable[..., Any], batch: PyTree, *, state: 
       batch: an example batch, arrays or `jax.ShapeDtypeStruct`s. `init` runs the loss on zeros of these shapes, which
         initialises every module that the loss calls.
       state: how to combine arrays of the state over devices and micro-batches, by path: {"stats/count": "sum"} adds the
-        changes to the old value, "max" takes the maximum. All other arrays are combined as described at `js.Loss`:
-        running averages by their mean, equal values unchanged.
+        changes on all of them to the old value, "max" takes the maximum. All other arrays are combined as described at
+        `js.Loss`: running averages by their mean, equal values unchanged.
 
     Returns:
       A `Linen`, which unpacks as `init_fn, loss_fn` and also has `evaluate`, for `js.make_eval_step`, and `apply`.
@@ -98,7 +100,7 @@ def linen(module: nn.Module, loss: Callable[..., Any], batch: PyTree, *, state: 
 
 @dataclass(frozen=True, eq=False)
 class Linen(Adapted):
-    """A Linen module with its loss, made by `js.linen`. Unpacks as the pair `init_fn, loss_fn`.
+    """A Linen module with its loss, made by `js.linen`; it unpacks as the pair `init_fn, loss_fn`.
 
     Attributes:
       module: the module, unbound.
@@ -116,7 +118,7 @@ class Linen(Adapted):
         return f"js.linen({type(self.module).__name__})"
 
     def make_params(self, key: jax.Array) -> PyTree:
-        """Return the variables of `module.init(key, ...)`, unboxed: params, or js.Model(params, other collections)."""
+        """Initialise the module: return its parameters, or js.Model(parameters, other collections), without boxes."""
         with without_box_placement():
             variables = nn.unbox(self._boxed(key))
         params = variables.pop("params", None)
@@ -128,11 +130,17 @@ class Linen(Adapted):
         return join_model(params, variables or ())
 
     def apply(self, model: PyTree, *args: Any, **kwargs: Any) -> Any:
-        """Run `module.apply` on the output of `init`, without keys. Changes of state are dropped."""
+        """Call the module with the parameters and state that `init` returned, without random keys.
+
+        Changes of the state are dropped.
+        """
         return LinenModel(self.module, model, None)(*args, **kwargs)
 
     def dim_names(self, params: PyTree) -> PyTree:
-        """Return a tuple of names for every parameter, from its metadata or its layer."""
+        """Return for every parameter a tuple of names of its dimensions, from its metadata box or its layer.
+
+        A layer tells which dimensions of its kernel are contracted (`contracted.py`).
+        """
         contracted: dict[Path, Names] = {}
         boxed = jax.eval_shape(lambda key: self._boxed(key, contracted), jax.random.key(0))["params"]
         return dim_names_of("js.linen", params, names_in_boxes(boxed), contracted)
@@ -148,7 +156,7 @@ class Linen(Adapted):
         return attach_state("js.linen", output, split_model(model)[1], called.state, self.declared)
 
     def unit_params(self, units: Units, params: PyTree) -> PyTree:
-        """Return True for the parameters under the path of an outermost unit that the loss calls.
+        """Return a tree of booleans: True for the parameters of the outermost units that the loss calls.
 
         Raises:
           TypeError: a class is not a Linen module.
@@ -183,7 +191,10 @@ class Linen(Adapted):
         )
 
     def _boxed(self, key: jax.Array, contracted: dict[Path, Names] | None = None) -> dict[str, Any]:
-        """Make all variables, in their metadata boxes; add the contracted dimensions of kernels to `contracted`."""
+        """Initialise all variables, in their metadata boxes, by running the loss on zeros like the example batch.
+
+        The contracted dimensions of kernels are added to `contracted`, by path.
+        """
         fresh = LinenInit(self.module, key)
         call_loss(self.loss_fn, fresh, zeros_of(self.batch), train=True, key=neighbour(key))
         if contracted is not None:
@@ -200,7 +211,7 @@ class LinenModel:
       key: the random key of the step; None in evaluation.
 
     Attributes:
-      state: the other collections, {} if there are none. Each call updates them for the next call.
+      state: all collections but "params", {} if there are none. Each call updates them for the next call.
     """
 
     def __init__(self, module: nn.Module, model: PyTree, key: jax.Array | None):
@@ -214,7 +225,7 @@ class LinenModel:
         return self._params
 
     def __call__(self, *args: Any, method: Any = None, mutable: str | Sequence[str] = (), **kwargs: Any) -> Any:
-        """Return `module.apply(variables, *args, ...)`; with `mutable`, (output, the collections of these names)."""
+        """Return `module.apply(variables, *args, ...)`; with `mutable`, return (output, {name: collection})."""
         asked = _collection_names(mutable)
         filters = [*self.state, *asked] or False
         try:
@@ -252,8 +263,8 @@ class LinenInit:
     """The model that a user's loss receives in `init`: each call initialises a module as `module.init` does.
 
     Attributes:
-      variables: the variables that the calls have made so far, in their boxes.
-      contracted: the contracted dimensions of the kernels of layers that ran, by path.
+      variables: the variables that the calls have made so far, in their metadata boxes.
+      contracted: the contracted dimensions of kernels of the layers that ran so far, by path.
     """
 
     def __init__(self, module: nn.Module, key: jax.Array):
@@ -267,7 +278,7 @@ class LinenInit:
         return nn.unbox(self.variables.get("params", {}))
 
     def __call__(self, *args: Any, method: Any = None, mutable: str | Sequence[str] = (), **kwargs: Any) -> Any:
-        """Run the module and make the variables that do not exist yet."""
+        """Call the module, and add the variables that do not exist yet to `variables`."""
         asked = _collection_names(mutable)
 
         def call(module: nn.Module) -> Any:
@@ -294,9 +305,10 @@ Interceptor = Callable[..., Any]
 
 
 def _outermost(units: Units, around: Callable[[Callable[[], Any], nn.Module, Any], Any]) -> Interceptor:
-    """Make an interceptor that replaces each call of an outermost unit by `around(call, module, run_on)`.
+    """Make a Linen interceptor that replaces each call of an outermost unit by `around(call, module, run_on)`.
 
-    `call()` makes the original call; `run_on(module)` makes the same call on another copy of the module.
+    Calls of units inside another unit are not replaced. `call()` makes the original call; `run_on(module)` makes the
+    same call on another copy of the module.
     """
     inside = False
 
@@ -321,7 +333,7 @@ def _outermost(units: Units, around: Callable[[Callable[[], Any], nn.Module, Any
 
 
 def _checkpoint_units(units: Units, save: Save | None) -> Interceptor:
-    """Make an interceptor under which each unit runs inside of a `jax.checkpoint`."""
+    """Make a Linen interceptor that runs each outermost unit in a `jax.checkpoint` with the policy `save`."""
 
     def around(call: Callable[[], Any], module: nn.Module, run_on: Callable[[nn.Module], Any]) -> Any:
         # An instance without parameters, in a class of which others have some, has nothing to gather again.

@@ -46,7 +46,11 @@ class Lora(NamedTuple):
 
     @property
     def model(self) -> Any:
-        """Return the model with factors, if the loss belongs to a model that the library knows (js.models.*)."""
+        """Return the model with factors, if the loss is that of a model from js.models, js.linen, js.nnx or js.Stacked.
+
+        Raises:
+          AttributeError: the loss is a plain function.
+        """
         if (known := known_loss(self.loss)) is None:
             raise AttributeError("js.lora of a plain loss function has no model; merge weights with js.merge_lora")
         return known
@@ -71,31 +75,32 @@ def lora(
 
     A matched matrix w[in, out] becomes base + alpha / rank * a @ b, with a[in, rank] drawn from N(0, 1 / in) and
     b[rank, out] zero, so that training starts from the unchanged model. Only the factors have gradients and optimizer
-    state; all other parameters are frozen, matched or not. Frozen parameters are sharded, and all-gathered just before
-    use, like all parameters and under every engine; checkpoints store checksums of them (docs/guides/finetuning.md).
+    state; the base matrices and all parameters that do not match are frozen. Under every engine frozen parameters are
+    sharded, and all-gathered just before use, like trained parameters; checkpoints store checksums of them instead of
+    their values (docs/guides/finetuning.md).
 
     A product x @ w is computed as x @ base + alpha / rank * (x @ a) @ b. Such products are found in the jaxpr of the
-    loss, also inside `jax.jit` and `jax.checkpoint`, in einsums and with transposed weights. Any other use of a weight
-    (looking up rows, convolutions, a loop over layers in a plain function) computes it from base and factors.
+    loss, also inside `jax.jit` and `jax.checkpoint`, in einsums and with a transposed w. For any other use of w
+    (looking up rows, convolutions, a loop over layers in a plain function) w is computed from base and factors.
 
-    To start from existing weights: `js.init(init_fn, tx, layout, key, init_from=params of the base model)`.
+    To start from pretrained parameters: `js.init(init_fn, tx, layout, key, init_from=params of the base model)`.
 
     Args:
       init_fn: makes the base model, `init_fn(key) -> parameters | js.Model`.
-      loss_fn: its loss: a plain function, or the loss of a `js.Stacked`, `js.linen` or `js.nnx` model, whose blocks and
-        units engines still see.
+      loss_fn: the loss of the base model: a plain function, or the loss of a `js.Stacked`, `js.linen` or `js.nnx`
+        model, whose blocks or units engines gather one at a time as without factors.
       rank: the rank of the factors, at most the smaller side of each matrix.
       match: patterns of paths, as in the rules of `js.tensor`: "q_proj/kernel" matches every path that ends with it,
-        "*" matches any text. If a matrix has more than two dimensions, the layer says which of them are inputs; else
-        they are divided so that the two sides have the most similar sizes. Every block, layer or expert of a stacked
-        parameter has its own factors.
-      alpha: the gain of the factors is alpha / rank; by default alpha is `rank`, a gain of 1.
-      base: how matched matrices are stored: None for their own dtype; "bf16"; "int8" with one scale per output channel,
-        whose error is at most 1 / 254 of the largest magnitude in the channel. All-gathers send this dtype.
+        "*" matches any text. If a matrix has more than two dimensions, its Flax layer says which dimensions are inputs;
+        without such a layer they are divided into inputs and outputs of the most similar sizes. Every block, layer or
+        expert of a stacked parameter has its own factors.
+      alpha: the gain of the factors is alpha / rank; by default alpha is `rank`, for a gain of 1.
+      base: the dtype in which matched matrices are stored and all-gathered: None for their own dtype; "bf16"; "int8"
+        with one scale per output channel, whose error is at most 1 / 254 of the largest magnitude in the channel.
 
     Returns:
-      A pair `init_fn, loss_fn`. It also has `evaluate`, for `js.make_eval_step`, and `model`, if the loss belongs to a
-      model that the library knows. `js.merge_lora` returns the weights with the factors merged in.
+      A pair `init_fn, loss_fn`. If the loss is that of a `js.Stacked`, `js.linen` or `js.nnx` model, it also has
+      `evaluate`, for `js.make_eval_step`, and `model`. `js.merge_lora` returns parameters with the factors merged in.
 
     Raises:
       TypeError: `init_fn` or `loss_fn` is not a function, or `match` is a single string.
@@ -163,10 +168,11 @@ def _make_params(
 
 
 def _sides(leaf: Leaf) -> tuple[int, int]:
-    """Return (how many leading dimensions stack matrices, how many of the others are inputs; 0 if it is no matrix).
+    """Return (the number of leading dimensions that stack matrices, the number of input dimensions of each matrix).
 
-    If the layer does not say which dimensions it contracts, a matrix of more than two dimensions is divided so that the
-    two sides have the most similar sizes: [512, 8, 64] after the first dimension, [8, 64, 512] after the second.
+    The second number is 0 if the parameter is no matrix. If the layer does not say which dimensions it contracts, a
+    matrix of more than two dimensions is divided so that inputs and outputs have the most similar sizes: [512, 8, 64]
+    after the first dimension, [8, 64, 512] after the second.
     """
     named = Rules(RULES).name_dims(leaf).names
     is_stack = [BLOCKS, LAYERS, *EXPERTS]
@@ -184,7 +190,10 @@ def _sides(leaf: Leaf) -> tuple[int, int]:
 
 
 def _with_factors(known: KnownModel, make: Callable[[jax.Array], PyTree]) -> KnownModel:
-    """Return a copy of `known` whose parameters have factors; its functions see them as ordinary weights."""
+    """Return a copy of `known` whose parameters have factors, which the model's functions see as ordinary arrays.
+
+    `make(key)` makes the parameters with factors.
+    """
     model = copy.copy(known)
     if isinstance(known, Adapted):
         own = _of_module(known)
@@ -197,7 +206,7 @@ def _with_factors(known: KnownModel, make: Callable[[jax.Array], PyTree]) -> Kno
 
 
 def _of_module(known: Adapted) -> dict[str, Callable[..., Any]]:
-    """Return the methods of a Flax model that take its parameters."""
+    """Return the methods of a Flax model that take its parameters, for parameters with factors."""
 
     def run(model: PyTree, batch: PyTree, key: jax.Array | None, **options: Any) -> Any:
         def run_merged(params: PyTree, *rest: PyTree) -> Any:

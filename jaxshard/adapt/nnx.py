@@ -1,12 +1,13 @@
 """`js.nnx`: turn a Flax NNX module and its loss into the pair `init_fn`, `loss_fn`.
 
-An NNX module is an object that holds its arrays. A run holds them as trees instead: `nnx.split` splits a module once,
-under `jax.eval_shape`, into a form without values (`ModuleForm`) and trees. Every call of the loss merges the form with
-the current arrays into a new module:
+An NNX module is an object that holds its arrays, while a `TrainState` holds arrays in trees. So `nnx.split` splits a
+module once, under `jax.eval_shape`, into a `ModuleForm`, which has everything but the values, and trees. Every call of
+the loss merges the form with the current arrays into a new module:
 
     form + params + random streams + state  ->  module  ->  the user's loss  ->  nnx.split(module)  ->  new state
 
-So a change that a loss makes to its module is lost after the trace, unless it is read back as state.
+So a change that a loss makes to its module is lost after the call, unless it is a change of variables, which the last
+split returns as the new state.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ def nnx(
     each step. A variable with a row for each row of the batch needs `js.auto()`, since under `js.explicit()` a device
     sees only its own rows. Plain Python attributes that a call changes are not kept.
 
-    Random streams are neither trained nor kept: in each loss, stream i (in the order of `nnx.RngState`) starts from
-    the step's key folded with i, at count 0. A loss with a parameter `rngs` or `key` receives its own `nnx.Rngs` or
-    key, for modules that take one as an argument (`model(x, rngs=rngs)`); None in evaluation.
+    Random streams are neither trained nor kept: in each call of the loss, stream i (in the order of `nnx.RngState`)
+    starts from the step's key folded with i, at count 0. A loss with a parameter `rngs` or `key` receives another
+    `nnx.Rngs` or key, to pass to modules as an argument (`model(x, rngs=rngs)`); None in evaluation.
 
     Args:
       make_module: `make_module(rngs: nnx.Rngs) -> nnx.Module`, for example `lambda rngs: MLP(64, rngs=rngs)`.
@@ -71,8 +72,8 @@ def nnx(
         is True in training and False in evaluation; `rngs` and `key` are None in evaluation. The batch is global under
         `js.auto()`, one device's rows under `js.explicit()`.
       state: how to combine variables of the state over devices and micro-batches, by path: {"stats/count": "sum"} adds
-        the changes to the old value, "max" takes the maximum. All other arrays are combined as described at `js.Loss`:
-        running averages by their mean, equal values unchanged.
+        the changes on all of them to the old value, "max" takes the maximum. All other arrays are combined as described
+        at `js.Loss`: running averages by their mean, equal values unchanged.
 
     Returns:
       An `Nnx`, which unpacks as `init_fn, loss_fn` and also has `evaluate`, for `js.make_eval_step`, and `apply`.
@@ -104,17 +105,17 @@ def nnx(
 
 
 class ModuleForm(NamedTuple):
-    """A module without its values.
+    """The structure of an NNX module: everything but the values of its variables.
 
     Attributes:
-      graph: Flax's `GraphDef`: classes, static attributes, and where each variable is.
+      graph: Flax's `GraphDef`: classes, static attributes, and where in the module each variable is.
       params: the tree structure of the state of all `nnx.Param`s.
       streams: the tree structure of the random streams.
       state: the tree structure of all other variables.
       random: shapes and dtypes of the streams' keys and counts, in the order of their leaves.
       modules: (path, class) of every submodule.
-      names: the names in the sharding metadata of the parameters that have any, by path.
-      contracted: the contracted dimensions of kernels, by path.
+      names: {path of a parameter: names of its dimensions in its sharding metadata, () for none}.
+      contracted: {path of a kernel: which dimensions its layer contracts}, see `contracted.py`.
     """
 
     graph: Any
@@ -129,7 +130,7 @@ class ModuleForm(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Nnx(Adapted):
-    """An NNX module with its loss, made by `js.nnx`. Unpacks as the pair `init_fn, loss_fn`.
+    """An NNX module with its loss, made by `js.nnx`; it unpacks as the pair `init_fn, loss_fn`.
 
     Attributes:
       make_module: makes the module from `nnx.Rngs`.
@@ -145,14 +146,17 @@ class Nnx(Adapted):
         return f"js.nnx({getattr(self.make_module, '__qualname__', type(self.make_module).__name__)})"
 
     def make_params(self, key: jax.Array) -> PyTree:
-        """Return the values of `make_module(nnx.Rngs(key))` as nested dicts: params, or js.Model(params, state)."""
+        """Make the module; return its values as nested dicts: the parameters, or js.Model(parameters, state)."""
         _, params, _, state = _split(self._make(key))
         if not jax.tree.leaves(params):
             raise ValueError("js.nnx: the module has no parameters: none of its variables is an nnx.Param")
         return join_model(flax_nnx.to_pure_dict(params), flax_nnx.to_pure_dict(state) or ())
 
     def apply(self, model: PyTree, *args: Any, method: str = "__call__", **kwargs: Any) -> Any:
-        """Run the module in evaluation mode on the output of `init`, without keys. Changes of state are dropped."""
+        """Call a method of the module, in evaluation mode, with the parameters and state that `init` returned.
+
+        There are no random keys, and changes of the state are dropped.
+        """
         params, state = split_model(model)
 
         def run(params: PyTree) -> tuple[Any, Values]:
@@ -163,21 +167,24 @@ class Nnx(Adapted):
         return run_unchanged(run, params)
 
     def dim_names(self, params: PyTree) -> PyTree:
-        """Return a tuple of names for every parameter, from its sharding metadata or its layer."""
+        """Return for every parameter a tuple of names of its dimensions, from its sharding metadata or its layer.
+
+        A layer tells which dimensions of its kernel are contracted (`contracted.py`).
+        """
         return dim_names_of("js.nnx", params, self.names, self.contracted)
 
     @property
     def names(self) -> dict[tuple[Any, ...], tuple[Any, ...]]:
-        """Return the names in the sharding metadata of the parameters, by path."""
+        """Return {path of a parameter: names of its dimensions in its sharding metadata, () for none}."""
         return self._form.names
 
     @property
     def contracted(self) -> dict[tuple[Any, ...], tuple[Any, ...]]:
-        """Return the contracted dimensions of kernels, by path."""
+        """Return {path of a kernel: which dimensions its layer contracts}; see `contracted.py`."""
         return self._form.contracted
 
     def bind(self, model: PyTree, key: jax.Array | None) -> Bound:
-        """Make the module that holds the given values.
+        """Make a module that holds the given parameters and state, in training or evaluation mode.
 
         Args:
           model: parameters, or js.Model(params, state).
@@ -228,7 +235,7 @@ class Nnx(Adapted):
         return run_unchanged(run, params)
 
     def unit_params(self, units: Units, params: PyTree) -> PyTree:
-        """Return True for every parameter under the path of a unit; see `Adapted.unit_params`."""
+        """Return a tree of booleans: True for the parameters of units; see `Adapted.unit_params`."""
         raise_all(
             (one.__name__ for one in units if not issubclass(one, flax_nnx.Module)),
             TypeError,
@@ -289,8 +296,8 @@ class Bound(NamedTuple):
 
     Attributes:
       module: the module.
-      after: returns (the new state, the values of all parameters); call it after the loss. Raises a ValueError if the
-        module drew random numbers without a key.
+      after: to be called after the loss; returns (the new state, the values of all parameters), and raises a ValueError
+        if the module drew random numbers without a key.
     """
 
     module: flax_nnx.Module
@@ -305,7 +312,7 @@ def _split(module: flax_nnx.Module) -> tuple[Any, Any, Any, Any]:
 
 
 def _check_arrays(module: flax_nnx.Module) -> None:
-    """Raise if a module has raw arrays, which would become constants of the traced program."""
+    """Raise TypeError if a module has arrays outside of variables, which would be constants of the traced program."""
     flat = {path for path, _ in flax_nnx.to_flat_state(flax_nnx.state(module))}
     raise_all(
         (
@@ -320,7 +327,10 @@ def _check_arrays(module: flax_nnx.Module) -> None:
 
 
 def _seed_streams(shapes: list[Any], key: jax.Array | None) -> list[jax.Array]:
-    """Make the values of the random streams: the key of stream i is `key` folded with i, all counts are zero."""
+    """Make the keys and counts of the random streams: the key of stream i is `key` folded with i, all counts are 0.
+
+    `shapes` has the shapes and dtypes of keys and counts, in the order of the leaves.
+    """
     # In evaluation any key will do: `Bound.after` refuses a module that used it.
     root, values, streams = jax.random.key(0) if key is None else key, [], 0
     for x in shapes:
@@ -354,7 +364,7 @@ class UnitCalls:
         self._ran: set[type] = set()
 
     def around(self, path: tuple[Any, ...], unit: flax_nnx.Module) -> Around:
-        """Return the function that replaces a unit's call."""
+        """Return the function that replaces the call of the unit at this path, for `intercept_calls`."""
         shapes = _param_shapes(unit)
 
         def run(unit: flax_nnx.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -400,7 +410,7 @@ class UnitCalls:
         return output
 
     def check_ran(self, units: Units) -> None:
-        """Raise a ValueError that names every class without an instance that ran."""
+        """Raise a ValueError that names every class of which no instance ran."""
         raise_all(
             (f"{one.__name__}" for one in units if not any(issubclass(kind, one) for kind in self._ran)),
             ValueError,

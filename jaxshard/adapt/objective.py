@@ -1,4 +1,4 @@
-"""Resolve a loss to one of three kinds: a plain function, the loss of a `js.Stacked` model, or of a Flax module.
+"""Find what engines may know about a loss: it is a plain function, or the loss of a `js.Stacked` or a Flax model.
 
 A step resolves its loss once, and passes the result to the engine, the planner and the checks.
 """
@@ -22,28 +22,28 @@ class Opaque:
 
     @property
     def name(self) -> str:
-        """Return the name of the loss in error messages."""
+        """The name of the loss in error messages."""
         return str(getattr(self.loss_fn, "__qualname__", self.loss_fn))
 
     @property
     def stacked_for_user(self) -> bool:
-        """Return True if the user wrote a single block, and jaxshard stacks its parameters."""
+        """True if jaxshard stacked the parameters of blocks for a user who did not stack them."""
         return False
 
     @property
     def written(self) -> Callable[..., Any]:
-        """Return the function that the user wrote."""
+        """The loss function that the user wrote."""
         return self.loss_fn
 
     @property
     def known(self) -> KnownModel | None:
-        """Return the model whose loss this is; None for a plain function."""
+        """The model whose loss this is; None for a plain function."""
         return None
 
 
 @dataclass(frozen=True)
 class OfBlocks(Opaque):
-    """The loss of a `js.Stacked` model: engines gather one block's weights at a time, or run the blocks in stages."""
+    """The loss of a `js.Stacked` model: engines gather one block's parameters at a time, or run blocks in stages."""
 
     model: Stacked
 
@@ -58,7 +58,7 @@ class OfBlocks(Opaque):
 
 @dataclass(frozen=True)
 class OfModule(Opaque):
-    """The loss of a module from `js.linen` or `js.nnx`: engines gather the weights of a unit while it runs."""
+    """The loss of a module from `js.linen` or `js.nnx`: engines gather the parameters of a unit just before it runs."""
 
     model: Adapted
 
@@ -72,11 +72,11 @@ class OfModule(Opaque):
 
 
 Objective = Opaque | OfBlocks | OfModule
-"""A resolved loss: one of the three kinds."""
+"""The result of `resolve`: a loss of one of the three kinds."""
 
 
 def resolve(loss_fn: Callable[..., Any] | Objective) -> Objective:
-    """Find the model to which a loss function belongs, if any; return a resolved loss unchanged."""
+    """Find the model to which a loss function belongs, if any; return an `Objective` unchanged."""
     if isinstance(loss_fn, Opaque):
         return loss_fn
     known = known_loss(loss_fn)

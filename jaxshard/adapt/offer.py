@@ -1,9 +1,10 @@
-"""Let a known model that runs inside a user's loss gather its weights one block at a time.
+"""Let a known model (`js.Stacked`, `js.linen`, `js.nnx`) inside a user's loss gather its parameters block by block.
 
 A user's loss may call `model.loss` of a known model: `lambda p, b, k: model.loss(p, b, k) + penalty(p)`. The engine
-can't look into the loss, so it passes gathered weights, and with them an `Offer`. If the loss passes these weights on
-unchanged, the model accepts the offer: the engine runs it on the stored shards and gathers each block's weights just
-before use. Then only the penalty uses the gathered weights, and the compiler removes the all-gathers of all others.
+can't look into the loss, so it passes all parameters gathered, and makes an `Offer` to run a known model itself. If the
+loss passes these parameters on to the model unchanged, the model accepts the offer: the engine runs the model on the
+stored shards, and gathers each block's parameters just before use. Then only the penalty uses gathered parameters, and
+the compiler removes the all-gathers of all parameters that the penalty does not use.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from jaxshard.core.types import PyTree
 
 @dataclass
 class Offer:
-    """An engine's offer to run a known model on the stored shards, valid only for the weights that a loss received.
+    """An engine's offer to run a known model on the stored shards, valid only for the parameters that a loss received.
 
     Attributes:
       weights: the gathered parameters that the loss received.
       run: `run(known, model, batch, key) -> output of the model's loss`, computed from the stored shards.
-      accepts: returns whether `run` can run a model.
-      taken: the models that `run` ran.
-      missed: the models that ran as written, on other arrays or because `accepts` refused them.
+      accepts: `accepts(known)` returns True if `run` can run the model.
+      taken: the models that `run` ran; filled while the loss runs.
+      missed: the models that ran as written, since they received other arrays or `accepts` refused them; filled
+        likewise.
     """
 
     weights: PyTree
@@ -41,7 +43,7 @@ class Offer:
     missed: list[KnownModel] = field(default_factory=list)
 
     def is_for(self, params: PyTree) -> bool:
-        """Return whether all parameters are the offered arrays themselves (`is`)."""
+        """Return True if all parameters are the same objects (`is`) as the arrays in `weights`."""
         if not same_structure(self.weights, params):
             return False
         return all(a is b for a, b in zip(jax.tree.leaves(self.weights), jax.tree.leaves(params), strict=True))
@@ -52,7 +54,7 @@ _current: ContextVar[Offer | None] = ContextVar("offer", default=None)
 
 @contextmanager
 def offering(offer: Offer) -> Iterator[None]:
-    """Enter a context in which known models see the offer."""
+    """Enter a context in which `run_as_offered` finds this offer."""
     token = _current.set(offer)
     try:
         yield
@@ -61,12 +63,14 @@ def offering(offer: Offer) -> Iterator[None]:
 
 
 def run_as_offered(known: KnownModel, model: PyTree, batch: PyTree, key: Any, plain: Callable[[], Any]) -> Any:
-    """Run a known model's loss by the current offer if it is for these weights, else by `plain()`.
+    """Run a known model's loss by the current offer, if the offer is for these parameters; else return `plain()`.
+
+    The offer's `taken` or `missed` records the model.
 
     Args:
       known: the model.
-      model: its parameters, or js.Model(params, state).
-      batch: the batch of this device or program.
+      model: the model's parameters, or js.Model(params, state).
+      batch: the batch: a device's own rows under `js.explicit`, else the global batch.
       key: the random key; None in evaluation.
       plain: runs the model's loss as written.
     """

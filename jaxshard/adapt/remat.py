@@ -4,8 +4,8 @@ A model names activations by `jax.ad_checkpoint.checkpoint_name(x, "attention_ou
 
     {"attention_out": "save", "mlp_hidden": "offload"}
 
-saves the first on the device, offloads the second to the host's memory, and recomputes all other activations. No policy
-saves gathered weights: the backward pass gathers them again.
+saves "attention_out" on the device, offloads "mlp_hidden" to the host's memory, and recomputes all other activations.
+No policy saves gathered parameters: the backward pass gathers them again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Kept = Literal["save", "offload", "remat"]
 RematPolicy = str | Callable[..., bool] | Mapping[str, Kept]
 
 BLOCK_IN = "block_in"
-"""The name of the input of every block of a `js.Stacked` model."""
+"""The name, for remat policies, of the input of every block of a `js.Stacked` model."""
 
 HOST = "pinned_host"
 """The memory kind to which activations are offloaded."""
@@ -49,17 +49,17 @@ _MOVES = frozenset({
 
 
 def checkpoint_body(policy: RematPolicy, body: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the body of a scan over blocks in `jax.checkpoint`, with the policy of `make_save_policy`."""
+    """Wrap the body of a scan over blocks in a `jax.checkpoint` that saves what `policy` says."""
     # Inside a scan the compiler can't merge the recomputation with the forward pass (CSE), so no barriers are needed.
     wrapped: Callable[..., Any] = jax.checkpoint(body, policy=make_save_policy(policy), prevent_cse=False)
     return wrapped
 
 
 def make_save_policy(policy: RematPolicy) -> Callable[..., Any]:
-    """Make the policy for `jax.checkpoint` that saves what `policy` allows, but never a gathered weight.
+    """Make the policy for `jax.checkpoint` that saves what `policy` says, but never a gathered parameter.
 
-    The outputs of all-gathers, and of the reshapes and casts between a stored shard and a weight, are not saved. The
-    backward pass gathers again, so that only one block's weights are gathered at a time.
+    The outputs of all-gathers, and of reshapes and casts, which happen between a stored shard and a gathered parameter,
+    are not saved. The backward pass gathers again, so that only one block's parameters are gathered at a time.
 
     Args:
       policy: see `policy_function`.
@@ -68,7 +68,7 @@ def make_save_policy(policy: RematPolicy) -> Callable[..., Any]:
 
 
 def save_no_weights(allows: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the `jax.checkpoint` policy that saves the values that `allows` saves, except gathered weights."""
+    """Return the `jax.checkpoint` policy that saves what the policy `allows` saves, except gathered parameters."""
 
     def save(prim: Any, *args: Any, **params: Any) -> Any:
         return prim.name not in _MOVES and allows(prim, *args, **params)
@@ -77,7 +77,7 @@ def save_no_weights(allows: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def policy_function(policy: RematPolicy) -> Callable[..., Any]:
-    """Convert a policy to a function of `jax.checkpoint_policies`.
+    """Convert a user's remat policy to a policy function as in `jax.checkpoint_policies`.
 
     Args:
       policy: "nothing", "dots", "everything", a function of `jax.checkpoint_policies`, or
@@ -121,12 +121,12 @@ def _policy_of_names(policy: Mapping[str, Kept]) -> Callable[..., Any]:
 
 
 def offloaded(policy: RematPolicy | None) -> list[str]:
-    """Return the names of the activations that a policy offloads."""
+    """Return the names of the activations that a policy offloads to the host's memory."""
     return [name for name, kept in policy.items() if kept == "offload"] if isinstance(policy, Mapping) else []
 
 
 def check_host_memory(policy: RematPolicy, mesh: Mesh) -> None:
-    """Raise ValueError if a policy offloads to a memory that the devices lack; warn once on CPUs.
+    """Raise ValueError if a policy offloads activations but the devices can't reach host memory; warn once on CPUs.
 
     On a CPU all arrays are in the host's memory already, so offloading saves nothing.
     """
@@ -152,9 +152,9 @@ def check_names(policy: RematPolicy, run: Callable[..., Any], params: PyTree, *o
     """Raise ValueError if a policy names an activation that does not exist; the message lists all that exist.
 
     Args:
-      policy: the policy; only a dict by names is checked.
+      policy: the policy; only a dict from names is checked.
       run: the model, a function of its parameters and other arguments, which is traced.
-      params, others: the arguments, or their shapes; `run` is differentiated with respect to `params`.
+      params, others: the arguments of `run`, or their shapes. `run` is also differentiated with respect to `params`.
     """
     if not isinstance(policy, Mapping):
         return
@@ -180,11 +180,11 @@ def _no_such_names(unknown: Collection[str], found: Collection[str]) -> str:
 def names_in(program: Any) -> set[str]:
     """Return the names of activations in a jaxpr and in the jaxprs inside it.
 
-    The names in the forward rule of a custom_vjp function are only in the jaxpr of the gradient.
+    Names that the forward rule of a custom_vjp function gives to its residuals are only in the jaxpr of the gradient.
     """
     return {eqn.params["name"] for eqn in all_equations(program) if eqn.primitive.name == "name"}
 
 
 def name_tree(tree: PyTree, name: str) -> PyTree:
-    """Name all arrays of a tree by `checkpoint_name`."""
+    """Give all arrays of a tree this name for `jax.checkpoint` policies."""
     return cast(PyTree, jax.tree.map(lambda x: checkpoint_name(x, name), tree))

@@ -24,8 +24,9 @@ It is split into
     block       one iteration of the scan's body, on one slice of `layers`
     head        the equations of `before` and `after` that the result needs, with h' and `noise` given
 
-The embedding, the blocks and the head pass a `ScanCarry` on. It includes `noise`: the head has another random key than
-the embedding and would draw other values. Values that are neither random nor used by blocks are recomputed in the head.
+A `ScanCarry` is passed from the embedding through the blocks to the head. It includes `noise`, since the head has
+another random key than the embedding and would draw other values. Other values of `before` that the head needs, which
+are not random, are computed again in the head.
 """
 
 from __future__ import annotations
@@ -53,8 +54,10 @@ from jaxshard.core.tree import raise_all
 from jaxshard.core.types import PyTree
 
 Path = tuple[str, ...]
+"""The keys from the root of a tree of parameters to a parameter."""
 
 Kind = Literal["carry", "weight", "key", "fixed", "shared", "layered"]
+"""The kinds of inputs of the scan's body; see the top of this file."""
 
 
 @jax.tree_util.register_dataclass
@@ -67,9 +70,9 @@ class ScanCarry:
       shared: values that every block reads.
       layered: values [num_blocks, ...], of which each block reads one slice.
       drawn: random values that the embedding drew and the head reads.
-      count: the number of blocks that ran, a scalar; None if there are no layered values.
-      form: static: (tree, shapes and dtypes of parameters and batch, whether there is a key), from which a block traces
-        the loss again.
+      count: the number of blocks that have run, a scalar; None if there are no layered values.
+      form: static: (tree structure of parameters and batch, their shapes and dtypes, True if there is a random key),
+        from which a block traces the loss again.
     """
 
     carry: list[jax.Array]
@@ -81,7 +84,7 @@ class ScanCarry:
 
 
 class MovingVariables(NamedTuple):
-    """The variables of the jaxpr whose values become the fields of `ScanCarry` with the same names."""
+    """The variables of the loss's jaxpr whose values become the fields of `ScanCarry` with the same names."""
 
     carry: list[Any]
     shared: list[Any]
@@ -90,12 +93,12 @@ class MovingVariables(NamedTuple):
 
 
 class BodyInput(NamedTuple):
-    """The source of an input of the scan's body.
+    """The source from which a block takes an input of the scan's body.
 
     Attributes:
-      kind: the kind of source.
-      which: the index in the field of `ScanCarry` for "carry", "shared" and "layered", the path of the parameter for
-        "weight", a running index for "key", and the variable or literal for "fixed".
+      kind: the kind of input.
+      which: the index in the field of `ScanCarry` for "carry", "shared" and "layered"; the path of the parameter for
+        "weight"; for "key" an index that differs for every key; the variable or literal for "fixed".
     """
 
     kind: Kind
@@ -110,7 +113,7 @@ class SplitLoss(NamedTuple):
       scan: the equation of the scan.
       before: the equations before the scan.
       after: the equations after the scan.
-      moving: the variables that are passed from the embedding to blocks and head.
+      moving: the variables whose values are passed from the embedding to blocks and head.
       inputs: the source of each input of the scan's body.
     """
 
@@ -122,12 +125,15 @@ class SplitLoss(NamedTuple):
     inputs: list[BodyInput]
 
     def run_embed(self, rest: PyTree, batch: PyTree, key: jax.Array | None) -> MovingVariables:
-        """Run the embedding: return the values of `moving`. `rest` are the parameters outside of the blocks."""
+        """Run the embedding: return the values of the variables in `moving`.
+
+        `rest` has the parameters outside of the blocks.
+        """
         values: MovingVariables = self.program.run(self.moving, self._arguments(rest, batch, key), self.before)
         return values
 
     def run_block(self, weights: Mapping[Path, jax.Array], x: ScanCarry, key: jax.Array | None) -> list[jax.Array]:
-        """Run one iteration of the scan with one block's parameters, by path; return the new carry."""
+        """Run one iteration of the scan with the parameters of one block, by path; return the new scan carry."""
         fixed = [one.which for one in self.inputs if one.kind == "fixed"]
         # Keys are ids, since a Literal is not hashable.
         numbers = dict(zip(map(id, fixed), self.program.run(fixed, {}, self.before), strict=True))
@@ -154,14 +160,14 @@ class SplitLoss(NamedTuple):
         return carry
 
     def run_head(self, rest: PyTree, x: ScanCarry, batch: PyTree, key: jax.Array | None) -> Any:
-        """Run the head: return the result of the loss from the carry of the last block."""
+        """Run the head: return the result of the loss, given the `ScanCarry` after the last block."""
         given = self._arguments(rest, batch, key)
         given |= assign(list(self.scan.outvars[: len(x.carry)]), x.carry) | assign(self.moving.drawn, x.drawn)
         # Pass the equations before the scan, too: values that the head needs and that were not passed are recomputed.
         return self.program.run(self.program.out, given, [*self.before, *self.after])
 
     def _arguments(self, rest: PyTree, batch: PyTree, key: jax.Array | None) -> dict[Any, Any]:
-        """Return {variable: value} for the arguments of the jaxpr, except the parameters of blocks."""
+        """Return {variable: value} for the arguments of the loss's jaxpr, except the parameters of blocks."""
         params, batch_vars, key_var = self.program.args
         of_path = flatten_dict(params)
         values = {of_path[path]: x for path, x in flatten_dict(rest).items()} | assign(batch_vars, batch)
@@ -199,13 +205,16 @@ def split_at_scan(program: Program) -> SplitLoss:
 def _sort_inputs(
     scan: Any, weights: dict[Any, Path], random: set[Any], dependent: set[Any]
 ) -> tuple[MovingVariables, list[BodyInput], list[str]]:
-    """Find the source of each input of the scan; return (the variables to pass on, the sources, problems).
+    """Find the source from which a block takes each input of the scan's body.
 
     Args:
       scan: the equation. Its inputs are the consts, then the initial carry, then the arrays that it slices.
-      weights: the path of each stacked parameter.
+      weights: {variable of a stacked parameter: its path}.
       random: the variables that depend on the key of the loss.
-      dependent: the variables that depend on any of its arguments.
+      dependent: the variables that depend on any argument of the loss.
+
+    Returns:
+      (the variables to pass from the embedding to the blocks, the source of each input, error messages).
     """
     consts, carries = scan_counts(scan.params)
     moving, inputs, problems, keys = MovingVariables([], [], [], []), [], [], 0
@@ -237,11 +246,11 @@ def _sort_inputs(
 def find_scan(program: Program) -> tuple[Any, frozenset[Path]]:
     """Find the scan over stacked parameters among the equations of a loss.
 
-    This scan slices a parameter itself, not a value computed from it, as `nn.scan(variable_axes={"params": 0})` does.
-    Other scans (a recurrent layer) slice activations.
+    This scan slices parameters themselves, not values computed from parameters, as the scan of
+    `nn.scan(variable_axes={"params": 0})` does. Other scans (a recurrent layer) slice activations.
 
     Returns:
-      The equation, and the paths of the parameters that it slices.
+      (the equation of the scan, the paths of the parameters that it slices).
 
     Raises:
       ValueError: there is none, there are several, or it runs backwards.

@@ -1,8 +1,8 @@
 """`js.scanned`: turn a Linen model whose blocks run in `nn.scan` into a `Stacked` model.
 
 The user's code stays as it is. The loss is traced, and its jaxpr is split at the scan over stacked parameters into
-embedding, block and head (see `adapt/scan_split.py`). A jaxpr has fixed shapes, so `embed`, `block` and `head` each
-trace the loss again for the batch sizes and dtypes that they receive.
+embedding, block and head (see `scan_split.py`). A jaxpr has fixed shapes, so the model's functions `embed`, `block` and
+`head` each trace the loss again for the batch sizes and dtypes that they receive.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from jaxshard.core.types import PyTree
 
 
 def scanned(module: nn.Module, loss: Callable[..., Any], batch: PyTree) -> Scanned:
-    """Turn a Linen model whose blocks run in one `nn.scan` into a `Stacked` model. The module is not changed.
+    """Turn a Linen model whose blocks run in one `nn.scan` into a `js.Stacked` model, without changing the module.
 
-    Engines then gather the weights of one block at a time, and `js.pipelined` places blocks in stages.
+    Engines then gather the parameters of one block at a time, and `js.pipelined` places blocks in stages.
 
     The loss must return a `js.Mean` or `js.Loss`, run the scan once, outside of `jax.jit` and `nn.remat` (the blocks
-    themselves may be `nn.remat`), and use none of its per-layer outputs.
+    themselves may be `nn.remat`), and use none of the scan's per-layer outputs.
 
-    The parameters are the module's in another tree: {"blocks": the scanned parameters, [num_blocks, ...], and all
-    others at their paths}. `to_variables` and `from_variables` convert. `init` returns the values of `module.init`.
-    Each block makes its random keys from a key of its own, whatever the scan splits; they differ from the keys of
-    `module.apply`. Values that all blocks share, and per-layer inputs, are passed along with the activations.
+    The parameters are the module's parameters in another tree: the scanned parameters [num_blocks, ...] are under
+    "blocks", all others at their own paths. `to_variables` and `from_variables` convert between the trees. `init`
+    returns the values of `module.init`. The random keys of blocks differ from the keys of `module.apply`: each block
+    makes them from a key of its own. Values that all blocks share, and per-layer inputs of the scan, are passed along
+    with the activations.
 
     Args:
       module: the module, not yet initialised.
@@ -95,11 +96,11 @@ class Scanned(Stacked):
         super().__init__(self._embed, self._block, self._head, split.scan.params["length"], adapter.make_params)
 
     def make_params(self, key: jax.Array) -> PyTree:
-        """Return the parameters of `module.init` as {"blocks": the scanned parameters, and the others}."""
+        """Initialise the module; return its parameters with the scanned ones under "blocks"."""
         return self._to_stacked(self.adapter.make_params(key))
 
     def dim_names(self, params: PyTree) -> PyTree:
-        """Return a tuple of names for every parameter, from its metadata; the scanned dimension is "blocks"."""
+        """Return for every parameter a tuple of names of its dimensions; the scanned dimension is named "blocks"."""
         named = self._to_stacked(self.adapter.dim_names(self._to_module(params)))
         blocks = {path: (BLOCKS, *names[1:]) for path, names in flatten_dict(named[BLOCKS]).items()}
         return named | {BLOCKS: unflatten_dict(blocks)}
@@ -131,7 +132,7 @@ class Scanned(Stacked):
         return Program.trace(self.adapter.run, params, batch, key)
 
     def _split(self, rest: PyTree, batch: PyTree, *, train: bool) -> SplitLoss:
-        """Trace and split the loss for these shapes of the parameters outside of the blocks and of the batch."""
+        """Trace and split the loss, given shapes of the parameters outside of the blocks (`rest`) and of the batch."""
         flat = flatten_dict(rest)
         # An engine may have cast the parameters (compute_dtype). The embedding and the head do not receive the blocks'
         # parameters, so assume that these were cast like other parameters of the same dtype.
@@ -166,7 +167,7 @@ class Scanned(Stacked):
 
 
 def _common_module(found: frozenset[Path]) -> Path:
-    """Return the longest path of a module that contains all these parameters."""
+    """Return the path of the innermost module that contains all these parameters."""
     first, last = min(found), max(found)  # in sorted order all paths between these two share their common prefix
     same = next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))
     return first[: min(same, len(first) - 1)]

@@ -9,8 +9,8 @@ The user writes one loss, which is split at the call of `model.blocks` into the 
         logits = model.head(y)               head:  runs the loss again; `blocks` returns the y of the last block
         return js.Mean(...)
 
-The head runs the full loss. So a value computed before `model.blocks` is computed again if the head uses it (a mask),
-and removed as dead code if not (the embedding).
+The function `head` runs the full loss. So a value from before `model.blocks` is computed again if it is used after the
+blocks (a mask), and removed as dead code if it is not (the embedding).
 """
 
 from __future__ import annotations
@@ -39,32 +39,35 @@ _BLOCK = "block"
 
 
 def stack(block: Any, num_blocks: int, loss: Callable[..., Any], batch: PyTree = None, **parts: Any) -> StackedModules:
-    """Make a `Stacked` model of `num_blocks` modules like `block`, between other modules. No module is changed.
+    """Make a `js.Stacked` model of `num_blocks` modules like `block`, and other modules before and after them.
 
-    Engines then gather the weights of one block at a time, and `js.pipelined` places blocks in stages.
+    The modules are not changed. Engines gather the parameters of one block at a time, and `js.pipelined` places blocks
+    in stages.
 
-    The parameters are {"blocks": stacked, [num_blocks, ...], and the parameters of each part under its name}. Block i
-    is initialised by `block.init(key_i, ...)` or `block(nnx.Rngs(key_i))`. `js.tensor` splits dimensions by the names
-    in the modules' metadata. Random streams work as in `js.linen` and `js.nnx`; every block and part has its own key.
+    The parameters are a dict: the parameters of the blocks, stacked [num_blocks, ...], are under "blocks", and the
+    parameters of every other module (a part) under its name. Block i is initialised by `block.init(key_i, ...)` or
+    `block(nnx.Rngs(key_i))`. `js.tensor` splits dimensions by the names in the modules' metadata. Random streams work
+    as in `js.linen` and `js.nnx`; every block and part has its own key.
 
-    The loss runs twice: up to `model.blocks` for the embedding, and completely for the head, which receives the output
-    of the blocks. A value from before `model.blocks` that is used after it is computed twice, and must not be random.
+    The loss runs twice: up to `model.blocks` for the embedding, and completely for the head, with `model.blocks`
+    returning the output of the blocks. A value from before `model.blocks` that is used after it is computed twice, and
+    must not be random.
 
     Args:
-      block: a Linen module that returns an array of the shape that it receives, or for NNX a function that makes one,
-        `lambda rngs: Block(512, rngs=rngs)`.
+      block: a Linen module that returns an array of the shape that it receives, or for NNX a function that makes such a
+        module, `lambda rngs: Block(512, rngs=rngs)`.
       num_blocks: the number of blocks, each with its own parameters.
       loss: `loss(model, batch) -> js.Mean | js.Loss`, as for `js.linen` and `js.nnx`; it may have a parameter `train`.
         The parts are attributes of `model`. Call `model.blocks(x, ...)` once: it runs all blocks in order, each with
-        the same further arguments: `block(x, mask, train=True)`. Arrays among these (masks, positions) are passed along
-        with the activations.
-      batch: an example batch, arrays or `jax.ShapeDtypeStruct`s, on which the loss initialises Linen modules. NNX
-        modules need none.
+        the same further arguments: `block(x, mask, train=True)`. Arrays among the further arguments (masks, positions)
+        are passed along with the activations.
+      batch: an example batch, arrays or `jax.ShapeDtypeStruct`s, on which the loss initialises Linen modules. Leave it
+        out for NNX modules.
       **parts: the other modules by name, from the same library as `block`.
 
     Raises:
-      TypeError: an argument is not a module, the modules are of both libraries, the loss takes other arguments, or
-        there is no batch for Linen.
+      TypeError: an argument is not a module, some modules are Linen and others NNX, the loss takes other arguments, or
+        there is no batch for Linen modules.
       ValueError: a part is called "block" or "blocks". Later: a module has state (batch statistics, caches), or the
         loss does not call `model.blocks` exactly once.
 
@@ -115,10 +118,10 @@ def _kind_of(module: Any) -> str:
 
 
 class StackedModules(Stacked):
-    """A `Stacked` model made of Flax modules, by `js.stack`.
+    """A `js.Stacked` model of Flax modules, made by `js.stack`.
 
     Attributes:
-      parts: the modules.
+      parts: the modules, block included.
       loss_fn: the user's `loss(model, batch)`.
     """
 
@@ -129,7 +132,7 @@ class StackedModules(Stacked):
         self.parts, self.loss_fn = parts, loss_fn
 
     def dim_names(self, params: PyTree) -> PyTree:
-        """Return a tuple of names for every parameter, from its metadata; the stacked dimension is "blocks"."""
+        """Return for every parameter a tuple of names of its dimensions; the stacked dimension is named "blocks"."""
         made = jax.eval_shape(self.parts.init, jax.random.key(0))
         named = dim_names_of("js.stack", made, *self.parts.names())
         blocks = jax.tree.map(lambda _, names: (BLOCKS, *names), made[_BLOCK], named[_BLOCK])
@@ -201,7 +204,7 @@ class StackedModules(Stacked):
 class PartsModel:
     """The model that a user's loss receives: its parts as attributes, and `blocks`, which runs all blocks.
 
-    Own attributes end in an underscore, to keep their names free for parts.
+    Attributes that are not parts end in an underscore, so that parts may have any other name.
     """
 
     def __init__(self, parts: dict[str, Any], blocks: Callable[..., Any]):
@@ -217,10 +220,11 @@ class PartsModel:
 
 
 class BoundModules:
-    """Modules bound to their weights.
+    """Modules bound to their parameters, for one call of the loss.
 
     Args:
-      bound: {name: (the callable that the user's loss receives, a function that returns its parameters afterwards)}.
+      bound: {name: (the callable that the user's loss receives, a function that returns the module's parameters after
+        the loss)}.
 
     Attributes:
       called: the callables, by name.
@@ -231,12 +235,19 @@ class BoundModules:
         self._values = {name: values for name, (_, values) in bound.items()}
 
     def values(self) -> Values:
-        """Return the parameters after a run. Raises a ValueError if a module drew random numbers without a key."""
+        """Return (path, value) of every parameter after the loss, to check that the loss changed none.
+
+        Raises:
+          ValueError: a module drew random numbers without a key.
+        """
         return [(f"{name}/{path}", x) for name, values in self._values.items() for path, x in values()]
 
 
 class _BlocksReached(BaseException):
-    """Raised by `model.blocks` in the embedding. A BaseException, so that no `except Exception` catches it."""
+    """Raised by `model.blocks` to leave the loss when the embedding is computed.
+
+    It is a BaseException, so that no `except Exception` in the user's loss catches it.
+    """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
         super().__init__()
@@ -253,7 +264,7 @@ class BlockArguments:
     Attributes:
       x: the activations.
       arrays: the arrays among the further arguments.
-      form: static: (tree of the further arguments, their leaves with None for each array).
+      form: static: (tree structure of the further arguments, their leaves with None in place of each array).
     """
 
     x: PyTree
@@ -279,7 +290,7 @@ class BlockArguments:
         return cls(args[0], [leaf for array, leaf in zip(arrays, leaves, strict=True) if array], (tree, static))
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments and keyword arguments of a block."""
+        """Return (arguments, keyword arguments) with which a block is called."""
         tree, static = self.form
         arrays = iter(self.arrays)
         args, kwargs = tree.unflatten([next(arrays) if leaf is None else leaf for leaf in static])
@@ -288,7 +299,7 @@ class BlockArguments:
 
 @dataclass(frozen=True, eq=False)
 class _LinenParts:
-    """Linen modules by name."""
+    """The block and the parts of a model of Linen modules, by name."""
 
     modules: dict[str, nn.Module]
     loss_fn: Callable[..., Any]
@@ -305,7 +316,10 @@ class _LinenParts:
         return {name: variables.get("params", {}) for name, variables in made.items()}
 
     def bind(self, name: str, params: PyTree, key: jax.Array | None) -> tuple[Any, Callable[[], Values]]:
-        """Return (the callable for the user's loss, `list`: a Linen module can't change its parameters)."""
+        """Return (the callable that the user's loss receives, a function that returns the parameters after the loss).
+
+        The function returns an empty list, since a Linen module can't change its parameters.
+        """
         return LinenModel(self.modules[name], params, key), list
 
     def names(self) -> tuple[dict[Path, Names], dict[Path, Names]]:
@@ -328,7 +342,7 @@ class _LinenParts:
 
 @dataclass(frozen=True, eq=False)
 class _NnxParts:
-    """NNX modules by name."""
+    """The block and the parts of a model of NNX modules, by name."""
 
     modules: dict[str, Nnx]
 
@@ -340,7 +354,10 @@ class _NnxParts:
         return made
 
     def bind(self, name: str, params: PyTree, key: jax.Array | None) -> tuple[Any, Callable[[], Values]]:
-        """Return (the callable for the user's loss, a function that returns its parameters afterwards)."""
+        """Return (the callable that the user's loss receives, a function that returns the parameters after the loss).
+
+        The function returns (path, value) of every parameter of the module.
+        """
         module, after = self.modules[name].bind(params, key)
         return module, lambda: after()[1]
 

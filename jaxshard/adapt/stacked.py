@@ -1,7 +1,7 @@
 """`js.Stacked`: a model of identical blocks that every engine can run.
 
-An engine that gathers one block at a time calls `Stacked.run` with a `fetch`, which gathers one block's weights inside
-the scan body. A pipelined engine calls `embed`, `block` and `head` itself.
+An engine that gathers one block at a time calls `Stacked.run` with a function `fetch`, which gathers a block's
+parameters inside the scan over blocks. A pipelined engine calls `embed`, `block` and `head` itself.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ class Stacked(KnownModel):
 
     `model.init` and `model.loss` are the pair that `js.layout`, `js.init` and `js.make_step` take. The parameters are
     {"embed", "blocks", "head"}. The parameters of the blocks are stacked, [num_blocks, ...], and the blocks run in a
-    `jax.lax.scan`, so that an engine can gather one block's weights at a time.
+    `jax.lax.scan`, so that an engine can gather one block's parameters at a time.
 
     `embed` and `head` both receive all parameters outside of the blocks, {"embed", "head"}, so that a head can share
-    the embedding's weights. Every call has its own random key. In evaluation the key is None: draw nothing then.
+    the embedding's parameters. Every call has its own random key. In evaluation the key is None: draw no random numbers
+    then.
 
     Under `js.auto()` and on one device the functions see the global batch [batch, ...], under `js.explicit()` and
     `js.pipelined()` the rows of one device and micro-batch. The model itself issues no collectives.
@@ -42,8 +43,8 @@ class Stacked(KnownModel):
       init: `init(key) -> {"embed": ..., "block": the parameters of one block, "head": ...}`.
 
     Attributes:
-      remat: the default policy for the residuals that a block saves for its backward pass; None leaves it to the
-        engine.
+      remat: the default of the engines' argument `remat`: what activations a block saves for its backward pass. None
+        leaves the default to the engine.
 
     Raises:
       ValueError: `num_blocks` is less than 1. Later: `init` returns no "block", or a block returns another tree than it
@@ -97,23 +98,23 @@ class Stacked(KnownModel):
         return rest | {BLOCKS: jax.vmap(lambda k: self.init_parts(k)["block"])(keys)}
 
     def dim_names(self, params: PyTree) -> PyTree:
-        """Return a tuple of names for every parameter, one per dimension: "blocks" for the stacked ones, else None."""
+        """Return for every parameter a tuple with "blocks" for a dimension that stacks blocks, None for all others."""
         return jax.tree_util.tree_map_with_path(
             lambda path, x: tuple(BLOCKS if path[0].key == BLOCKS and dim == 0 else None for dim in range(x.ndim)),
             params,
         )
 
     def compute_loss(self, model: PyTree, batch: PyTree, key: jax.Array | None) -> Mean | Loss:
-        """Run the model on the batch and return the head's output."""
+        """Run the model on the batch and return the head's output; an engine may run it by an `Offer` (`offer.py`)."""
         output: Mean | Loss = run_as_offered(self, model, batch, key, lambda: self.run(model, batch, key))
         return output
 
     def compute_metrics(self, model: PyTree, batch: PyTree) -> dict[str, Mean | Sum | Max]:
-        """Return {"loss": js.Mean} and the head's metrics, computed without keys."""
+        """Return the loss, under the name "loss", and the head's metrics, computed without random keys."""
         return evaluation(self.compute_loss(model, batch, None))
 
     def named_block(self, weights: PyTree, x: PyTree, key: jax.Array | None) -> PyTree:
-        """Run one block, with its input named "block_in" for `remat` policies."""
+        """Run one block with the given parameters, and name its input "block_in" for `remat` policies."""
         return self.block(weights, name_tree(x, BLOCK_IN), key)
 
     def run(
@@ -126,14 +127,14 @@ class Stacked(KnownModel):
         remat: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda body: body,
         row: jax.Array | int = 0,
     ) -> Mean | Loss:
-        """Run the model, fetching each block's weights inside the scan body.
+        """Run the model; make each block's parameters by `fetch` inside the scan over blocks.
 
         Args:
-          params: {"embed", "blocks", "head"}; "blocks" is any tree with a first dimension of size `num_blocks`.
-          batch: the batch of this device or program.
+          params: {"embed", "blocks", "head"}; "blocks" is any tree of arrays [num_blocks, ...], such as shards.
+          batch: the batch: a device's own rows under `js.explicit`, else the global batch.
           key: the random key of the step; None in evaluation.
-          fetch: makes one block's weights from its slice of `params["blocks"]`, by collectives if need be.
-          remat: wraps the scan body, for example in `jax.checkpoint`.
+          fetch: makes the parameters of a block from its slice of `params["blocks"]`, for example by all-gathers.
+          remat: wraps the body of the scan, for example in `jax.checkpoint`.
           row: the global index of the batch's first row, for `js.row_keys`.
 
         Returns:
@@ -163,7 +164,7 @@ def check_block(x: PyTree, y: PyTree) -> None:
 
 
 def evaluation(output: Any) -> dict[str, Mean | Sum | Max]:
-    """Return the metrics of a loss function's output: {"loss": js.Mean} and the metrics that it reports."""
+    """Return the metrics in a loss function's output: the loss itself, as "loss", and the metrics of a `js.Loss`."""
     loss = as_loss(output)
     value = loss.value if isinstance(loss.value, Mean) else Mean(loss.value, 1.0)
     return {"loss": value} | loss.metrics

@@ -14,18 +14,18 @@ from jaxshard.core.types import PyTree
 from jaxshard.proofs.handed_through import handed_through
 
 Values = list[tuple[str, Any]]
-"""(path, array) of parameters after a loss."""
+"""(path, array) of each parameter after a call of the loss."""
 
 
 def run_unchanged(run: Callable[[PyTree], tuple[Any, Values]], params: PyTree) -> Any:
-    """Return the output of `run(params) -> (output, values)`; the values must be the unchanged parameters.
+    """Call `run(params)`, which returns (output, parameters afterwards); return the output if none has changed.
 
     Flax's transforms (nnx.remat, nnx.jit, nnx.scan) replace the array in each variable by a result of their program, a
-    new array with the same value. So if an array was replaced, the run is traced, and the jaxpr shows whether the value
-    is an input that was returned unchanged.
+    new array with the same value. So if an array was replaced, `run` is traced as well, and the jaxpr shows whether the
+    new array is an input that was returned unchanged.
 
     Raises:
-      ValueError: names every parameter that the run changed or made.
+      ValueError: `run` changed or made parameters; names each.
     """
     params = jax.tree.map(jnp.asarray, params)
     output, values = run(params)
@@ -43,7 +43,7 @@ def run_unchanged(run: Callable[[PyTree], tuple[Any, Values]], params: PyTree) -
 
 
 def refuse_changes(problems: Any) -> None:
-    """Raise a ValueError that lists the changes of parameters, if there are any."""
+    """Raise a ValueError that lists these descriptions of changed parameters, if there are any."""
     raise_all(
         problems,
         ValueError,

@@ -1,9 +1,9 @@
 """The base class of `js.linen` and `js.nnx`, and units: submodules whose parameters are gathered only while they run.
 
 A unit is a submodule whose class the user lists in `units=[Block]`. Engines know nothing about module libraries, and
-adapters nothing about collectives. So the adapter wraps each unit in a `jax.checkpoint` with a policy from the engine;
-the engine traces the run and inserts the all-gathers of a unit's parameters inside of its checkpoint (see
-`engines/pending.py`). The loss itself sees every parameter with its full shape.
+adapters (`js.linen`, `js.nnx`) nothing about collectives. So the adapter wraps each unit in a `jax.checkpoint` with a
+policy from the engine; the engine traces the loss and inserts the all-gathers of a unit's parameters inside of its
+checkpoint (see `engines/pending.py`). The loss itself sees every parameter with its full shape.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from jaxshard.core.tree import LAYERS, map_with_path, path_str, paths, raise_all
 from jaxshard.core.types import InitFn, LossFn, PyTree
 
 Units = tuple[type, ...]
+"""The classes of submodules that are units."""
 Save = Callable[..., Any]
+"""A policy for `jax.checkpoint`."""
 
 WHAT_UNITS_ARE = "units: every one must be a module that runs by itself and has parameters"
 STACKED_UNIT = "its parameters are stacked ({}); describe such a model with js.Stacked"
 
 
 class Adapted(KnownModel):
-    """A module with its loss; unpacks as the pair `init_fn, loss_fn`.
+    """A Flax module with its loss, which unpacks as the pair `init_fn, loss_fn`.
 
     A subclass implements the abstract methods of `KnownModel`, `run` and `unit_params`.
 
@@ -48,11 +50,14 @@ class Adapted(KnownModel):
         yield self.loss
 
     def compute_loss(self, model: PyTree, batch: PyTree, key: jax.Array | None) -> Any:
-        """Return the loss of a training batch, with the module's new state."""
+        """Return the loss of a training batch, with the module's new state; an engine may run it by an `Offer`."""
         return run_as_offered(self, model, batch, key, lambda: self.run(model, batch, key))
 
     def compute_metrics(self, model: PyTree, batch: PyTree) -> dict[str, Mean | Sum | Max]:
-        """Return {"loss": js.Mean} and the loss's metrics, computed without keys. Changes of state are dropped."""
+        """Return the loss, under the name "loss", and its metrics, computed in evaluation without random keys.
+
+        Changes of the state are dropped.
+        """
         return evaluation(self.run(model, batch, None))
 
     def run(
@@ -62,10 +67,10 @@ class Adapted(KnownModel):
 
         Args:
           model: parameters, or js.Model(params, state).
-          batch: the batch of this device or program.
+          batch: the batch: a device's own rows under `js.explicit`, else the global batch.
           key: the random key of the step; None in evaluation.
-          units: classes of modules, each of which runs inside of a `jax.checkpoint`.
-          save: the policy of these checkpoints.
+          units: classes of submodules; each submodule of these classes runs inside of a `jax.checkpoint`.
+          save: the policy of these `jax.checkpoint`s.
 
         Returns:
           The output of the loss, with the module's new state if it has any.
@@ -73,11 +78,11 @@ class Adapted(KnownModel):
         raise NotImplementedError
 
     def unit_params(self, units: Units, params: PyTree) -> PyTree:
-        """Return a tree like `params`: True for each parameter that belongs to a module of `units`.
+        """Return a tree like `params`: True for each parameter of a submodule whose class is in `units`.
 
         Raises:
-          TypeError: a class is not a module of this library.
-          ValueError: a class has no module that runs by itself, or none with parameters.
+          TypeError: a class is not a module class of this library.
+          ValueError: no submodule of a class runs outside of other units, or none has parameters.
         """
         raise NotImplementedError
 
@@ -93,7 +98,7 @@ def _asked(loss_fn: Callable[..., Any], options: Iterable[str]) -> list[str]:
 
 
 def check_loss(who: str, loss_fn: Any, options: Sequence[str]) -> None:
-    """Raise a TypeError unless this is a function `loss(model, batch)`, optionally with parameters named as `options`.
+    """Raise a TypeError unless `loss_fn` is a function of (model, batch), and perhaps of parameters in `options`.
 
     Args:
       who: the public function that errors name, such as "js.linen".
@@ -119,7 +124,7 @@ def check_loss(who: str, loss_fn: Any, options: Sequence[str]) -> None:
 
 @contextmanager
 def explain_missing_key(who: str, loss_fn: Callable[..., Any], key: jax.Array | None) -> Iterator[None]:
-    """Add a note to errors of a loss in evaluation: its parameter `key` or `rngs` is None there."""
+    """Enter a context for calling a loss: in evaluation, add a note to its errors that its `key` or `rngs` is None."""
     try:
         yield
     except (TypeError, AttributeError) as error:
@@ -132,11 +137,11 @@ def explain_missing_key(who: str, loss_fn: Callable[..., Any], key: jax.Array | 
 
 
 Declared = Mapping[str, str]
-"""The rule ("sum" or "max") that combines an array of a module's state over devices, by (the end of) its path."""
+"""{end of the path of an array of a module's state: the rule that combines it over devices, "sum" or "max"}."""
 
 
 def check_declared(who: str, declared: Any) -> None:
-    """Raise unless this maps paths to "sum" or "max"; `who` is the public function that errors name."""
+    """Raise a TypeError unless `declared` maps paths to "sum" or "max"; `who` is the function named in the message."""
     if not isinstance(declared, Mapping) or not all(rule in ("sum", "max") for rule in declared.values()):
         raise TypeError(
             f'{who}: state must be a dict such as {{"stats/count": "sum"}}, with "sum" or "max" for the path of an '
@@ -148,11 +153,11 @@ def attach_state(who: str, output: Any, old: PyTree, new: dict[str, Any], declar
     """Add the module's new state to the output of the user's loss.
 
     Args:
-      who: the public function that errors name.
+      who: the public function that error messages name, such as "js.linen".
       output: the output of the loss.
-      old: the state before the loss; () or {} without any.
+      old: the state before the loss; () or {} if the module has no state.
       new: the state after the loss.
-      declared: how to combine arrays of the state, by path.
+      declared: how to combine arrays of the state over devices, by path.
 
     Raises:
       ValueError: the loss returned a state itself, or `declared` names an array that the state lacks.
@@ -194,14 +199,14 @@ def dim_names_of(
     annotated: dict[tuple[Any, ...], tuple[Any, ...]],
     contracted: dict[tuple[Any, ...], tuple[Any, ...]],
 ) -> PyTree:
-    """Return a tree like `params` with a tuple of dimension names for each, at most one name (or None) per dimension.
+    """Return a tree like `params` with a tuple of dimension names for each parameter: a name or None per dimension.
 
     Args:
-      who: the public function that errors name.
+      who: the public function that error messages name, such as "js.linen".
       params: arrays, or their shapes.
-      annotated: the names in the modules' metadata, by path.
-      contracted: "contracted" or None for the last dimensions of kernels, by path, from their layers; used if the
-        metadata has no names. All dimensions before these stack layers.
+      annotated: {path of a parameter: names in its metadata, perhaps fewer than dimensions}.
+      contracted: {path of a kernel: "contracted" or None for each of its last dimensions}, from its layer; used if the
+        metadata has no names. Any dimensions before these stack layers.
 
     Raises:
       ValueError: metadata with more names than the array has dimensions, or with a name that is not a string; names

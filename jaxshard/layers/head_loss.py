@@ -1,7 +1,7 @@
 """The cross-entropy of a language model's head, in chunks over the vocabulary, without an array of all logits.
 
-The head of an 8B model makes bf16[8192, 128256] logits of 8,192 tokens, 2.1 GB, and its gathered output matrix takes
-another 1 GB on every device. Here only one chunk of each exists at a time:
+For 8,192 tokens the head of an 8B model makes logits bf16[8192, 128256], 2.1 GB, and its gathered output matrix takes
+another 1 GB on every device. Here only one chunk of the logits and of the matrix W exists at a time:
 
     forward     for each chunk: gather W[:, chunk]; logits = x W; update max, sum of exponentials, the label's own logit
     backward    for each chunk: gather W[:, chunk] again; logits = x W; dlogits = (softmax - label) * cotangent;
@@ -9,8 +9,8 @@ another 1 GB on every device. Here only one chunk of each exists at a time:
 
 One loop computes both gradients, so the gradient of W is reduced before the backward pass of the blocks begins.
 
-Shape suffixes: N labels (rows times positions), C width, V vocabulary; a chunk has W columns in each of P parts, over
-which a tensor axis splits the vocabulary (P = 1 without).
+Shape suffixes: N labels (rows times positions), C width, V vocabulary, P parts into which a tensor axis splits the
+vocabulary (1 without a tensor axis), W columns of a chunk in each part.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jaxshard.layers.weight_chunks import Chunks, cut_weight, parts_in_use
 _ONE_CHUNK = 2**25
 """The most logits on a device that are computed in one chunk: 128 MiB in f32."""
 _NOWHERE = jnp.iinfo(jnp.int32).max
-"""The index of a missing logit: larger than all others, so that the minimum of indices ignores it."""
+"""The index in the vocabulary for "no logit": larger than all others, so that a minimum over indices ignores it."""
 
 
 def head_loss(
@@ -50,12 +50,12 @@ def head_loss(
     """Compute the cross-entropy of labels under the logits `x @ kernel`, without the array of all logits.
 
     The vocabulary is split into chunks. The logits of each chunk are computed in f32 (from inputs in their own dtype),
-    and recomputed in the backward pass, which costs one more product of the head. With a single chunk the logits are
-    saved instead, as in `js.cross_entropy`.
+    and recomputed in the backward pass, which costs one more matrix product of the head. With a single chunk the logits
+    are saved instead, as in `js.cross_entropy`.
 
-    If `kernel` is the parameter that the loss received, neither cast nor computed, its chunks are gathered one at a
-    time (under `js.auto` and `js.explicit`); else the gathered array is split. If a tensor axis splits the vocabulary,
-    each device computes its own columns.
+    If `kernel` is the parameter that the loss function received, neither cast nor computed, its chunks are gathered one
+    at a time (under `js.auto` and `js.explicit`); else the gathered array is split into chunks. If a tensor axis splits
+    the vocabulary, each device computes its own columns.
 
     Collectives: with several chunks, an all-gather of each chunk of a sharded kernel in the forward pass and again in
     the backward pass, and a reduce-scatter or all-reduce of its gradient, by the layout. If a tensor axis splits the
@@ -68,14 +68,14 @@ def head_loss(
       weights: the weight of each label, which broadcasts to the shape of the labels; 1 by default. A label with weight
         0 is ignored: its loss and all of its gradients are 0, even if the label is out of range or `x` is NaN.
       tied: the kernel is an embedding table.
-      chunks: the number of chunks; slightly fewer are used if that makes them equal. By default as many as keep a chunk
-        of logits on one device at most twice as large as `x`, and a single chunk if all logits take at most 128 MiB.
-      z_loss: adds `z_loss * log(normaliser)**2` to the loss of each label.
+      chunks: the number of chunks; slightly fewer are used if that makes them equal. By default the fewest for which
+        the logits of a chunk have at most twice as many elements as `x` on a device, or take at most 128 MiB.
+      z_loss: adds `z_loss * log(sum of exp(logits))**2` to the loss of each label.
       soft_cap: replaces logits by `soft_cap * tanh(logits / soft_cap)`.
       accuracy: also report the fraction of labels with the largest logit (the first, if several are equal).
 
     Returns:
-      A `js.Mean` of nats per label in f32; with `accuracy` a `js.Loss` of it with a metric "accuracy".
+      A `js.Mean` of nats per label in f32; with `accuracy` a `js.Loss` with this mean and a metric "accuracy".
 
     Raises:
       ValueError: shapes or options that do not match; names them.
@@ -122,7 +122,7 @@ def head_loss(
 def _whole(
     x_NC: jax.Array, kernel_CV: jax.Array, labels_N: jax.Array, z_loss: float, soft_cap: float | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute all logits at once; return (the loss of each label, whether it has the largest logit)."""
+    """Compute all logits at once; return (the loss of each label, True for each label that has the largest logit)."""
     is_f32 = jnp.result_type(x_NC, kernel_CV) == jnp.float32
     logits_NV = _cap(x_NC @ kernel_CV if is_f32 else _product(x_NC, kernel_CV), soft_cap)
     if is_split("vocab", logits_NV.shape[-1]):
@@ -135,7 +135,7 @@ def _whole(
 
 @jax.custom_vjp
 def _product(x_NC: jax.Array, kernel_CV: jax.Array) -> jax.Array:
-    """Compute logits in f32 from bf16 inputs. A custom_vjp, since JAX's own rule would multiply f32 gradients."""
+    """Compute logits in f32 from bf16 inputs, and multiply bf16 gradients, not f32 as by JAX's own derivative."""
     return jnp.matmul(x_NC, kernel_CV, preferred_element_type=jnp.float32)
 
 
@@ -154,7 +154,13 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 class _Terms(NamedTuple):
-    """For each label: the log of the normaliser, its own logit (0 if out of range), the index of the largest logit."""
+    """The terms of each label's loss.
+
+    Attributes:
+      log_sum: the log of the sum of exp(logits) over the vocabulary.
+      own: the label's own logit; 0 for a label out of range.
+      best: the vocabulary index of the largest logit.
+    """
 
     log_sum: jax.Array
     own: jax.Array
@@ -162,12 +168,12 @@ class _Terms(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """The online softmax over the chunks so far, [N, P].
+    """The carry of the loop over chunks, an online softmax: an entry for each label and part, [N, P].
 
     Attributes:
-      most: the largest logit.
+      most: the largest logit of the chunks so far.
       total: the sum of exp(logit - most).
-      own: the label's own logit.
+      own: the label's own logit; 0 until its chunk comes.
       best: the first index of the largest logit; None if accuracy is not asked for.
     """
 
@@ -183,9 +189,9 @@ class _ChunkedHead(NamedTuple):
     Attributes:
       chunks: how the kernel is split into chunks.
       parts: P, the parts over which a tensor axis splits the vocabulary.
-      tied: whether the kernel is [V, C].
-      soft_cap: the soft cap of the logits.
-      with_best: whether to find the largest logit, for the accuracy.
+      tied: True if the kernel is [V, C], False if it is [C, V].
+      soft_cap: the soft cap of the logits; None for none.
+      with_best: True to find the index of the largest logit, for the accuracy.
     """
 
     chunks: Chunks
@@ -195,7 +201,14 @@ class _ChunkedHead(NamedTuple):
     with_best: bool
 
     def terms(self, x_NC: jax.Array, stored: jax.Array, sink: jax.Array | None, labels_N: jax.Array) -> _Terms:
-        """Return the terms of each label. Gradients flow to `x_NC` and to the sink."""
+        """Compute the terms of each label's loss.
+
+        Args:
+          x_NC: the output of the last block.
+          stored: the kernel as it is stored, from which chunks are gathered.
+          sink: receives the gradient of the kernel as its own gradient; None if no gradient is asked for.
+          labels_N: the labels.
+        """
         like = None if sink is None else jax.ShapeDtypeStruct(sink.shape, sink.dtype)
 
         # A custom_vjp: JAX's own rule would save the logits of every chunk, and sum the gradients of `x` in its dtype.
@@ -243,7 +256,7 @@ class _ChunkedHead(NamedTuple):
     def _backward(
         self, saved: tuple[jax.Array, ...], cotangents: _Terms, sink: jax.ShapeDtypeStruct | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return (the gradient of `x_NC`, the reduced gradient of the kernel)."""
+        """Return (the gradient of `x_NC`, the gradient of the kernel, reduced over devices; None without a sink)."""
         x_NC, stored, labels_N, log_sum_N = saved
         labels_N11, log_sum_N11, d_log_sum_N11, d_own_N11 = (
             one[:, None, None] for one in (labels_N, log_sum_N, cotangents.log_sum, cotangents.own)
@@ -276,12 +289,12 @@ class _ChunkedHead(NamedTuple):
         return self.chunks.numbers(index).reshape(self.parts, -1)
 
     def _weight(self, stored: jax.Array, index: jax.Array) -> jax.Array:
-        """Return a chunk of the kernel, with its parts as a dimension: [C, P, W] or, tied, [P, W, C]."""
+        """Return a chunk of the kernel, with a dimension of parts: [C, P, W], or [P, W, C] if the kernel is tied."""
         weight, dim = self.chunks.take(stored, index), self.chunks.dim
         return weight.reshape(*weight.shape[:dim], self.parts, -1, *weight.shape[dim + 1 :])
 
     def _join(self, weight: jax.Array) -> jax.Array:
-        """Merge the dimension of parts again: the inverse of the reshape in `_weight`."""
+        """Merge the dimensions P and W of a chunk: the inverse of the reshape in `_weight`."""
         dim = self.chunks.dim
         return weight.reshape(*weight.shape[:dim], -1, *weight.shape[dim + 2 :])
 
@@ -300,10 +313,10 @@ class _ChunkedHead(NamedTuple):
 
 
 def _devices_first(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Flatten rows and positions [B, T] device by device, if the compiler splits both dimensions.
+    """Reorder and flatten rows and positions [B, T, ...] to [B * T, ...], so that each device's entries are contiguous.
 
-    In a plain reshape to [B * T] the entries of a device would not be contiguous, which no sharding of one dimension
-    can express.
+    This is needed if the compiler splits the positions: after a plain reshape a device's entries would not be
+    contiguous, which no sharding of one dimension can express. If it does not, return `x` unchanged.
     """
     B, T = shape if len(shape) == 2 else (1, 1)
     over_rows, over_positions = split_count("batch", B), split_count("context", T)
@@ -319,7 +332,7 @@ def _cap(logits: jax.Array, soft_cap: float | None) -> jax.Array:
 
 
 def _default_count(x_NC: jax.Array, vocab: int) -> int:
-    """Return the default number of chunks for `vocab` columns on each device; see `head_loss`."""
+    """Return the default number of chunks if each device computes `vocab` columns; see `head_loss`."""
     N, C = x_NC.shape
     N = max(1, N // split_count(TOKENS, N))
     # Columns per chunk: N x 2 C logits are twice as large as x, and N x (_ONE_CHUNK / N) logits are always allowed.

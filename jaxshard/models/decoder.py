@@ -7,13 +7,13 @@ A batch is {"tokens": int32[B, T + 1]}, for example for B = 1 and T = 3
 
 or {"tokens": int32[B, T], "targets": int32[B, T]}, with separate inputs and labels. Optional arrays of a batch:
 
-    weights        float[B, T] for each prediction or float[B] for each row; 1 by default
+    weights        loss weights, float[B, T] for each prediction or float[B] for each row; 1 by default
     positions      int32[B, T], the position of a token; 0 to T - 1 by default
     segment_ids    int32[B, T], the document of a token: documents packed in a row don't attend to each other
 
 Rows may have any length T from 1 to the model's `seq`. The last label of a packed document is the next document's
-first token: give it the weight 0. The data must also provide positions that begin at 0 in every document, if the model
-needs them; rotary angles don't.
+first token: give this label the weight 0. A model with learned positions also needs "positions" that begin at 0 in
+every document; rotary positions are relative and don't.
 
 Shape suffixes: B rows, T positions, C width, V vocabulary.
 """
@@ -42,12 +42,13 @@ _Model = TypeVar("_Model", bound="Decoder")
 
 
 class Rows(NamedTuple):
-    """The arrays of a batch about the positions in its rows.
+    """The arrays that a block reads about the rows of a batch, in addition to the activations.
 
     Attributes:
-      positions: the position of each token, int32[B, T]; None for `js.positions`.
+      positions: the position of each token, int32[B, T]; None for 0 to T - 1 (`js.positions`).
       segment_ids: the document of each token, int32[B, T]; None for one document per row.
-      block: the index of the current block, int32[B], if blocks differ in more than their weights.
+      block: the index of the current block, int32[B], the same for all rows; None for a model whose blocks differ only
+        in their parameters.
     """
 
     positions: jax.Array | None = None
@@ -55,29 +56,32 @@ class Rows(NamedTuple):
     block: jax.Array | None = None
 
     def after_block(self) -> Rows:
-        """Return the `Rows` for the next block."""
+        """Return the `Rows` for the next block, in which the index of the block is one larger."""
         return self if self.block is None else self._replace(block=self.block + 1)
 
 
 class InRows(NamedTuple):
-    """The activations between blocks together with `Rows`, if the batch has such arrays."""
+    """The activations between blocks together with their `Rows`, for a batch that has such arrays."""
 
     x: PyTree
     rows: Rows
 
 
 def split_rows(activations: PyTree) -> tuple[PyTree, Rows]:
-    """Split activations into (x, `Rows`)."""
+    """Split activations between blocks into (x, `Rows`); without an `InRows`, the `Rows` are empty."""
     return (activations.x, activations.rows) if isinstance(activations, InRows) else (activations, Rows())
 
 
 def join_rows(x: PyTree, rows: Rows) -> PyTree:
-    """Join x and `Rows`, the inverse of `split_rows`; return x alone if all of `rows` is None."""
+    """Join x and `Rows`, the inverse of `split_rows`; return x alone if `rows` has no arrays."""
     return InRows(x, rows) if jax.tree.leaves(rows) else x
 
 
 def remember_arguments(make: Callable[_Arguments, _Model]) -> Callable[_Arguments, _Model]:
-    """Decorate a function that builds models, which then have the attributes `make` and `arguments`."""
+    """Decorate a function that builds models: it sets `make` and `arguments` of each model to itself and its arguments.
+
+    The arguments include the defaults.
+    """
     parameters = inspect.signature(make)
 
     @functools.wraps(make)
@@ -102,17 +106,17 @@ class Decoder(Stacked):
       seq: the largest number of positions in a row.
       embed: `embed(params, tokens[B, T], rows, key) -> x[B, T, C]`, where `rows` are `Rows`.
       block: `block(block_params, x[B, T, C], rows, key) -> x[B, T, C]`.
-      norm: `norm(params, x[B, T, C]) -> x[B, T, C]`, between the last block and the output matrix.
-      output: `output(params)`, the output matrix [C, V], or if tied the embedding table [V, C].
-      tied: whether it is the embedding table.
+      norm: `norm(params, x[B, T, C]) -> x[B, T, C]`, applied between the last block and the output matrix.
+      output: `output(params)` returns the output matrix [C, V], or if `tied` the embedding table [V, C].
+      tied: True if the output matrix is the embedding table.
       num_blocks: the number of blocks.
-      init: `init(key) -> {"embed": ..., "block": ..., "head": ...}`, as `js.Stacked` takes it.
-      numbered: pass every block its index, `rows.block`.
-      soft_cap: logits x become soft_cap * tanh(x / soft_cap); None leaves them.
+      init: `init(key) -> {"embed": ..., "block": ..., "head": ...}`, as in `js.Stacked`.
+      numbered: pass every block its index, as `rows.block`.
+      soft_cap: logits x become soft_cap * tanh(x / soft_cap); None leaves them unchanged.
 
     Attributes:
-      make: the function of `js.models` that built the model; None for another one.
-      arguments: its arguments, defaults included.
+      make: the function of `js.models` that built the model; None for a model that no such function built.
+      arguments: the arguments of `make`, defaults included.
       config: the configuration that `js.hf.model` read; None for other models.
     """
 
@@ -164,18 +168,18 @@ class Decoder(Stacked):
         self.seq, self.readout = seq, readout
 
     def residual(self, activations: PyTree) -> jax.Array:
-        """Return x[B, T, C] of the activations between blocks, the input of `readout(params, x)`."""
+        """Return the residual stream x[B, T, C] of the activations between blocks, for `readout(params, x)`."""
         return split_rows(activations)[0]  # type: ignore[no-any-return]
 
     def separate_labels(self, batch: PyTree) -> PyTree:
-        """Return a batch with separate "tokens" and "targets", both [B, T]."""
+        """Split "tokens" [B, T + 1] of a batch into "tokens" and "targets", both [B, T], unless it has targets."""
         if not isinstance(batch, Mapping) or "tokens" not in batch or "targets" in batch:
             return batch
         tokens = batch["tokens"]
         return {**batch, "tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
     def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Return the optimizer to train this model with: `tx` itself, unless the model adds to it."""
+        """Return the optimizer to train this model with: `tx`, unless a subclass updates some parameters otherwise."""
         return tx
 
 
@@ -183,12 +187,12 @@ def logits(model: Decoder, params: PyTree, tokens: Int[Array, "batch seq"]) -> F
     """Compute the logits of the token after each position, in f32, without dropout.
 
     Args:
-      model: a `js.models.gpt` or `js.models.llama`.
+      model: a model of `js.models`, such as `js.models.gpt(...)`.
       params: the model's parameters in model order, such as `js.logical(run, layout).params`.
       tokens: rows of at most `model.seq` tokens.
 
     Returns:
-      Logits; those at position t are for token t + 1, from tokens 0 to t.
+      The logits; those at position t predict token t + 1 from the tokens 0 to t.
 
     Example:
         logits = js.models.logits(model, params, tokens)    # f32[batch, seq, vocab]
@@ -201,7 +205,7 @@ def logits(model: Decoder, params: PyTree, tokens: Int[Array, "batch seq"]) -> F
 
 
 def _check_tokens(family: str, batch: PyTree, seq: int) -> jax.Array:
-    """Return the input tokens; raise ValueError if they are missing or have a wrong dtype or shape."""
+    """Return the tokens that the model reads, [B, T]; raise ValueError for missing tokens, a wrong dtype or shape."""
     if not isinstance(batch, Mapping) or "tokens" not in batch:
         got = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise ValueError(f'{family}: the batch must be a dict with "tokens" of shape [rows, positions + 1], got {got}')
@@ -244,7 +248,7 @@ def _rows_of(family: str, batch: PyTree, shape: tuple[int, ...]) -> Rows:
 
 
 def _token_weights(family: str, batch: PyTree, shape: tuple[int, ...]) -> jax.Array | None:
-    """Return weights[B, T] of all predictions, from weights per prediction or per row; None without weights."""
+    """Return the loss weights [B, T] of all predictions, from weights per prediction or per row; None without any."""
     weights: jax.Array | None = batch.get("weights")
     if weights is None:
         return None

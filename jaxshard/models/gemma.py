@@ -58,24 +58,24 @@ def gemma(
     logit_cap: float | None = None,
     tied: bool = True,
 ) -> Decoder:
-    """Build a Gemma 2 or 3: `model.init(key)` and `model.loss(params, batch, key)`.
+    """Build a Gemma 2 or 3: a model with `model.init(key)` and `model.loss(params, batch, key)`.
 
-    Like `js.models.llama`, with these differences: embeddings are multiplied by sqrt(width); RMS norms multiply by
+    It is a `js.models.llama` with these differences: embeddings are multiplied by sqrt(width); RMS norms multiply by
     1 + scale, and come before and after attention and MLP; the gate is a GELU (tanh form); blocks with a window and
     blocks with full attention alternate. Activations that `remat` policies can name are those of `js.models.llama`.
 
     Args:
       vocab, width, depth, heads, kv_heads, head_dim, hidden, seq: as in `js.models.llama`.
-      window: a list of the windows of all blocks, None for full attention; or one window for all.
-      query_scale: logits are divided by its square root; `head_dim` by default.
+      window: a list with the window of each block, None for full attention; or one window for all blocks.
+      query_scale: the logits of attention are divided by the square root of this number; `head_dim` by default.
       rope_base: base of the rotary angles.
       rope_scaling: the scaling of the rotary angles, as in `js.models.llama`.
-      window_rope_base: base of the rotary angles in blocks with a window, without scaling, as in Gemma 3; by default
-        the same angles as in other blocks.
+      window_rope_base: base of the rotary angles, without scaling, in blocks with a window, as in Gemma 3; by default
+        these blocks have the same angles as the other blocks.
       norm_epsilon: the constant that RMS norms add to the mean square.
       qk_norm: apply an RMS norm to every head of queries and keys, as Gemma 3 does.
-      attention_cap: logits x of attention become cap * tanh(x / cap), as in Gemma 2.
-      logit_cap: the same for the logits of the vocabulary.
+      attention_cap: logits x of attention become cap * tanh(x / cap), as in Gemma 2; None for no cap.
+      logit_cap: the same cap for the logits of the vocabulary.
       tied: use the token embedding as the output matrix.
 
     Returns:
@@ -200,7 +200,10 @@ class Block(nn.Module):
         return named
 
     def _rotation(self, number_B: jax.Array | None) -> tuple[jax.Array, float | jax.Array]:
-        """Return the rotary rates of pairs of dimensions, [D / 2] or [B, 1, 1, D / 2], and their gain."""
+        """Return (the angle per position of each pair of dimensions, the factor of rotated queries and keys).
+
+        The angles are [D / 2]. With the block's index for every row they are [B, 1, 1, D / 2].
+        """
         windows = self.window if isinstance(self.window, tuple) else (self.window,)
         rates = {True: rotary_rates(self.head_dim, self.rope_base, self.rope_scaling)}
         gains = {True: rotary_gain(self.rope_scaling)}

@@ -46,7 +46,7 @@ def gpt(
     tied: bool = True,
     expansion: int = 4,
 ) -> Decoder:
-    """Build a GPT-2: `model.init(key)` and `model.loss(params, batch, key)`.
+    """Build a GPT-2: a model with `model.init(key)` and `model.loss(params, batch, key)`.
 
     Layer norms before attention and MLP, learned positions, causal attention, GELU (tanh form), and biases everywhere
     except in the output matrix. Weights are drawn from N(0, 0.02), output projections of attention and MLP from
@@ -60,9 +60,9 @@ def gpt(
     - "block_in": the residual stream x[B, T, C] at a block's input, which is always saved;
     - "qkv": queries, keys and values, one array;
     - "attention_out": the output of `js.attention`, and the logsumexp for its backward pass;
-    - "attention_proj": its output projection, [B, T, C], summed over a tensor axis: if it is saved, the backward pass
-      does not repeat the all-reduce;
-    - "mlp_hidden": the MLP's hidden product before its GELU, [B, T, F].
+    - "attention_proj": the output projection of attention, [B, T, C], summed over a tensor axis: if it is saved, the
+      backward pass does not repeat the all-reduce;
+    - "mlp_hidden": the input of the MLP's GELU, [B, T, F].
 
     Args:
       vocab: the number of token ids.
@@ -70,8 +70,8 @@ def gpt(
       depth: the number of blocks.
       heads: the number of attention heads.
       seq: the largest number of positions in a row.
-      dropout: the fraction of entries that training drops from the embeddings and from both branches of a block. Each
-        row has its own random key (`js.row_keys`), so every engine drops the same entries.
+      dropout: the fraction of entries that training drops from the embeddings, and from the outputs of attention and
+        MLP in every block. Each row has its own random key (`js.row_keys`), so every engine drops the same entries.
       tied: use the token embedding as the output matrix.
       expansion: the MLP's width divided by `width`.
 
@@ -215,7 +215,7 @@ def _dropout_keys(key: jax.Array | None, dropout: float, rows: int) -> jax.Array
 
 
 def _drop(x_BTC: jax.Array, rate: float, keys_B: jax.Array | None, call: int) -> jax.Array:
-    """Apply dropout with one key per row; `call` is the index of this use of the key, for different bits."""
+    """Apply dropout with one key per row; uses of the same key pass a different `call`, for different bits."""
     if keys_B is None:
         return x_BTC
 

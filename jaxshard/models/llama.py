@@ -61,12 +61,12 @@ def llama(
     window: Window = None,
     tied: bool = False,
 ) -> Decoder:
-    """Build a Llama 3: `model.init(key)` and `model.loss(params, batch, key)`.
+    """Build a Llama 3: a model with `model.init(key)` and `model.loss(params, batch, key)`.
 
     RMS norms before attention and MLP, rotary positions, causal attention in which heads / kv_heads neighbouring heads
-    share keys and values, a gated SiLU, and no biases. Mistral, Qwen2 and Qwen3 are variants of it. Weights are drawn
-    from N(0, 0.02), output projections of attention and MLP from N(0, 0.02 / sqrt(2 depth)). Everything is computed in
-    the dtype of the parameters; statistics of norms, angles, softmax and loss are in f32.
+    share keys and values, a gated SiLU, and no biases. Mistral, Qwen2 and Qwen3 are variants of this model. Weights are
+    drawn from N(0, 0.02), output projections of attention and MLP from N(0, 0.02 / sqrt(2 depth)). Everything is
+    computed in the dtype of the parameters; statistics of norms, angles, softmax and loss are in f32.
 
     The loss is a `js.Mean` of nats per token; in evaluation there is also a metric "accuracy".
 
@@ -75,28 +75,29 @@ def llama(
     - "block_in": the residual stream x[B, T, C] at a block's input, which is always saved;
     - "qkv": queries, keys and values, rotated;
     - "attention_out": the output of `js.attention`, and the logsumexp for its backward pass;
-    - "attention_proj": its output projection, [B, T, C], summed over a tensor axis: if it is saved, the backward pass
-      does not repeat the all-reduce;
-    - "mlp_hidden": the two products of the gated MLP, [B, T, F] each.
+    - "attention_proj": the output projection of attention, [B, T, C], summed over a tensor axis: if it is saved, the
+      backward pass does not repeat the all-reduce;
+    - "mlp_hidden": the products of the gated MLP with its gate and its up matrix, [B, T, F] each.
 
     Args:
       vocab: the number of token ids.
       width: the width C of the residual stream.
       depth: the number of blocks.
       heads: the number of query heads.
-      kv_heads: the number of heads of keys and values, a divisor of `heads`. A tensor axis that does not divide it
-        does not split keys and values, nor their weights.
+      kv_heads: the number of heads of keys and values, a divisor of `heads`. If a tensor axis does not divide it, keys
+        and values and their projection matrices are not split.
       hidden: the MLP's hidden width.
       seq: the largest number of positions in a row.
       head_dim: the width D of a head, an even number; by default width / heads.
-      rope_base: base of the rotary angles, see `rotate`.
-      rope_scaling: the scaling of the rotary angles, `js.models.RopeScaling(...)` or `js.models.YarnScaling(...)`; a
-        number is the factor, with the other numbers of Llama 3.1 (whose factor is 8).
+      rope_base: base b of the rotary angles, b^(-2 i / head_dim) radians per position for pair i of dimensions.
+      rope_scaling: the scaling of the rotary angles, such as `js.models.RopeScaling(...)` or
+        `js.models.YarnScaling(...)`; a number is the factor of a `RopeScaling`, whose other values are Llama 3.1's
+        (there the factor is 8).
       norm_epsilon: the constant that RMS norms add to the mean square.
       qk_norm: apply an RMS norm to every head of queries and keys, as Qwen3 does.
       qkv_bias: add biases to queries, keys and values, as Qwen2 does.
-      window: a position attends to fewer than this many positions before it, as in Mistral; or a list of the windows of
-        all blocks, None for full attention.
+      window: a position attends to fewer than this many positions before it, as in Mistral; or a list with the window
+        of each block; None for full attention.
       tied: use the token embedding as the output matrix.
 
     Returns:
@@ -226,7 +227,7 @@ class Attention(nn.Module):
         return self.attend(x_BTC, rows)
 
     def attend(self, x_BTC: jax.Array, rows: Rows | None = None) -> jax.Array:
-        """Apply the module, for a module that uses the result."""
+        """Apply attention inside the `__call__` of a subclass, since a Flax class may have only one compact method."""
         C, D, rows = x_BTC.shape[-1], self.head_dim, rows or Rows()
         init, residual_init = nn.initializers.normal(STDDEV), nn.initializers.normal(self.residual_stddev)
         h_BTC = enter_tensor_region(nn.RMSNorm(epsilon=self.norm_epsilon, name="attn_norm")(x_BTC))
@@ -263,7 +264,7 @@ def gated_mlp(
     residual_stddev: float,
     activation: Callable[[jax.Array], jax.Array] = nn.silu,
 ) -> jax.Array:
-    """Apply the gated MLP of the calling module: its layers "gate_proj", "up_proj" and "down_proj"."""
+    """Apply a gated MLP, as the layers "gate_proj", "up_proj" and "down_proj" of the Flax module that calls this."""
     init = nn.initializers.normal(STDDEV)
     gate_BTF = constrain(dense("gate_proj", h_BTC, (hidden,), init), ("batch", "context", "mlp"))
     up_BTF = constrain(dense("up_proj", h_BTC, (hidden,), init), ("batch", "context", "mlp"))
@@ -275,7 +276,7 @@ def gated_mlp(
 def dense(
     name: str, x: jax.Array, features: tuple[int, ...], init: nn.initializers.Initializer, bias: bool = False
 ) -> jax.Array:
-    """Apply a dense layer of the calling module to all dimensions of x except rows and positions."""
+    """Apply a dense layer of the Flax module that calls this, over all dimensions of x after [B, T]."""
     inputs = tuple(range(2 - x.ndim, 0))
     layer = nn.DenseGeneral(features, axis=inputs, use_bias=bias, kernel_init=init, name=name)
     return apply_to_rows(layer, x)
@@ -289,9 +290,9 @@ def rotate(
 ) -> Float[Array, "batch seq heads dim"]:
     """Apply rotary positions: rotate the dimensions (i, i + D / 2) at position t by t * base^(-2 i / D) radians.
 
-    The positions are `at`, or those of `js.positions`. Computed in f32. Source: Su et al. 2021, "RoFormer", section
-    3.2, with the pairs of dimensions of Llama's weights in the form of Hugging Face; `RopeScaling` and `YarnScaling`
-    say what a scaling does.
+    The positions are `at`; by default 0, 1, ... in the full row (`js.positions`). Computed in f32. Source: Su et al.
+    2021, "RoFormer", section 3.2, with the pairs of dimensions as in Hugging Face's weights of Llama; the classes of
+    `Scaling` say what a scaling does.
     """
     rates = jnp.asarray(rotary_rates(x_BTHD.shape[3], base, scaling), jnp.float32)
     return turn(x_BTHD, rates, rotary_gain(scaling), at)
@@ -303,7 +304,10 @@ def turn(
     gain: float | jax.Array = 1.0,
     at: Int[Array, "batch seq"] | None = None,
 ) -> Float[Array, "batch seq heads dim"]:
-    """Rotate pairs of dimensions as in `rotate`, by `rates` per position, [D / 2] or per row [B, 1, 1, D / 2]."""
+    """Rotate pairs of dimensions as `rotate` does, and multiply by `gain`.
+
+    `rates` is the angle per position of each pair in radians, [D / 2], or for each row [B, 1, 1, D / 2].
+    """
     at = positions(x_BTHD.shape[1]) if at is None else at
     angles_T1D = at.astype(jnp.float32)[..., None, None] * rates  # or [B, T, 1, D / 2]
     cos, sin = jnp.cos(angles_T1D), jnp.sin(angles_T1D)

@@ -1,13 +1,14 @@
 """Decoders with routed experts as `js.Stacked` models, such as Mixtral, Qwen3-MoE and DeepSeekMoE.
 
 `models/decoder.py` describes the batch, `models/llama.py` everything but the experts. Between blocks the activations
-are a tree {"x", "routing"}. Losses of the routing are computed per row and carried with it, so that they are the
-same on every mesh, in every engine and for every number of micro-batches. "routing" has for each row of the batch
+are a tree {"x", "routing"}. Losses of the routing are computed for each row and carried from block to block with the
+row's activations, so that they are the same on every mesh, in every engine and for every number of micro-batches.
+"routing" has for each row of the batch
 
-    balance, z     f32[B]              losses, the mean over the blocks so far
+    balance, z     f32[B]              losses, summed over the blocks so far and divided by the number of all blocks
     bias           f32[B]              zero, with a gradient that balances experts without a loss
     dropped        f32[B]              number of choices that were dropped for lack of capacity
-    load           f32[B, depth, E]    how often each expert was chosen; each block shifts it by one index
+    load           f32[B, depth, E]    how often each expert was chosen; each block appends its counts at the end
 
 Shape suffixes: B rows, T positions, C width, F an expert's hidden width, E experts, N tokens.
 """
@@ -50,7 +51,7 @@ from jaxshard.models.rope import Scaling, as_scaling
 _HIDDEN_DIMS = {"gate_proj": 2, "up_proj": 2, "down_proj": 1}
 
 BIAS = "bias"
-"""The name of the router's bias that balances experts without a loss."""
+"""The name of the router's parameter that balances experts without a loss."""
 
 
 @remember_arguments
@@ -82,41 +83,46 @@ def moe(
     window: Window = None,
     tied: bool = False,
 ) -> RoutedDecoder:
-    """Build a Llama 3 with a mixture of experts in place of the MLP: `model.init` and `model.loss`.
+    """Build a Llama 3 with a mixture of experts in place of the MLP, with `model.init` and `model.loss`.
 
-    A router, a matrix [C, E] computed in f32, scores the experts of every token. The token runs through the k best, and
-    their outputs are added, weighted by the scores (`js.moe`). With `js.expert` each device holds some of the experts.
+    A router, a matrix product with [C, E] in f32, scores the experts for every token. The k experts with the best
+    scores compute the token, and their outputs are summed, weighted by the scores (`js.moe`). With `js.expert` each
+    device holds some of the experts.
 
     The loss is a `js.Mean` of nats per token; training adds losses of the routing. For a row these are
 
-        balance    the sum over the experts of f * P, where f is E / (k T) times the choices of the expert, and P its
-                   score as a share of all experts' scores, the mean over the tokens; 1 if all are chosen as often
+        balance    the sum over the experts of f * P, where f is E / (k T) times the number of tokens that chose the
+                   expert, and P is the expert's share of the scores of all experts, as a mean over the tokens; the sum
+                   is 1 if all experts are chosen equally often
         z          the mean over the tokens of the squared log-sum-exp of the router's logits
 
     each as the mean over the blocks and then over the rows. Metrics: these losses, and "drop_rate", the fraction
     of dropped choices (0 without `capacity`); in evaluation, whose loss has only the nats, also "accuracy".
     `model.routing.evaluate` counts how often each expert of each block is chosen.
 
-    Activations that `remat` policies of engines can name are those of `js.models.llama`, with "moe_hidden", the two
-    products of the gated experts, [N, F] each, and "mlp_hidden", those of the shared ones.
+    Activations that `remat` policies of engines can name are those of `js.models.llama`, with "moe_hidden", the
+    products of the experts with their gate and up matrices, [N, F] each, and "mlp_hidden", the same products of the
+    shared experts.
 
     Args:
       vocab, width, depth, heads, kv_heads, seq: as in `js.models.llama`.
       hidden: the hidden width of one expert.
       experts: the number of experts in a block.
-      k: how many of them every token takes.
-      shared: the number of additional experts, of the same width, that every token takes unweighted.
-      dense: the number of first blocks with a plain MLP. They run with the embedding: outside of `remat`, with weights
-        that stay gathered, and in a pipeline on the devices that compute the embedding.
-      dense_hidden: the hidden width of their MLP; by default that of k and the shared experts together.
-      scores: the router's scores of the experts of a token: "softmax" over all, or a "sigmoid" of each.
+      k: the number of experts that compute each token.
+      shared: the number of additional experts, of the same width, that compute every token, with the weight 1.
+      dense: the number of first blocks that have a plain MLP instead of experts. These blocks run with the embedding:
+        outside of `remat`, with parameters that stay gathered, and in a pipeline on the devices that compute the
+        embedding.
+      dense_hidden: the hidden width of the MLP in these blocks; by default that of k and the shared experts together.
+      scores: the function from the router's logits to scores: "softmax" over all experts, or a "sigmoid" of each.
       normalize: divide the weights of the chosen experts by their sum.
-      capacity: the room of an expert as a multiple of its mean share of tokens; None drops no token.
+      capacity: the most tokens of a row that an expert accepts, as a multiple of an expert's mean number of tokens;
+        None for no limit, which drops no token.
       balance: the factor of the balance loss.
       z: the factor of the z loss.
-      bias_rate: balance without a loss: a bias per expert is added to the scores only for the selection. Every step
-        increases it by this rate if the expert was chosen less often than the mean of its block, and decreases it
-        otherwise. Use the optimizer `model.optimizer(tx)` for it.
+      bias_rate: balance without a loss: a bias per expert is added to the scores to choose the experts, but not to
+        their weights. Every step increases the bias by this rate if the expert was chosen less often than the mean of
+        its block, and decreases it otherwise. Train with the optimizer `model.optimizer(tx)`, which does this.
       head_dim, rope_base, rope_scaling, norm_epsilon, qk_norm, window, tied: as in `js.models.llama`.
 
     Returns:
@@ -159,7 +165,7 @@ def moe(
 
 @dataclass(frozen=True)
 class Router:
-    """The router's settings: the arguments of `moe` of the same names."""
+    """The router's settings, as the arguments with the same names of `js.models.moe`."""
 
     experts: int
     k: int
@@ -172,20 +178,26 @@ class Router:
 
     @property
     def losses(self) -> dict[str, float]:
-        """The losses of the routing, with the factors by which they are added to the loss."""
+        """Return {name of a routing loss: its factor in the training loss}, without losses whose factor is 0."""
         return {name: factor for name, factor in (("balance", self.balance), ("z", self.z)) if factor}
 
     def start(self, rows: int, depth: int) -> PyTree:
-        """Return the routing statistics of `rows` rows before the first block."""
+        """Return the routing statistics of `rows` rows before the first block: zeros; see the top of this file."""
         names = [*self.losses, "dropped", *(["bias"] if self.bias_rate else [])]
         numbers = {name: jnp.zeros(rows, jnp.float32) for name in names}
         return numbers | {"load": jnp.zeros((rows, depth, self.experts), jnp.float32)}
 
     def add(self, numbers: PyTree, record: Routing, positions: int, bias_E: jax.Array | None) -> PyTree:
-        """Add a block's routing statistics, over `positions` positions per row on this device.
+        """Add the routing statistics of a block to those of the blocks before it.
 
-        Under a context a device has some of the positions: balance and bias need sums over the full row, other
-        statistics are added later.
+        Under `js.context` a device has only some of the positions. Balance and bias are not linear in the counts, so
+        these are summed over the devices of a row first; the other statistics are summed with the loss.
+
+        Args:
+          numbers: the statistics so far, as from `start`.
+          record: the block's statistics, from `js.moe`.
+          positions: the number of positions of each row on this device.
+          bias_E: the router's bias; None without `bias_rate`.
         """
         depth = numbers["load"].shape[1]
         load_BE = record.load.astype(jnp.float32)
@@ -208,14 +220,14 @@ class Router:
 
 @dataclass(frozen=True)
 class RoutedBlock:
-    """Attention, then experts, each on a normalized copy of x[B, T, C] and added to it.
+    """A transformer block: attention, then experts, each applied to a normalized copy of x[B, T, C] and added to x.
 
     Attributes:
       attention: the module that adds attention to x.
       norm: the norm of the input of router and experts.
       router: the router's settings.
       hidden: the hidden width of an expert.
-      shared: the module of the experts that every token takes; None without any.
+      shared: the module of the shared experts, which compute every token; None without shared experts.
       depth: the number of blocks with experts.
     """
 
@@ -245,7 +257,7 @@ class RoutedBlock:
         return params | ({} if self.shared is None else {"shared": self.shared.init(keys[5], x_BTC)["params"]})
 
     def run(self, params: PyTree, activations: PyTree, key: jax.Array | None) -> PyTree:
-        """Run the block on {"x", "routing"}."""
+        """Apply the block to the activations {"x", "routing"}, and add its routing statistics."""
         router, (x_BTC, rows) = self.router, split_rows(activations["x"])
         x_BTC = apply(self.attention, params["attention"], x_BTC, rows)
         h_BTC = enter_tensor_region(apply(self.norm, params["mlp_norm"], x_BTC))
@@ -263,7 +275,7 @@ class RoutedBlock:
 
 
 class SharedExperts(nn.Module):
-    """The experts that every token takes, as one gated MLP of x[B, T, C]."""
+    """The shared experts, which compute every token: one gated MLP applied to x[B, T, C]."""
 
     hidden: int
     residual_stddev: float
@@ -274,22 +286,22 @@ class SharedExperts(nn.Module):
 
 
 def expert_mlp(params: PyTree, x_NC: jax.Array, dot: Callable[..., jax.Array]) -> jax.Array:
-    """Apply to each token the gated MLP of its expert, for `js.moe`."""
+    """Apply to each row the gated MLP of its expert: the function `fn` of `js.moe`."""
     gate_NF, up_NF = (checkpoint_name(dot(x_NC, params[name]), "moe_hidden") for name in ("gate_proj", "up_proj"))
     return dot(nn.silu(gate_NF) * up_NF, params["down_proj"])
 
 
 class RoutedDecoder(Decoder):
-    """The model of `moe`: a `Decoder` whose blocks have experts.
+    """The model that `js.models.moe` builds: a `Decoder` whose blocks have experts.
 
     Args:
-      plain: a Llama of the same size, which gives embedding, head, first blocks and the check of batches.
+      plain: a Llama of the same size, whose embedding, head, dense blocks and check of batches the model uses.
       block: a block with experts.
       dense: the number of first blocks without experts.
 
     Attributes:
       router: the router's settings.
-      routing: the same model as a `js.Stacked` whose `evaluate` gives "load", a `js.Sum` of how often each expert was
+      routing: the same model as a `js.Stacked` whose `evaluate` returns "load", a `js.Sum` of how often each expert was
         chosen, [blocks with experts, experts], and "loss".
     """
 
@@ -324,7 +336,7 @@ class RoutedDecoder(Decoder):
         self.routing = Stacked(embed, block.run, count, depth, init)
 
     def residual(self, activations: PyTree) -> jax.Array:
-        """Return x[B, T, C] of the activations between blocks."""
+        """Return the residual stream x[B, T, C] of the activations between blocks."""
         return super().residual(activations["x"])
 
     def _add_routing(self, loss: Loss, routing: PyTree, positions: int, *, training: bool) -> Loss:
@@ -340,7 +352,10 @@ class RoutedDecoder(Decoder):
         return Loss(value, metrics=loss.metrics | means | {"drop_rate": dropped})
 
     def dim_names(self, params: PyTree) -> PyTree:
-        """Return the names of every parameter's dimensions, with experts for `js.expert` and `js.tensor`."""
+        """Return the logical names of every parameter's dimensions, by which `js.tensor` and `js.expert` split them.
+
+        As for other models, except that the experts' matrices have a dimension "expert".
+        """
 
         def names(path: Any, x: Any, found: tuple[str | None, ...]) -> tuple[str | None, ...]:
             *_, folder, name = path_str(path).split("/")
@@ -351,10 +366,10 @@ class RoutedDecoder(Decoder):
         return map_with_path(names, params, super().dim_names(params))
 
     def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Return the optimizer of a run of this model: `tx`, except for the biases that balance experts.
+        """Return the optimizer to train this model with: `tx`, but for the router's biases a rule of their own.
 
-        A bias moves by the sign of its gradient, which is the excess of an expert's choices over the mean. Without
-        `bias_rate` return `tx` itself.
+        A bias changes by `bias_rate` against the sign of its gradient, which is by how much the number of tokens that
+        chose the expert exceeds the mean. Without `bias_rate` return `tx` itself.
         """
         if not self.router.bias_rate:
             return tx

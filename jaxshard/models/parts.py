@@ -1,4 +1,4 @@
-"""Parts that the families of decoders share: dimension names of activations, the output layer and initialization.
+"""Parts that the decoder models share: dimension names of activations, the output layer and initialization.
 
 Shape suffixes: B rows, T positions, C width, V vocabulary.
 """
@@ -22,7 +22,7 @@ STDDEV = 0.02
 
 # Logical names of the dimensions of activations, for `constrain`; `js.tensor(rules)` maps them to mesh axes.
 RESIDUAL = ("batch", "sequence", None)
-"""Activations [B, T, C] between blocks, which a rule for "sequence" splits along the positions."""
+"""Activations [B, T, C] between blocks, whose positions a rule for "sequence" splits (sequence parallelism)."""
 WHOLE_ROWS = ("batch", "context", None)
 """Activations [B, T, C] with every position on every device of a tensor axis."""
 HEADS = ("batch", "context", "heads", None)
@@ -30,9 +30,10 @@ HEADS = ("batch", "context", "heads", None)
 
 
 class Output(nn.Module):
-    """The final norm and, for an untied model, the output matrix.
+    """The final norm and, unless `vocab` is None, the output matrix.
 
-    Maps x[B, T, C] to logits[B, T, vocab], or to the normalized x[B, T, C] where `vocab` is None.
+    It maps x[B, T, C] to logits [B, T, vocab]; if `vocab` is None, to the normalized x[B, T, C], for a model whose
+    output matrix is the embedding table.
     """
 
     vocab: int | None
@@ -56,9 +57,9 @@ def apply(module: nn.Module, params: PyTree, *args: Any) -> jax.Array:
 def apply_to_rows(layer: nn.Module, x: jax.Array) -> jax.Array:
     """Apply a dense layer to x[B, T, ...] with rows and positions merged into one dimension.
 
-    The merge is for XLA on CPU: where two dimensions are contracted at once, as in the gradient of a kernel, it first
-    transposes both operands, at several times the cost of the product. Positions that are split over a tensor axis, or
-    by the compiler over a context axis, are not merged, since a merged dimension can't be split by positions.
+    The merge is for XLA on CPU: if a product contracts two dimensions at once, as the gradient of a kernel does, XLA
+    first transposes both operands, at several times the cost of the product. Positions that are split over a tensor
+    axis, or by the compiler over a context axis, are not merged, since a merged dimension can't be split by positions.
     """
     if is_split("sequence") or split_count("context", x.shape[1]) > 1:
         y: jax.Array = layer(x)
@@ -69,12 +70,15 @@ def apply_to_rows(layer: nn.Module, x: jax.Array) -> jax.Array:
 
 
 def enter_tensor_region(x_BTC: jax.Array) -> jax.Array:
-    """All-gather the positions of x before column-parallel layers; reduce-scatter its gradient along them."""
+    """All-gather the positions of x before column-parallel layers; reduce-scatter the gradient of x over positions.
+
+    This is Megatron-LM's sequence parallelism. Without a rule that splits "sequence" it communicates nothing.
+    """
     return constrain(x_BTC, WHOLE_ROWS, grad=RESIDUAL)
 
 
 def init_parts(embedding: nn.Module, block: nn.Module, output: nn.Module, width: int) -> Callable[[jax.Array], PyTree]:
-    """Build `init(key) -> {"embed", "block", "head"}`, the parameters of three modules, as `js.Stacked` takes it."""
+    """Build the function `init(key) -> {"embed", "block", "head"}` for `js.Stacked`, from three Flax modules."""
 
     def init(key: jax.Array) -> PyTree:
         keys = jax.random.split(key, 3)
@@ -89,7 +93,7 @@ def init_parts(embedding: nn.Module, block: nn.Module, output: nn.Module, width:
 
 
 def residual_stddev(depth: int) -> float:
-    """Return the standard deviation of output projections, of which a block has two: 0.02 / sqrt(2 depth)."""
+    """Return the standard deviation for initializing output projections of attention and MLP: 0.02 / sqrt(2 depth)."""
     return STDDEV / math.sqrt(2 * depth)
 
 
@@ -106,14 +110,15 @@ def check_sizes(family: str, sizes: Mapping[str, Any]) -> None:
 Window = int | Sequence[int | None] | None
 """The attention window of all blocks, or of each block; None for full attention."""
 _UNLIMITED = 2**30
+"""The window that stands for full attention in an array of windows."""
 
 
 def check_window(family: str, window: Window, depth: int) -> int | tuple[int | None, ...] | None:
-    """Return one window if all blocks have the same, else a tuple of the window of each block.
+    """Check a model's `window`; return a single window if all blocks have the same, else a tuple with each block's.
 
     Raises:
-      ValueError: not one window for each block, or one below 1.
-      TypeError: something else.
+      ValueError: a list of another length than `depth`, or a window below 1.
+      TypeError: a window that is neither an integer nor None.
     """
     each = tuple(window) if isinstance(window, Sequence) else (window,)
     if any(x is not None and (not isinstance(x, Integral) or isinstance(x, bool)) for x in each):
@@ -127,7 +132,13 @@ def check_window(family: str, window: Window, depth: int) -> int | tuple[int | N
 
 
 def window_of(window: int | tuple[int | None, ...] | None, number_B: jax.Array | None) -> int | jax.Array | None:
-    """Return the window of the block with this index, for `js.attention`; None without an index, as in `init`."""
+    """Return the `window` argument of `js.attention` for a block.
+
+    Args:
+      window: the result of `check_window`.
+      number_B: the index of the block, for every row; None if it is unknown, as in `init`, where the result is None for
+        a tuple of windows, since parameters do not depend on it.
+    """
     if not isinstance(window, tuple):
         return window
     if number_B is None:

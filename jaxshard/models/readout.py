@@ -1,4 +1,4 @@
-"""Compute logits of a `js.Stacked` model with a `readout`, from tokens or from their embeddings."""
+"""Compute the logits of a decoder in two steps: embed the tokens, then run the blocks on the embeddings."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def embed_tokens(model: Decoder, params: PyTree, tokens: Int[Array, "batch seq"]
     """Embed rows of tokens: return the input of the first block, [batch, seq, width].
 
     Args:
-      model: a `js.models.gpt` or `js.models.llama`.
-      params: its parameters in model order.
+      model: a model of `js.models`, such as `js.models.gpt(...)`.
+      params: the model's parameters in model order, such as `js.logical(run, layout).params`.
       tokens: rows of at most `model.seq` tokens.
 
     Example:
@@ -32,13 +32,13 @@ def embed_tokens(model: Decoder, params: PyTree, tokens: Int[Array, "batch seq"]
 
 
 def logits_of_embedded(model: Decoder, params: PyTree, x: PyTree) -> Float[Array, "batch seq vocab"]:
-    """Compute logits in f32 from the result of `embed_tokens`; equal to `logits(model, params, tokens)`.
+    """Compute the logits, in f32, from the result of `embed_tokens`; equal to `logits(model, params, tokens)`.
 
     Use it for gradients with respect to embeddings, as in `js.attribution` of tokens.
 
     Args:
-      model: a `js.models.gpt` or `js.models.llama`.
-      params: its parameters in model order.
+      model: a model of `js.models`, such as `js.models.gpt(...)`.
+      params: the model's parameters in model order, such as `js.logical(run, layout).params`.
       x: the result of `embed_tokens`, [batch, seq, width].
 
     Example:

@@ -1,4 +1,4 @@
-"""The description of a ready-made model: `Size` has its arguments, and its `Recipe` the training settings."""
+"""Descriptions of ready-made models: a `Size` has the arguments of a model, and a `Recipe` how to train it."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Recipe(NamedTuple):
     def optimizer(self, steps: int | None = None) -> optax.GradientTransformation:
         """Make AdamW with a linear warm-up and a cosine decay to a twentieth of the peak.
 
-        The warm-up does not depend on `steps`, so runs of different planned length begin with the same steps.
+        The warm-up does not depend on `steps`, so training runs of different planned length warm up equally.
 
         Args:
-          steps: where the decay ends; by default the recipe's own number of steps.
+          steps: the step at which the decay ends; by default the recipe's own number of steps.
 
         Returns:
           An elementwise transformation, which can run on parameters however they are sharded.
@@ -63,9 +63,9 @@ class Size(NamedTuple):
       shape: the keyword arguments of `make`, such as {"vocab": 256, "width": 144, ...}.
       recipe: how the model is trained unless the user says otherwise.
       make: the function that builds the model, such as `js.models.gpt`.
-      remat: the default of `remat` under `js.explicit` and `js.auto`, for the activations that a block saves:
-        "everything" for small models, "nothing" for models that are sharded for lack of memory.
-        (`js.pipelined` keeps each block's input by default, which is "nothing" for every size.)
+      remat: the default of the argument `remat` of `js.explicit` and `js.auto`, which says what activations a block
+        saves: "everything" for small models, "nothing" for models that are sharded for lack of memory.
+        (`js.pipelined` has the default "nothing" for every size: it saves only each block's input.)
 
     Example:
         size = js.models.SIZES["gpt-1m"]

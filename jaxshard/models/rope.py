@@ -10,17 +10,17 @@ from numpy.typing import NDArray
 
 
 class RopeScaling(NamedTuple):
-    """The scaling of Llama 3.1: dimensions that turn slowly turn `factor` times slower still.
+    """The scaling of Llama 3.1: pairs of dimensions that rotate slowly rotate `factor` times slower still.
 
-    A dimension is slow if its wavelength is above `original` / `low` positions. It is fast, and does not change, if its
-    wavelength is below `original` / `high`; between the two the rate is interpolated linearly in `original` /
-    wavelength.
+    A pair rotates slowly if its wavelength is above `original` / `low` positions. It rotates fast, and does not change,
+    if its wavelength is below `original` / `high`. Between these two wavelengths the rate is interpolated linearly in
+    `original` / wavelength.
 
     Attributes:
-      factor: how much slower, so how much longer the rows may be.
+      factor: how many times slower slow pairs rotate, and so how many times longer rows may be.
       low: low_freq_factor in Meta's code.
-      high: high_freq_factor.
-      original: the number of positions that the model was trained on before.
+      high: high_freq_factor in Meta's code.
+      original: the length of rows in training before the scaling.
 
     Source: `apply_scaling` in Meta's reference code of Llama 3.1 (llama_models/llama3/reference_impl/model.py).
 
@@ -35,22 +35,23 @@ class RopeScaling(NamedTuple):
 
 
 class YarnScaling(NamedTuple):
-    """The scaling of YaRN: slow dimensions turn `factor` times slower, and attention is sharper.
+    """The scaling of YaRN: slow pairs of dimensions rotate `factor` times slower, and attention is sharper.
 
-    A dimension that rotates more than `high` times over `original` positions does not change, one that rotates less
-    than `low` times becomes `factor` times slower; between the two the rate goes over linearly in the number of the
-    dimension. Rotated queries and keys are multiplied by `attention`, so that logits grow by its square: a softmax over
-    more keys is flatter.
+    A pair that rotates more than `high` times over `original` positions does not change; a pair that rotates less than
+    `low` times becomes `factor` times slower. Between the two the change is linear in the index of the pair. Rotated
+    queries and keys are multiplied by `attention`, so that logits grow by its square, since a softmax over more keys is
+    flatter.
 
     Attributes:
-      factor: how much slower, so how much longer the rows may be.
+      factor: how many times slower slow pairs rotate, and so how many times longer rows may be.
       low: beta_slow in published configurations.
-      high: beta_fast.
-      original: the number of positions that the model was trained on before.
+      high: beta_fast in published configurations.
+      original: the length of rows in training before the scaling.
       attention: the factor of queries and of keys; None for 0.1 ln(factor) + 1.
 
     Source: Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models", sections 3.2 and 3.4,
-    in the form of the authors' code, with which weights are published (the paper has the ramp linear in the turns).
+    as in the authors' code, for which weights are published (in the paper the change is linear in the number of
+    rotations, not in the index).
 
     Example:
         model = js.models.make("llama-1m", rope_scaling=js.models.YarnScaling(4, original=256))
@@ -64,10 +65,10 @@ class YarnScaling(NamedTuple):
 
 
 class LinearScaling(NamedTuple):
-    """The scaling of position interpolation: all dimensions turn `factor` times slower.
+    """The scaling of position interpolation: all pairs of dimensions rotate `factor` times slower.
 
     Attributes:
-      factor: how much slower, so how much longer the rows may be.
+      factor: how many times slower pairs rotate, and so how many times longer rows may be.
 
     Source: Chen et al. 2023, "Extending Context Window of Large Language Models via Positional Interpolation".
 
@@ -82,11 +83,11 @@ Scaling = RopeScaling | YarnScaling | LinearScaling
 
 
 def as_scaling(scaling: Scaling | float | None) -> Scaling | None:
-    """Convert the argument `rope_scaling` to a scaling; a number is the factor of Llama 3.1's.
+    """Check a model's `rope_scaling`, and convert a number to a `RopeScaling` with this factor.
 
     Raises:
-      TypeError: something else.
-      ValueError: not factor >= 1, 0 < low < high, original >= 1 and attention above 0.
+      TypeError: neither a scaling, nor a number, nor None.
+      ValueError: a factor or `original` below 1, an `attention` that is not positive, or not 0 < low < high.
     """
     if scaling is None:
         return None
@@ -111,7 +112,7 @@ def as_scaling(scaling: Scaling | float | None) -> Scaling | None:
 
 
 def rotary_rates(dims: int, base: float, scaling: Scaling | None = None) -> NDArray[np.float64]:
-    """Compute the angles per position, in radians, of the `dims` / 2 pairs of dimensions: base^(-2 i / dims), scaled.
+    """Compute the angle per position of every pair i of dimensions, in radians: base^(-2 i / dims), then scaled.
 
     Source: Su et al. 2021, "RoFormer", section 3.2; `RopeScaling`, `YarnScaling` and `LinearScaling` for the scaling.
     """
@@ -129,14 +130,14 @@ def rotary_rates(dims: int, base: float, scaling: Scaling | None = None) -> NDAr
 
 
 def rotary_gain(scaling: Scaling | None) -> float:
-    """Return the factor of rotated queries and keys: YaRN's, or 1 for other scalings."""
+    """Return the factor by which rotated queries and keys are multiplied: 1 except for YaRN."""
     if not isinstance(scaling, YarnScaling):
         return 1.0
     return 0.1 * math.log(scaling.factor) + 1 if scaling.attention is None else float(scaling.attention)
 
 
 def _yarn_share(dims: int, base: float, scaling: YarnScaling) -> NDArray[np.float64]:
-    """Return 1 for fast pairs of dimensions, 0 for slow ones, and a ramp between."""
+    """Return, for each pair of dimensions, 1 if it rotates fast, 0 if slowly, and values between for pairs between."""
 
     def pair_that_turns(times: float) -> float:
         return dims * math.log(scaling.original / (2 * math.pi * times)) / (2 * math.log(base))

@@ -1,4 +1,4 @@
-"""The ready-made sizes of all families, by name, and `make`, which builds one of them."""
+"""All ready-made models by name, and `make`, which builds a model by its name."""
 
 from typing import Any
 
@@ -16,19 +16,20 @@ Example:
 
 
 def make(name: str, /, **changes: Any) -> Any:
-    """Build the ready-made model of a name: one with `init`, `loss` and `evaluate`.
+    """Build a ready-made model by its name: a model with `init`, `loss` and `evaluate`.
 
     Args:
-      name: one of `js.models.SIZES`, such as "llama3-8b".
-      **changes: arguments of its function (`js.models.gpt`, `llama` or `moe`) in the place of the size's own.
+      name: a key of `js.models.SIZES`, such as "llama3-8b".
+      **changes: arguments of the model's function (`js.models.gpt`, `llama` or `moe`), which replace the ready-made
+        ones.
 
     Returns:
       The model, without arrays: a `js.Stacked` that every engine can run, with the `remat` of the size as the default
       for engines.
 
     Raises:
-      ValueError: no such size, a change that is no argument of its function (the message lists those that there are),
-        or one of a value that the function refuses.
+      ValueError: no such size, a change that is no argument of the model's function (the message lists the arguments
+        that exist), or a value that the function refuses.
 
     Example:
         model = js.models.make("llama3-8b", seq=131_072, rope_scaling=8)

@@ -17,7 +17,7 @@ class AveragedState(NamedTuple):
     """The state of `js.optim.averaged`.
 
     Attributes:
-      average: The average, a tree like the parameters, with f32 arrays for bf16 and f16 ones.
+      average: The average, a tree like the parameters, with f32 arrays for bf16 and f16 parameters.
       inner: The state of the wrapped transform.
 
     Example:
@@ -30,18 +30,18 @@ class AveragedState(NamedTuple):
 
 
 def averaged(tx: optax.GradientTransformation, decay: float | jax.Array) -> optax.GradientTransformationExtraArgs:
-    """Keep a moving average of the parameters in the state of an optimizer (while training).
+    """Wrap an optimizer so that it also keeps a moving average of the parameters in its state.
 
-    This wraps an optimizer. `js.averaged(run, layout)` is another function, for evaluation: it replaces a run's
-    parameters by this average.
+    `js.averaged(run, layout)` is another function, for evaluation: it replaces the parameters of a `TrainState` by this
+    average.
 
     After each step (Polyak and Juditsky 1992, with exponential weights)
 
         average = decay * average + (1 - decay) * params
 
-    The average starts at the initial parameters and has their shapes, global or per device, so that it has their
-    sharding. The average of a bf16 or f16 parameter is kept in f32, where small steps are not rounded away; integers
-    are copied, not averaged. Put this wrapper outermost, since it must see the final updates, or inside `master`: then
+    The average starts at the initial parameters and has the shapes and the sharding of the parameters. The average of a
+    bf16 or f16 parameter is kept in f32, in which small changes are not rounded away; integers are copied, not
+    averaged. Put this wrapper outermost, since it must see the final updates; only `js.optim.master` may be around it:
     `master(averaged(tx, ...))` averages the f32 copies. Extra arguments are passed on. No collectives.
 
     Args:
@@ -52,7 +52,7 @@ def averaged(tx: optax.GradientTransformation, decay: float | jax.Array) -> opta
       A transform with an `AveragedState`; `averaged_params(opt_state)` finds the average.
 
     Raises:
-      ValueError: A decay outside [0, 1]; from `update`, no `params`.
+      ValueError: A decay outside [0, 1]; or `update` is called without `params`.
 
     Example:
         tx = js.optim.averaged(optax.adamw(3e-4), decay=0.999)
@@ -86,7 +86,8 @@ def averaged_params(opt_state: PyTree) -> PyTree:
       opt_state: The state of any transform with one `js.optim.averaged` in it.
 
     Returns:
-      A tree like the parameters that `averaged` received, as stored, with f32 arrays for bf16 and f16.
+      A tree like the parameters that `averaged` received, sharded as they are stored, with f32 arrays for bf16 and f16
+      parameters.
 
     Raises:
       ValueError: There is no average in the state, or more than one.

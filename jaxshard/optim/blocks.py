@@ -1,7 +1,7 @@
-"""Cut arrays into blocks of neighbouring elements, each with a scale.
+"""Divide arrays into blocks of neighbouring elements, for block-wise quantization with a scale for each block.
 
-A block is a box: elements along the last dimension and, if that is short, along the dimension before it. A block has
-size one in leading dimensions, so that splitting these over devices cuts no block:
+A block is a box: it extends along the last dimension and, if this dimension is short, along the dimensions before it.
+It has the size 1 in all others, so that splitting leading dimensions over devices cuts no block:
 
     [1024, 4096]      boxes [1, 128]         scales [1024, 32]
     [50257, 768]      boxes [1, 192]         scales [50257, 4]
@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 SMALLEST = 128
-"""The least elements of a block, the lanes of a TPU: so there is at most one scale per 128 elements."""
+"""The fewest elements of a block, the lanes of a TPU: so there is at most one scale per 128 elements."""
 
 LARGEST = 256
-"""The most elements of a block: an outlier makes only these less precise."""
+"""The most elements of a block: an outlier makes only the elements of its own block less precise."""
 
 
 def box_of(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -42,12 +42,12 @@ def box_of(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the scales of an array: the number of blocks along each dimension."""
+    """Return the shape of the scales of an array of this shape: the number of blocks along each dimension."""
     return tuple(-(-size // length) for size, length in zip(shape, box_of(shape), strict=True))
 
 
 def largest_per_block(x: Float32[Array, "*shape"]) -> Float32[Array, "*blocks"]:
-    """Return the largest magnitude in each block of an array, an array of `scales_shape`."""
+    """Return the largest magnitude in each block of an array; the result has the shape `scales_shape(x.shape)`."""
     largest = jnp.abs(x)
     for dim, (size, length) in enumerate(zip(x.shape, box_of(x.shape), strict=True)):
         if length > 1:
@@ -73,8 +73,8 @@ def spread(scales: Float32[Array, "*blocks"], shape: tuple[int, ...]) -> Float32
 def _length(size: int, low: int, high: int) -> int:
     """Return the length of blocks along a dimension, from `low` to `high` if possible.
 
-    Prefer a length that divides the dimension into a power of two of blocks. Then any power of two of devices either
-    cuts no block, or cuts blocks into equal parts, for which only scales are exchanged.
+    Prefer a length for which the number of blocks is a power of two. Then splitting the dimension over any power of two
+    of devices either cuts no block, or cuts all blocks into equal parts, for which only scales are exchanged.
     """
     if size <= low:
         return size

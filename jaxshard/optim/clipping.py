@@ -1,12 +1,12 @@
 """Clip by the global norm, also if arrays are sharded in a `shard_map`.
 
-The norm of a split array is not the norm of its parts. With the sums of squares q of this device's parts
+For an array that is split over devices, the squares must be summed over all devices, for a replicated array only once:
 
-    w [1024] over data=8   q = sum(w_part**2)            psum over data
+    w [1024] over data=8   q = sum(w_part**2)            this device's part, to be summed over data
     v [1024] replicated    q = sum(v**2)                 the same on all devices, counted once
     norm = sqrt(psum(q_w) + q_v)
 
-arrays are grouped by the axes that split them, and every group is summed over its own axes with one all-reduce.
+Arrays are grouped by the mesh axes that split them, and each group's sum of squares takes one all-reduce over its axes.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def clip_by_global_norm(
     """Scale updates down so that their global norm is at most `max_norm`, like `optax.clip_by_global_norm`.
 
     Pascanu et al. 2013, "On the difficulty of training recurrent neural networks", section 3.2. Without `axis_name`
-    updates are global arrays, or replicated. With it, this runs inside `shard_map` on this device's shards, as inside
-    `js.optim.zero1`, `zero2` and `fsdp`, and uses the norm of the full arrays: one all-reduce of one f32 scalar. Arrays
-    count as split over the axis, scalars as replicated, so they are counted once. Inside `js.optim.tensor` replicated
-    parameters are counted once, too (one more all-reduce of a scalar).
+    updates are global arrays, or replicated. With `axis_name`, the transform runs inside `shard_map` on this device's
+    shards, as inside `js.optim.zero1`, `zero2` and `fsdp`, and uses the norm of the full arrays: one all-reduce of one
+    f32 scalar. Arrays count as split over the axis; scalars count as replicated, and are counted once. Inside
+    `js.optim.tensor` replicated parameters are counted once, too (one more all-reduce of a scalar).
 
     Args:
       max_norm: The largest norm of updates.
@@ -66,7 +66,9 @@ def clip_by_global_norm(
 
 
 SplitAxes = Callable[[str, tuple[str, ...]], tuple[str, ...]]
-"""`split_axes(path, axes) -> axes`: the axes that split one array, given those that split every array (of `tensor`)."""
+"""`split_axes(path, axes) -> axes`: the mesh axes that split the array at a path, given the axes of `axis_name`.
+
+`js.optim.tensor` passes such a function to the transform that it wraps."""
 
 
 def global_norm(
@@ -78,8 +80,8 @@ def global_norm(
       tree: Arrays. With `axis_name`, arrays are this device's shards over the axis, and scalars are replicated; one
         all-reduce of a scalar then makes the result the same on every device.
       axis_name: The mesh axis, or a tuple of axes, over which arrays are split.
-      split_axes: `split_axes(path, axes)` returns the axes that split one array, given those of `axis_name`. One
-        all-reduce per set of axes.
+      split_axes: `split_axes(path, axes)` returns the mesh axes that split the array at `path`, given the axes of
+        `axis_name`. There is one all-reduce for each set of axes.
 
     Example:
       >>> float(global_norm({"a": jnp.asarray([3.0, 0.0]), "b": jnp.asarray(4.0)}))

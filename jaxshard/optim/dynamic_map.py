@@ -1,12 +1,12 @@
 """The dynamic map of Dettmers et al.: codes of a few bits for numbers from 0 to 1, spaced evenly in each decade.
 
-A code n > 0 has its leading one at bit i; the bits below it are a fraction j of 2**i. It stands for
+Write a code n > 0 as n = 2**i + j, where i is the index of its leading one bit. The code stands for the number
 
     t * (0.1 + 0.9 * (j + 1) / 2**i)    with t = 10 ** (i - bits + 1), the largest number of decade i
 
-so that each decade has twice as many codes as the one below it, evenly spaced, and the largest code is exactly 1. With
-7 bits the smallest code above 0 is 1e-6, and numbers above 0.1 have an error of at most 0.0071. Encoding and decoding
-are a few elementwise operations without a lookup table.
+so that each decade has twice as many codes as the decade below it, evenly spaced, and the largest code stands for
+exactly 1. With 7 bits the smallest number above 0 is 1e-6, and numbers above 0.1 have an error of at most 0.0071.
+Encoding and decoding are a few elementwise operations without a lookup table.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SIGN = 128
 
 
 def encode_magnitude(x: Float32[Array, "*shape"], bits: int) -> UInt8[Array, "*shape"]:
-    """Return the nearest code of each number in [0, 1], where only 0 has the code 0.
+    """Return the nearest code of each number in [0, 1]; the code 0 is kept for the number 0.
 
     Args:
       x: the numbers.

@@ -1,4 +1,4 @@
-"""Adam whose moments are kept in 8 bits."""
+"""Adam with moments that are stored in 8 bits between steps."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SMALL = 4096
 class Adam8bitState(NamedTuple):
     """The state of `js.optim.scale_by_adam8bit`.
 
-    Each tree is like the parameters, so that the path of an array ends with the path of its parameter.
+    Each tree has the structure of the parameters, so that the path of an array ends with the path of its parameter.
 
     Attributes:
       steps: int32[], the number of updates.
       mu: The first moment: uint8 codes of the parameter's shape, or f32 for small parameters.
       mu_scales: f32, one scale per block of `mu`; `optax.MaskedNode` for small parameters.
       nu: The second moment: codes of its square root, or the moment itself in f32 for small parameters.
-      nu_scales: f32, one scale per block of `nu`, likewise.
+      nu_scales: f32, one scale per block of `nu`; `optax.MaskedNode` for small parameters.
 
     Example:
         state = js.optim.scale_by_adam8bit().init(params)
@@ -53,15 +53,15 @@ def adam8bit(
 ) -> optax.GradientTransformationExtraArgs:
     """Make AdamW with its moments in 8 bits: 2.1 bytes of state per parameter instead of 8.
 
-    It is `optax.adamw` with `scale_by_adam8bit`, which describes the rounding, in place of `optax.scale_by_adam`.
+    It is `optax.adamw` with `js.optim.scale_by_adam8bit` in place of `optax.scale_by_adam`; see there for the rounding.
 
     Args:
       learning_rate: A number or a schedule.
       b1: The decay of the first moment.
       b2: The decay of the second moment.
       eps: Added to the root of the second moment.
-      weight_decay: Decoupled from the gradient, as in AdamW; 0 is Adam.
-      mask: The parameters that decay, as `optax.add_decayed_weights` takes it.
+      weight_decay: The factor of the weight decay, decoupled from the gradient as in AdamW; 0 is Adam.
+      mask: The parameters that decay, as in `optax.add_decayed_weights`.
 
     Example:
         tx = js.optim.adam8bit(3e-4, weight_decay=0.1)
@@ -78,20 +78,22 @@ def adam8bit(
 def scale_by_adam8bit(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> optax.GradientTransformationExtraArgs:
     """Scale gradients like Adam, with moments kept in 8 bits between steps.
 
-    Arrays of more than 4,096 elements are cut into blocks of 128 to 256 neighbours (`optim/blocks.py`), each with the
-    largest magnitude in it as an f32 scale. An element is a dynamic map's code of its ratio to the scale
-    (`optim/dynamic_map.py`): 8 bits with a sign for the first moment, without one for the root of the second. So the
-    state takes at most 2 + 8 / 128 bytes per parameter. An update uses the new moments before they are rounded.
+    Arrays of more than 4,096 elements are divided into blocks of 128 to 256 neighbouring elements (`optim/blocks.py`),
+    each with an f32 scale, the largest magnitude in the block. The ratio of an element to its scale is stored as a code
+    of 8 bits (`optim/dynamic_map.py`): with a sign for the first moment, without a sign for the square root of the
+    second moment. So the state takes at most 2 + 8 / 128 bytes per parameter. An update uses the new moments before
+    they are rounded.
 
-    The codes are of the second moment's square root: so they reach down to 1e-7 of a block's largest gradient instead
-    of 3e-4, and only 0 is rounded to 0. Otherwise, in a block with an outlier, second moments of other elements would
-    be rounded to 0, and the update would divide by 0. (Evenly spaced int8 does so early.)
+    Why the square root of the second moment: its codes reach down to 1e-7 of a block's largest gradient instead of
+    3e-4, and only 0 is rounded to 0. If the second moment itself were encoded, in a block with an outlier the second
+    moments of other elements would be rounded to 0, and the update would divide by 0. (Evenly spaced int8 codes are
+    rounded to 0 even sooner.)
 
-    Blocks are those of the logical array, and a maximum does not depend on order, so the state is the same on every
+    Blocks are blocks of the logical array, and a maximum does not depend on order, so the state is the same on every
     mesh. In `js.make_step` codes are sharded like their parameter's optimizer state, and scales with them: if no device
     boundary cuts a block, no collective is added. The transform is not elementwise, so arrays that are padded or stored
-    in pipeline order are converted to their logical view (see `Step.update_view`). If `js.stack` stacked your blocks,
-    wrap it in `js.optim.per_block`.
+    in pipeline order are converted to their logical view (see `Step.update_view`). If `js.stack` stacked the blocks of
+    your model, wrap the transform in `js.optim.per_block`.
 
     Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization", sections 2 and 3 (there with blocks of 2,048
     and codes of the second moment itself).
@@ -155,24 +157,24 @@ def scale_by_adam8bit(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> 
 
 
 def quantise_signed(x: Float32[Array, "*shape"]) -> tuple[UInt8[Array, "*shape"], Float32[Array, "*blocks"]]:
-    """Return (codes of an array, scales of its blocks); the error of an element is at most 0.0071 of its scale."""
+    """Return (codes of an array, scales of its blocks); an element's error is at most 0.0071 of its block's scale."""
     share, scales = _share(x)
     return encode_signed(share), scales
 
 
 def dequantise_signed(codes: UInt8[Array, "*shape"], scales: Float32[Array, "*blocks"]) -> Float32[Array, "*shape"]:
-    """Return the array of codes and scales from `quantise_signed`."""
+    """Return the array that `quantise_signed` encoded as these codes and scales, up to rounding."""
     return decode_signed(codes) * spread(scales, codes.shape)
 
 
 def quantise_magnitude(x: Float32[Array, "*shape"]) -> tuple[UInt8[Array, "*shape"], Float32[Array, "*blocks"]]:
-    """Return (codes, scales) of an array without negative numbers; the error is at most 0.0036 of the scale."""
+    """Return (codes, scales of blocks) of an array without negative numbers; errors are at most 0.0036 of a scale."""
     share, scales = _share(x)
     return encode_magnitude(share, 8), scales
 
 
 def dequantise_magnitude(codes: UInt8[Array, "*shape"], scales: Float32[Array, "*blocks"]) -> Float32[Array, "*shape"]:
-    """Return the array of codes and scales from `quantise_magnitude`."""
+    """Return the array that `quantise_magnitude` encoded as these codes and scales, up to rounding."""
     return decode_magnitude(codes, 8) * spread(scales, codes.shape)
 
 

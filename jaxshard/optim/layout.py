@@ -1,4 +1,7 @@
-"""`js.layout`: place every array of a run, and let its optimizer and its replicas say how they carry their state."""
+"""`js.layout`: choose the sharding of every array of a training run, and how its optimizer's state is kept.
+
+The optimizer's state may be kept by owners of matrices (`owners/`) or by independent replicas (`local.py`).
+"""
 
 from __future__ import annotations
 
@@ -23,24 +26,24 @@ def layout(
     *,
     trainable: PyTree | Callable[[str], bool] | None = None,
 ) -> Layout:
-    """Apply a strategy to a training run: make the `Layout` that has the sharding of each of its arrays.
+    """Apply a strategy to a training run: make a `Layout`, which says how every array of the run is sharded.
 
     Traces `init_fn`, `tx.init` and `tx.update` on shapes alone and touches no device. On several CPU devices JAX's
     persistent compilation cache is turned off, with a warning: programs loaded from it can hang there.
 
     If the optimizer multiplies matrices (Muon, Shampoo) and its state is sharded, every matrix gets an owner, the only
-    device that updates it: `print(layout.owners)`. `layout.without_owners` keeps all of the state sharded, and the
-    compiler inserts the all-gathers that the optimizer needs.
+    device that updates it; `print(layout.owners)` lists them. With `layout.without_owners` instead the state of every
+    matrix stays sharded, and the compiler inserts the all-gathers that the optimizer needs.
 
     Args:
       strategy: such as `js.fsdp()`, or several in `js.compose(...)`.
       mesh: made by `js.make_mesh`.
       init_fn: `init_fn(key) -> params`, or `js.Model(params, state)` for a model with variables besides parameters.
-      tx: the optax transform of the run. Leave it out for a model that is not trained (`js.generate`,
+      tx: the optax transform that trains the model. Leave it out for a model that is not trained (`js.generate`,
         `js.make_eval_step`): `js.restore` then skips the optimizer's state.
-      trainable: freezes parameters: a function of the path ("blocks/attention/kernel") or a tree of booleans like the
-        parameters. A frozen parameter has no gradient and no optimizer state. None trains all parameters, except that
-        it trains only the factors of a `js.lora` model.
+      trainable: which parameters are trained: a function from a path ("blocks/attention/kernel") to True or False, or a
+        tree of booleans like the parameters. A frozen parameter has no gradient and no optimizer state. None trains all
+        parameters, but only the factors of a `js.lora` model.
 
     Returns:
       The layout. `print(layout)` is a summary of 20 lines, `print(layout.explain())` shows every array.

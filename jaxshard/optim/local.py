@@ -1,9 +1,10 @@
 """`js.local`: replicas that train independently and are synchronised every few steps (Local SGD, DiLoCo).
 
-The run's parameters are shared by all replicas; they are evaluated, saved and exported. The replicas' own parameters,
-which have moved away from them since the last synchronisation, are a part of the optimizer's state:
+The parameters of the `TrainState` are shared by all replicas; these are evaluated, saved and exported. Each replica
+trains its own parameters, which differ from the shared ones since the last synchronisation; they are a part of the
+optimizer's state:
 
-    params                      [...]             equal on all replicas, stored as in any layout
+    params                      [...]             the shared parameters, stored as in any layout
     opt_state.params            [replicas, ...]   each replica's own parameters
     opt_state.inner             [replicas, ...]   each replica's state of the inner optimizer
     opt_state.outer             [...]             the state of the outer optimizer
@@ -36,8 +37,8 @@ class LocalState(NamedTuple):
 
     Attributes:
       params: each replica's own parameters, [replicas, ...].
-      inner: each replica's state of the run's optimizer, [replicas, ...].
-      outer: the state of the outer optimizer, a tuple of one: checkpoints name its arrays outer/0/...
+      inner: each replica's state of the inner optimizer, the `tx` of the layout, [replicas, ...].
+      outer: a tuple whose only element is the state of the outer optimizer: checkpoints name its arrays outer/0/...
     """
 
     params: Any
@@ -47,7 +48,7 @@ class LocalState(NamedTuple):
 
 @dataclass(frozen=True)
 class Local:
-    """The strategy of replicas that train independently, and how a run carries their state; see `local`."""
+    """The strategy of replicas that train independently, and how their state is made, stored and saved; see `local`."""
 
     rank: ClassVar[int] = 0
 
@@ -68,11 +69,15 @@ class Local:
         return axis_size(mesh, self.axis)
 
     def due(self, step: jax.Array) -> jax.Array:
-        """Return what to do after step number `step` (from 0): 0 nothing, 1 synchronise, 2 it was a warm-up step."""
+        """Return what to do after step number `step`, which counts from 0.
+
+        0: nothing. 1: synchronise the replicas. 2, after a warm-up step: copy the replicas' parameters, which are equal
+        then, to the shared parameters.
+        """
         return jnp.where(step < self.warmup, 2, ((step + 1) % self.every == 0).astype(jnp.int32))
 
     def start(self, tx: Any, params: PyTree, mesh: Mesh) -> LocalState:
-        """Make the first optimizer state for trained parameters: all replicas begin equal."""
+        """Make the initial optimizer state for trained parameters, in which all replicas are equal."""
 
         def copy(x: Any) -> Any:
             x = jnp.asarray(x)
@@ -82,15 +87,15 @@ class Local:
         return LocalState(own, inner, (self.outer.init(params),))
 
     def store(self, placements: PyTree, state: PyTree) -> PyTree:
-        """Convert a state of logical arrays to stored ones, each by its own placement."""
+        """Convert a state of logical arrays to stored arrays, each by its own placement."""
         return store(placements, state)
 
     def unstore(self, placements: PyTree, state: PyTree) -> PyTree:
-        """Convert a state of stored arrays to logical ones: the inverse of `store`."""
+        """Convert a state of stored arrays to logical arrays: the inverse of `store`."""
         return unstore(placements, state)
 
     def saved(self, layout: Layout) -> Layout:
-        """Return the layout itself: checkpoints save the state of every replica."""
+        """Return the layout of the arrays in a checkpoint: `layout` itself, since every replica's state is saved."""
         return layout
 
     def describe(self, mesh: Mesh) -> list[str]:
@@ -109,7 +114,7 @@ class Local:
 
 @functools.cache
 def average() -> optax.GradientTransformation:
-    """Make the default outer optimizer: it replaces the shared parameters by the mean of the replicas."""
+    """Make the default outer optimizer, which replaces the shared parameters by the mean over the replicas."""
     return optax.sgd(1.0)
 
 
@@ -120,11 +125,11 @@ def local(
     outer: optax.GradientTransformation | None = None,
     warmup: int = 0,
 ) -> Strategy:
-    """Train a replica on each index of a mesh axis, and synchronise their parameters every few steps.
+    """Train a replica of the model on each index of a mesh axis, and average the replicas every few steps.
 
-    Each index on the axis is a replica: rows are split over the axis, and each replica takes ordinary steps of the
-    run's optimizer (the inner optimizer) on its rows. Gradients are reduced only inside a replica, over the other axes,
-    so only a few scalars (the loss, norms) are communicated over the axis. After every `every`-th step the replicas'
+    The rows of a batch are split over the axis, and each replica takes ordinary steps of the layout's optimizer (the
+    inner optimizer) on its rows. Gradients are reduced only inside a replica, over the other mesh axes, so that only a
+    few scalars (the loss, norms) are communicated over the replicas' axis. After every `every`-th step the replicas'
     parameters are averaged, and the difference to the shared parameters is the gradient for the optimizer `outer`:
 
         outer gradient = shared - mean of the replicas' parameters        shared = shared + outer's update
@@ -136,23 +141,25 @@ def local(
     Combine it by `js.compose` with the strategy inside a replica, which may be any but `js.pipeline` and `js.expert`:
     js.compose(js.fsdp("data"), js.local("replica", every=32)).
 
-    Memory: in addition to the strategy inside a replica, the shared parameters and the state of `outer` (by default
-    none, with momentum one array like the parameters), split as the optimizer's state is and equal on all replicas.
+    Memory: in addition to what the strategy inside a replica needs, the shared parameters and the state of `outer`
+    (none by default; with momentum an array for every parameter), equal on all replicas and sharded inside a replica
+    like the optimizer's state.
 
     Args:
-      axis: the mesh axis of the replicas, the slowest links; or a tuple of axes.
+      axis: the mesh axis of the replicas, best the axis with the slowest links; or a tuple of axes.
       every: the number of steps from one synchronisation to the next.
       outer: an optax transform for the shared parameters. None takes optax.sgd(1.0), which averages the replicas.
-        DiLoCo's is optax.sgd(0.7, momentum=0.9, nesterov=True), chosen for thousands of steps with hundreds between
-        synchronisations: over many of them its updates are 0.7 / (1 - 0.9) = 7 times as large as the average's, too
-        large for runs of hundreds of steps. There optax.sgd(0.5, momentum=0.75, nesterov=True) after a `warmup` came
-        closest to the loss of `js.ddp`: its updates are twice as large over many synchronisations, not in one.
+        DiLoCo uses optax.sgd(0.7, momentum=0.9, nesterov=True), for thousands of steps with hundreds between
+        synchronisations: over many synchronisations its updates are 0.7 / (1 - 0.9) = 7 times as large as averaging,
+        too large for a training of only hundreds of steps. For such a training optax.sgd(0.5, momentum=0.75,
+        nesterov=True) after a `warmup` came closest to the loss of `js.ddp`: over many synchronisations its updates are
+        0.5 / (1 - 0.75) = twice as large as averaging.
       warmup: the number of first steps that are taken as in `js.ddp`: gradients are averaged over replicas too,
         weighted by rows, before the inner optimizer (its clip by global norm included) sees them. After each such step
-        all replicas and the shared parameters are equal, and `outer` is not used. Replicas that diverge at the start of
-        training lose most, so use the number of warm-up steps of the learning rate. As in every step under js.local,
-        each replica has its own random key. The loss must be a `js.Mean` (or a `js.Loss` of one): the first step
-        refuses a scalar, which does not say how to average over replicas.
+        all replicas and the shared parameters are equal, and `outer` is not used. Independent replicas cost most at the
+        start of training, so use the number of warm-up steps of the learning rate. As in every step under js.local,
+        each replica has its own random key. The loss must be a `js.Mean` (or a `js.Loss` with a `js.Mean`): the first
+        step refuses a scalar, which does not say how to average over replicas.
 
     Returns:
       A strategy. Applied, it raises ValueError if the mesh has no such axis, another strategy splits arrays over it,
@@ -189,7 +196,7 @@ def local_of(strategy: Strategy) -> Local | None:
 
 
 def with_replicas(layout: Layout, local: Local) -> Layout:
-    """Return the layout of a run under `js.local`, from the layout of one replica's arrays.
+    """Return the layout of a training run under `js.local`, from the layout of the arrays of a single replica.
 
     Raises:
       ValueError: `js.local` is combined with something that it does not support; the message names it.
@@ -213,7 +220,7 @@ def with_replicas(layout: Layout, local: Local) -> Layout:
 
 
 def inside_replica(layout: Layout) -> Layout:
-    """Return the layout of one replica of a `js.local`: an ordinary run over the other axes."""
+    """Return the layout of a single replica, a training run over the other mesh axes: undo `with_replicas`."""
     own = Composed(tuple(part for part in parts_of(layout.strategy) if not isinstance(part, Local)))
     placements, shapes = layout.opt_state, layout.shapes
     if placements is not None:

@@ -17,7 +17,7 @@ class MasterState(NamedTuple):
     """The state of `js.optim.master`.
 
     Attributes:
-      master: The f32 master copies of bf16 and f16 parameters; `optax.MaskedNode` for the others.
+      master: The f32 master copies of bf16 and f16 parameters; `optax.MaskedNode` for all other parameters.
       inner: The state of the wrapped transform, for the master copies.
 
     Example:
@@ -35,25 +35,25 @@ def master(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
     After each step a parameter is its f32 copy, rounded.
 
     Micikevicius et al. 2018, "Mixed Precision Training", section 3.1. The master copies are optimizer state, and
-    strategies split them like the rest of it. For Adam and bf16 parameters the state is 12 bytes per parameter (copy,
-    mean, variance) in addition to the 2 of the parameter (the K = 12 of Rajbhandari et al. 2020, section 3.1).
-    Parameters of other dtypes have no second copy. Gradients are cast to f32; `tx` receives the master copies as its
-    parameters. Extra arguments are passed on. No collectives.
+    strategies split them like other optimizer state. For Adam and bf16 parameters the state takes 12 bytes per
+    parameter (copy, mean, variance) in addition to the 2 bytes of the parameter (the K = 12 of Rajbhandari et al. 2020,
+    section 3.1). Parameters of other dtypes have no master copy. Gradients are cast to f32; `tx` receives the master
+    copies as its parameters. Extra arguments are passed on. No collectives.
 
     The update of a bf16 or f16 parameter is f32: the rounded new master copy minus the parameter. So
-    `optax.apply_updates(params, updates)`, which adds in f32 and rounds, gives the rounded copy bit for bit, unless one
+    `optax.apply_updates(params, updates)`, which adds in f32 and rounds, gives the rounded copy bit for bit, unless a
     step shrinks a parameter by more than a factor of 2**16 (bf16) or 2**13 (f16). Then the error is at most 2**-24 of
-    the old parameter. Errors do not add up: each update starts from the current parameters. Wrappers
-    that need updates in the gradients' dtype go inside: `master(optax.apply_if_finite(tx, 3))`.
+    the old parameter. Errors do not add up, since each update is computed from the current parameters. Put wrappers
+    that need updates in the gradients' dtype inside: `master(optax.apply_if_finite(tx, 3))`.
 
     Args:
       tx: The transform to wrap.
 
     Returns:
-      A transform with a `MasterState`, elementwise if `tx` is.
+      A transform with a `MasterState`; it is elementwise if `tx` is elementwise.
 
     Raises:
-      ValueError: From `update`, without `params`.
+      ValueError: `update` is called without `params`.
 
     Example:
         tx = js.optim.master(optax.adamw(3e-4))
@@ -81,7 +81,7 @@ def master(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
 
 
 def is_low(x: Any) -> bool:
-    """Return whether an array has a floating dtype of less than 32 bits, such as bf16."""
+    """Return True if an array has a floating dtype of less than 32 bits, such as bf16."""
     return jnp.issubdtype(x.dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize < 4
 
 
@@ -90,7 +90,7 @@ def _mask_others(param: jax.Array, original: jax.Array) -> jax.Array | optax.Mas
 
 
 def _merge(originals: PyTree, params: PyTree) -> PyTree:
-    """Replace parameters by their f32 master copies, if they have one."""
+    """Replace each parameter that has an f32 master copy by this copy."""
     return jax.tree.map(lambda p, original: original if is_low(p) else p, params, originals)
 
 

@@ -1,8 +1,8 @@
-"""Make the sums over all parameters in an optimizer use a fixed order, for any number of processes.
+"""Make an optimizer's sums over arrays use a fixed order, so that results do not depend on the number of processes.
 
 The compiler adds the devices' shares of a sum in any order, and floating-point addition is not associative. Most
-optimizers take no sums; a global norm needs sums over full arrays. These sums are found in the jaxpr of the update and
-replaced by `stack_totals`, which adds one scalar per device in a fixed order.
+optimizers take no sums over arrays; a global norm does. These sums are found in the jaxpr of the update and replaced by
+`stack_totals`, which adds one scalar per device in a fixed order.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from jaxshard.optim.proof.elementwise import check_elementwise, check_state, is_
 
 
 def with_ordered_sums(tx: Any, params: PyTree, layout: Layout) -> optax.GradientTransformation:
-    """Return `tx` for stored arrays, with each sum over all elements of an array in the order of the devices.
+    """Return `tx` with each sum over all elements of an array computed in the order of the devices.
 
-    Collectives: one all-gather of a scalar per device for each such sum.
+    The result updates arrays as they are stored. Collectives: one all-gather of a scalar per device for each such sum.
 
     Args:
       tx: A transform that is elementwise except for functions of sums over all parameters, such as the global norm.
       params: The logical shapes of the trained parameters.
-      layout: The layout.
+      layout: The layout, which says how the arrays are stored.
 
     Raises:
-      ValueError: `tx` mixes elements in another way, for which the order is not fixed; from `update`, it sums inside a
-        branch or a loop.
+      ValueError: `tx` combines elements otherwise than by such sums, so the order is not fixed; or, raised by `update`,
+        it sums inside a branch or a loop.
     """
     tx = as_transform(tx)
     views = stored_shapes(params, layout.opt_params)
@@ -67,10 +67,10 @@ def with_ordered_sums(tx: Any, params: PyTree, layout: Layout) -> optax.Gradient
 
 
 class _Specs:
-    """The PartitionSpecs of the values in an elementwise jaxpr.
+    """The PartitionSpecs of the values in an elementwise jaxpr, found one equation after another.
 
-    Invariant: a value that has the shape of one of its operands has that operand's spec, for it has the same elements
-    in the same places.
+    A result with the shape of an operand has the operand's spec, since an elementwise equation keeps every element in
+    its place.
     """
 
     def __init__(self, jaxpr: Any, inputs: list[PartitionSpec]):
@@ -94,5 +94,5 @@ class _Specs:
 
 
 def _sums_an_array(equation: Any) -> bool:
-    """Return whether an equation sums an array to a scalar; partial sums were refused before."""
+    """Return True if an equation sums all elements of an array; sums over some dimensions were refused before."""
     return equation.primitive.name == "reduce_sum" and bool(equation.invars[0].aval.shape)

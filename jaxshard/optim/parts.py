@@ -1,13 +1,13 @@
 """Split arrays into one shard per device inside `shard_map`, for `js.optim.zero1`, `zero2` and `fsdp`.
 
-An array is split over the axis along one dimension (`split_of`): the dimension with the least padding, and of equals
-the largest. If the dimension does not divide, the array is padded with zeros at the end. Only scalars are replicated.
-On 8 devices:
+An array is split over the devices of a mesh axis along one dimension (`split_of`): the dimension that needs the least
+padding, and the largest of several such dimensions. If the number of devices does not divide the dimension, the array
+is padded with zeros at the end. Only scalars and arrays without elements are replicated. On 8 devices:
 
     array        padded        part
     [3, 5, 16]   [3, 5, 16]    [3, 5, 2]     16 divides
     [1001]       [1008]        [126]         the last device has 7 zeros at the end
-    [1]          [16]          [2]           see `split_of`
+    [1]          [16]          [2]           so that a part differs in shape from its array
     []           []            []
 """
 
@@ -31,7 +31,7 @@ from jaxshard.optim.proof.trace import param_at_end
 
 
 class Split(NamedTuple):
-    """The dimension along which an array is split, its size, and its size on one device."""
+    """The split of an array: the dimension, the size of this dimension, and its size on one device."""
 
     dim: int
     size: int
@@ -39,7 +39,10 @@ class Split(NamedTuple):
 
 
 def split_of(shape: tuple[int, ...], count: int) -> Split | None:
-    """Choose how to split an array into `count` equal parts; None for scalars and arrays without elements."""
+    """Choose the dimension along which an array is split into `count` equal parts.
+
+    None for scalars and arrays without elements, which are replicated.
+    """
     if not math.prod(shape) or not shape:
         return None
 
@@ -53,20 +56,20 @@ def split_of(shape: tuple[int, ...], count: int) -> Split | None:
 
 
 def shard_shape(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Return the shape of one device's part."""
+    """Return the shape of one device's part of an array that is split over `count` devices."""
     split = split_of(shape, count)
     return shape if split is None else (*shape[: split.dim], split.local, *shape[split.dim + 1 :])
 
 
 class Parts(NamedTuple):
-    """The mesh axes over which arrays are split, and the number of devices along them: one part per device."""
+    """The mesh axes over which arrays are split, and the number of devices along them, each of which has one part."""
 
     axes: tuple[str, ...]
     devices: int
 
     @classmethod
     def bound(cls, axis_name: AxisName, who: str) -> Parts:
-        """Return the parts over axes of the enclosing `shard_map`; raise ValueError outside of one."""
+        """Make the `Parts` for axes of the enclosing `shard_map`; raise ValueError if there is no such `shard_map`."""
         axes = axis_names(axis_name)
         try:
             return cls(axes, math.prod(lax.axis_size(axis) for axis in axes))
@@ -77,7 +80,7 @@ class Parts(NamedTuple):
             ) from error
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
-        """Return the `PartitionSpec` of a full array."""
+        """Return the `PartitionSpec` by which an array of this shape is split."""
         split = split_of(shape, self.devices)
         entry = self.axes[0] if len(self.axes) == 1 else self.axes
         return PartitionSpec() if split is None else PartitionSpec(*[None] * split.dim, entry)
@@ -98,7 +101,10 @@ class Parts(NamedTuple):
         return lax.dynamic_slice_in_dim(self.pad(x), lax.axis_index(self.axes) * split.local, split.local, split.dim)
 
     def gather_replicated(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """All-gather the parts `x` to an array whose type does not vary over the axes: parameters stay replicated."""
+        """All-gather an array of this full shape from the parts `x`, and remove its padding.
+
+        The type of the result does not vary over the axes, so that `shard_map` accepts it as replicated.
+        """
         split = split_of(shape, self.devices)
         if split is None:
             return x
@@ -108,9 +114,9 @@ class Parts(NamedTuple):
 
 
 def types_are_checked(axes: tuple[str, ...]) -> bool:
-    """Return whether types tell over which axes a value varies (`check_vma=True`).
+    """Return True if JAX's types say over which mesh axes a value varies, as under `check_vma=True`.
 
-    Under `check_vma=False` no type varies, not even that of the axis index, so no value can be refused by its type.
+    Under `check_vma=False` the type of no value varies, not even of the axis index, so types prove nothing.
     """
     return all(axis in varying_axes(lax.axis_index(axis)) for axis in axes)
 
@@ -118,12 +124,12 @@ def types_are_checked(axes: tuple[str, ...]) -> bool:
 def param_specs(params: PyTree, axis_name: AxisName, axis_size: int) -> PyTree:
     """Return the `PartitionSpec` of every parameter as `shard_params` splits it.
 
-    They are `in_specs` and `out_specs` of `js.optim.fsdp` loops.
+    Use these specs as `in_specs` and `out_specs` of the `shard_map` around a `js.optim.fsdp` loop.
 
     Args:
       params: The full parameters, which may be abstract.
-      axis_name: The mesh axis, or a tuple of axes, over which they are split.
-      axis_size: The number of devices along it.
+      axis_name: The mesh axis, or a tuple of axes, over which the parameters are split.
+      axis_size: The number of devices along the axis or axes.
 
     Example:
       >>> param_specs({"w": jax.ShapeDtypeStruct((3, 16), "float32")}, "data", 8)
@@ -136,15 +142,15 @@ def param_specs(params: PyTree, axis_name: AxisName, axis_size: int) -> PyTree:
 def state_specs(tx: Any, params: PyTree, axis_name: AxisName, axis_size: int) -> PyTree:
     """Return the `PartitionSpec` of every array of the optimizer state.
 
-    They are `in_specs` and `out_specs` of loops with `js.optim.zero1`, `zero2` and `fsdp`. An array whose path ends
-    with a parameter's path and that has its shape (or the shape of its part) is split like the parameter; all others
-    are replicated.
+    Use these specs as `in_specs` and `out_specs` of the `shard_map` around a loop with `js.optim.zero1`, `zero2` or
+    `fsdp`. A state array is split like a parameter if its path ends with the parameter's path, and if it has the shape
+    of the parameter or of the parameter's part on one device; all other arrays are replicated.
 
     Args:
-      tx: The wrapped transform, or the inner transform.
+      tx: The result of `js.optim.zero1`, `zero2` or `fsdp`, or the transform inside.
       params: The full parameters, which may be abstract.
       axis_name: The mesh axis, or a tuple of axes, over which the state is split.
-      axis_size: The number of devices along it.
+      axis_size: The number of devices along the axis or axes.
 
     Example:
         tx = js.optim.zero2(optax.adamw(3e-4), "data")
@@ -162,11 +168,17 @@ def state_specs(tx: Any, params: PyTree, axis_name: AxisName, axis_size: int) ->
 def specs_of_state(
     tx: Any, params: PyTree, specs: Sequence[PartitionSpec], sizes: Mapping[str, int], count: int
 ) -> PyTree:
-    """Return the spec of every array of the state that `tx.init` makes inside `shard_map` of abstract `params`.
+    """Return the `PartitionSpec` of every array of the state that `tx.init(params)` makes inside `shard_map`.
 
-    An array gets the spec (from `specs`, in the order of the parameters) of the parameter whose path ends its path, if
-    it has the parameter's shape or the shape of one of `count` parts; otherwise P(). `sizes` are the sizes of bound
-    axes.
+    A state array gets the spec of a parameter if its path ends with the parameter's path, and if it has the shape of
+    the parameter or of one of its `count` parts; otherwise P().
+
+    Args:
+      tx: The transform.
+      params: The abstract parameters that `tx.init` receives.
+      specs: The spec of each parameter, in the order of the leaves of `params`.
+      sizes: The sizes of the mesh axes that the `shard_map` binds.
+      count: The number of parts into which the transform splits parameters.
     """
     known = jax.tree_util.tree_leaves_with_path(params)
     _, state = jax.make_jaxpr(tx.init, axis_env=list(sizes.items()), return_shape=True)(params)
@@ -184,7 +196,7 @@ def specs_of_state(
 def shard_params(params: PyTree, axis_name: AxisName = "data") -> PyTree:
     """Return this device's part of every replicated parameter, inside `shard_map`.
 
-    A parameter [4096, 1001] on 8 devices gives a part [512, 1001], and [1001] gives a part [126], which on the last
+    On 8 devices the part of a parameter [4096, 1001] is [512, 1001], and the part of [1001] is [126], which on the last
     device ends with 7 zeros of padding. No collectives.
 
     Example:
@@ -199,12 +211,12 @@ def gather_params(shards: PyTree, like: PyTree, axis_name: AxisName = "data") ->
     """All-gather parameters from this device's parts `shards`, inside `shard_map`, and remove padding.
 
     One all-gather per array, which moves (n - 1) / n of the padded array's bytes to each of n devices. Under `jax.grad`
-    it becomes one reduce-scatter of the same bytes: the gradient with respect to the shards is the sum over the devices
-    of each device's gradient. Call it in the loss, just before use.
+    the backward pass has one reduce-scatter of the same bytes: the gradient with respect to the shards is the sum over
+    the devices of each device's gradient. Call this function in the loss, just before the parameters are used.
 
     Args:
       shards: This device's parts, as `shard_params` returns them.
-      like: The full shapes (arrays or ShapeDtypeStructs).
+      like: A tree like the parameters with their full shapes (arrays or ShapeDtypeStructs).
       axis_name: The mesh axis, or a tuple of axes, over which the parameters are split.
 
     Raises:

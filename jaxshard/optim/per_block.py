@@ -1,7 +1,7 @@
 """Map an optimizer over the blocks of a model with stacked parameters.
 
-Models stack blocks for a `scan` over them; an optimizer that takes the norm of an array would then take the norm of all
-blocks together. `proof/stacking.py` detects such optimizers, and `per_block` fixes them.
+Models stack the parameters of their blocks to scan over the blocks. An optimizer that takes the norm of an array then
+takes the norm of all blocks together. `proof/stacking.py` detects such optimizers, and `per_block` corrects them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from jaxshard.optim.stochastic import StochasticState
 class PerBlockState(NamedTuple):
     """The state of `js.optim.per_block`.
 
-    Both parts have the tree of all parameters, with `optax.MaskedNode` for parameters of the other part, so that the
-    path of a state array still ends with the path of its parameter.
+    Both attributes are states for the tree of all parameters, with `optax.MaskedNode` in place of the parameters of the
+    other attribute, so that the path of a state array ends with the path of its parameter.
 
     Attributes:
       blocks: The state of the wrapped transform for the stacked parameters; every array has a leading dimension of
-        blocks, counts included.
-      others: Its state for the other parameters.
+        blocks, also the counts of steps.
+      others: The state of the wrapped transform for all other parameters.
 
     Example:
         state = js.optim.per_block(optax.lamb(1e-3)).init(params)
@@ -44,10 +44,10 @@ class PerBlockState(NamedTuple):
 def per_block(tx: optax.GradientTransformation, stacked: str = BLOCKS) -> optax.GradientTransformationExtraArgs:
     """Map an optimizer over the blocks of a stacked model, as if the model were not stacked.
 
-    `tx` is mapped over the leading dimension of the stacked parameters, and updates all other parameters directly. For
-    transforms that mix the elements of an array (LAMB, Muon, Adafactor, block-wise clipping) this gives the updates of
-    the model with its blocks in a list; for elementwise transforms it changes nothing. Masks and labels of `tx` see the
-    shapes of one block. Extra arguments are passed to every block unchanged. No collectives of its own.
+    `tx` is mapped by `jax.vmap` over the leading dimension of the stacked parameters, and updates all other parameters
+    directly. For transforms that combine elements of an array (LAMB, Muon, Adafactor, block-wise clipping) the updates
+    are those of the same model with its blocks in a list; for elementwise transforms nothing changes. Masks and labels
+    of `tx` see the shapes of one block. Extra arguments are passed to every block unchanged. It adds no collectives.
 
     Args:
       tx: The transform for one block.
@@ -68,7 +68,7 @@ def per_block(tx: optax.GradientTransformation, stacked: str = BLOCKS) -> optax.
     tx = as_transform(tx)
 
     def keep(tree: PyTree, *, blocks: bool) -> PyTree:
-        """Keep the stacked blocks of a tree, or everything else, with `optax.MaskedNode` for the rest."""
+        """Replace all leaves by `optax.MaskedNode` except the stacked ones (blocks=True) or all others (False)."""
         return map_with_path(lambda path, x: x if (_key(path) == stacked) == blocks else optax.MaskedNode(), tree)
 
     def init_fn(params: PyTree) -> Any:

@@ -1,4 +1,4 @@
-"""Stochastic rounding of bf16 moments and parameters, so that small steps are not lost on average."""
+"""Stochastic rounding of bf16 moments and parameters, so that small changes are not always rounded away."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StochasticState(NamedTuple):
 
     Attributes:
       steps: int32[], the number of updates.
-      inner: The state of the wrapped transform, in which arrays of parameters are bf16.
+      inner: The state of the wrapped transform, in which arrays with the shape of a parameter are bf16.
 
     Example:
         state = js.optim.stochastic_round(optax.adam(1e-3)).init(params)
@@ -37,20 +37,20 @@ class StochasticState(NamedTuple):
 def stochastic_round(tx: optax.GradientTransformation, *, seed: int = 0) -> optax.GradientTransformationExtraArgs:
     """Keep moments in bf16, and update bf16 parameters without f32 copies, by stochastic rounding.
 
-    bf16 has 8 bits of precision: rounded to nearest, a step below 1/256 of a parameter changes nothing, and a second
-    moment that decays by 0.999 stops changing. Stochastic rounding picks one of the two neighbouring bf16 numbers, the
-    nearer one with higher probability, so that the mean is exact (Gupta et al. 2015, "Deep Learning with Limited
-    Numerical Precision", section 3). `tx` computes in f32: it receives f32 copies of bf16 and f16 parameters, of their
-    gradients, and of the stored moments.
+    bf16 has 8 bits of precision: with rounding to nearest an update below 1/256 of a parameter changes nothing, and a
+    second moment that decays by 0.999 stops changing. Stochastic rounding picks one of the two neighbouring bf16
+    numbers, the nearer number with higher probability, so that the mean is exact (Gupta et al. 2015, "Deep Learning
+    with Limited Numerical Precision", section 3). `tx` computes in f32: it receives f32 copies of bf16 and f16
+    parameters, of their gradients, and of the stored moments.
 
     Every f32 array of the state that has a parameter's path and shape is stored in bf16: 4 bytes per parameter for Adam
     instead of 8, for parameters of any dtype. bf16 parameters are rounded stochastically; f32 and f16 parameters are
     updated as usual.
 
-    The random bits are a hash of the seed, the step, the array and the element's index in it, so that they are the same
-    on every mesh, and after a restart. Each device computes the bits of its own elements, without collectives. Since
-    they depend on the index, `js.make_step` runs the transform on the logical view of arrays that are stored in another
-    shape. Put it around `js.optim.per_block`, not inside it, so that every block has its own bits.
+    The random bits are a hash of the seed, the step, the array and the element's index in the array, so that they are
+    the same on every mesh, and after a restart. Each device computes the bits of its own elements, without collectives.
+    Since the bits depend on the index, `js.make_step` runs the transform on the logical view of arrays that are stored
+    in another shape. Put this wrapper around `js.optim.per_block`, not inside, so that every block has its own bits.
 
     Args:
       tx: The transform to wrap.
@@ -58,12 +58,12 @@ def stochastic_round(tx: optax.GradientTransformation, *, seed: int = 0) -> opta
 
     Returns:
       A transform with a `StochasticState`. The update of a bf16 or f16 parameter is f32; `optax.apply_updates` adds
-      a bf16 parameter's update exactly as long as a step does not shrink it by more than a factor of 2**16. The update
-      does not fit into bf16, so wrappers that need updates in the gradients' dtype go inside:
-      `stochastic_round(optax.apply_if_finite(tx, 3))`, not around.
+      a bf16 parameter's update exactly unless the step shrinks the parameter by more than a factor of 2**16. Put
+      wrappers that need updates in the gradients' dtype inside, since the f32 update would be rounded there:
+      `stochastic_round(optax.apply_if_finite(tx, 3))`.
 
     Raises:
-      ValueError: From `update`, without `params`.
+      ValueError: `update` is called without `params`.
 
     Example:
         params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
@@ -111,7 +111,7 @@ def stochastic_round(tx: optax.GradientTransformation, *, seed: int = 0) -> opta
 
 
 def round_stochastic(x: Float32[Array, "*shape"], bits: UInt32[Array, "*shape"]) -> BFloat16[Array, "*shape"]:
-    """Round each number to one of its two neighbours in bf16, at random, so that the mean is the number.
+    """Round each number at random to one of its two neighbours in bf16, so that on average the number is unchanged.
 
     Args:
       x: the numbers. Infinities and NaN do not change; numbers that would become infinite are rounded towards zero.
@@ -127,7 +127,8 @@ def round_stochastic(x: Float32[Array, "*shape"], bits: UInt32[Array, "*shape"])
 def random_bits(key: UInt32[Array, ""], number: int, shape: tuple[int, ...]) -> UInt32[Array, "*shape"]:
     """Return 32 random bits for each element of an array: a hash of a key, the array's index and the element's index.
 
-    Rows and columns are hashed one after another, so that indices do not wrap around in arrays of 2**32 elements.
+    The index along the last dimension is hashed after the index of the others, so that no index exceeds 32 bits in
+    arrays of 2**32 elements. `number` is the array's index.
     """
     seed = _mix(key ^ _mix(jnp.uint32(number)))
     if not shape:
@@ -146,7 +147,7 @@ def _seed_word(seed: int | jax.Array) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """Mix the bits of 32-bit numbers one to one: the end of MurmurHash3 (Appleby 2011, public domain)."""
+    """Hash 32-bit numbers by a bijection: the last part of MurmurHash3 (Appleby 2011, public domain)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     mixed: jax.Array = x ^ (x >> 16)
@@ -154,10 +155,10 @@ def _mix(x: jax.Array) -> jax.Array:
 
 
 def _is_finite(word: jax.Array) -> jax.Array:
-    """Return whether the f32 numbers with these bits are finite, by their exponent bits.
+    """Return True where the f32 number with these bits is finite.
 
-    Not by `jnp.isfinite`: `proof/non_finite.py` would take that for an optimizer's own rule for bad steps, and
-    `js.make_step` would not guard its steps.
+    It tests the exponent bits, not `jnp.isfinite`, which `proof/non_finite.py` would take for the optimizer's own
+    handling of non-finite gradients, so that `js.make_step` would no longer skip bad steps.
     """
     finite: jax.Array = word & jnp.uint32(0x7F800000) != jnp.uint32(0x7F800000)
     return finite
@@ -168,7 +169,7 @@ def _widened(tree: PyTree) -> PyTree:
 
 
 def _belonging(state: PyTree, params: PyTree) -> PyTree:
-    """Return True for every f32 array of a state with the path and shape of a parameter, such as moments."""
+    """Return a tree of booleans: True for f32 state arrays with a parameter's path and shape, such as moments."""
     known = {path: (x.shape, True) for path, x in jax.tree_util.tree_leaves_with_path(params)}
 
     def belongs(path: Any, x: Any) -> bool:

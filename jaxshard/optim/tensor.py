@@ -1,8 +1,8 @@
 """Tensor parallelism in a user's own `shard_map` loop: sum partial gradients, and count every parameter once in norms.
 
-Over a tensor axis some parameters are split and others replicated. If a replicated parameter is used on split
-activations, such as the scale of a layer norm between sequence-parallel layers, every device computes the gradient for
-only its share of the activations: it is *partial*, and the full gradient is the sum over the devices.
+A tensor axis splits some parameters; the others are replicated over it. If a replicated parameter is used on split
+activations, such as the scale of a layer norm between sequence-parallel layers, every device computes only the part of
+the gradient from its own activations: the gradient is *partial*, and the full gradient is the sum over the devices.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def tensor(
     partial: PyTree | Callable[[str], bool] | None = None,
     extra_args: Mapping[str, Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Update parameters that are partly split over a tensor axis, inside `shard_map`.
+    """Update parameters of which a tensor axis splits some, inside `shard_map`.
 
-    Updates enter as each device's gradient of its share of the loss (the loss is the sum of the shares over the axis),
-    in the shapes of this device's parameters:
+    Pass `update` each device's gradient of its share of the loss (the loss is the sum of the shares over the axis),
+    with the shapes of the device's own parameters:
 
       - A parameter whose spec has the axis is split. Its gradient is this device's own, and used unchanged.
       - A parameter whose spec lacks the axis is replicated. If the loss uses it on activations that are split over the
@@ -48,26 +48,27 @@ def tensor(
         summed here by one all-reduce. Otherwise every device has the same full gradient, which is used unchanged.
 
     `js.optim.clip_by_global_norm(max_norm, axis_name)` inside `tx` counts split parameters over all shards and
-    replicated ones once (wrappers in between must pass extra arguments on, as optax's do). The state is that of `tx` on
-    this device's parameters; `tensor_state_specs` gives its specs.
+    replicated parameters once (wrappers in between must pass extra arguments on, as optax's wrappers do). The state is
+    the state of `tx` for this device's parameters; `tensor_state_specs` returns its PartitionSpecs.
 
     Args:
-      tx: An elementwise transform, or `js.optim.zero1`, `zero2` or `fsdp` over a data axis around one.
+      tx: An elementwise transform, or an elementwise transform in `js.optim.zero1`, `zero2` or `fsdp` over a data axis.
       axis_name: The tensor axis, or a tuple of axes.
       specs: A tree of `PartitionSpec` like the parameters: their `in_specs` in `shard_map`. [1024, 4096] with
         the spec P(None, "tensor") is [1024, 512] on each of 8 devices.
-      partial: The gradients of replicated parameters that are partial: a function of the path ("blocks/norm/scale") or
-        a tree of booleans like the parameters. Under `check_vma=True` types show it: partial gradients vary over the
-        axis. Under `check_vma=False` types do not show it, and `partial` must; `lambda path: False` for none.
+      partial: The replicated parameters whose gradients are partial: a function from the path ("blocks/norm/scale") to
+        True or False, or a tree of booleans like the parameters. Leave it out under `check_vma=True`, where the types
+        of partial gradients vary over the axis. It is required under `check_vma=False`, where types do not show it;
+        pass `lambda path: False` if no gradient is partial.
       extra_args: The extra arguments that `tx.update` requires, for the check of `init`; see `check_elementwise`.
 
     Raises (from init and update):
       ValueError: The axis is not bound; `tx` is not elementwise (from init); `specs` have other leaves than the
-        parameters; a gradient that is already summed, as its type says, but named partial; a gradient of a split
-        parameter whose type does not vary over the axis; no `partial` under `check_vma=False`.
+        parameters; a gradient that `partial` names although its type says that it is already summed; a gradient of a
+        split parameter whose type does not vary over the axis; no `partial` under `check_vma=False`.
 
     Example:
-        # ZeRO over a data axis goes inside, and the clipping inside that has the data axis.
+        # ZeRO over a data axis goes inside `tensor`. The clipping inside ZeRO has the data axis.
         clip = js.optim.clip_by_global_norm(1.0, "data")
         zero = js.optim.zero2(optax.chain(clip, optax.adamw(3e-4)), "data")
         tx = js.optim.tensor(zero, "tensor", specs)
@@ -112,16 +113,17 @@ def tensor_state_specs(
 ) -> PyTree:
     """Return the `PartitionSpec` of every array of the state of `tx = js.optim.tensor(...)`.
 
-    They are `in_specs` and `out_specs` of the loop. An array whose path ends with a parameter's path and that has its
-    shape on one device is split like the parameter; all others are replicated.
+    Use these specs as `in_specs` and `out_specs` of the `shard_map` around the loop. A state array is split like a
+    parameter if its path ends with the parameter's path, and if it has the shape of the parameter on one device, or of
+    a part of it with `zero_axis`; all other arrays are replicated.
 
     Args:
       tx: The transform that `js.optim.tensor` returned.
       params: The full parameters, which may be abstract.
       specs: The specs passed to `js.optim.tensor`.
       mesh: The mesh with all axes.
-      zero_axis: The axis, or a tuple of axes, of an inner ZeRO transform. It splits further, so that one dimension may
-        be split over both, tensor axes major.
+      zero_axis: The axis, or a tuple of axes, of a ZeRO transform inside. ZeRO splits a device's arrays further, so one
+        dimension may be split over both axes, over the tensor axis first.
 
     Example:
         # w: [1024, 4096] with the spec P(None, "tensor") on data=2, tensor=4: moments of P("data", "tensor"),
@@ -155,7 +157,10 @@ def _is_spec(node: Any) -> bool:
 def _resize(
     x: Any, spec: PartitionSpec, resize: Callable[[int, int], int], sizes: Mapping[str, int]
 ) -> jax.ShapeDtypeStruct:
-    """Return the abstract array with each dimension resized by `resize(size, parts)`, for the parts of the spec."""
+    """Return an abstract array like `x` with each dimension's size replaced by `resize(size, parts)`.
+
+    `parts` is the number of parts into which `spec` splits the dimension, given the sizes of mesh axes.
+    """
     shape = list(x.shape)
     for dim, entry in enumerate(spec):
         shape[dim] = resize(shape[dim], math.prod(sizes.get(axis, 1) for axis in axis_names(entry)))
@@ -163,7 +168,7 @@ def _resize(
 
 
 def _read_partial(partial: PyTree | Callable[[str], bool] | None, tree: PyTree) -> dict[str, bool] | None:
-    """Return {path: whether the user names its gradient partial}; None without `partial`."""
+    """Return {path of a parameter: True if the user says that its gradient is partial}; None without `partial`."""
     if partial is None or callable(partial):
         return None if partial is None else {path: bool(partial(path)) for path in paths(tree)}
     if not same_structure(partial, tree):
@@ -181,14 +186,15 @@ AxesByPath = dict[str, tuple[str, ...]]
 def _find_missing_sums(
     grads: PyTree, split: AxesByPath, axes: tuple[str, ...], named: dict[str, bool] | None
 ) -> AxesByPath:
-    """Return the axes over which each gradient must still be summed; raise if types contradict `partial`.
+    """Return the mesh axes over which each gradient must still be summed; raise ValueError if types contradict.
 
-    `split` has the axes that split each parameter. With checked types, over the other axes:
+    `split` has the axes that split each parameter, and `named` the user's `partial`. With checked types, what happens
+    to a gradient over each axis that does not split its parameter:
 
-        the gradient's type   named partial            named not partial        nothing named
-        varies                summed                   refused: they would      summed
-                                                       drift apart
-        does not vary         refused: summed twice    left alone               left alone
+        the gradient's type   partial is True          partial is False                   no `partial`
+        varies                summed                   refused: the devices' copies of    summed
+                                                       the parameter would drift apart
+        does not vary         refused: summed twice    used unchanged                     used unchanged
     """
     checked = types_are_checked(axes)
     if named is None and not checked:

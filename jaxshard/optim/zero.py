@@ -1,12 +1,12 @@
 """ZeRO for a user's own `shard_map` loop: `zero1`, `zero2` and `fsdp` as ordinary optax transforms.
 
-    stage    parameters   gradients   optimizer state   collectives per array and step
-    zero1    replicated   replicated  split             all-reduce of the gradient, all-gather of the update
-    zero2    replicated   split       split             reduce-scatter of the gradient, all-gather of the update
-    fsdp     split        split       split             all-gather of the parameter, reduce-scatter of the gradient
+    stage    parameters   reduced gradients   optimizer state   collectives per array and step
+    zero1    replicated   replicated          split             all-reduce of gradient, all-gather of update
+    zero2    replicated   split               split             reduce-scatter of gradient, all-gather of update
+    fsdp     split        split               split             all-gather of parameter, reduce-scatter of gradient
 
-`parts` splits arrays. The inner transform sees only this device's parts, so it must be elementwise, which `init`
-proves.
+`parts.py` says how arrays are split. The wrapped transform sees only this device's parts, so it must be elementwise,
+which `init` proves.
 """
 
 from __future__ import annotations
@@ -26,10 +26,14 @@ from jaxshard.optim.parts import Parts, shard_shape, types_are_checked
 from jaxshard.optim.proof.elementwise import require_elementwise
 
 Reduce = Literal["mean", "sum"]
+"""The combination of the devices' gradients."""
 
 
 class OnParts(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types, so this is Any
-    """A transform whose `init` proves its inner transform elementwise, so that an outer `js.optim.tensor` need not."""
+    """A transform whose `init` proves that the wrapped transform is elementwise.
+
+    A `js.optim.tensor` around it therefore does not prove it again.
+    """
 
 
 def zero1(
@@ -39,13 +43,14 @@ def zero1(
     reduce: Reduce = "mean",
     extra_args: Mapping[str, Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Split the optimizer state over an axis, inside `shard_map`; parameters and gradients are replicated.
+    """Split the optimizer state over an axis, inside `shard_map`; parameters are replicated.
 
     ZeRO stage 1 (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-    section 5.1). Updates enter as each device's full gradient of its local mean, and leave averaged and replicated.
+    section 5.1). Pass `update` each device's own gradient, of the mean loss over its rows, for the full parameters. The
+    gradients are averaged over the axis by an all-reduce, and the returned updates are equal on all devices.
 
-    Per array: one all-reduce of the gradient, `tx` on this device's part, one all-gather of the update. With n devices
-    each sends 3 (n - 1) / n times the array's bytes, 1.5 times as much as `zero2`, which gives the same updates.
+    Per array: one all-reduce of the gradient, `tx` on this device's part, one all-gather of the update. Each of n
+    devices sends 3 (n - 1) / n times the array's bytes, 1.5 times as much as with `zero2`, whose updates are the same.
 
     Args:
       tx: An elementwise transform.
@@ -54,7 +59,7 @@ def zero1(
       extra_args: See `zero2`.
 
     Returns:
-      A transform whose `init` and `update` belong inside `shard_map`, as those of `zero2`, with the same errors.
+      A transform whose `init` and `update` must be called inside `shard_map`. State and errors are as for `zero2`.
 
     Example:
         tx = js.optim.zero1(optax.adamw(3e-4), "data")
@@ -74,30 +79,33 @@ def zero2(
     reduce: Reduce = "mean",
     extra_args: Mapping[str, Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Split gradients and optimizer state over an axis, inside `shard_map`; parameters are replicated.
+    """Split reduced gradients and optimizer state over an axis, inside `shard_map`; parameters are replicated.
 
-    ZeRO stage 2 (Rajbhandari et al. 2020, section 5.2). Updates enter as each device's full gradient of its local
-    mean, and leave averaged and replicated.
+    ZeRO stage 2 (Rajbhandari et al. 2020, section 5.2). Pass `update` each device's own gradient, of the mean loss over
+    its rows, for the full parameters. The gradients are averaged over the axis by a reduce-scatter, and the returned
+    updates are equal on all devices.
 
     Per array: one reduce-scatter of the gradient, `tx` on this device's part, one all-gather of the update; scalars are
-    all-reduced. With n devices each sends 2 (n - 1) / n times the (padded) array's bytes, as much as an all-reduce.
+    all-reduced. Each of n devices sends 2 (n - 1) / n times the (padded) array's bytes, as much as an all-reduce.
 
     Args:
-      tx: An elementwise transform. For a norm over all parameters put `js.optim.clip_by_global_norm(max_norm,
-        axis_name)` inside, which knows about parts.
+      tx: An elementwise transform. To clip by the norm of all parameters, put
+        `js.optim.clip_by_global_norm(max_norm, axis_name)` inside, which sums the norm over the devices' parts.
       axis_name: The mesh axis, or a tuple of axes, over which the batch and the state are split.
-      reduce: "mean" over the axis, or "sum" for a loss that is already this device's share of the global mean.
+      reduce: "mean" averages the gradients over the axis. "sum" adds them, for a loss that is already this device's
+        share of the global mean.
       extra_args: The extra arguments that `tx.update` requires, for the check of `init`; see `check_elementwise`.
 
     Returns:
-      A transform whose `init` and `update` both belong inside `shard_map` over the axis, with or without `check_vma`.
-      `init` takes replicated parameters; the state is that of `tx` on the parts: for a parameter [4096, 1024] on 8
-      devices a moment of Adam is [512, 1024]. Its specs are `state_specs(tx, params, axis_name, axis_size)`.
+      A transform whose `init` and `update` must be called inside `shard_map` over the axis, with or without
+      `check_vma`. `init` takes replicated parameters; the state is the state of `tx` for this device's parts: for a
+      parameter [4096, 1024] on 8 devices a moment of Adam is [512, 1024]. The PartitionSpecs of the state are
+      `state_specs(tx, params, axis_name, axis_size)`.
 
     Raises (from init and update):
-      ValueError: The axis is not bound; `tx` is not elementwise (from init); a gradient that is already summed, as
-        `jax.grad` with respect to a replicated parameter gives under `check_vma=True`; a gradient whose shape is not
-        its parameter's.
+      ValueError: The axis is not bound; `tx` is not elementwise (from init); a gradient that is already summed over the
+        devices, as by `jax.grad` with respect to a replicated parameter under `check_vma=True`; a gradient that differs
+        in shape from its parameter.
 
     Example:
         tx = js.optim.zero2(optax.adamw(3e-4), "data")
@@ -126,17 +134,20 @@ def fsdp(
 ) -> optax.GradientTransformationExtraArgs:
     """Split parameters, gradients and optimizer state over an axis, inside `shard_map`.
 
-    ZeRO stage 3 (Rajbhandari et al. 2020, section 5.3). `init` and `update` take and return this device's parts
-    (`shard_params`, specs from `param_specs` and `state_specs`); the loss gathers them with `gather_params`. `update`
-    needs `params`. Gradients of the local mean may enter as
+    ZeRO stage 3 (Rajbhandari et al. 2020, section 5.3). `init` and `update` take and return this device's parts of
+    parameters and state: make the parts with `shard_params`, their PartitionSpecs with `param_specs` and `state_specs`,
+    and gather the parameters in the loss with `gather_params`. `update` needs `params`. Its gradients, of the mean loss
+    over the device's rows, may be
 
       - parts, from `jax.grad` with respect to the parts: `gather_params` has then summed them over the axis;
-      - full arrays, from `jax.grad` with respect to the gathered parameters: one reduce-scatter per array.
+      - full arrays, from `jax.grad` with respect to the gathered parameters: `update` sums them, by one reduce-scatter
+        per array.
 
-    The shape of each array tells which it is. Both are averaged here (or summed, with `reduce="sum"`). Scalars are
-    replicated and all-reduced, unless their type shows that they are summed. No other collectives: with those of
-    `gather_params` each of n devices sends 2 (n - 1) / n times an array's bytes per step, as for `zero2`, and (n - 1) /
-    n more for each time that the parameters are gathered again, such as under `jax.checkpoint`.
+    `update` distinguishes the two by the shape of each array, and divides both by the number of devices (except with
+    `reduce="sum"`). Scalars are replicated, and their gradients all-reduced, unless their type shows that they are
+    already summed. There are no other collectives: together with `gather_params` each of n devices sends 2 (n - 1) / n
+    times an array's bytes per step, as for `zero2`, and (n - 1) / n times more whenever the parameters are gathered
+    again, such as under `jax.checkpoint`.
 
     Args:
       tx: An elementwise transform; see `zero2`.
@@ -145,7 +156,8 @@ def fsdp(
       extra_args: See `zero2`.
 
     Raises (from init and update):
-      ValueError: As for `zero2`; also without `params`, and for a gradient that is neither a full array nor a part.
+      ValueError: As for `zero2`; also if `update` is called without `params`, and for a gradient that has neither the
+        shape of a full parameter nor of its part.
 
     Example:
         tx = js.optim.fsdp(optax.adamw(3e-4), "data")
@@ -205,7 +217,10 @@ def _on_parts(
     extra_args: Mapping[str, Any] | None,
     to_part: Callable[[jax.Array, Parts], jax.Array],
 ) -> optax.GradientTransformationExtraArgs:
-    """Return the transform that runs `tx` on this device's parts of gradients and parameters, and gathers updates."""
+    """Make the transform that runs `tx` on this device's parts of gradients and parameters, and all-gathers updates.
+
+    `to_part(gradient, parts)` sums a full gradient over the devices and returns this device's part of the sum.
+    """
     scale = _make_scale(who, reduce)
     tx = as_transform(tx)
 

@@ -1,7 +1,7 @@
 """Check `jax.custom_vjp` functions: a hand-written backward pass may mix positions even if the forward pass does not.
 
-Facts about gradients are reversed: the gradient of a sum over positions is the same for all positions, and the gradient
-of a value that all positions use is a sum over positions.
+Facts about gradients are the reverse of facts about values: the gradient with respect to a sum over positions is the
+same for all positions, and the gradient with respect to a value that all positions use is a sum over positions.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ def is_custom_vjp(eqn: Any) -> bool:
 
 
 def is_float(dtype: Any) -> bool:
-    """Return whether values of a dtype have gradients: floating or complex."""
+    """Return True for a floating or complex dtype, whose values have gradients."""
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def trace_backward(eqn: Any) -> Any:
-    """Trace the backward pass of a call as a jaxpr (operands, cotangents) -> gradients, of the floating arrays only."""
+    """Trace the backward pass of a `jax.custom_vjp` call: a jaxpr (operands, cotangents) -> gradients.
+
+    There are cotangents only of floating results, and gradients only of floating operands.
+    """
     operands = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
     results = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.outvars]
 
@@ -45,12 +48,12 @@ def trace_backward(eqn: Any) -> Any:
 
 
 def fact_of_cotangent(fact: Fact) -> Fact:
-    """Return the expected fact about the gradient of a value."""
+    """Return the fact that must hold for the gradient with respect to a value, given the fact about the value."""
     return SAME if is_share(fact) else Fact(Kind.SUM) if fact.kind is Kind.SAME else fact
 
 
 def fits(fact: Fact, gradient: Fact) -> bool:
-    """Return whether the fact about a gradient is the expected one, given the fact about its value."""
+    """Return True if the fact about a gradient is the one that must hold, given the fact about its value."""
     if gradient.zero or gradient.kind is Kind.LOST:
         return True
     expected = fact_of_cotangent(fact)

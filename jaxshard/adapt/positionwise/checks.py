@@ -1,4 +1,4 @@
-"""Checks that several rules share: of operands such as indices, and of values that count positions."""
+"""Checks that several rules share: of operands that select elements, and of values that count positions."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from jaxshard.proofs.dims import follow_dim
 
 
 def check_degrees(facts: Sequence[Fact]) -> None:
-    """Raise if a value that depends on the number of positions is combined with positions."""
+    """Raise `Mixes` if any value depends on the number of positions; the caller combines the values with positions."""
     if any(fact.degree for fact in facts if fact.kind is Kind.SAME):
         raise Mixes("combines positions with a number that depends on how many there are", "number")
 
 
 def plain(pair: Pair, facts: list[Fact]) -> Fact | None:
-    """Return the fact of a result if no operand depends on positions; else None."""
+    """Return the fact about a result if neither an operand nor the result's shape depends on positions; else None."""
     if all(fact.kind is Kind.SAME for fact in facts) and not pair.grown():
         return SAME if not any(fact.degree for fact in facts) else None
     return None
 
 
 def check_same(pair: Pair, facts: Sequence[Fact]) -> None:
-    """Raise if operands that select elements, such as the start of a slice, depend on positions."""
+    """Raise `Mixes` if operands that select elements, such as the start of a slice, depend on positions."""
     for fact in facts:
         if is_share(fact):
             raise refuse(pair, fact)

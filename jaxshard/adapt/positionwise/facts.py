@@ -7,8 +7,9 @@
     MAX     a maximum over positions  a share; the largest share is the maximum     x.max(1)
     LOST    anything                  unknown; the reason was reported              attention weights [T, T]
 
-Dimension dim of an ALONG value has the size outer * T * inner for T positions: index (o * T + t) * inner + i belongs to
-position t. So the proof can follow reshapes that merge rows and positions, [B, T, C] -> [B * T, C], and split them.
+Dimension `dim` of an ALONG value has the size outer * T * inner for T positions: index (o * T + t) * inner + i belongs
+to position t. So the proof can follow reshapes that merge rows and positions, [B, T, C] -> [B * T, C], and reshapes
+that separate them again.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ class Kind(Enum):
 
 
 class Fact(NamedTuple):
-    """A fact about one value.
+    """The knowledge of the proof about one value.
 
     Attributes:
       kind: see the table at the top of the file.
       dim: for ALONG, the dimension of the positions.
-      outer: for ALONG, how often the sequence of all positions is repeated in that dimension; 0 if the value is
-        constant along it, so that any order of its entries is right.
+      outer: for ALONG, how often the sequence of all positions is repeated in this dimension; 0 if the value is
+        constant along the dimension, so that any order of its entries is right.
       inner: for ALONG, how many adjacent entries belong to one position.
-      degree: for SAME and SUM, see the table; `ODD` if the value is no power of n times another.
-      zero: the value is zero, so it is a valid share of any sum.
-      cause: for SUM and MAX, the equation that made it (a `report.Cause`).
+      degree: for SAME and SUM, see the table; `ODD` if the value depends on n otherwise than by a power of n.
+      zero: True if the value is zero, and so a valid share of any sum.
+      cause: for SUM and MAX, the place of the equation that made the value (a `report.Cause`).
     """
 
     kind: Kind
@@ -59,24 +60,24 @@ class Fact(NamedTuple):
 
     @property
     def shares(self) -> float:
-        """Return the degree of this value as a share of a sum: n equal values add up to n times the value."""
+        """Return d if the values of n devices add up to n**d times the value on one device; for SAME and SUM."""
         return 1 - self.degree if self.kind is Kind.SAME else self.degree
 
 
 ODD = math.nan
-"""The degree of a value that depends on the number of positions, but not as a power of it."""
+"""The degree of a value that depends on the number of positions otherwise than by a power of this number."""
 
 SAME = Fact(Kind.SAME)
 LOST = Fact(Kind.LOST)
 
 
 def along(dim: int, outer: int = 1, inner: int = 1) -> Fact:
-    """Make the fact of a value with positions in a dimension."""
+    """Make the fact about a value with positions in a dimension; see `Fact` for the arguments."""
     return Fact(Kind.ALONG, dim, outer, inner)
 
 
 def constant_along(dim: int) -> Fact:
-    """Make the fact of a value with a dimension of positions along which it is constant."""
+    """Make the fact about a value that has positions in a dimension, and is constant along this dimension."""
     return Fact(Kind.ALONG, dim, 0, 0)
 
 
@@ -84,9 +85,9 @@ class Mixes(Refused):
     """Raised for an equation that gives a wrong result on a part of the positions.
 
     Args:
-      what: the predicate of the sentence "reduce_max at model.py:12 ...".
-      fix: a key of `report.FIXES`.
-      cause: the equation to report instead of this one.
+      what: the predicate of an error message that begins with the operation, as in "reduce_max at model.py:12 ...".
+      fix: a key of `report.FIXES`, for what the user should write instead.
+      cause: the place of another equation that the message should name instead (a `report.Cause`).
     """
 
     def __init__(self, what: str, fix: str = "auto", cause: Any = None):
@@ -95,12 +96,20 @@ class Mixes(Refused):
 
 
 def differing(one: Sequence[int], two: Sequence[int]) -> list[int]:
-    """List the dimensions in which two shapes of equal rank differ: those whose size depends on the positions."""
+    """List the dimensions in which a value's shapes in the two traces differ, since they depend on the positions."""
     return [dim for dim, (a, b) in enumerate(zip(one, two, strict=True)) if a != b]
 
 
 def is_consistent(fact: Fact, one: Sequence[int], two: Sequence[int], parts: int, length: int = 0) -> bool:
-    """Return whether a fact fits the shapes of a value for all positions and for one of `parts` equal parts of them."""
+    """Return True if a fact about a value agrees with the value's shapes in the two traces.
+
+    Args:
+      fact: the fact.
+      one: the shape for all positions.
+      two: the shape for one of `parts` equal parts of the positions.
+      parts: the number of parts.
+      length: the number of all positions; 0 leaves out the check that needs it.
+    """
     if fact.kind is Kind.LOST:
         return True
     dims = differing(one, two)
@@ -112,7 +121,7 @@ def is_consistent(fact: Fact, one: Sequence[int], two: Sequence[int], parts: int
 
 
 def guess(one: Sequence[int], two: Sequence[int], parts: int) -> Fact:
-    """Guess the fact of a value from its shapes, to continue after a problem that was reported already."""
+    """Guess the fact about a value from its shapes in the two traces, to go on after an equation that was refused."""
     if len(one) != len(two):
         return LOST
     dims = differing(one, two)
@@ -121,10 +130,10 @@ def guess(one: Sequence[int], two: Sequence[int], parts: int) -> Fact:
 
 
 def same_positions(facts: Sequence[Fact]) -> Fact:
-    """Return the fact of a value whose position t depends only on position t of all these ALONG values.
+    """Return the fact about a value whose position t is computed from position t of all these ALONG values.
 
     Raises:
-      Mixes: their positions are in different dimensions, or in another order within one.
+      Mixes: the values have their positions in different dimensions, or in different orders.
     """
     definite = [fact for fact in facts if not fact.is_constant] or list(facts)
     if len({fact.dim for fact in facts}) > 1 or len({(fact.outer, fact.inner) for fact in definite}) > 1:
@@ -133,17 +142,17 @@ def same_positions(facts: Sequence[Fact]) -> Fact:
 
 
 def reshaped(fact: Fact, one: Sequence[int], new: Sequence[int], new_dims: Sequence[int], length: int) -> Fact | None:
-    """Follow positions through a reshape.
+    """Return the fact about the result of a reshape of an ALONG value.
 
     Args:
-      fact: the fact of the operand, ALONG.
+      fact: the fact about the operand.
       one: the shape of the operand.
-      new: the new shape.
-      new_dims: the new dimensions whose size depends on the number of positions.
+      new: the shape of the result.
+      new_dims: the dimensions of the result whose size depends on the number of positions.
       length: the number of positions.
 
     Returns:
-      The fact of the result, or None if its positions are not in a single dimension.
+      The fact, or None if the positions of the result are not in a single dimension.
     """
     if len(new_dims) != 1:
         return None

@@ -1,4 +1,4 @@
-"""The rules of slice, gather and scatter."""
+"""The rules (see `rules.py`) of slice, gather and scatter."""
 
 from __future__ import annotations
 
@@ -96,9 +96,10 @@ def scatter(pair: Pair, facts: list[Fact]) -> list[Fact]:
 
 
 def _count(pair: Pair, facts: list[Fact]) -> Fact:
-    """Return the fact of a scatter into an array without positions.
+    """Return the fact about the result of a scatter into an array without positions.
 
-    Allowed is only counting: adding one entry per position to zeros, such as zeros[experts], is a sum over positions.
+    Only counting is allowed: adding an entry for each position to zeros, such as to the tokens of each expert, is a sum
+    over positions.
     """
     into, indices, updates = facts
     numbers = pair.params["dimension_numbers"]

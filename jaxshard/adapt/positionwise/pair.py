@@ -8,20 +8,20 @@ from typing import Any, NamedTuple
 from jaxshard.adapt.positionwise.facts import Mixes, differing
 
 _LAYOUT = frozenset({"sharding", "out_sharding", "accuracy", "name", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd"})
-"""Parameters that do not affect values, or are functions, which can't be compared."""
+"""Equation parameters that do not affect values, or are functions, which can't be compared."""
 
 _SIZES = frozenset({"shape", "new_sizes", "start_indices", "limit_indices", "slice_sizes", "sizes", "results"})
-"""Parameters that may depend on the number of positions, since the rules look at the resulting shapes."""
+"""Equation parameters that may depend on the number of positions, since the rules look at the resulting shapes."""
 
 
 class Pair(NamedTuple):
     """An equation in both traces.
 
     Attributes:
-      one: the equation for all positions.
-      two: the equation for one device's positions.
+      one: the equation in the trace for all positions.
+      two: the equation in the trace for one device's positions.
       length: the number of all positions.
-      parts: the number of devices.
+      parts: the number of devices that split the positions.
       axes: the mesh axes that split positions.
     """
 
@@ -53,17 +53,20 @@ class Pair(NamedTuple):
         return differing(*self.out_shapes(result))
 
     def is_whole(self, operand: int, dim: int, sizes: tuple[int, ...], other_sizes: tuple[int, ...]) -> bool:
-        """Return whether sizes, in both traces, cover a dimension of an operand completely."""
+        """Return True if a slice covers a dimension of an operand completely, in both traces.
+
+        `sizes` and `other_sizes` are the slice's sizes along all dimensions in the first and second trace.
+        """
         one, two = self.shapes(operand)
         return sizes[dim] == one[dim] and other_sizes[dim] == two[dim]
 
     def changed(self) -> list[str]:
-        """List the parameters that depend on the number of positions."""
+        """List the names of the equation's parameters that differ between the traces."""
         one, two = self.one.params, self.two.params
         return [name for name in one if name not in _LAYOUT and not _equal(one[name], two.get(name))]
 
     def check_unchanged(self, names: Set[str] | None = None) -> None:
-        """Raise `Mixes` if one of these parameters, by default all except sizes, depends on the number of positions."""
+        """Raise `Mixes` if any of these parameters differs between the traces; by default, all parameters but sizes."""
         found = [name for name in self.changed() if (name not in _SIZES if names is None else name in names)]
         if found:
             raise Mixes(f"has a parameter {found[0]!r} that depends on how many positions there are", "choice")

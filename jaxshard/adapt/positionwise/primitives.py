@@ -1,4 +1,7 @@
-"""Names of JAX's primitives by their effect on positions, in addition to core/primitives.py; a test checks them."""
+"""Names of JAX's primitives by their effect on positions, in addition to core/primitives.py.
+
+A test checks that JAX has primitives of these names.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ REDUCTIONS = frozenset(
 """Reductions, over the dimensions in the parameter "axes" ("dimensions" for `reduce`)."""
 
 SHARDED_SUMS = frozenset({"psum", "psum_invariant"})
+"""Sums over devices."""
 
 WITHOUT_RESULT = frozenset({"debug_callback", "debug_print"})
 """Primitives that only print values."""

@@ -27,17 +27,18 @@ def find_mixing(
     axes: tuple[str, ...] = (),
     manual: Mapping[str, int] | None = None,
 ) -> list[Finding]:
-    """Find the operations of a loss that give wrong results if each device runs it on a part of the positions.
+    """Find the operations of a loss that give wrong results if each device runs the loss on a part of the positions.
 
-    An empty list is a proof: for any order of the positions and any split into equal parts, the totals, weights,
-    metrics and gradients of the parts combine to those of all positions. (The proof trusts that `jax.custom_vjp` and
-    `jax.custom_jvp` rules are derivatives, and that `js.attention` and `js.positions` see all positions.)
+    An empty list is a proof: for any order of the positions and any split into equal parts, the totals, loss weights,
+    metrics and gradients of the parts combine to the totals, loss weights, metrics and gradients for all positions.
+    (The proof trusts that `jax.custom_vjp` and `jax.custom_jvp` rules are derivatives, and that `js.attention` and
+    `js.positions` see all positions.)
 
     Args:
       loss_fn: returns a `js.Mean`, a `js.Loss` or, in an evaluation, metrics by name.
-      args: its arguments for all positions, trees of shapes.
-      dims: for each leaf of `args`, its dimension of positions, or None.
-      parts: the number of parts, which divides the number of positions.
+      args: the arguments of the loss for all positions, trees of shapes.
+      dims: for each leaf of `args`, the dimension of its positions, or None.
+      parts: the number of parts; it must divide the number of positions.
       axes: the mesh axes that split the positions.
       manual: the sizes of mesh axes whose names the loss may use in collectives.
 
@@ -70,7 +71,7 @@ def find_mixing(
 
 
 def returning_loss(loss_fn: Callable[..., Any]) -> Callable[..., Loss]:
-    """Wrap a loss so that it returns a `js.Loss`, also if it returns metrics by name."""
+    """Wrap a loss so that it returns a `js.Loss`, also if it returns a `js.Mean` or a dict of metrics."""
 
     def run(*args: Any) -> Loss:
         output = loss_fn(*args)

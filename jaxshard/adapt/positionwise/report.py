@@ -27,11 +27,16 @@ FIXES = {
     "mark": "keep the positions where it expects them",
     "auto": "",
 }
-"""What to write instead, by the kind of mistake."""
+"""{kind of mistake: what the user should write instead}."""
 
 
 class Cause:
-    """The place of an equation: the equation, and the calls around it, the outermost first. Compared by identity."""
+    """The place of an equation in a program, compared by identity.
+
+    Attributes:
+      pair: the equation.
+      calls: the equations that call the programs around it, the outermost first.
+    """
 
     def __init__(self, pair: Pair, calls: tuple[Any, ...]):
         self.pair, self.calls = pair, calls
@@ -42,9 +47,9 @@ class Finding(NamedTuple):
 
     Attributes:
       operation: the name of the primitive.
-      what: the predicate of a sentence about the operation.
+      what: the predicate of a sentence whose subject is the operation, such as "reverses the positions".
       where: file:line in the user's code.
-      via: file:line in the library that this line calls, or "".
+      via: file:line of the operation in a library that the user's line calls; "" if the user's code has the operation.
       shapes: the shapes of operands and results, such as "f32[2,8] -> f32[2]".
       fix: what to write instead, or "".
     """
@@ -63,14 +68,17 @@ class Finding(NamedTuple):
 
 
 def make_finding(pair: Pair, refusal: Mixes, calls: Sequence[Any]) -> Finding:
-    """Make a finding from a refused equation and the calls around it, the outermost first."""
+    """Make a finding from a refused equation (`pair`), the exception, and the calls around it, the outermost first."""
     cause = refusal.cause or Cause(pair, tuple(calls))
     where, via = locate([cause.pair.one, *reversed(cause.calls)])
     return Finding(cause.pair.name, refusal.what, where, via, _shapes(cause.pair), FIXES[refusal.fix])
 
 
 def _shapes(pair: Pair) -> str:
-    """Return the shapes of the arrays of an equation that depend on positions (or of all); three at most."""
+    """Format the shapes of an equation's operands and results, such as "f32[2,8] -> f32[2]".
+
+    Only shapes that depend on the number of positions are shown, if there are any, and at most three on each side.
+    """
 
     def texts(side: str) -> str:
         both = list(zip(getattr(pair.one, side), getattr(pair.two, side), strict=False))
@@ -83,7 +91,7 @@ def _shapes(pair: Pair) -> str:
 
 
 def locate(equations: Sequence[Any]) -> tuple[str, str]:
-    """Return (file:line of the user's code, file:line of a library that it calls or "") of an equation in calls.
+    """Return (file:line of the user's code that made an equation, file:line of the library that it calls, or "").
 
     Args:
       equations: the equation, and the calls around it, the innermost first.
@@ -98,10 +106,10 @@ def locate(equations: Sequence[Any]) -> tuple[str, str]:
 
 
 def own_frames(eqn: Any) -> list[tuple[str, int]]:
-    """List (file, line) of the frames of an equation, innermost first, without frames of JAX.
+    """List (file, line) of the stack frames in which an equation was traced, the innermost first, without JAX's frames.
 
-    The list ends where tracing of the jaxpr around the equation began. JAX caches the jaxprs of jitted functions, so
-    the outer frames belong to the first caller, which may be another.
+    The list ends where the tracing of the jaxpr around the equation began. JAX caches the jaxprs of jitted functions,
+    so outer frames belong to the first caller of the function, which need not be the caller here.
     """
     found = []
     for file, line, function in equation_frames(eqn):

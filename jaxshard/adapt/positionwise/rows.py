@@ -34,9 +34,9 @@ from jaxshard.core.types import PyTree
 from jaxshard.proofs.walk import Place
 
 _ROW_BY_ROW = frozenset({"iota", "random_bits", "random_split", "random_gamma", "rng_bit_generator", "gather"})
-"""They number rows, draw for them, or look something up for them (`log_p[jnp.arange(rows), labels]`).
+"""Primitives that number rows, draw random numbers for rows, or look something up (`log_p[jnp.arange(rows), labels]`).
 
-Other rows get other numbers, but as many rows add up to as much.
+Their results differ between parts of the rows, but a sum over n times as many rows is a sum of n times as many terms.
 """
 
 
@@ -48,7 +48,7 @@ _COLLECTIVES = frozenset(
         "reduce_scatter", "unreduced_psum", "unreduced_reduce_scatter", "all_to_all", "ragged_all_to_all", "ppermute",
     }
 )  # fmt: skip
-"""Of the user's own, such as a total that is summed over devices already: what adds up how is theirs to say."""
+"""Collectives in the user's code, such as a psum of a total. What their results add up to is unknown."""
 
 
 class _Rows(Positions):
@@ -102,19 +102,19 @@ def find_unequal_means(
     *,
     manual: Mapping[str, int] | None = None,
 ) -> list[str]:
-    """Find the means of a loss, or of its metrics, that are wrong where a batch is computed in parts.
+    """Find `js.Mean`s of a loss, or of its metrics, that are wrong if the batch is computed in parts.
 
-    An empty list is no proof that there are none. The loss is traced twice and nothing is computed.
+    An empty list is no proof that all means are right. The loss is traced twice and nothing is computed.
 
     Args:
       loss_fn: returns a `js.Mean`, a `js.Loss` or, in an evaluation, metrics by name.
-      args: its arguments for one part of the rows, trees of shapes.
-      has_rows: for each leaf of `args`, whether its first dimension is that of the rows.
-      parts: the number of parts of the whole batch.
-      manual: the sizes of mesh axes that the loss may name.
+      args: the arguments of the loss for one part of the rows, trees of shapes.
+      has_rows: for each leaf of `args`, True if its first dimension is the rows of the batch.
+      parts: the number of parts of the batch, such as micro-batches or devices.
+      manual: the sizes of mesh axes whose names the loss may use in collectives.
 
     Returns:
-      A sentence for each, with the way out.
+      A sentence for each wrong mean, which says how to correct it.
     """
     leaves, tree = jax.tree.flatten(args)
     rows = next((x.shape[0] for x, found in zip(leaves, has_rows, strict=True) if found), 0)
@@ -146,15 +146,16 @@ def find_unequal_means(
 
 
 def all_count_rows(program: Any, loss: Loss, rows: Sequence[Any]) -> bool:
-    """Return whether the means of a loss and of its metrics are right by what is seen in the program of a part.
+    """Return True if a single trace shows that all means of a loss and of its metrics are right for parts of a batch.
 
-    A weight is made of the rows, or it is the number that its total adds up, or it is 1 beside a total that is not made
-    of the rows, as in a penalty. For all other means the programs of a part and of the whole batch have to be compared.
+    A mean is right if its weight is computed from the rows; if the weight is a constant, and equals the number of terms
+    in the sum that is its total; or if the weight is 1 and the total does not depend on the rows, as for a penalty. For
+    all other means the traces for a part and for the full batch have to be compared.
 
     Args:
-      program: that of a part of the rows.
-      loss: its result, of the program's variables; a `js.Loss` without a value for metrics alone.
-      rows: the inputs that have rows.
+      program: the jaxpr of the loss for a part of the rows.
+      loss: the result of the loss, with variables of the jaxpr in place of arrays.
+      rows: the input variables that have rows.
     """
 
     def is_right(total: Any, weight: Any, number: float | None) -> bool:
@@ -191,9 +192,10 @@ def _reads(program: Any, atom: Any, rows: Sequence[Any]) -> bool:
 
 
 def _fitting_weights(program: Any, total: Any, rows: int) -> set[float]:
-    """Return which numbers make a right mean of a total: how many rows or entries a sum has, 1 for the mean of them.
+    """Return the constant weights that make a right mean of a total: if it is a sum, the number of rows or of terms.
 
-    None of them where it is not seen what the total is.
+    If the total is divided by the number of terms, the weight must be 1. The set is empty if it is not clear how the
+    total is computed.
     """
     factor, divisor, eqn = 1.0, 1.0, _maker(program, total)
     while eqn is not None and eqn.primitive.name != "reduce_sum":
@@ -216,7 +218,7 @@ def _fitting_weights(program: Any, total: Any, rows: int) -> set[float]:
 
 
 def _number(program: Any, atom: Any) -> float | None:
-    """The value of a result that is a number in the program or a sum of one, `jnp.ones(5).sum()`; else None."""
+    """Return the value of a variable that is a constant or a sum such as `jnp.ones(5).sum()`; None for any other."""
     jaxpr, consts = open_jaxpr(program)
     value = atom.val if isinstance(atom, Literal) else dict(zip(jaxpr.constvars, consts, strict=True)).get(atom)
     if value is not None:
@@ -232,12 +234,12 @@ def _number(program: Any, atom: Any) -> float | None:
 
 
 def _numbers(program: Any, mean: Mean) -> list[float | None]:
-    """Return the weights of a mean that are numbers in the program, None for the others."""
+    """Return the value of each weight of a mean that is a constant, None for other weights."""
     return [_number(program, weight) for weight in mean.weights]
 
 
 def _maker(program: Any, atom: Any) -> Any | None:
-    """The equation that makes a variable; None for an argument or a number."""
+    """Return the equation that makes a variable; None for an argument or a constant."""
     return next((eqn for eqn in open_jaxpr(program)[0].eqns for var in eqn.outvars if var is atom), None)
 
 

@@ -1,7 +1,8 @@
 """The rule of each primitive: compute the facts about its results from the facts about its operands.
 
-A rule gets an equation in both traces and the facts about its operands. It returns a fact for each result or raises
-`Mixes`. A primitive without a rule is refused if an operand or a result depends on positions.
+A rule receives an equation in both traces and the facts about its operands. It returns a fact for each result, or
+raises `Mixes` if the results are wrong on a part of the positions. A primitive without a rule is refused if an operand
+or a result depends on positions.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from jaxshard.proofs.dims import SCANNED, follow_dim
 _ORDERINGS = frozenset({"sort", "top_k", "approx_top_k"})
 
 Rule = Callable[[Pair, list[Fact]], list[Fact]]
+"""(equation in both traces, facts about its operands) -> facts about its results."""
 
 
 def apply_rule(pair: Pair, facts: list[Fact]) -> list[Fact]:
     """Return the facts about the results of an equation that contains no jaxpr.
 
     Raises:
-      Mixes: its results are wrong on a part of the positions, or the primitive is unknown.
+      Mixes: the results of the equation are wrong on a part of the positions, or its primitive has no rule.
     """
     name = pair.name
     if name in WITHOUT_RESULT:
@@ -46,7 +48,7 @@ def apply_rule(pair: Pair, facts: list[Fact]) -> list[Fact]:
 
 
 def has_rule(name: str) -> bool:
-    """Return whether a primitive has a rule."""
+    """Return True if a primitive of this name has a rule."""
     return _rule_of(name) is not _unknown
 
 
@@ -301,9 +303,10 @@ def _convolution(pair: Pair, facts: list[Fact]) -> list[Fact]:
 
 
 def _sum_over_devices(pair: Pair, facts: list[Fact]) -> list[Fact]:
-    """Return the facts about a psum in the user's code.
+    """Return the facts about the results of a psum in the user's code.
 
-    Allowed are sums over axes that do not split positions, and sums of shares over all axes that do.
+    A psum over mesh axes that do not split positions is allowed, and a psum of shares over all axes that split
+    positions.
     """
     axes = set(pair.params["axes"])
     whole = bool(pair.axes) and axes >= set(pair.axes) and pair.params.get("axis_index_groups") is None

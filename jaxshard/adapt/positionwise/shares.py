@@ -1,9 +1,9 @@
-"""Rules for shares: partial sums and maxima over a device's positions, and for values that count positions.
+"""Rules for shares (a device's part of a sum or maximum over positions), and for values that count positions.
 
 A loss sums over its positions and passes totals to `js.Mean` and `js.Sum`, which are summed over devices. Before that
-only linear functions may be applied to a partial sum: f(a) + f(b) = f(a + b). A value such as `x.shape[1]` is n times
-smaller on each of n devices, so the shares of x.sum() / x.shape[1] add up to n times the value on one device, like n
-weights of 1: degree 1.
+only linear functions may be applied to a share of a sum: f(a) + f(b) = f(a + b). A value such as `x.shape[1]` is n
+times smaller on each of n devices, so the shares of x.sum() / x.shape[1] add up to n times the value on one device:
+their degree is 1.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ _SUMS = frozenset({"add", "sub", "add_any"})
 
 
 def is_share(fact: Fact) -> bool:
-    """Return whether each device has only a share of the value."""
+    """Return True if each device has only a share of the value, a sum or maximum over positions."""
     return fact.kind in (Kind.SUM, Kind.MAX)
 
 
 def refuse(pair: Pair, share: Fact, how: str = "") -> Mixes:
-    """Make the error for an operation that needs the complete sum or maximum, while each device has a share."""
+    """Make the exception for an operation that needs the complete sum or maximum, of which each device has a share.
+
+    `how` says how the share is used, as a clause of the message.
+    """
     what = "sum" if share.kind is Kind.SUM else "maximum"
     how = how or f"{pair.name} needs all of it"
     return Mixes(f"is a {what} over the positions, of which each device has a share, but {how}", "sum", share.cause)
 
 
 def combine_numbers(pair: Pair, facts: Sequence[Fact]) -> Fact:
-    """Return the fact of an elementwise function of SAME values, that is, of their degrees."""
+    """Return the fact about an elementwise function of SAME values: its degree, computed from their degrees."""
     name = pair.name
     degrees = [fact.degree for fact in facts]
     if not any(degrees):
@@ -59,10 +62,10 @@ def combine_numbers(pair: Pair, facts: Sequence[Fact]) -> Fact:
 
 
 def combine_shares(pair: Pair, facts: Sequence[Fact]) -> Fact:
-    """Return the fact of an elementwise function of shares and SAME values.
+    """Return the fact about an elementwise function of shares and SAME values.
 
     Raises:
-      Mixes: the function is not linear (for sums), or not a maximum (for maxima).
+      Mixes: the function is not linear for shares of a sum, or is not a maximum for shares of a maximum.
     """
     share = next(fact for fact in facts if is_share(fact))
     maximum = share.kind is Kind.MAX
@@ -100,7 +103,11 @@ def _is_integer(pair: Pair) -> bool:
 
 
 def sum_of(pair: Pair, facts: Sequence[Fact]) -> Fact:
-    """Return the fact of a sum of values, or of a choice between them: all must be shares of one kind and degree."""
+    """Return the fact about a sum of values, or a choice between them (a select).
+
+    Raises:
+      Mixes: the values are not shares of the same kind and degree.
+    """
     share = next(fact for fact in facts if is_share(fact))
     if share.kind is Kind.MAX and not all(fact.kind is Kind.MAX for fact in facts):
         raise refuse(pair, share)
@@ -110,7 +117,7 @@ def sum_of(pair: Pair, facts: Sequence[Fact]) -> Fact:
 
 
 def number(one: Any, two: Any, parts: int) -> Fact:
-    """Return the fact of a literal or constant array, given its values in both traces."""
+    """Return the fact about a literal or constant array, given its values in both traces and the number of devices."""
     a, b = np.asarray(one), np.asarray(two)
     if a.dtype == b.dtype and (np.array_equal(a, b) or a.tobytes() == b.tobytes()):
         return SAME._replace(zero=a.dtype.kind in "iuf" and not a.any())

@@ -2,7 +2,7 @@
 
     check arguments -> choose the kernel by platform and shape -> split rows and heads over devices -> kernel
 
-Shape suffixes as in `formula`.
+Shape suffixes such as `_BTHD` are explained in `formula.py`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from jaxshard.layers.attention.splash_ring import splash_turns
 from jaxshard.layers.attention.split import Split
 
 SCOPE = "js.attention"
-"""The `jax.named_scope` of attention, by which the audit of collectives recognises its exchanges."""
+"""The `jax.named_scope` of attention, by which `js.audit` recognises the collectives of context parallelism."""
 _SHORT = 256
 """Up to this many queries and keys, computing all logits at once is faster than blocks, and needs little memory."""
 _SHORT_ON_TPU = 127
-"""Shorter than the smallest block of the TPU kernel, 128 positions."""
+"""The same limit on TPUs, where the smallest block of the kernel has 128 positions."""
 
 
 def attention(
@@ -75,7 +75,8 @@ def attention(
     The current layout determines the sharding: rows are split over the batch axes, heads over the axis to which
     `js.tensor` maps "heads". Under `js.auto` attention runs in a `shard_map` over all axes, under `js.explicit` and in
     pipeline stages on the device's own rows. If the axis has more devices than there are heads of keys and values,
-    these are replicated; their gradients are then all-reduced, the only collective without `js.context`.
+    keys and values are replicated; their gradients are then all-reduced. Without `js.context` there is no other
+    collective.
 
     While `js.generate` runs, keys and values of earlier positions come from its KV cache.
 
@@ -83,21 +84,21 @@ def attention(
     positions in the full sequence. `layers/attention/context.py` lists the collectives. Bias, mask and dropout are then
     refused under `js.explicit`; under `js.auto` they make each device compute with all keys.
 
-    It fits `attention_fn=` of Flax's attention layers, which pass the arguments from `mask` on:
+    Flax's attention layers accept this function as `attention_fn=`, and pass the arguments from `mask` on:
 
         nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=js.attention)
         nnx.MultiHeadAttention(8, 512, rngs=rngs, decode=False, attention_fn=js.attention)
 
-    The output and the residuals of the backward pass have the name "attention_out" for `jax.checkpoint_policies`: a
-    policy that saves this name does not run the kernel again.
+    The output and the residuals of the backward pass have the name "attention_out" for `jax.checkpoint_policies`: with
+    a policy that saves this name the backward pass does not run the kernel's forward pass again.
 
     Args:
       query: may have any number of batch dimensions.
       key: `kv_heads` divides `heads`; consecutive heads of the query share a head of keys and values.
-      value: its `value_dim` is that of the output.
+      value: `value_dim` may differ from `dim`.
       causal: query t sees keys 0 to t. Required; only in calls by Flax, which never pass it, None means False.
       window: query t sees keys less than `window` positions from t, including key t. An integer array has a window for
-        each row, and may be traced (only with `causal`); the kernels for TPUs and GPUs do not support it.
+        each row; it may be traced, and needs `causal`. The kernels for TPUs and GPUs do not support such an array.
       segment_ids: each position sees only its own segment, such as one of several documents in a row.
       bias: added to the logits (after `soft_cap`); its shape broadcasts to [*batch, heads, queries, keys].
       soft_cap: logits x become soft_cap * tanh(x / soft_cap).
@@ -105,10 +106,10 @@ def attention(
         kernels for TPUs and GPUs support only a constant causal mask: prefer `causal`, `window` and `segment_ids`.
       is_causal: NNX's name for `causal`.
       dropout_rng: random key of dropout. The bits, bool[queries, keys], equal those of Flax.
-      dropout_rate: the fraction of the weights to drop, the same weights in all rows and heads.
-      broadcast_dropout: must be True if weights are dropped.
+      dropout_rate: the fraction of the attention weights to drop, the same weights in all rows and heads.
+      broadcast_dropout: must be True if attention weights are dropped.
       deterministic: True disables dropout.
-      dtype: cast query, key and value to it; by default to their common dtype.
+      dtype: query, key and value are cast to this dtype; by default to their common dtype.
       precision: the precision of the matrix products.
       force_fp32_for_softmax: ignored; the softmax is always in f32.
       module: must be None, since there are no attention weights to sow.
@@ -116,7 +117,8 @@ def attention(
       attn_weights_value_einsum: must be None.
 
     Returns:
-      The output, in the common dtype. For a query that sees no key at all it is the mean of all values.
+      The output, in the dtype of the computation. For a query that sees no key at all the output is the mean of all
+      values.
 
     Raises:
       TypeError: `causal` is missing.
@@ -265,7 +267,7 @@ def _draw(key: jax.Array | None, rate: float, broadcast: bool, shape: tuple[int,
 
 
 def _without_known_mask(extras: Extras, form: Form) -> tuple[Extras, Form]:
-    """Drop a constant mask that hides nothing, or replace it by `causal` if it is the causal mask."""
+    """Remove a constant mask that hides nothing; replace a constant causal mask by `causal=True` in the form."""
     seen = extras.mask
     if not isinstance(seen, np.ndarray):
         return extras, form
@@ -280,7 +282,7 @@ def _without_known_mask(extras: Extras, form: Form) -> tuple[Extras, Form]:
 
 
 def _dispatch(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Extras, form: Form) -> jax.Array:
-    """Compute attention by the platform's kernel, on each device's shard."""
+    """Choose the platform's kernel, or blocks with a warning if it can't compute the call; run it on each shard."""
     device = devices_in_force()[0]
     platform = device.platform
     split = Split.in_force(q_BTHD, k_BSKD, extras, form)

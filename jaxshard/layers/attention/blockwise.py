@@ -8,14 +8,15 @@ Queries and keys are split into blocks, and a scan iterates over the pairs of bl
                      2       x x x         exp(logit - largest), and the sum of exp(logit - largest) * value
                      3       x x x x
 
-The backward pass recomputes the logits of every pair from q and k. The largest intermediate array has one pair's
-logits, [B, H, block, block]. Source: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory"; Dao et al.
+The backward pass recomputes the logits of every pair from q and k. The largest intermediate array holds the logits of
+one pair, [B, H, block, block]. Source: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory"; Dao et al.
 2022, "FlashAttention", appendix B.
 
-If a sequence is split over devices, queries and keys consist of some of its chunks (`Starts`). Then the pairs differ
-between devices, and so does the number of loop iterations.
+If a sequence is split over devices, a device's queries and keys are some chunks of the sequence (`Starts`). Then the
+pairs differ between devices, and so does the number of loop iterations.
 
-Shape suffixes as in `formula`. N and M count the blocks of queries and keys, t and s the positions in a block.
+Shape suffixes are explained in `formula.py`. Here also: N and M count the blocks of queries and of keys, t and s the
+positions in a block.
 """
 
 from __future__ import annotations
@@ -31,16 +32,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxshard.layers.attention.formula import UNSEEN, Extras, Form, add_bias, by_group, cap, drop, visible
 
 NAME = "attention_out"
-"""The name for `jax.checkpoint_policies` of the output and all other residuals of the backward pass except q, k, v."""
+"""The name, for `jax.checkpoint_policies`, of the output and of all residuals of the backward pass except q, k, v."""
 
 _MOST_LOGITS = 2**24
 """The most logits of a pair of blocks, over all rows and heads: 64 MB in f32."""
 
 Pair = tuple[jax.Array, jax.Array]
+"""(index of a block of queries, index of a block of keys)."""
 
 
 class Starts(NamedTuple):
-    """The start positions of the equal chunks of which queries and keys consist, int[chunks]; they differ by device."""
+    """The start positions, in the full sequence, of this device's equal chunks of queries and of keys, int[chunks]."""
 
     queries: jax.Array
     keys: jax.Array
@@ -56,7 +58,7 @@ def blockwise(
     block: int = 512,
     starts: Starts | None = None,
 ) -> jax.Array:
-    """Compute attention in blocks of at most `block` positions. It has no forward-mode derivative (`jax.jvp`).
+    """Compute attention in blocks of at most `block` positions, without support for `jax.jvp`.
 
     With `starts`, bias, mask and dropout are supported only for a single chunk of queries and a single chunk of keys.
     """
@@ -76,7 +78,8 @@ def partial_attention(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute attention to some of the keys; return (output [B, T, H, E], largest [B, T, H], total [B, T, H]).
 
-    The sum of exp(logits) is exp(largest) * total. Don't differentiate this function: see `partial_gradients`.
+    `largest` is each query's largest logit, and `total` its sum of exp(logit - largest) over these keys. Don't
+    differentiate this function: `partial_gradients` is its backward pass.
     """
     cut = Cut.of(q_BTHD, k_BSKD, block, starts)
     arrays = cut.arrays(q_BTHD, k_BSKD, v_BSKE)
@@ -99,9 +102,9 @@ def partial_gradients(
     starts: Starts,
     block: int = 512,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (contribution of some of the keys to the gradient of q, gradients of these k and v), in f32.
+    """Return (the contribution of some of the keys to the gradient of q, the gradients of these k and v), in f32.
 
-    `out`, `largest` and `total` are the results for all keys.
+    `out`, `largest` and `total` are as in `partial_attention`, but combined over all keys.
     """
     cut = Cut.of(q_BTHD, k_BSKD, block, starts)
     K = k_BSKD.shape[2]
@@ -114,16 +117,20 @@ def partial_gradients(
 
 
 def block_size(length: int, largest: int) -> int:
-    """Return the size, a multiple of 16, of the fewest equal blocks of at most about `largest` positions."""
+    """Return the block size for splitting `length` into the fewest equal blocks of at most about `largest`.
+
+    The size is a multiple of 16, so it may exceed `largest` by up to 15.
+    """
     blocks = -(-length // largest)
     return -(-length // (16 * blocks)) * 16
 
 
 class Cut(NamedTuple):
-    """T queries in blocks of t, and S keys in blocks of s. Side 0 is the queries, side 1 the keys.
+    """The division of T queries into blocks of t, and of S keys into blocks of s.
 
-    Each side consists of equal chunks (one by default), each with its own blocks; the last block of a chunk is padded.
-    Methods index the fields by side: self[side] is T or S, self[2 + side] t or s, self[4 + side] the number of chunks.
+    Queries and keys each consist of equal chunks (one chunk by default) with blocks of their own; the last block of a
+    chunk is padded. A `side` is 0 for queries and 1 for keys, and methods index the fields by it: self[side] is T or S,
+    self[2 + side] is t or s, self[4 + side] is the number of chunks.
     """
 
     T: int
@@ -148,12 +155,12 @@ class Cut(NamedTuple):
         return self.queries(q_BTHD, k_BSKD.shape[2]), *keys
 
     def queries(self, x_BTHD: jax.Array, kv_heads: int) -> jax.Array:
-        """Split an array with a vector for each query and head into [N, B, K, G, t, D]."""
+        """Split an array [B, T, H, D] into blocks of queries [N, B, K, G, t, D]."""
         B, T, H, D = x_BTHD.shape
         return self.split(x_BTHD.reshape(B, T, kv_heads, H // kv_heads, D).transpose(0, 2, 3, 1, 4), 0)
 
     def extras(self, extras: Extras, k_BSKD: jax.Array) -> Extras:
-        """Pad the other arrays of a call, so that `of_pair` can slice a pair of blocks out of them."""
+        """Pad bias, mask, segments and dropout bits, so that `of_pair` can slice the part of a pair of blocks."""
         K, keys = k_BSKD.shape[2], extras.of_keys()
         return Extras(
             segments=None if extras.segments is None else self.pad(extras.segments, 1, 0),
@@ -181,7 +188,7 @@ class Cut(NamedTuple):
         return x.reshape(*x.shape[:-3], length, x.shape[-1])
 
     def first(self, side: int, block: Any, starts: Starts | None) -> Any:
-        """Return the position of the first query or key of a block, or of several blocks."""
+        """Return the position, in the full sequence, of the first query or key of a block or of an array of blocks."""
         size = self[2 + side]
         if starts is None:
             return block * size
@@ -204,7 +211,7 @@ class Cut(NamedTuple):
         return jnp.moveaxis(x.reshape(*x.shape[:-2], x.shape[-2] // size, size, x.shape[-1]), -3, 0)
 
     def pad_pairs(self, x: jax.Array) -> jax.Array:
-        """Pad [..., T or 1, S or 1] to multiples of the block sizes; dimensions of size 1 stay."""
+        """Pad the last two dimensions [..., T or 1, S or 1] to multiples of the block sizes; a size of 1 stays."""
         for side, dim in enumerate((x.ndim - 2, x.ndim - 1)):
             if x.shape[dim] > 1:
                 x = self.pad(x, dim, side)
@@ -218,7 +225,10 @@ class Cut(NamedTuple):
         return x
 
     def add_to_pair(self, sum: jax.Array, x: jax.Array, pair: Pair) -> jax.Array:
-        """Add one pair's part to a padded sum [..., T or 1, S or 1], reduced along dimensions of size 1."""
+        """Add `x`, of one pair of blocks, to its slice of `sum` [..., T or 1, S or 1], padded as by `pad_pairs`.
+
+        Along dimensions in which `sum` has size 1, `x` is summed first.
+        """
         dims = tuple(dim for dim, size in enumerate(sum.shape) if size == 1)
         x = x.sum(dims, keepdims=True)
         # Along T and S the pair's offset, but 0 along a dimension of size 1, over which x was summed.
@@ -227,10 +237,10 @@ class Cut(NamedTuple):
         return jax.lax.dynamic_update_slice(sum, part + x, starts)
 
     def pairs(self, form: Form, extras: Extras, starts: Starts | None = None) -> tuple[jax.Array, jax.Array | None]:
-        """Return (the pairs to compute, int32[pairs, 2], their number).
+        """Return (the pairs of blocks to compute, int32[pairs, 2], the number of pairs).
 
-        Without `starts` the number is None: all listed pairs count. With `starts` the number is traced, and the list
-        is padded to the number of all pairs.
+        Without `starts` the number is None: compute all listed pairs. With `starts` the number is traced, and only the
+        first so many pairs count; the list is padded to the length of all pairs.
         """
         # With a mask, a query that sees no key takes the mean of all values, so no pair may be skipped.
         every = extras.mask is not None
@@ -281,7 +291,7 @@ def _attend_forward(
 def _forward(
     cut: Cut, form: Form, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, starts: Starts | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (out[N, B, K, G, t, E], largest logit[N, B, K, G, t], sum of exp(logit - largest)[N, B, K, G, t])."""
+    """Return (out [N, B, K, G, t, E], the largest logit [N, B, K, G, t], the sum of exp(logit - largest), same)."""
     per_query = q.shape[:-1]
 
     def add_pair(carry: tuple[jax.Array, ...], pair: Pair) -> tuple[jax.Array, ...]:
@@ -320,7 +330,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 def _gradients(
     cut: Cut, form: Form, kept: Any, d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Return the gradients of q, k, v and the bias, in f32."""
+    """Return the gradients of q, k, v and the bias, in f32; None for a missing bias."""
     q, k, v, extras, starts, out, largest, total = kept
     # The sum over all keys of weights * d_weights, which the derivative of the softmax subtracts.
     dot = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1)
@@ -364,7 +374,10 @@ def _over_pairs(cut: Cut, form: Form, extras: Extras, starts: Starts | None, bod
 def _logits(
     cut: Cut, form: Form, q: jax.Array, k: jax.Array, extras: Extras, starts: Starts | None, pair: Pair
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Return (logits[B, K, G, t, s], the mask of seen keys, the derivative of the cap) of one pair."""
+    """Return (logits [B, K, G, t, s], the mask of seen keys, the derivative of the soft cap) of one pair of blocks.
+
+    The mask is None if all keys are seen, the derivative None if there is no soft cap.
+    """
     (n, m), (t, s) = pair, (cut.t, cut.s)
     logits, slope = cap(_product("bkgtd,bksd->bkgts", q[n], k[m], form) / q.shape[-1] ** 0.5, form)
     if extras.bias is not None:

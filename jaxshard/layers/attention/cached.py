@@ -7,7 +7,7 @@
 
 Each device writes and reads its own rows and heads of the cache, so there are no collectives.
 
-Shape suffixes as in `formula` and `core/cache.py`.
+Shape suffixes are explained in `formula.py` and `core/cache.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ from jaxshard.layers.attention.split import Split, heads_for
 
 
 def check_cached(cache: Cache, extras: Extras, form: Form, T: int, S: int) -> None:
-    """Raise a ValueError if a call can't be computed from a cache: other positions, not causal, or with a mask."""
+    """Check that attention can be computed from the cache.
+
+    Raises:
+      ValueError: T queries or S keys that are not the cache's new positions, a form that is not causal, or an extra
+        such as a mask or a bias.
+    """
     if T != S or cache.count != T:
         raise ValueError(
             f"attention: generation runs the model on {cache.count} positions of each row, of which this call has {T} "
@@ -52,13 +57,16 @@ def attend_cached(
 ) -> jax.Array:
     """Write the new keys and values to the cache and compute causal attention of the new positions over it.
 
+    Every call takes the slots of the next attention layer: it increments `cache.calls`. While the slots do not exist
+    yet, the call only appends the shape of its slots to `cache.found`.
+
     Args:
-      cache: the current cache.
+      cache: the current cache; changed in place.
       q_BTHD: the queries at the new positions.
       k_BTKD: the keys at the new positions.
       v_BTKE: the values at the new positions.
       form: causal, with any window and soft cap.
-      attend: attention among the given positions only, for prefill.
+      attend: (q, k, v) -> attention among the given positions only, for prefill.
       windows_B: the window of each row, if it is traced.
     """
     number = cache.calls

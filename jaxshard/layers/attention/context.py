@@ -6,21 +6,21 @@
     usp       ulysses over the second axis, gather over the first
     ring      pass k, v to the next device, n - 1 times (`ring`)       its own queries x one device's keys at a time
 
-All functions run inside `shard_map`, on a device's shard [B, T, heads, D]. Positions are in zigzag order (`zigzag`),
+All functions run inside `shard_map`, on a device's shard [B, T, heads, D]. Positions are in zigzag order (`zigzag.py`),
 which balances causal work.
 
-Collectives of the forward pass; `k, v` are one collective each, [B, T, K, D], and n is the number of devices. The
-backward pass has their transposes: a reduce-scatter for an all-gather, an all-to-all for an all-to-all. With "gather"
-it repeats the all-gathers too, since gathered keys and values are not saved.
+The collectives of the forward pass are listed below, for n devices; each of `k, v`, [B, T, K, D], has a collective of
+its own. The backward pass has the transposes: a reduce-scatter for an all-gather, an all-to-all for an all-to-all. With
+"gather" it also repeats the all-gathers, since gathered keys and values are not saved.
 
-    gather    all-gather of k, v (and of segment_ids), one for each group of heads
+    gather    all-gather of k, v for each group of heads (see `_MOST_GATHERED`), and of segment_ids
     ulysses   all-to-all of q, k, v and the output (and an all-gather of segment_ids)
     ring      n - 1 permutes of k, v (and segment_ids); the backward pass also n permutes of their gradients, in f32
 
 Sources: Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.2 (gather); Jacobs et al. 2023, "DeepSpeed
 Ulysses"; Fang and Zhao 2024, "USP"; Liu et al. 2023, "Ring Attention".
 
-Shape suffixes as in `formula`.
+Shape suffixes are explained in `formula.py`.
 """
 
 from __future__ import annotations
@@ -40,19 +40,21 @@ from jaxshard.layers.attention.ring import Parts, ring_attention
 from jaxshard.layers.attention.zigzag import Axes, chunk_starts, from_zigzag, to_zigzag
 
 _MOST_GATHERED = 2**28
-"""The most bytes of gathered keys and values at a time: beyond that, heads are computed in several groups."""
+"""The most bytes of gathered keys and values at a time. Larger arrays are gathered in several groups of heads."""
 
 _Attend = Callable[[jax.Array, jax.Array, jax.Array, Extras, Form], jax.Array]
+"""(q, k, v, extras, form) -> output."""
 
 
 class Kernels(NamedTuple):
     """The functions that compute attention on a platform.
 
     Attributes:
-      whole: for queries and keys in the order of the sequence, or if the order does not matter.
-      chunks: for queries that are chunks of the sequence, beginning at `starts.queries`, and all keys:
-        chunks(q, k, v, extras, form, starts=Starts(...)).
-      parts: for one device's keys at a time, in a ring.
+      whole: (q, k, v, extras, form) -> output, for queries and keys in the order of the sequence, or in any order if
+        there is neither causality nor a window.
+      chunks: (q, k, v, extras, form, starts=Starts(...)) -> output, for all keys, and queries that are chunks of the
+        sequence, which begin at the positions `starts.queries`.
+      parts: the functions for ring attention, which compute with one device's keys at a time.
     """
 
     whole: _Attend
@@ -61,7 +63,10 @@ class Kernels(NamedTuple):
 
 
 def why_not_in_context(length: int, extras: Extras, form: Form, how: str, n: int) -> str:
-    """Return why attention can't be computed on a sequence split over n devices, `length` on each; "" if it can."""
+    """Return why attention can't be computed on a sequence split over n devices; "" if it can.
+
+    `length` is the number of positions of each device, and `how` the form of context parallelism.
+    """
     if extras.bias is not None or extras.mask is not None:
         given = "bias" if extras.mask is None else "mask"
         return (
@@ -84,11 +89,14 @@ def why_not_in_context(length: int, extras: Extras, form: Form, how: str, n: int
 
 
 def chunk_length(length: int, form: Form, how: str, sizes: dict[str, int]) -> int | None:
-    """Return the length of the chunks on which `Kernels.chunks` or `parts` runs; None if neither runs.
+    """Return the number of positions of each chunk of queries that a kernel gets under context parallelism.
+
+    None if the kernel gets the full sequence, or all positions of a device in any order (`Kernels.whole`); else
+    `Kernels.chunks` or `Kernels.parts` computes the chunks.
 
     Args:
-      length: the positions of each device.
-      form: causal, window.
+      length: the number of positions of each device.
+      form: the call's static arguments; causality and the window are read.
       how: the form of context parallelism.
       sizes: {axis: size} of the axes over which the sequence is split.
     """
@@ -114,10 +122,10 @@ def attend_in_context(
     """Compute attention of this device's queries to the keys of all devices along `axes`.
 
     Args:
-      q_BTHD: this device's queries, in zigzag order of `axes`.
-      k_BSKD: its keys.
-      v_BSKE: its values.
-      extras: its segments; all other extras are refused.
+      q_BTHD: this device's queries, in zigzag order over the devices of `axes`.
+      k_BSKD: this device's keys, in the same order.
+      v_BSKE: this device's values, in the same order.
+      extras: may have this device's segments; all other extras are refused.
       form: causal and window refer to positions in the full sequence.
       kernels: the kernels of the platform.
       axes: the mesh axes over which the sequence is split; exactly two for "usp".
@@ -144,7 +152,7 @@ def attend_in_context(
 
 
 def is_ordered(form: Form) -> bool:
-    """Return whether the order of the positions matters."""
+    """Return True if the result depends on positions: attention is causal or has a window."""
     return form.causal or form.window is not None
 
 
@@ -179,10 +187,10 @@ def _with_gathered_keys(
 
 
 def _gather(x: jax.Array, axes: Axes, form: Form) -> jax.Array:
-    """All-gather dimension 1, in the order of the sequence if the order matters.
+    """All-gather dimension 1; if positions matter, undo the zigzag order of the result.
 
-    It gathers axis by axis, the last first, and as matrices with the sequence in rows: for other shapes the TPU
-    compiler all-reduces the gradients instead of reduce-scattering them.
+    The array is gathered axis by axis, the last axis first, and as a matrix whose first dimension is the sequence: for
+    other shapes the TPU compiler all-reduces the gradients instead of reduce-scattering them.
     """
     B, S, *rest = x.shape
     rows = x.swapaxes(0, 1).reshape(S, -1)
@@ -193,7 +201,10 @@ def _gather(x: jax.Array, axes: Axes, form: Form) -> jax.Array:
 
 
 def _group_count(kv_heads: int, size: int) -> int:
-    """Return the smallest number of equal groups of heads such that each has at most `_MOST_GATHERED` bytes."""
+    """Return the smallest number of equal groups of heads such that a group has at most `_MOST_GATHERED` bytes.
+
+    `size` is the number of bytes of all heads. If even a single head is larger, every head is a group.
+    """
     counts = (count for count in range(1, kv_heads + 1) if kv_heads % count == 0)
     return next((count for count in counts if size <= _MOST_GATHERED * count), kv_heads)
 

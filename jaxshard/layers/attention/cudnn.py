@@ -1,6 +1,6 @@
 """Attention on NVIDIA GPUs by cuDNN, through `jax.nn.dot_product_attention`.
 
-Shape suffixes as in `formula`.
+Shape suffixes are explained in `formula.py`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _OLDEST = 8.0
 
 
 def is_rocm(gpu: Any) -> bool:
-    """Return whether this is an AMD GPU, for which there is no cuDNN."""
+    """Return True for an AMD GPU, for which there is no cuDNN."""
     return "rocm" in gpu.client.platform_version
 
 
 def why_not_cudnn(gpu: Any, q_BTHD: jax.Array, v_BSKE: jax.Array, extras: Extras, form: Form) -> str:
-    """Return why cuDNN can't compute this without an array of all logits; "" if it can."""
+    """Return why cuDNN can't compute a call of attention without an array of all logits; "" if it can."""
     D, E = q_BTHD.shape[-1], v_BSKE.shape[-1]
     if float(gpu.compute_capability) < _OLDEST:
         return f"compute capability {gpu.compute_capability}; it takes {_OLDEST} and up"
@@ -53,7 +53,7 @@ def why_not_cudnn(gpu: Any, q_BTHD: jax.Array, v_BSKE: jax.Array, extras: Extras
 
 
 def _is_elsewhere(gpu: Any) -> bool:
-    """Return whether a device only stands for a GPU of another machine, for which a step is compiled or planned."""
+    """Return True if the GPU is not in this machine, and a step is only compiled or planned for it."""
     client = gpu.client
     compiles = getattr(client, "runtime_type", "") == "compile_only_runtime"
     return compiles or getattr(client, "platform", "") == "planned"

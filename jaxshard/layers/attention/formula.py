@@ -1,6 +1,6 @@
 """Compute attention by its formula, and define the mask and logits that all kernels share.
 
-    out = softmax(cap(q k^T / sqrt(D)) + bias) v          over the keys that are seen; softmax in f32
+    out = softmax(cap(q k^T / sqrt(D)) + bias) v          over the keys that a query sees; softmax in f32
 
 Shape suffixes: B rows, T queries, S keys, H heads of queries, K heads of keys and values, G = H / K heads of queries
 that share a head of keys and values, D size of a head, E size of a head of values.
@@ -25,7 +25,7 @@ class Form(NamedTuple):
       causal: query t sees keys up to t.
       window: query t sees keys less than this many positions from t; None for no limit.
       soft_cap: logits x become soft_cap * tanh(x / soft_cap); None for no cap.
-      dropout: the rate at which weights are dropped; 0 without `Extras.keep`.
+      dropout: the fraction of attention weights that are dropped; 0 without `Extras.keep`.
       precision: the precision of the matrix products, as in `jax.lax.dot_general`.
     """
 
@@ -36,7 +36,10 @@ class Form(NamedTuple):
     precision: Any = None
 
     def sees(self, first: Any, last: Any, first_key: Any, last_key: Any) -> Any:
-        """Return whether any of the queries first..last may see any of the keys first_key..last_key; elementwise."""
+        """Return True if any query at positions first..last may see any key at positions first_key..last_key.
+
+        The positions may be arrays, for many ranges; then so is the result.
+        """
         near = True if self.window is None else (first - last_key < self.window) & (first_key - last < self.window)
         return near & (last >= first_key) if self.causal else near
 
@@ -48,7 +51,7 @@ class Extras(NamedTuple):
       segments: int[B, T]; queries see keys with the same segment id.
       bias: float[1 or B, 1 or H, 1 or T, 1 or S], added to the logits.
       mask: bool[1 or B, 1 or H, 1 or T, 1 or S]; False hides a key.
-      keep: bool[T, S], the weights that dropout keeps, the same in all rows and heads.
+      keep: bool[T, S], the attention weights that dropout keeps, the same in all rows and heads.
       key_segments: int[B, S], the segments of the keys, if they differ from `segments`.
       windows: int[B], a traced window for each row, instead of `Form.window`; only for causal attention.
     """
@@ -61,12 +64,12 @@ class Extras(NamedTuple):
     windows: jax.Array | None = None
 
     def of_keys(self) -> jax.Array | None:
-        """Return the segments of the keys."""
+        """Return the segment ids of the keys, int[B, S]; None without segments."""
         return self.segments if self.key_segments is None else self.key_segments
 
 
 def formula(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Extras, form: Form) -> jax.Array:
-    """Compute attention from an array of all logits [B, H, T, S]: for short sequences."""
+    """Compute attention with an array of all logits [B, H, T, S], which suits short sequences."""
     B, T, H, D = q_BTHD.shape
     S, K = k_BSKD.shape[1:3]
     q_BTKGD = q_BTHD.reshape(B, T, K, H // K, D)
@@ -90,7 +93,7 @@ def formula(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Ext
 
 
 def cap(logits: jax.Array, form: Form) -> tuple[jax.Array, jax.Array | None]:
-    """Return (the capped logits, the derivative of the cap); the derivative is None if there is no cap."""
+    """Apply the soft cap to logits; return (the capped logits, the derivative of the cap, or None without a cap)."""
     if form.soft_cap is None:
         return logits, None
     bent = jnp.tanh(logits / form.soft_cap)
@@ -98,12 +101,12 @@ def cap(logits: jax.Array, form: Form) -> tuple[jax.Array, jax.Array | None]:
 
 
 def add_bias(logits: jax.Array, bias: jax.Array) -> jax.Array:
-    """Add a bias, whose entries may be -inf."""
+    """Add a bias to logits; sums below `UNSEEN`, such as with a bias of -inf, become `UNSEEN`."""
     return jnp.maximum(logits + bias.astype(jnp.float32), UNSEEN)
 
 
 def drop(weights: jax.Array, keep: jax.Array, form: Form) -> jax.Array:
-    """Apply dropout to weights or their gradient: 0 where `keep` is False, else scaled by 1 / (1 - rate)."""
+    """Apply dropout to attention weights or their gradient: 0 where `keep` is False, else x / (1 - rate)."""
     return jnp.where(keep, weights / (1 - form.dropout), 0)
 
 
@@ -124,9 +127,9 @@ def visible(
     """Return the mask of seen keys, a bool that broadcasts to [B, K, G, T, S]; None if all keys are seen.
 
     Args:
-      form: causal and window.
-      queries_T: positions of the queries.
-      keys_S: positions of the keys.
+      form: the call's static arguments; causality and the window are read.
+      queries_T: the positions of the queries in the sequence.
+      keys_S: the positions of the keys in the sequence.
       segments: (int[B, T] of the queries, int[B, S] of the keys).
       mask: a bool that broadcasts to [B, K, G, T, S].
       windows: int[B], see `Extras`.

@@ -1,16 +1,18 @@
-"""Ring attention: each device passes keys and values on to the next, so that no device gathers them all.
+"""Ring attention: each device passes keys and values on to the next device, so that no device gathers all of them.
 
 In iteration t, device i attends with its queries to the keys of device i - t, and sends these keys to device i + 1.
-Every iteration has an output and the sum of exp(logits), stored as exp(largest) * total for numerical stability:
+Every iteration yields an output and the sum of exp(logits), stored as exp(largest) * total for numerical stability.
+The outputs are averaged by their shares of the sum:
 
     out = sum of share_t out_t        share_t = exp(largest_t - largest) total_t / total
 
-The backward pass sends keys and values around once more, together with their gradients in f32, which reach their own
-device after n sends. All iterations have the same causal work: of an earlier device's keys all queries see the first
-chunk; of a later device's keys the second chunk of queries sees both chunks (`zigzag`).
+The backward pass sends keys and values around the ring once more, together with their gradients in f32, which return
+to the device of these keys after n sends. With causality all iterations have the same work, since every device has two
+chunks of the sequence (`zigzag.py`): all queries see the first chunk of an earlier device's keys, and the second chunk
+of queries sees both chunks of a later device's keys.
 
-Runs inside `shard_map`. Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers"; Zhu 2024,
-"ring-flash-attention". Shape suffixes as in `formula`.
+These functions run inside `shard_map`. Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers"; Zhu 2024,
+"ring-flash-attention". Shape suffixes are explained in `formula.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class Turn(NamedTuple):
       queries: the index of the device to which the queries belong (this device), traced.
       keys: the index of the device to which the keys belong, traced.
       devices: the number of devices.
-      own: whether both indices are equal; static.
+      own: True if both indices are equal, in the first iteration; static.
     """
 
     queries: jax.Array
@@ -50,9 +52,10 @@ class Parts(NamedTuple):
     """The functions that compute one iteration of the ring on a platform.
 
     Attributes:
-      forward: (q, k, v, extras, form, turn) -> (output, largest [B, T, H], total [B, T, H]).
+      forward: (q, k, v, extras, form, turn) -> (output, largest [B, T, H], total [B, T, H]); the sum of a query's
+        exp(logits) is exp(largest) * total.
       backward: (q, k, v, extras, form, out, largest, total, d_out, turn) -> contributions of this iteration to the
-        gradients of q, k and v.
+        gradients of q, k and v; out, largest and total are those of all iterations together.
     """
 
     forward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
@@ -124,10 +127,11 @@ def _forward(
 def _go_around(
     take_turn: Callable[..., tuple[Any, Any]], carry: Any, sums: Any, passing: Any, axes: Axes
 ) -> tuple[Any, Any]:
-    """Run n iterations of `carry, sums = take_turn(carry, sums, passing, turn)`.
+    """Run n iterations of `carry, sums = take_turn(carry, sums, passing, turn)` on a ring of n devices.
 
-    Between iterations `passing` and `sums` are sent to the next device. `passing` is sent while the iteration that
-    reads it runs. `sums` is sent while the values are computed that are added to it on arrival.
+    Between iterations `passing` (keys and values) and `sums` (their gradients) are sent to the next device, while it
+    computes: `passing` is sent during the iteration that reads it, and `sums` during the computation of the values that
+    are added to it on arrival.
     """
     n, i = lax.axis_size(axes), lax.axis_index(axes)
 

@@ -1,9 +1,9 @@
 """Attention on TPUs by JAX's splash attention: a Pallas kernel that stores no logits and skips blocks of unseen keys.
 
-The kernel takes one row [heads, positions, head size] with a multiple of 128 positions. Other lengths are padded with
-keys that no query sees, and with queries whose outputs are dropped.
+The kernel takes one row of the batch, [heads, positions, head size], with a multiple of 128 positions. Other lengths
+are padded with keys that no query sees, and with queries whose outputs are dropped.
 
-Shape suffixes as in `formula`.
+Shape suffixes are explained in `formula.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LANES = 128
 
 
 def why_not_splash(q_BTHD: jax.Array, extras: Extras, form: Form) -> str:
-    """Return why the kernel can't compute a call; "" if it can."""
+    """Return why the TPU kernel can't compute a call of attention; "" if it can."""
     if extras.windows is not None:
         return "traced windows, such as a window for each row"
     if extras.mask is not None:
@@ -39,7 +39,7 @@ def why_not_splash(q_BTHD: jax.Array, extras: Extras, form: Form) -> str:
 def splash(
     q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Extras, form: Form, *, interpret: bool = False
 ) -> jax.Array:
-    """Compute attention by the kernel; `interpret` runs it without a TPU, slowly."""
+    """Compute attention by the TPU kernel; `interpret` runs it without a TPU, slowly."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
     T, D, S, E = *q_BTHD.shape[1::2], k_BSKD.shape[1], v_BSKE.shape[-1]
@@ -71,7 +71,7 @@ def splash(
 
 
 def _block_size(length: int) -> int:
-    """Return the largest block size that pads the sequence by at most an eighth; 128 if there is none."""
+    """Return 512 or 256 if blocks of this size pad the sequence by at most an eighth of its length; else 128."""
     for block in (512, 256):
         if -length % block <= length // 8:
             return block
@@ -86,7 +86,10 @@ def _pad(x: jax.Array, dim: int, multiple: int) -> jax.Array:
 def _segments(
     T: int, S: int, padded: tuple[int, ...], padded_keys: int, extras: Extras, form: Form
 ) -> tuple[jax.Array, ...] | None:
-    """Return segments of queries and keys, with an own segment for the padding; None if they are not needed."""
+    """Return (segment ids of the padded queries, of the padded keys), in which the padding is a segment of its own.
+
+    None if there are no segments and the kernel's mask hides the padding anyway.
+    """
     B, _, padded_queries, _ = padded
     keys = extras.of_keys()
     if extras.segments is not None and keys is not None:

@@ -1,14 +1,15 @@
 """Run the TPU kernel on chunks of a sequence that is split over devices, with different blocks on each device.
 
-Splash attention takes tables: for each block of queries, which blocks of keys to load, in order, and which of them to
-compute. JAX makes these tables on the host from a mask, the same for all devices. Here they are computed in the
+Splash attention takes tables: for each block of queries, which blocks of keys to load, in order, and which of these
+blocks to compute. JAX makes the tables on the host from a mask, the same for all devices. Here they are computed in the
 program, from the start positions of the device's chunks; they are small, as they have an entry per block, not per
-position. Inside a block the mask follows from the positions (`Sees`): the kernel receives the positions of the queries
-and counts those of the keys.
+position. Inside a block the mask follows from the positions (`Sees`): the kernel receives the positions of the queries,
+and counts the positions of the keys from 0.
 
-No block crosses a boundary of chunks, so that all devices visit equally many blocks: chunks must be multiples of 128.
+No block crosses a boundary between chunks, so that all devices visit equally many blocks: chunks must be multiples of
+128 positions.
 
-Shape suffixes as in `formula`; I and J count blocks of queries and of keys.
+Shape suffixes are explained in `formula.py`; I and J count blocks of queries and of keys.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from jaxshard.layers.attention.formula import Extras, Form
 _LANES = 128
 _MOST = (1024, 2048, 512)
 _MOST_OF_DQ = (512, 1024, 1024)
-"""The largest block sizes: queries, loaded keys, keys computed at a time. (`_MOST_OF_DQ` is for the gradient of q, for
-which the kernel fixes the last.) They are large because skipping a block takes as long as computing a block of
-512 x 512 on a v5p, and a device skips about as many blocks as it visits."""
+"""The largest block sizes: (queries, keys loaded at a time, keys computed at a time). `_MOST_OF_DQ` is for the gradient
+of q, for which the kernel computes all loaded keys at a time. The blocks are large because skipping a block takes as
+long as computing a block of 512 x 512 on a v5p, and a device skips about as many blocks as it visits."""
 
 
 class Blocks(NamedTuple):
-    """Block sizes: queries, keys that are loaded together, keys that are computed together."""
+    """The kernel's block sizes: queries, keys that are loaded together, keys that are computed together."""
 
     queries: int
     keys: int
@@ -38,12 +39,12 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, chunk: int, keys: int) -> Blocks:
-        """Choose block sizes that divide a chunk of queries, and `keys`."""
+        """Choose block sizes that divide a chunk of `chunk` queries, and the number of keys."""
         return cls._of(chunk, keys, _MOST)
 
     @classmethod
     def of_dq(cls, chunk: int, keys: int) -> Blocks:
-        """Choose block sizes for the gradient of the queries."""
+        """Choose such block sizes for the kernel that computes the gradient of the queries."""
         return cls._of(chunk, keys, _MOST_OF_DQ)
 
     @classmethod
@@ -53,11 +54,11 @@ class Blocks(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """The blocks that the kernel loads, in order, and whether it computes each.
+    """The blocks that the kernel loads, in order, for each of I blocks on the other side.
 
     Attributes:
-      next: int32[I, width], the block to load in each iteration.
-      counts: bool[I, width], whether the iteration computes anything.
+      next: int32[I, width], the index of the block to load in each iteration.
+      counts: bool[I, width], False for an iteration that computes nothing.
     """
 
     next: jax.Array
@@ -93,7 +94,10 @@ def splash_chunks(
     starts: Starts,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute attention of chunks of queries to all keys, causal or with a window, by the kernel."""
+    """Compute attention of chunks of queries to all keys, causal or with a window, by the TPU kernel.
+
+    `starts.queries` has the start positions of the chunks; `interpret` runs the kernel without a TPU, slowly.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
     T, S, E = q_BTHD.shape[1], k_BSKD.shape[1], v_BSKE.shape[-1]
@@ -130,7 +134,7 @@ def heads_first(x_BTHD: jax.Array, *, scale: bool = False) -> jax.Array:
 
 
 def _largest(length: int, most: int) -> int:
-    """Return the largest divisor of `length` among the multiples of 128 up to `most`."""
+    """Return the largest multiple of 128, up to `most`, that divides `length`."""
     return next(size for size in range(most, 0, -_LANES) if length % size == 0)
 
 
@@ -138,15 +142,15 @@ def _largest(length: int, most: int) -> int:
 
 
 def visits(form: Form, starts: jax.Array, T: int, S: int, blocks: Blocks, *, of_keys: bool = False) -> Visits:
-    """List the blocks of keys that each block of queries visits, or (of_keys) the reverse.
+    """List the blocks of keys that the kernel visits for each block of queries.
 
     Args:
-      form: causal, window.
+      form: the call's static arguments; causality and the window are read.
       starts: the start positions of the chunks of queries.
       T: the number of queries.
       S: the number of keys, from position 0 on.
       blocks: the block sizes.
-      of_keys: list the blocks of queries that each block of keys visits.
+      of_keys: list instead the blocks of queries that the kernel visits for each block of keys.
     """
     in_chunk = T // starts.size // blocks.queries
     first = (starts[:, None] + jnp.arange(in_chunk) * blocks.queries).reshape(-1)
@@ -173,7 +177,10 @@ def visits(form: Form, starts: jax.Array, T: int, S: int, blocks: Blocks, *, of_
 
 
 def tables(form: Form, starts: jax.Array, T: int, S: int, blocks: Blocks, of_dq: Blocks) -> tuple[Any, Any, Any]:
-    """Return splash attention's tables for the forward pass, the gradient of q, and the gradients of k and v."""
+    """Return splash attention's tables for (the forward pass, the gradient of q, the gradients of k and v).
+
+    `blocks` are the block sizes of the forward pass and of the gradients of k and v, `of_dq` of the gradient of q.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
     each = T // starts.size

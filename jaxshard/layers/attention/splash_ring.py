@@ -1,10 +1,10 @@
 """Compute the iterations of ring attention (`ring`) by the TPU kernel.
 
 Every iteration has static shapes. With its own keys a device computes plain causal attention. With the keys of an
-earlier device it computes all queries x the first chunk of keys, with the keys of a later device the second chunk of
-queries x all keys, both without a mask.
+earlier device it computes attention of all queries to the first chunk of keys, with the keys of a later device
+attention of the second chunk of queries to all keys, both without a mask. (Every device has two chunks: `zigzag.py`.)
 
-Shape suffixes as in `formula`.
+Shape suffixes are explained in `formula.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Results = tuple[jax.Array, ...]
 
 
 def splash_turns(*, interpret: bool = False) -> Parts:
-    """Make `Parts` that compute an iteration by the kernel; `interpret` runs it without a TPU, slowly."""
+    """Make `Parts` that compute an iteration of the ring by the TPU kernel; `interpret` needs no TPU, but is slow."""
 
     def forward(
         q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, form: Form, turn: Turn
@@ -50,7 +50,11 @@ def splash_turns(*, interpret: bool = False) -> Parts:
 
 
 def _by_turn(part: Any, put: Any, queries: Any, keys: Any, form: Form, turn: Turn) -> Any:
-    """Compute the visible part of queries and keys of an iteration, and pad the results to full size."""
+    """Compute an iteration of the ring: call `part` on the chunks of queries and keys that see each other.
+
+    `put(results, later)` pads the results of `part` to all queries and keys of the device; `later` is True if the keys
+    belong to a later device, and False for an earlier device.
+    """
     if turn.own or not form.causal:
         return part(queries, keys, causal=form.causal)
 
@@ -87,7 +91,7 @@ def _put_backward(found: _Results, later: bool) -> _Results:
 
 
 def _kernel_form(q: jax.Array, k: jax.Array, form: Form, causal: bool) -> tuple[Any, Any, Any]:
-    """Return (block sizes, tables, mask) of plain causal attention, or of attention to all keys."""
+    """Return the kernel's (block sizes, tables, mask function), for causal attention or else attention to all keys."""
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
     T, S = q.shape[1], k.shape[1]

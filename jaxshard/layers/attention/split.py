@@ -1,9 +1,9 @@
 """Split attention over devices by the current layout: rows, heads and positions.
 
-Inside jaxshard's steps some mesh axes are manual already: under `js.explicit` the axes of the batch and of the context.
-A `shard_map` here makes all other axes manual, because the compiler can't split a kernel.
+Inside jaxshard's steps some mesh axes are manual already: under `js.explicit` the axes over which the batch and the
+sequence are split. A `shard_map` here makes all other axes manual, because the compiler can't split a kernel.
 
-Shape suffixes as in `formula`.
+Shape suffixes are explained in `formula.py`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Split:
 
     Attributes:
       mesh: the mesh around the call; None without a layout.
-      manual: the mesh axes that are manual already.
-      rows: the axes over which the `shard_map` splits rows.
-      heads: the axes over which it splits heads of queries.
-      kv_heads: the axes over which it splits heads of keys and values: `heads`, or none.
-      context: the context parallelism, if keys and values are exchanged; else None.
-      queries: the axes over which only queries are split, if a bias or mask rules out context parallelism.
-      length: the number of queries, of this device if positions are manual already.
-      uneven_rows: why no axis can be made manual, or "".
-      whole: why keys are replicated although there is a context, or "".
-      whole_over: the axes over which they are replicated.
+      manual: the mesh axes that are manual already around the call.
+      rows: the axes over which the `shard_map` of `run` splits rows.
+      heads: the axes over which this `shard_map` splits heads of queries.
+      kv_heads: the axes over which it splits heads of keys and values: the axes of `heads`, or none.
+      context: the layout's context parallelism, if the call uses it; else None.
+      queries: the axes over which only the queries are split, if the call can't use the context parallelism.
+      length: the number of queries of the call: of this device if the axes of the sequence are manual already.
+      uneven_rows: why no axis can be made manual: the devices do not divide the rows; else "".
+      whole: why keys are replicated although the layout has context parallelism, or "".
+      whole_over: the axes over which keys are then replicated.
     """
 
     mesh: Mesh | None = None
@@ -59,7 +59,7 @@ class Split:
 
     @classmethod
     def in_force(cls, q_BTHD: jax.Array, k_BSKD: jax.Array, extras: Extras, form: Form) -> Split:
-        """Return how the current layout splits a call.
+        """Return how the current layout splits a call of attention.
 
         Raises:
           ValueError: heads that the axis does not divide; an argument that context parallelism does not support.
@@ -96,7 +96,10 @@ class Split:
         return cls(mesh, manual, batch, heads, kv_heads, context, queries, T, "", whole, whole_over)
 
     def why_not(self, why_not_chunks: Callable[[int], str], form: Form) -> str:
-        """Return why a kernel can't compute a device's chunks of the sequence; "" if it can or if there are none."""
+        """Return why a kernel can't compute a device's chunks of the sequence; "" if it can or if there are none.
+
+        `why_not_chunks` returns why the kernel can't compute chunks of a given length.
+        """
         if self.context is None or self.mesh is None:
             return ""
         sizes = {axis: self.mesh.shape[axis] for axis in self.context.axis}
@@ -108,7 +111,7 @@ class Split:
     def run(
         self, kernels: Kernels, q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Extras, form: Form
     ) -> jax.Array:
-        """Compute attention in a `shard_map` over all axes that are not manual yet."""
+        """Compute attention in a `shard_map` over all mesh axes that are not manual yet."""
         mesh = self.mesh
         automatic = set() if mesh is None or self.uneven_rows else set(mesh.axis_names) - self.manual
         if mesh is None or not automatic or mesh.size == 1:
@@ -167,7 +170,7 @@ class Split:
 
 
 def _why_whole(T: int, S: int, n: int, extras: Extras, form: Form) -> str:
-    """Return why context parallelism over n devices can't be used for global arrays; "" if it can."""
+    """Return why context parallelism over n devices can't compute T queries and S keys; "" if it can."""
     if extras.bias is not None or extras.mask is not None:
         return f"a {'bias' if extras.mask is None else 'mask'} is given"
     if extras.keep is not None:
@@ -179,7 +182,14 @@ def _why_whole(T: int, S: int, n: int, extras: Extras, form: Form) -> str:
 
 
 def heads_for(x_BSKD: jax.Array, own: int, shared_by: int, axes: tuple[str, ...]) -> jax.Array:
-    """Select the heads of keys or values that this device's `own` heads of queries use."""
+    """Select the heads of keys or values that this device's heads of queries use.
+
+    Args:
+      x_BSKD: keys or values with all heads.
+      own: the number of heads of queries on this device.
+      shared_by: the number of heads of queries that share a head of keys and values.
+      axes: the mesh axes over which heads of queries are split.
+    """
     first = jax.lax.axis_index(axes) * own
     if shared_by % own == 0:
         return jax.lax.dynamic_slice_in_dim(x_BSKD, first // shared_by, 1, 2)

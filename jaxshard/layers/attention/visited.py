@@ -15,11 +15,14 @@ def visited_blocks(form: Form, length: int, devices: int, *, block: int | None =
     """Count the pairs of blocks that each device visits in the forward pass, for one row and head.
 
     Args:
-      form: causal, window.
+      form: the call's static arguments; causality and the window are read.
       length: the length of the full sequence.
-      devices: the number of devices over which it is split, in zigzag order.
-      block: the largest block of `blockwise`; None counts the blocks of the TPU kernel.
-      ring: count for ring attention; only for `blockwise`.
+      devices: the number of devices over which the sequence is split, in zigzag order.
+      block: the largest block size of `blockwise`; None counts the blocks of the TPU kernel.
+      ring: count the blocks of ring attention; needs `block`.
+
+    Returns:
+      The number of pairs (block of queries, block of keys) for each device.
     """
     own = length // devices
     starts = jax.vmap(lambda i: chunk_starts(i, devices, own))(jnp.arange(devices))

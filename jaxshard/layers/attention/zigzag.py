@@ -1,15 +1,15 @@
-"""Zigzag order: split a sequence over devices so that all have the same causal work.
+"""Zigzag order: split a sequence over devices so that all devices have the same work in causal attention.
 
 The sequence is split into 2n chunks, and device i of n has the chunks i and 2n - 1 - i:
 
     n = 4, chunks of the sequence    0 1 2 3 4 5 6 7
     device                           0 1 2 3 3 2 1 0
 
-A query sees the keys before it, so chunk j sees about j chunks of keys. Every device's two chunks together see the same
-number, i + (2n - 1 - i). Source: Zhu 2024, "ring-flash-attention" (zigzag); Brandon et al. 2023, "Striped Attention",
-for another order.
+A query sees the keys before it, so chunk j of queries sees about j chunks of keys. The two chunks of a device together
+see i + (2n - 1 - i) = 2n - 1 chunks, the same number on every device. Source: Zhu 2024, "ring-flash-attention"
+(zigzag); Brandon et al. 2023, "Striped Attention", for another order.
 
-Functions with `axes` run inside `shard_map`, over the n devices along these mesh axes, in row-major order.
+Functions with `axes` run inside `shard_map`, over the n devices along these mesh axes, counted in row-major order.
 """
 
 from __future__ import annotations
@@ -22,32 +22,33 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 Axes = tuple[str, ...]
+"""Names of mesh axes."""
 
 
 def chunk_starts(i: Any, n: int, length: int) -> jax.Array:
-    """Return the start positions of the two chunks of device i of n, int32[2]; `length` is their total length."""
+    """Return the start positions of the two chunks of device i of n, int32[2]; both together have `length`."""
     return jnp.stack([jnp.asarray(i), jnp.asarray(2 * n - 1 - i)]).astype(jnp.int32) * (length // 2)
 
 
 def to_zigzag(x: Shaped[Array, "*dims"], n: int, dim: int) -> Shaped[Array, "*dims"]:
-    """Reorder a sequence so that n equal parts are the devices' shards: chunks 0 2n-1 1 2n-2 ..."""
+    """Reorder dimension `dim` to the chunks 0, 2n-1, 1, 2n-2, ..., so that n equal parts are the devices' shards."""
     chunks = x.reshape(*x.shape[:dim], 2, n, -1, *x.shape[dim + 1 :])
     low, high = (jnp.take(chunks, half, dim) for half in range(2))
     return jnp.stack([low, jnp.flip(high, dim)], dim + 1).reshape(x.shape)
 
 
 def from_zigzag(x: Shaped[Array, "*dims"], n: int, dim: int) -> Shaped[Array, "*dims"]:
-    """Reorder the devices' concatenated shards to the order of the sequence: the inverse of `to_zigzag`."""
+    """Reorder the concatenated shards of n devices to the order of the sequence: the inverse of `to_zigzag`."""
     chunks = x.reshape(*x.shape[:dim], n, 2, -1, *x.shape[dim + 1 :])
     low, high = (jnp.take(chunks, half, dim + 1) for half in range(2))
     return jnp.concatenate([low, jnp.flip(high, dim)], dim).reshape(x.shape)
 
 
 def exchange_to_zigzag(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """Exchange chunks so that device i, which had the consecutive chunks 2i and 2i + 1, has those of zigzag order.
+    """Exchange chunks between devices: device i sends the chunks 2i and 2i + 1, and gets i and 2n - 1 - i.
 
-    Collectives: two permutes, each of half of `x`. On even devices the even chunk is the first half, on odd devices the
-    second half.
+    Collectives: two permutes, each of half of `x`, of all even chunks and of all odd chunks. In the result the chunk
+    with an even index is the first half on even devices, and the second half on odd devices.
     """
     n = lax.axis_size(axes)
     halves = jnp.split(x, 2, axis=dim)
@@ -70,6 +71,6 @@ def exchange_from_zigzag(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
 
 
 def _moves(n: int, slot: int) -> list[tuple[int, int]]:
-    """Return (source, destination) of chunk 2i + slot for every device i."""
+    """Return, for every device i, (i, the device that has chunk 2i + slot in zigzag order)."""
     chunks = [2 * i + slot for i in range(n)]
     return [(i, min(chunk, 2 * n - 1 - chunk)) for i, chunk in enumerate(chunks)]

@@ -1,15 +1,16 @@
 """Send rows that are sorted by expert to the devices of their experts, and back, by all-to-alls.
 
-Every device of the axis holds E / n experts. All devices know how many rows each device sends to every expert, so each
-can compute all offsets. On a device the rows arrive in the order (expert, sender):
+Each of the n devices along the mesh axis holds E / n experts. All devices know how many rows each device sends to every
+expert, so each device can compute all offsets. On a device the rows arrive in the order (expert, sender):
 
     device 0 sends   a a b c d d       a, b: experts of device 0        device 0 receives   a a a b b
     device 1 sends   a b c c           c, d: experts of device 1        device 1 receives   c c c d d
                                                                                     in windows of 3 rows: a a a | b b .
 
-The number of rows that a device receives depends on the routing, and may be all rows. So rows are exchanged in windows
-of a fixed size, as many as needed: no row is dropped, and no buffer is larger than a window. There are two forms. With
-a balanced routing both need a single window:
+The number of rows that a device receives depends on the routing, and may be the rows of all devices. So rows are
+exchanged in rounds, as many as needed, in each of which a device receives at most a fixed number of rows, a window: no
+row is dropped, and no buffer is larger than a window. There are two forms of exchange. With a balanced routing both
+need a single window:
 
     ragged    a ragged all-to-all; a window has the next `rows` rows that a device receives
     equal     an all-to-all of equal counts; a window has the next `rows / n` rows of each pair of devices
@@ -30,12 +31,14 @@ _used = jax.make_user_context(default_value=None)
 
 
 class Slices(NamedTuple):
-    """Slices of a device's rows by peer and expert, int32[devices * experts of a device]; empty slices begin at 0.
+    """A device's rows in an exchange: a slice for each pair (other device, expert of the receiver).
+
+    All fields are int32[devices * experts of a device]. An empty slice has the offset 0.
 
     Attributes:
       offsets: the first row of each slice in this device's array.
       sizes: the number of rows of each slice.
-      remote: the first row of each slice in the peer's array.
+      remote: the first row of each slice in the other device's array.
     """
 
     offsets: jax.Array
@@ -44,12 +47,12 @@ class Slices(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The slices of one exchange.
+    """The slices that a device sends and receives in one round of the exchange.
 
     Attributes:
-      sent: slices of this device's sorted rows, by receiver and expert.
-      received: slices of the window, by sender and expert.
-      sizes: int32[experts of a device], the number of rows of each expert in the window, which are sorted by expert.
+      sent: slices of this device's rows (sorted by expert), for each receiver and expert.
+      received: slices of the array of received rows, for each sender and expert.
+      sizes: int32[experts of a device], the number of received rows of each expert; received rows are sorted by expert.
     """
 
     sent: Slices
@@ -58,19 +61,19 @@ class Window(NamedTuple):
 
 
 def use_form(form: Form) -> AbstractContextManager[None]:
-    """Make a context in which rows are exchanged in this form on all devices."""
+    """Make a context manager in which `form_for` returns this form, whatever the devices support or the user asks."""
     context: AbstractContextManager[None] = _used(form)
     return context
 
 
 def form_for(devices: Sequence[Any], asked: Form | None = None) -> Form:
-    """Return the form for a mesh of these devices: set by `use_form`, else asked for, else the best."""
+    """Return the form of exchange for a mesh of these devices: as set by `use_form`, else `asked`, else the best."""
     used: Form | None = _used.value
     return used or asked or _best_form(devices)
 
 
 def _best_form(devices: Sequence[Any]) -> Form:
-    """Return the best form that the devices support.
+    """Return the best form of exchange that the devices support.
 
     CPUs have no ragged all-to-all. Neither have v5e slices of more than 16 chips: libtpu 0.0.42 and 0.0.52 say "not
     supported in limited ICI routing settings". Try again with later versions.
@@ -82,13 +85,13 @@ def _best_form(devices: Sequence[Any]) -> Form:
 
 
 def gather_counts(counts_E: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """All-gather the counts of all devices along the axes, int32[devices, E]."""
+    """All-gather the numbers of rows for each expert from all devices along the axes, int32[devices, E]."""
     gathered: jax.Array = jax.lax.all_gather(counts_E, axes)
     return gathered
 
 
 def count_windows(counts_nE: jax.Array, rows: int, form: Form) -> jax.Array:
-    """Return the number of windows that the device with the most rows needs."""
+    """Return the number of windows in which all rows are exchanged: as many as the busiest device needs."""
     n = counts_nE.shape[0]
     of_pairs = counts_nE.reshape(n, n, -1).sum(-1)
     most, room = (of_pairs.sum(0), rows) if form == "ragged" else (of_pairs, rows // n)
@@ -96,13 +99,13 @@ def count_windows(counts_nE: jax.Array, rows: int, form: Form) -> jax.Array:
 
 
 def plan_window(counts_nE: jax.Array, me: jax.Array, index: jax.Array, rows: int, form: Form) -> Window:
-    """Plan the exchange of a window.
+    """Compute which slices of rows this device sends and receives in one window of the exchange.
 
     Args:
       counts_nE: how many rows each device has for each expert.
-      me: this device's index along the axes.
+      me: this device's index along the mesh axes.
       index: the index of the window.
-      rows: the number of received rows in a window.
+      rows: the most rows that a device receives in a window.
       form: the form of exchange.
     """
     n = counts_nE.shape[0]
@@ -125,7 +128,10 @@ def plan_window(counts_nE: jax.Array, me: jax.Array, index: jax.Array, rows: int
 
 
 def _pack(counts: jax.Array) -> jax.Array:
-    """Return the first row of slices [sender, receiver, expert] in the receiver's array, ordered (expert, sender)."""
+    """Return the first row of each slice in the receiver's array, whose slices are in the order (expert, sender).
+
+    The argument, the number of rows of each slice, and the result are int32[sender, receiver, expert of the receiver].
+    """
     arrived = counts.transpose(1, 2, 0)
     ends = jnp.cumsum(arrived.reshape(arrived.shape[0], -1), 1).reshape(arrived.shape)
     return (ends - arrived).transpose(2, 0, 1)
@@ -134,13 +140,13 @@ def _pack(counts: jax.Array) -> jax.Array:
 def exchange(
     rows: jax.Array, into: jax.Array, sent: Slices, received: Slices, axes: tuple[str, ...], pair: int | None
 ) -> jax.Array:
-    """Send slices of `rows` to the devices along the axes, and write the received slices into `into`.
+    """Send slices of `rows` to the devices along the axes; return `into` with the received slices written to it.
 
     Rows of `into` outside of the received slices stay as they are. To send received rows back, swap `sent` and
     `received`.
 
     Collectives: a ragged all-to-all if `pair` is None; else an all-to-all of `pair` rows for each pair of devices,
-    which must not exchange more.
+    none of which may have more rows to exchange.
     """
     if pair is None:
         ragged: jax.Array = jax.lax.ragged_all_to_all(
@@ -154,7 +160,7 @@ def exchange(
 
 
 def _list_rows(slices: Slices, n: int, pair: int) -> jax.Array:
-    """Return the row indices of each peer's slices, concatenated and padded with 0 to `pair`, int32[n * pair]."""
+    """Return the indices of the rows for the all-to-all: for each of n devices `pair` indices, padded with 0."""
     offsets, sizes = (x.reshape(n, -1) for x in slices[:2])
     ends = jnp.cumsum(sizes, 1)
     i = jnp.arange(pair)
@@ -165,7 +171,7 @@ def _list_rows(slices: Slices, n: int, pair: int) -> jax.Array:
 
 
 def _find_rows(slices: Slices, n: int, pair: int, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Return for each of `rows` rows (its place in the list of `_list_rows`, whether it is in the list)."""
+    """Return, for each of `rows` rows, (its index in the result of `_list_rows`, True if it is in that result)."""
     sizes = slices.sizes.reshape(n, -1)
     listed = jnp.cumsum(sizes, 1) - sizes + jnp.arange(n)[:, None] * pair
     within = jnp.arange(rows)[:, None] - slices.offsets

@@ -1,10 +1,12 @@
-"""The part of `js.moe` that runs on one device, which holds all experts or its shard of them.
+"""The part of `js.moe` that runs on one device, which holds all experts or a shard of the experts.
 
-With all experts, tokens are sorted by expert, and JAX differentiates the rest. With a shard of the experts, rows are
-exchanged in windows (`exchange.py`), and a custom_vjp defines the backward pass: it sends the rows again and recomputes
-each window's hidden activations, so that no residual has the size of a window or of the hidden layer.
+If a device has all experts, it sorts the tokens by expert, and JAX differentiates the products. If it has a shard of
+the experts, rows are exchanged between devices in windows of a fixed number of rows (`exchange.py`), and a custom_vjp
+defines the backward pass: it sends the rows again and recomputes each window's hidden activations, so that no residual
+has the size of a window or of the hidden layer.
 
-Shape suffixes: N tokens, k experts of each, R = N * k rows sorted by expert, M rows of a window, C width.
+Shape suffixes: N tokens, k experts of each token, R = N * k rows sorted by expert, M rows of a window, C width, E
+experts on all devices. A choice is a pair of a token and one of its experts.
 """
 
 from __future__ import annotations
@@ -24,21 +26,21 @@ from jaxshard.layers.moe.grouped import Dot, Way
 from jaxshard.layers.moe.routing import Choice
 
 Experts = Callable[[PyTree, jax.Array, Dot], jax.Array]
-"""The user's function: (params, rows sorted by expert, dot) -> rows."""
+"""The user's function, `fn` of `js.moe`: (params, rows sorted by expert, dot) -> rows."""
 
 ROOM = 1.25
 """The size of a window, as a multiple of the rows that a device receives under balanced routing."""
 LARGEST = 4096
-"""The most rows of a window (but at least 2048 for each expert): enough for products at full speed."""
+"""The most rows of a window, or 2048 for each expert if that is more: enough for matrix products at full speed."""
 
 
 class Order(NamedTuple):
-    """The permutation that sorts rows by expert. A choice is one of the R = N * k pairs of a token and its expert.
+    """The permutation that sorts the R = N * k choices, the pairs of a token and one of its experts, by expert.
 
     Attributes:
       of_rows: int32[R], the index of the choice for each sorted row.
       of_choices: int32[R], the index of the sorted row for each choice.
-      counts: int32[E], the rows of each expert; dropped choices are sorted to the end and not counted.
+      counts: int32[E], the number of rows of each expert; dropped choices are sorted to the end and not counted.
     """
 
     of_rows: jax.Array
@@ -69,7 +71,7 @@ def apply_all(fn: Experts, params: PyTree, x_NC: jax.Array, choice: Choice, E: i
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sort_tokens(k: int, x_NC: jax.Array, order: Order) -> jax.Array:
-    """Repeat each token for its k experts, sorted by expert. A custom_vjp, since a scatter is slow on TPUs."""
+    """Repeat each token for its k experts, and sort the rows by expert; differentiated without a slow scatter."""
     return x_NC[order.of_rows // k]
 
 
@@ -85,7 +87,7 @@ _sort_tokens.defvjp(_sort_forward, _sort_backward)
 
 
 def _sum_choices(k: int, dx_RC: jax.Array, order: Order) -> jax.Array:
-    """Sum the rows of each token, [N, C]; rows of dropped choices are undefined and left out."""
+    """Sum the k rows of each token, [R, C] -> [N, C]; rows of dropped choices are undefined and left out."""
     own = order.of_choices < order.counts.sum()
     dx = jnp.where(own[:, None], dx_RC[order.of_choices], 0).reshape(-1, k, dx_RC.shape[1])
     return dx.sum(1, dtype=jnp.promote_types(dx.dtype, jnp.float32)).astype(dx_RC.dtype)
@@ -108,7 +110,10 @@ _unsort.defvjp(_unsort_forward, _unsort_backward)
 
 
 def _weigh(y_RC: jax.Array, choice: Choice, E: int) -> jax.Array:
-    """Sum the outputs of each token's experts with its weights, in f32: rows in the order of the choices -> [N, C]."""
+    """Sum the outputs of each token's k experts, multiplied by the router's weights, in f32: [R, C] -> [N, C].
+
+    The rows are in the order of the choices, not sorted by expert. Dropped choices count as zero.
+    """
     y_NkC = y_RC.reshape(*choice.experts.shape, -1)
     y_NkC = jnp.where((choice.experts < E)[..., None], y_NkC, 0)
     weights = jnp.where(choice.experts < E, choice.weights, 0 * choice.weights)  # 0 * NaN keeps a NaN of the router
@@ -120,7 +125,7 @@ def _weigh(y_RC: jax.Array, choice: Choice, E: int) -> jax.Array:
 
 
 class Load(NamedTuple):
-    """The load of all devices.
+    """The numbers of rows that all devices exchange, and the number of windows that this takes.
 
     Attributes:
       counts: int32[devices, E], the rows that each device has for each expert.
@@ -132,16 +137,17 @@ class Load(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The split of experts over devices, and the form of their computation.
+    """The split of experts over devices, the exchange of rows, and the computation of products.
 
     Attributes:
       axes: the manual mesh axes over which experts are split.
       devices: the number of devices along these axes.
-      experts: the number of experts on all devices.
+      experts: the number of experts on all devices together.
       window: the number of rows of a window.
-      way: how products are computed.
-      form: how rows are exchanged.
-      others: the other manual axes; devices along these exchange rows in groups of their own.
+      way: how grouped matrix products are computed.
+      form: the form of the exchange of rows.
+      others: the other manual mesh axes. At every index along them the devices along `axes` are a group of their own,
+        which exchanges rows.
     """
 
     axes: tuple[str, ...]
@@ -153,36 +159,38 @@ class Share(NamedTuple):
     others: tuple[str, ...] = ()
 
     def count_windows(self, counts: jax.Array) -> jax.Array:
-        """Return the number of windows, the same on every device, by a pmax of a scalar over the other axes.
+        """Return the number of windows that the busiest group of devices needs, for all groups alike, by a pmax.
 
-        A group of devices could stop once it has all of its rows. But then a loop with collectives would run more
-        iterations in other groups. That is safe only for collectives with groups; a compiler may replace them by
-        permutes, which have no groups and wait for all devices.
+        A group of devices that needs fewer windows could stop earlier. But then the loop, which has collectives, would
+        run more iterations in other groups. That is safe only for collectives with device groups; a compiler may
+        replace them by permutes, which have no groups and wait for all devices.
         """
         count = count_windows(counts, self.window, self.form)
         most: jax.Array = jax.lax.pmax(count, self.others) if self.others else count
         return most
 
     def inputs(self, x_NC: jax.Array) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """Return the shapes of a window's rows, and of the number of rows of each expert."""
+        """Return the shapes of (the rows of a window, the number of rows of each of this device's experts)."""
         rows = jax.ShapeDtypeStruct((self.window, x_NC.shape[1]), x_NC.dtype)
         return rows, jax.ShapeDtypeStruct((self.experts // self.devices,), jnp.int32)
 
     def plan(self, counts: jax.Array, index: jax.Array) -> Window:
-        """Plan the exchange of a window on this device."""
+        """Compute which rows this device sends and receives in a window, from the counts of all devices."""
         return plan_window(counts, jax.lax.axis_index(self.axes), index, self.window, self.form)
 
     def exchange(self, rows: jax.Array, into: jax.Array, sent: Slices, received: Slices) -> jax.Array:
-        """Exchange slices of `rows`; see `exchange`."""
+        """Send and receive slices of rows along the axes of the experts; see the function `exchange`."""
         pair = None if self.form == "ragged" else self.window // self.devices
         return exchange(rows, into, sent, received, self.axes, pair)
 
 
 def window_rows(rows: int, k: int, devices: int, experts_here: int) -> int:
-    """Return the size of windows: the smallest of the worst case, `ROOM` times a balanced load, and `LARGEST`.
+    """Return the number of rows of a window.
+
+    The smallest of: the most rows that a device can receive, `ROOM` times the rows of a balanced load, and `LARGEST`.
 
     Args:
-      rows: the rows that each device sends, N * k.
+      rows: the number of rows that each device sends, N * k.
       k: the number of experts of a token, all different: a device receives a token at most once for each expert there.
       devices: the number of devices over which experts are split.
       experts_here: the number of experts on each device.
@@ -197,8 +205,9 @@ def window_rows(rows: int, k: int, devices: int, experts_here: int) -> int:
 def apply_share(fn: Experts, params: PyTree, x_NC: jax.Array, choice: Choice, share: Share) -> jax.Array:
     """Compute the weighted sum over each token's experts, which are split over the devices along the axes.
 
-    Collectives: an all-gather of the counts int32[E], and a pmax of a scalar over the other axes. For each window two
-    exchanges of rows in the forward pass and five in the backward pass, two of these of one scalar per row.
+    Collectives: an all-gather of the counts int32[E], and a pmax of a scalar over the other manual mesh axes. For each
+    window two exchanges of rows in the forward pass and five in the backward pass; two of the five send one scalar per
+    row.
     """
     order = sort_by_expert(choice.experts, share.experts)
     program = _close(fn, params, *share.inputs(x_NC), share.way)
@@ -209,12 +218,12 @@ def apply_share(fn: Experts, params: PyTree, x_NC: jax.Array, choice: Choice, sh
 
 
 class _Program(NamedTuple):
-    """The user's function without closure: arrays that it closes over become inputs, which custom_vjp needs.
+    """The user's function with the arrays that it closes over as inputs, as `jax.custom_vjp` requires.
 
     Attributes:
-      call: (floats, others, rows, sizes) -> rows.
-      floats: the differentiable arrays among params and closed-over arrays.
-      others: all other arrays among these.
+      call: (floats, others, rows, number of rows of each expert) -> rows.
+      floats: the floating-point arrays among the parameters and the closed-over arrays.
+      others: all other arrays among the parameters and the closed-over arrays.
     """
 
     call: Callable[[Sequence[jax.Array], Sequence[Any], jax.Array, jax.Array], jax.Array]
@@ -246,13 +255,13 @@ def _close(fn: Experts, params: PyTree, rows: Any, sizes: Any, way: Way) -> _Pro
 
 
 def _empty(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Return an uninitialized array, of which only the written parts are read."""
+    """Return an uninitialized array; the caller must read only what it has written."""
     array: jax.Array = jax.lax.empty(shape, dtype)
     return array
 
 
 def _mask(x: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Zero the unused rows at the end of a window."""
+    """Zero the unused rows at the end of a window, after the rows that `sizes` counts."""
     own = jnp.arange(x.shape[0]) < sizes.sum()
     return jnp.where(own.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
 
@@ -284,10 +293,10 @@ def _apply_forward(share: Share, call: Any, *args: Any) -> tuple[jax.Array, Any]
 
 
 def _apply_backward(share: Share, call: Any, kept: Any, dout_NC: jax.Array) -> tuple[Any, ...]:
-    """Recompute each window and its derivative.
+    """Send the rows of each window again, recompute the experts' outputs, and send the gradients back.
 
-    The gradient of a row's weight w, sum(dout * y), is computed on the device of its expert. So dout and w are sent,
-    not w * dout.
+    The gradient of the router's weight w of a row, sum(dout * y), is computed on the device of the row's expert. So
+    dout and w are sent, not w * dout.
     """
     x_NC, choice, floats, others, order, load = kept
     N, k = choice.experts.shape

@@ -23,11 +23,11 @@ from jaxshard.core.counting import is_counting
 
 
 class Way(NamedTuple):
-    """The implementation of grouped products.
+    """The choice of how to compute grouped products.
 
     Attributes:
-      platform: the platform of the devices.
-      full: whether every row has a group.
+      platform: the platform of the devices, such as "tpu", which determines the implementation.
+      full: True if every row has a group, so that no result needs to be zeroed.
     """
 
     platform: str
@@ -110,7 +110,7 @@ def _take_forward(rows: int, b: jax.Array, sizes_G: jax.Array) -> tuple[jax.Arra
 
 
 def _take_backward(rows: int, sizes_G: jax.Array, dy: jax.Array) -> tuple[jax.Array, None]:
-    """Sum the rows of each group by a matrix product with a one-hot matrix: scatters are slow on TPUs."""
+    """Sum the gradient's rows of each group by a product with a one-hot matrix, since scatters are slow on TPUs."""
     groups = group_of_rows(rows, sizes_G)
     ones_GM = (groups == jnp.arange(sizes_G.shape[0])[:, None]).astype(dy.dtype)
     dy = jnp.where((groups < sizes_G.shape[0]).reshape(-1, *(1,) * (dy.ndim - 1)), dy, 0)
@@ -126,7 +126,7 @@ _take.defvjp(_take_forward, _take_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(way: Way, transposed: bool, x_MC: jax.Array, w: jax.Array, sizes_G: jax.Array) -> jax.Array:
-    """Multiply each row by w[group], or by its transpose."""
+    """Multiply each row by the matrix of its group, w[group], or by the transpose of this matrix."""
     if way.platform == "tpu":
         y = _by_megablox(x_MC, w, sizes_G, transposed)
         # The kernel does not write rows without a group, which are uninitialized memory.
@@ -157,7 +157,7 @@ def _pad(x_MC: jax.Array, multiple: int) -> jax.Array:
 
 
 def _tiling(rows: int, width: int, out: int, dtype: Any) -> tuple[int, int, int]:
-    """Return the tile sizes (rows, C, H): double-buffered they take 10 MB of VMEM."""
+    """Return the tile sizes (rows, C, H) of the TPU kernels, whose double buffers then take 10 MB of VMEM."""
     side = 1024 if jnp.dtype(dtype).itemsize <= 2 else 512
     return min(512, -(-rows // 128) * 128), min(side, width), min(side, out)
 
@@ -186,7 +186,7 @@ def _outer_by_megablox(x_MC: jax.Array, y_MH: jax.Array, sizes_G: jax.Array, dty
 
 
 def _block_size(rows: int, groups: int) -> int:
-    """Return the rows of a block: at most a quarter of an average group, a power of two from 8 to 512.
+    """Return the number of rows of a block: a power of two from 8 to 512, about a quarter of an average group.
 
     The last block of a group is half empty on average, so about 1/8 of the work is wasted at most.
     """
@@ -195,9 +195,10 @@ def _block_size(rows: int, groups: int) -> int:
 
 
 def _blocks(rows: int, sizes_G: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return (the group of each block, its first row, the end of each group [G], the number of blocks).
+    """Divide each group's rows into blocks.
 
-    The blocks of a group begin at its first row; the last block may extend beyond the group.
+    Return (the group of each block, the first row of each block, the end of each group [G], the number of blocks). The
+    blocks of a group begin at the group's first row; the last block may extend beyond the group.
     """
     ends = jnp.cumsum(sizes_G)
     count = -(-sizes_G // block)

@@ -2,7 +2,7 @@
 
     check arguments -> route, on global arrays -> compute each device's tokens and experts -> weighted sum
 
-Shape suffixes as in `experts`.
+Shape suffixes such as `_NC` are explained in `experts.py`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def moe(
 
         def fn(params, rows, dot):                                   # rows: [any number, C]
             hidden = jax.nn.silu(dot(rows, params["gate"])) * dot(rows, params["up"])
-            return dot(hidden, params["down"])                       # dot.of(b) is a bias's row for each row
+            return dot(hidden, params["down"])                       # for a bias b: + dot.of(b)
 
         out, routing = js.moe(x, x @ router, fn, params, k=2)        # gate, up: [E, C, H], down: [E, H, C]
 
@@ -58,34 +58,36 @@ def moe(
     matrices of its own expert: by Pallas kernels (megablox) on TPUs, elsewhere in blocks.
 
     The current layout determines the sharding. Under `js.expert` each device holds some of the experts, and rows are
-    sent to the devices of their experts by ragged all-to-alls, on CPUs and large v5e slices by all-to-alls of equal
-    counts. They are sent in windows of a fixed number of rows (at most 1.25 times a balanced load), as many as the most
-    loaded device needs (the same number on all devices of a TPU slice): unbalanced routing costs time, not memory. The
-    backward pass exchanges the rows again and recomputes hidden activations; gradients of the matrices are summed over
-    windows in f32. Under `js.tensor` the dimensions of `hidden` are split, and outputs are all-reduced once. Under
-    `js.auto` it runs in a `shard_map` over all axes, under `js.explicit` and in pipeline stages on the device's own
-    rows. Without `js.expert` and `js.tensor` there are no collectives.
+    sent to the devices of their experts by ragged all-to-alls; on CPUs and large v5e slices by ordinary all-to-alls, in
+    which all devices send each other equally many rows. In one exchange a device receives at most a fixed number of
+    rows, a window (at most 1.25 times a balanced load), and there are as many exchanges as the most loaded device needs
+    (the same number on all devices of a TPU slice): unbalanced routing costs time, not memory. The backward pass
+    exchanges the rows again and recomputes hidden activations; gradients of the matrices are summed over windows in
+    f32. Under `js.tensor` the dimensions of `hidden` are split, and outputs are all-reduced once. Under `js.auto` the
+    experts run in a `shard_map` over all axes, under `js.explicit` and in pipeline stages on the device's own rows.
+    Without `js.expert` and `js.tensor` there are no collectives.
 
     Args:
       x: the tokens.
-      router_logits: one logit for each expert, [*batch, tokens, E]. If any logit of a token is NaN, so is its output.
+      router_logits: one logit for each expert, [*batch, tokens, E]. If any logit of a token is NaN, its output is NaN.
       fn: (params, rows, dot) -> as many rows of the same width. `dot(x, w)` multiplies each row by its expert's matrix
         in w [experts of this device, C, H]; `dot.of(b)` selects each row's entry of b [experts of this device, ...].
       params: arrays whose first dimension is the experts.
       k: the number of experts for each token.
-      scores: "softmax" over all experts, or a "sigmoid" for each.
-      normalize: divide the weights of the chosen experts by their sum.
-      scale: a factor of the weights.
-      bias: added to the scores for the choice only; it has no gradient (DeepSeek-V3's balancing without a loss).
+      scores: how logits become scores: a "softmax" over all experts, or a "sigmoid" for each.
+      normalize: divide the scores of the chosen experts, their weights in the sum, by their total.
+      scale: a factor by which these weights are multiplied.
+      bias: added to the scores to choose the experts, but not to the weights; it has no gradient (DeepSeek-V3's
+        balancing without a loss).
       capacity: the largest number of tokens of a row that an expert accepts, as a multiple of a balanced load:
         ceil(capacity * k * tokens / E). Tokens' first choices have priority, then earlier tokens. Other choices are
-        dropped: they contribute nothing, and `dropped` counts them. Rows are the leading dimensions of x; x [tokens, C]
-        is one row.
+        dropped: they contribute nothing, and `Routing.dropped` counts them. The rows here are those of the batch, x's
+        leading dimensions; x [tokens, C] is one row.
       hidden: for each array of `params` the dimension of the hidden units, which `js.tensor` splits like "mlp", such as
         {"gate": 2, "up": 2, "down": 1}. Without it every device of a tensor axis computes all hidden units.
 
     Returns:
-      (the output, in the dtype that `fn` returns, a `Routing`: values for each row, for losses and metrics).
+      (the output, in the dtype that `fn` returns; a `Routing` with statistics of each row, for losses and metrics).
 
     Raises:
       ValueError: shapes that do not match, k larger than E, a capacity that is not positive; experts or hidden units
@@ -115,7 +117,7 @@ def moe(
 
 
 def _check_shapes(x: jax.Array, logits: jax.Array, k: int, scores: str, bias: Any, capacity: float | None) -> int:
-    """Return the number of experts."""
+    """Check the arguments of `moe`; return the number of experts."""
     if x.ndim < 2 or logits.ndim != x.ndim or x.shape[:-1] != logits.shape[:-1]:
         raise ValueError(
             f"moe: x must be [*batch, tokens, width] and router_logits [*batch, tokens, experts] of the same tokens, "
@@ -165,14 +167,17 @@ def _checked(fn: Experts) -> Experts:
 
 
 def _axes_of_slices(mesh: Mesh, experts: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the mesh axes, except those of the experts, along which all devices are in one TPU slice."""
+    """Return the mesh axes along which all devices are in one TPU slice, without the axes of the experts."""
     slices = slice_indices(mesh)
     within = [(slices == slices.take([0], dim)).all() for dim in range(slices.ndim)]
     return tuple(axis for axis, one in zip(mesh.axis_names, within) if one and axis not in experts)
 
 
 class _Split:
-    """The sharding of one call by the current layout: PartitionSpecs over the axes that are not manual yet."""
+    """The sharding of one call of `moe` by the current layout.
+
+    Its PartitionSpecs split over the mesh axes that are not manual around the call, for a `shard_map` over these.
+    """
 
     def __init__(self, activations: Activations | None, x: jax.Array, params: PyTree, E: int, hidden: PyTree) -> None:
         self.E = E
@@ -280,7 +285,10 @@ class _Split:
 
 
 def _program_text(fn: Experts, params: PyTree, x: jax.Array) -> str:
-    """Return the jaxpr of `fn` for eight rows as text: two traces differ if `fn` depends on the number of positions."""
+    """Return the jaxpr of `fn` for eight rows as text.
+
+    For programs traced with different numbers of positions the texts differ if what `fn` computes depends on them.
+    """
     rows = jax.ShapeDtypeStruct((8, x.shape[-1]), x.dtype)
     sizes = jax.ShapeDtypeStruct((jax.tree.leaves(params)[0].shape[0],), jnp.int32)
     program = jax.make_jaxpr(lambda params, rows, sizes: fn(params, rows, Dot(8, sizes, Way("cpu"))))
@@ -288,13 +296,16 @@ def _program_text(fn: Experts, params: PyTree, x: jax.Array) -> str:
 
 
 def _check_experts(params: PyTree, E: int, devices: int, split_already: int) -> None:
-    """Raise unless the first dimension of every array is the number of experts on this device.
+    """Check that the first dimension of every array is the number of experts that the caller sees.
 
     Args:
-      params: the arrays.
+      params: the experts' parameters.
       E: the number of all experts.
-      devices: the number of devices over which experts are split.
-      split_already: the number of devices along the manual axes among these, over which arrays are split already.
+      devices: the number of devices over which `js.expert` splits experts.
+      split_already: the number of devices over which the arrays are split already, by manual axes around the call.
+
+    Raises:
+      ValueError: another first dimension, no arrays, or experts that the devices do not divide.
     """
     if E % devices:
         raise ValueError(
@@ -318,7 +329,7 @@ def _by_path(params: PyTree) -> list[tuple[str, Any]]:
 
 
 def _hidden_dims(params: PyTree, hidden: PyTree) -> list[int | None]:
-    """Return the dimension of hidden units of each array; None for an array without."""
+    """Return for each array of `params` the dimension of the hidden units, None for an array without hidden units."""
     leaves = _by_path(params)
     if hidden is None:
         return [None] * len(leaves)

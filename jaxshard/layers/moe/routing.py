@@ -1,4 +1,4 @@
-"""Choose the experts of each token and their weights, and record the load of each expert.
+"""Choose the experts of each token, compute their weights, and count the tokens of each expert.
 
 Shape suffixes: `...` any batch dimensions, T positions, E experts, k experts of each token.
 """
@@ -16,16 +16,19 @@ Scores = Literal["softmax", "sigmoid"]
 
 
 class Routing(NamedTuple):
-    """The record of a call of `js.moe`: for each row, sums over its T positions, for losses and metrics.
+    """The statistics of a call of `js.moe`, for losses and metrics: for each row, sums over the T tokens of the row.
 
     Under `js.explicit` the rows are the device's own. If `js.context` splits positions there, the sums are over the
-    device's own positions, and a loss that is not linear in them needs a `jax.lax.psum` over the context axes first.
+    device's own positions, and a loss that is not linear in these sums needs a `jax.lax.psum` of them over the context
+    axes first.
 
     Attributes:
       load: int32[*batch, E], the number of tokens that chose each expert. The sum over E is k * T.
       dropped: int32[*batch], the number of dropped choices; zeros without `capacity`.
-      probabilities: f32[*batch, E], the sums of the scores, normalised over the experts. They have a gradient.
-      z: f32[*batch], the sums of the squared logsumexp of the logits (Zoph et al. 2022, ST-MoE, equation 5).
+      probabilities: f32[*batch, E], each expert's scores, which are normalised to a sum of 1 over the experts, summed
+        over the tokens. Differentiable.
+      z: f32[*batch], the squared logsumexp of a token's logits, summed over the tokens (Zoph et al. 2022, "ST-MoE",
+        equation 5). Differentiable.
     """
 
     load: Int[Array, "*batch experts"]
@@ -35,7 +38,10 @@ class Routing(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The experts of every token, int32[..., T, k], and their weights, f32[..., T, k]. Expert E is a dropped choice."""
+    """The experts of every token, int32[..., T, k], and their weights, f32[..., T, k].
+
+    The index E, one more than the last expert, stands for a choice that was dropped.
+    """
 
     experts: jax.Array
     weights: jax.Array
@@ -44,15 +50,15 @@ class Choice(NamedTuple):
 def route(
     logits: jax.Array, k: int, scores: Scores, normalize: bool, scale: float, bias: jax.Array | None, room: int | None
 ) -> tuple[Choice, Routing]:
-    """Choose for each token the k experts with the largest scores.
+    """Choose for each token the k experts with the largest scores; return (choices, statistics of each row).
 
     Args:
-      logits: [..., T, E].
+      logits: the router's logits, [..., T, E].
       k: the number of experts of a token.
       scores: the function from logits to scores.
-      normalize: whether the weights of a token are divided by their sum.
-      scale: a factor of the weights.
-      bias: [E], added to the scores for the choice, not for the weights.
+      normalize: True to divide the weights of a token, the scores of its experts, by their sum.
+      scale: a factor by which the weights are multiplied.
+      bias: [E], added to the scores to choose the experts, but not to the weights.
       room: the largest number of tokens of a row that an expert accepts; None for no limit.
     """
     logits = logits.astype(jnp.float32)
@@ -84,7 +90,7 @@ def room_of(capacity: float, tokens: int, k: int, experts: int) -> int:
 def _largest(ranked: jax.Array, k: int) -> jax.Array:
     """Return the indices of the k largest scores of each token, int32[..., T, k], in descending order, all different.
 
-    It uses k argmaxes, since compilers all-gather split rows for `jax.lax.top_k` (CPU, JAX 0.12).
+    It uses k argmaxes: for `jax.lax.top_k` the compiler would all-gather rows that are split (CPU, JAX 0.12).
     """
     ranked = jnp.maximum(ranked, jnp.finfo(ranked.dtype).min)  # scores of -inf stay above those already chosen
     chosen = []
@@ -106,7 +112,10 @@ def _count(experts: jax.Array, E: int) -> jax.Array:
 
 
 def _without_room(experts: jax.Array, E: int, room: int) -> jax.Array:
-    """Mark the choices to drop, bool[..., T, k]. First choices have priority, then earlier positions."""
+    """Mark the choices to drop since an expert accepts only `room` tokens of a row, bool[..., T, k].
+
+    First choices have priority, then earlier positions.
+    """
     *_, T, k = experts.shape
     by_priority = experts.swapaxes(-1, -2).reshape(*experts.shape[:-2], k * T)
     one_hot = jax.nn.one_hot(by_priority, E, dtype=jnp.int32)

@@ -6,12 +6,12 @@ The update of each parameter is a chain of operations, most of them elementwise.
     nesterov -> Newton-Schulz -> u                         the core: matrix products
     u, w -> -rate * (u + decay * w)                        elementwise again
 
-`find_cores` cuts the jaxpr at these two places. The inputs of the core are sent to the matrix's owner, and its outputs
-are sent back. State that only the core reads and writes (the factors of Shampoo) is stored on the owner. Elementwise
-operations before or after the core become part of it if fewer bytes are sent then. Two examples from SOAP: its core
-uses the gradient and the gradient's average, so computing the average inside the core means sending one array instead
-of two. Mapped over blocks, it selects between the results of two branches, so selecting inside the core means sending
-one result instead of both.
+`find_cores` cuts the jaxpr before and after the core. The inputs of the core are sent to the device that owns the
+matrix, and the outputs are sent back. State that only the core reads and writes (the factors of Shampoo) is stored on
+the owner. Elementwise operations before or after the core are moved into the core if fewer bytes are sent then. Two
+examples from SOAP: its core uses the gradient and the gradient's average; if the average is computed inside the core,
+one array is sent instead of two. Mapped over blocks by vmap, SOAP selects between the results of two branches; if the
+selection is inside the core, one result is sent back instead of both.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Core(NamedTuple):
     Attributes:
       leaf: the index of the parameter.
       ins: the variables that are sent to the owner: arrays of the parameter's shape, and scalars.
-      states: the indices of the optimizer state's arrays that are stored on the owner.
-      shared: replicated variables: counts, rates, global norms.
+      states: the indices of the arrays of the optimizer state that are stored on the owner.
+      shared: other variables that the core reads, which are replicated: counts, rates, global norms.
       outs: the variables that the owner sends back, of the parameter's shape.
-      program: a jaxpr of (ins, states, shared) that returns (outs, new states).
+      program: the core as a jaxpr (ins, states, shared) -> (outs, new states).
     """
 
     leaf: int
@@ -59,13 +59,13 @@ class TracedUpdate(NamedTuple):
     """The traced update of an optimizer.
 
     Attributes:
-      jaxpr: the program with calls inlined and constants as inputs: (consts, gradients, state, parameters).
-      consts: the values of the first inputs.
+      jaxpr: the update with calls inlined, as a jaxpr (consts, gradients, state, parameters) -> (updates, state).
+      consts: the values of the constants.
       tree: the structure of (updates, state).
       params: the number of parameters.
-      outputs: the paths of updates and state, and the parameter to which each belongs.
-      cores: the core of each parameter that has one, by the parameter's index.
-      refused: for the other parameters with matrix products, why they have no core, by index.
+      outputs: the paths of updates and state arrays, and the parameter to which each belongs.
+      cores: {index of a parameter: its core}.
+      refused: {index of a parameter that is multiplied as a matrix but has no core: why}.
     """
 
     jaxpr: Any
@@ -91,8 +91,8 @@ def find_cores(tx: Any, params: PyTree, leaves: Collection[int]) -> TracedUpdate
       leaves: The indices of the parameters that may have owners.
 
     Returns:
-      The traced update. None if it contains no matrix products, if it combines arrays of several parameters, or if `tx`
-      can't be traced with only gradients, state and parameters.
+      The traced update. None if the update contains no matrix products, if it combines arrays of several parameters, or
+      if `tx` can't be traced with only gradients, state and parameters.
     """
     params = abstract(params)
     try:
@@ -129,7 +129,7 @@ def find_cores(tx: Any, params: PyTree, leaves: Collection[int]) -> TracedUpdate
 
 
 class _Part(NamedTuple):
-    """A set of equations (by index) that may become a parameter's core, with their inputs, states and outputs."""
+    """A candidate for a parameter's core: equations by index, and the inputs, states and outputs that it would have."""
 
     numbers: set[int]
     ins: list[Any]
@@ -143,7 +143,7 @@ def _find_core(made: TracedUpdate, known: Mapping[Any, Reach], leaf: int) -> Cor
     jaxpr, shape, own = made.jaxpr, made.jaxpr.outvars[leaf].aval.shape, bit(leaf)
 
     def flows(atom: Any) -> bool:
-        """Return whether a value depends on this parameter's arrays, or is a scalar that depends on nothing else."""
+        """Return True if a value depends on arrays of this parameter only, or is a scalar computed from them."""
         if isinstance(atom, Literal):
             return False
         reach = known[atom]
@@ -196,7 +196,7 @@ def _bytes_moved(part: _Part) -> int:
 
 
 def _runs_on_parts(eqn: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether an equation can run on shards of an array of this shape: elementwise, or a sum of all elements."""
+    """Return True if an equation can run on shards of an array of this shape: elementwise, or a sum of all elements."""
     name = eqn.primitive.name
     shapes = [tuple(x.aval.shape) for x in (*eqn.invars, *eqn.outvars)]
     if not all(one in (shape, ()) for one in shapes):
@@ -206,7 +206,10 @@ def _runs_on_parts(eqn: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _bound(made: TracedUpdate, numbers: set[int], leaf: int, shape: tuple[int, ...], flows: Any) -> _Part | None:
-    """Find the inputs and outputs of a set of equations; None if any has another shape than the parameter."""
+    """Find inputs, states and outputs of a set of equations that may become a core; None if it can't become one.
+
+    It can't if an input or output is neither of the parameter's shape nor (for inputs) a scalar, or is a random key.
+    """
     jaxpr = made.jaxpr
     inside = {var for number in numbers for var in jaxpr.eqns[number].outvars if flows(var)}
     ins = list(

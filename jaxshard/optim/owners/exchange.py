@@ -1,13 +1,14 @@
 """Send sharded matrices to their owners and back, by one all-to-all, inside `shard_map`.
 
-Every device puts its shards of an owner's matrices, whatever their shapes, into one row for that owner. So one
-all-to-all sends all matrices. For example, four matrices over two devices, each of which holds half of every matrix:
+Every device puts its shards of an owner's matrices, whatever their shapes, into one row of a buffer, which has a row
+for each owner. So one all-to-all sends all matrices. For example, four matrices over two devices, each of which holds
+half of every matrix:
 
     device 0   a. b. | c. d.        all-to-all       a. b. | .a .b    ->   aa bb
     device 1   .a .b | .c .d      ------------->     c. d. | .c .d    ->   cc dd
 
-Owners may hold matrices of different shapes, so the rows of two owners may have different contents
-(`core/owners.Rows`). All rows are padded to the longest.
+Owners may hold matrices of different shapes, so rows for two owners may hold different shapes (see `Rows`). All rows
+are padded to the longest row.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from jax import lax
 
 
 class Rows(NamedTuple):
-    """The layout of the all-to-all buffers: every device sends one row to each owner, and receives it back updated.
+    """The layout of the rows of the all-to-all buffers: a device sends a row to each owner, and gets one back.
 
-    A row holds the sender's parts of the owner's matrices, one after another:
+    A row holds the sender's shards of the owner's matrices, one after another:
 
-        device 0   w0 w0 w0 w0          owns a large matrix
-        device 1   v0 v0 v1 v1          owns two small ones
+        row for device 0   w0 w0 w0 w0          device 0 owns a large matrix
+        row for device 1   v0 v0 v1 v1          device 1 owns two small matrices
 
     Attributes:
-      firsts: for each kind of matrices, the offset at which they begin in the row of each device.
-      width: the number of elements of a row, the same for all.
+      firsts: for each stack of matrices and each owner, the offset in the owner's row at which its matrices begin.
+      width: the number of elements of a row, the same for all owners.
     """
 
     firsts: tuple[tuple[int, ...], ...]
@@ -40,7 +41,11 @@ class Rows(NamedTuple):
 
 
 def lay_rows(kinds: Sequence[tuple[Sequence[int], int, int]]) -> Rows:
-    """Lay out rows for each kind: (number of matrices per device, places per device, elements of a part)."""
+    """Compute where matrices are in the rows.
+
+    `kinds` has for each stack (the number of matrices that each device owns, the number of slots of a device, the
+    number of elements of a shard).
+    """
     used, width = [0] * len(kinds[0][0]), 0
     firsts = []
     for counts, slots, size in kinds:
@@ -52,12 +57,12 @@ def lay_rows(kinds: Sequence[tuple[Sequence[int], int, int]]) -> Rows:
 
 
 class Split(NamedTuple):
-    """The shards into which the matrices of a stack are split, and the owner and slot of each matrix.
+    """The sharding of the matrices of a stack, and the device that owns each matrix.
 
     Attributes:
-      places: for each matrix, the index of its owner times `slots`, plus its slot there.
-      owned: how many matrices each device owns.
-      slots: the slots on each device, some of which may be empty.
+      places: for each matrix, the index of its owner times `slots`, plus the index of its slot on the owner.
+      owned: the number of matrices that each device owns.
+      slots: the number of slots for matrices on each device; on some devices slots are empty.
       part: the shape of a shard.
       counts: the number of shards along each dimension.
     """
@@ -74,12 +79,12 @@ class Split(NamedTuple):
         return math.prod(self.part)
 
     def units(self, devices: Sequence[int]) -> list[int]:
-        """Return the indices of the matrices that some devices own, in the order of their slots."""
+        """Return the indices of the matrices that these devices own, device by device, in the order of the slots."""
         unit_at = {place: unit for unit, place in enumerate(self.places)}
         return [unit_at[device * self.slots + slot] for device in devices for slot in range(self.owned[device])]
 
     def parts_to_whole(self, rows: jax.Array) -> jax.Array:
-        """Assemble the rows received from all devices [devices, slots * size] into full matrices [slots, ...]."""
+        """Assemble shards received from all devices [devices, slots * size] into full matrices [slots, ...]."""
         rank = len(self.part)
         x = rows.reshape(*self.counts, self.slots, *self.part)
         # [counts..., slots, part...] -> [slots, count 0, part 0, count 1, part 1, ...], then merge each pair.
@@ -88,7 +93,7 @@ class Split(NamedTuple):
         return x.transpose(order).reshape(self.slots, *full_sizes)
 
     def whole_to_parts(self, x: jax.Array) -> jax.Array:
-        """Split full matrices [slots, ...] into one row per device: the inverse of `parts_to_whole`."""
+        """Split full matrices [slots, ...] into the shards of each device: the inverse of `parts_to_whole`."""
         rank = len(self.part)
         sizes = [size for pair in zip(self.counts, self.part, strict=True) for size in pair]
         order = [*(1 + 2 * dim for dim in range(rank)), 0, *(2 + 2 * dim for dim in range(rank))]
@@ -96,15 +101,15 @@ class Split(NamedTuple):
 
 
 def to_owners(units: Sequence[jax.Array], splits: Sequence[Split], axes: Sequence[str]) -> list[jax.Array]:
-    """Send every matrix to its owner, by one all-to-all per dtype.
+    """Send the shards of every matrix to its owner, by one all-to-all per dtype.
 
     Args:
-      units: for each stack this device's shards [matrices, ...].
-      splits: for each stack how it is split, and who owns which matrix.
+      units: for each stack this device's shards of all matrices, [matrices, ...].
+      splits: for each stack how its matrices are sharded, and which device owns each.
       axes: the mesh axes over which the matrices are split.
 
     Returns:
-      For each stack the full matrices of this device [slots, ...]; the content of empty slots is undefined.
+      For each stack the full matrices that this device owns, [slots, ...]; the content of empty slots is undefined.
     """
 
     def send(units: Sequence[jax.Array], splits: Sequence[Split], rows: Rows) -> list[jax.Array]:
@@ -140,13 +145,13 @@ def _by_dtype(arrays: Sequence[jax.Array], splits: Sequence[Split], send: _Send)
 
 
 def _all_to_all(rows: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Send row r to device r along the axes."""
+    """Send row r to device r along the mesh axes; return the rows received from all devices."""
     moved: jax.Array = lax.all_to_all(rows, tuple(axes), split_axis=0, concat_axis=0, tiled=True)
     return moved
 
 
 def _pack(units: Sequence[jax.Array], splits: Sequence[Split], rows: Rows) -> jax.Array:
-    """Copy this device's shards of all matrices [matrices, ...] into one row per owner [devices, width]."""
+    """Copy this device's shards of the matrices of all stacks into one row for each owner, [devices, width]."""
     pieces, order = [], []
     # Devices that own equally many matrices of every stack have rows of one form, which are built together.
     for devices in _alike(zip(*(split.owned for split in splits), strict=True)):
@@ -161,7 +166,10 @@ def _pack(units: Sequence[jax.Array], splits: Sequence[Split], rows: Rows) -> ja
 
 
 def _unpack(moved: jax.Array, split: Split, firsts: Sequence[int]) -> jax.Array:
-    """Copy this device's shards of a stack's matrices [matrices, ...] out of the owners' rows [devices, width]."""
+    """Copy this device's shards of a stack's matrices, [matrices, ...], from the rows of all owners [devices, width].
+
+    `firsts` has the offset of the stack in the row of each owner.
+    """
     pieces, order = [], []
     for devices in _alike(zip(firsts, split.owned, strict=True)):
         if each := split.owned[devices[0]]:
@@ -172,7 +180,11 @@ def _unpack(moved: jax.Array, split: Split, firsts: Sequence[int]) -> jax.Array:
 
 
 def _read(moved: jax.Array, split: Split, firsts: Sequence[int], axes: Sequence[str]) -> jax.Array:
-    """Read the columns of this device's matrices of a stack; a device without any reads arbitrary columns."""
+    """Read the shards of this device's matrices of a stack from the rows of all devices, [devices, slots * size].
+
+    `firsts` has the offset of the stack in the row of each owner. A device that owns no matrix of the stack reads
+    arbitrary columns.
+    """
     width = split.slots * split.size
     found = {first for first, owned in zip(firsts, split.owned, strict=True) if owned}
     if len(found) == 1:
@@ -181,7 +193,7 @@ def _read(moved: jax.Array, split: Split, firsts: Sequence[int], axes: Sequence[
 
 
 def _write(blocks: Sequence[jax.Array], splits: Sequence[Split], rows: Rows, axes: Sequence[str]) -> jax.Array:
-    """Copy this device's matrices of all stacks into its row, one stack after another."""
+    """Write shards of the matrices that this device owns, one stack after another, to a row for each device."""
     if len(blocks) == 1 or all(min(split.owned) == split.slots for split in splits):
         return jnp.concatenate(blocks, axis=1)
     # In stack order: the empty slots of a stack may reach into the columns of the next, which then overwrites them. A
@@ -200,7 +212,7 @@ def _mine(numbers: Sequence[int], axes: Sequence[str]) -> jax.Array:
 
 
 def _alike(forms: Sequence[tuple[int, ...]] | zip[tuple[int, ...]]) -> list[list[int]]:
-    """Group the indices of devices whose forms are equal."""
+    """Group the indices of devices with equal forms (one form for each device, in order)."""
     found: dict[tuple[int, ...], list[int]] = {}
     for device, form in enumerate(forms):
         found.setdefault(form, []).append(device)
@@ -208,7 +220,7 @@ def _alike(forms: Sequence[tuple[int, ...]] | zip[tuple[int, ...]]) -> list[list
 
 
 def _take(x: jax.Array, numbers: list[int]) -> jax.Array:
-    """Take some rows by index; consecutive rows by a slice, which needs no gather."""
+    """Select rows of an array by index: by a slice if the rows are consecutive, else by a gather."""
     first, count = numbers[0], len(numbers)
     if numbers == list(range(first, first + count)):
         return x if count == x.shape[0] else lax.slice_in_dim(x, first, first + count)

@@ -20,7 +20,14 @@ from jaxshard.optim.owners.update import Stages, Update, make_owned_update, stag
 
 
 class Owned(NamedTuple):
-    """An optimizer's traced update, its groups of equal matrices, and how their state is stored."""
+    """The result of assigning matrices to owners.
+
+    Attributes:
+      made: the traced update of the optimizer.
+      groups: the groups of equal matrices.
+      stages: the programs before and after the cores.
+      carried: how the state of the matrices is stored.
+    """
 
     made: TracedUpdate
     groups: list[Group]
@@ -29,12 +36,12 @@ class Owned(NamedTuple):
 
 
 def own(layout: Layout, tx: Any) -> Layout:
-    """Return the layout with an owner for every matrix that the optimizer multiplies, or unchanged if there is none.
+    """Return the layout with an owner for every matrix that the optimizer multiplies.
 
     Nothing is computed: `tx.update` is only traced.
 
     Args:
-      layout: a layout of this transform.
+      layout: a layout that was made for `tx`, without owners.
       tx: the optax transform.
 
     Returns:
@@ -43,7 +50,7 @@ def own(layout: Layout, tx: Any) -> Layout:
       if its update combines several parameters.
 
     Raises:
-      ValueError: `js.offload` is to store the state of such an optimizer on the host.
+      ValueError: the layout has matrices with owners, and stores optimizer state on the host (`js.offload`).
     """
     found = find_owned(layout, tx)
     if found is None:
@@ -66,7 +73,10 @@ def owned_update(layout: Layout, tx: Any) -> Update | None:
 
 
 def find_owned(layout: Layout, tx: Any) -> Owned | None:
-    """Assign each matrix to one device and build the programs of the update that runs there; None without matrices."""
+    """Assign each matrix to one device, and split the optimizer's update into programs for shards and for owners.
+
+    None if nothing is sharded, or if there is no matrix to own.
+    """
     params = select(layout.trainable, layout.shapes.params)
     placements = jax.tree.leaves(layout.opt_params)
     names = paths(params)
@@ -101,8 +111,8 @@ def _find_slices(
     """Find the stacked parameters [L, m, n] whose L matrices are updated independently.
 
     Returns:
-      {index of the parameter: (the program of one matrix [1, m, n], L, for each shared input of the core whether it has
-      a row for each matrix)}
+      {index of the parameter: (the jaxpr of the core for a single matrix [1, m, n], L, for each shared input of the
+      core True if it has an entry for each matrix)}.
     """
     flat = jax.tree_util.tree_leaves_with_path(params)
     proven: dict[int, tuple[int, tuple[bool, ...]]] = {}

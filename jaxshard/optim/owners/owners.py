@@ -1,15 +1,16 @@
 """Owners: the device that updates each matrix, and the stacks in which the matrices' optimizer state is stored.
 
-An optimizer such as Shampoo multiplies matrices in every step. If its state is split over devices, every device would
-have to gather every matrix. Instead, matrices of equal shape form a stack, and each device owns some of its places:
+An optimizer such as Shampoo multiplies matrices in every step. If its state were sharded, every device would have to
+gather every matrix. Instead, matrices of equal shape form a stack with a place for each matrix, and each device owns
+the matrices at some of the places:
 
     eight matrices [256, 256] over 8 devices      places  0 | 1 | 2 | 3 | 4 | 5 | 6 | 7
     three matrices [64, 64] over 2 devices        places  0 1 | 2 .             the last place is empty
 
-The parameter and its gradient stay sharded. In a step, one all-to-all sends the shards to the owners, and a second
-all-to-all sends the updates back. The optimizer state of a matrix (its factors) is stored at the matrix's place: the
-first array of a stack has the state of all its matrices, [places, ...] split over the devices, and the other arrays are
-stored empty.
+The parameters and their gradients stay sharded. In a step, one all-to-all sends their shards to the owners, and a
+second all-to-all sends the updates back. The optimizer state of a matrix (such as Shampoo's factors) is stored on its
+owner: of the state arrays of all matrices of a stack, the first stores the state of all matrices, [places, ...] split
+over the devices, and the others are stored empty.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ class OwnedStack:
 
     Attributes:
       paths: the parameters, such as ("blocks/query/kernel", "blocks/key/kernel").
-      leaves: their indices among the trained parameters.
-      slices: the number of matrices that each parameter stacks along its first dimension; 0 if it is a single matrix.
+      leaves: the indices of these parameters among the trained parameters.
+      slices: the number of matrices that each parameter stacks along its first dimension; 0 if each is a single matrix.
       shape: the shape of one matrix.
-      axes: the mesh axes over which the matrices are owned, major first.
+      axes: the mesh axes over whose devices the matrices are distributed, major axis first.
       devices: the number of devices along these axes.
       slots: the number of places on each device.
-      places: the place of each matrix, in order: index of the device * `slots` + slot on the device.
-      states: for each kind of optimizer state that is stored with a matrix, the index of its array for each parameter.
-      moved: the dtypes of the matrix-sized arrays that are sent to the owner, and of those that are sent back.
+      places: the place of each matrix: index of the device * `slots` + index of the slot on the device.
+      states: for each kind of optimizer state that is stored on owners, the index of each parameter's state array.
+      moved: (dtypes of the matrix-shaped arrays that are sent to an owner, dtypes of those that are sent back).
       flops: the FLOPs of the matrix products in the update of one matrix.
     """
 
@@ -60,27 +61,27 @@ class OwnedStack:
 
     @property
     def count(self) -> int:
-        """The number of matrices."""
+        """The number of matrices in the stack."""
         return len(self.places)
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The number of matrices of each device."""
+        """The number of matrices that each device owns."""
         owners = [place // self.slots for place in self.places]
         return tuple(owners.count(device) for device in range(self.devices))
 
     def units(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """Join one array per parameter to a single array [count, ...]."""
+        """Stack the matrices of all parameters (one array per parameter) to a single array [count, ...]."""
         return jnp.concatenate(arrays) if self.slices else jnp.stack(arrays)
 
     def arrays(self, units: jax.Array) -> list[jax.Array]:
-        """Split [count, ...] into one array per parameter: the inverse of `units`."""
+        """Split an array of all matrices [count, ...] into one array per parameter: the inverse of `units`."""
         if not self.slices:
             return list(units)
         return [units[first : first + self.slices] for first in range(0, self.count, self.slices)]
 
     def place(self, units: jax.Array) -> jax.Array:
-        """Reorder [count, ...] to places, [devices * slots, ...], with zeros in empty places."""
+        """Move the matrices [count, ...] to their places, [devices * slots, ...], with zeros in empty places."""
         total = self.devices * self.slots
         if self.places == tuple(range(total)):
             return units
@@ -90,7 +91,7 @@ class OwnedStack:
         return jnp.take(jnp.concatenate([units, empty]), order, axis=0)
 
     def unplace(self, placed: jax.Array) -> jax.Array:
-        """Reorder [devices * slots, ...] to [count, ...]: the inverse of `place`."""
+        """Select the matrices [count, ...] from their places [devices * slots, ...]: the inverse of `place`."""
         if self.places == tuple(range(self.devices * self.slots)):
             return placed
         return jnp.take(placed, np.asarray(self.places, np.int32), axis=0)
@@ -128,7 +129,7 @@ class Owners:
 
     @property
     def flops_per_device(self) -> tuple[int, float]:
-        """(FLOPs of the updates' matrix products on the busiest device, FLOPs per device if divided evenly)."""
+        """Return (FLOPs of matrix products in an update on the busiest device, FLOPs per device if evenly divided)."""
         loads: dict[tuple[str, ...], np.ndarray] = {}
         for stack in self.stacks:
             load = stack.flops * np.asarray(stack.counts, np.float64)
@@ -136,7 +137,7 @@ class Owners:
         return int(sum(load.max() for load in loads.values())), float(sum(load.mean() for load in loads.values()))
 
     def owner_of(self, path: str) -> tuple[int, ...]:
-        """Return the indices, along the axes of the stack, of the devices that own a parameter's matrices."""
+        """Return the index, along the mesh axes of the stack, of the device that owns each matrix of a parameter."""
         for stack in self.stacks:
             if path in stack.paths:
                 each, at = stack.slices or 1, stack.paths.index(path)
@@ -150,11 +151,11 @@ class Owners:
 
 @dataclass(frozen=True)
 class OwnedState:
-    """The optimizer state of a layout with owners: a `core.carried.Carried`.
+    """The `core.carried.Carried` of a layout with owners: it makes, stores and saves the optimizer state.
 
     Attributes:
       owners: the owners.
-      natural: (index, placement without owners) of each array that is stored in a stack.
+      natural: (index, the placement that it would have without owners) of each state array that is stored on owners.
     """
 
     owners: Owners
@@ -166,23 +167,23 @@ class OwnedState:
         return self.owners.stacks
 
     def start(self, tx: Any, params: PyTree, mesh: Mesh) -> PyTree:
-        """Make the first state, in logical arrays, for trained parameters."""
+        """Make the initial optimizer state of the trained parameters, in logical arrays."""
         return tx.init(params)
 
     def place(self, shapes: PyTree, placements: PyTree) -> PyTree:
-        """Return the placements of the optimizer's arrays, with owned arrays placed in their stacks."""
+        """Return the placements of the optimizer state, in which arrays of owned matrices are stored on the owners."""
         return _each(self._place, shapes, placements)
 
     def store(self, placements: PyTree, state: PyTree) -> PyTree:
-        """Convert a state of logical arrays to stored ones."""
+        """Convert a state of logical arrays to stored arrays, in stacks for owned matrices."""
         return _each(self._store, state, placements)
 
     def unstore(self, placements: PyTree, state: PyTree) -> PyTree:
-        """Convert a state of stored arrays to logical ones: the inverse of `store`."""
+        """Convert a state of stored arrays to logical arrays: the inverse of `store`."""
         return _each(self._unstore, state, placements)
 
     def saved(self, layout: Layout) -> Layout:
-        """Return the layout without owners, in which checkpoints save a run: other meshes have other owners."""
+        """Return the layout of the arrays in a checkpoint: without owners, since owners depend on the mesh."""
         placements = jax.tree.leaves(layout.opt_state)
         for number, placement in self.natural:
             placements[number] = placement
@@ -190,7 +191,7 @@ class OwnedState:
         return replace(layout, opt_state=opt_state, carried=None)
 
     def describe(self, mesh: Mesh) -> list[str]:
-        """Describe the owners in lines, for `print(layout)`."""
+        """Describe the owners as lines of text, for `print(layout)`."""
         return str(self.owners).splitlines()
 
     def _place(self, shapes: list[Any], placements: list[Placement]) -> list[Placement]:
@@ -230,6 +231,6 @@ class OwnedState:
 
 
 def _each(convert: Callable[[list[Any], list[Placement]], list[Any]], tree: PyTree, placements: PyTree) -> PyTree:
-    """Apply a function of flat lists of arrays and placements to trees."""
+    """Apply `convert`, a function of flat lists (arrays, placements), to trees; return a tree like `tree`."""
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, convert(leaves, jax.tree.leaves(placements)))

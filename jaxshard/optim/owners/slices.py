@@ -1,8 +1,8 @@
 """Prove that the matrices of a stacked array [L, m, n] are updated independently of each other.
 
-A model that runs its blocks in a `scan` stacks their weights. Muon mapped over the stack (`js.optim.per_block`, or
-dimension numbers of its own) runs one batched program, in which slice s of every value depends only on slice s of the
-inputs. The proof follows the stacked dimension through that program:
+A model that runs its blocks in a `scan` stacks their parameters. If Muon is mapped over the stack (by
+`js.optim.per_block`, or by Muon's own dimension numbers), it runs one batched program, in which slice s of every value
+depends only on slice s of the inputs. The proof follows the stacked dimension through the program:
 
     g[L, m, n] -> transpose -> [L, n, m] -> dot_general, batched over dim 0 -> [L, n, n] -> sum over dim 1 -> [L, n]
 

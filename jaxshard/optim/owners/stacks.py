@@ -1,4 +1,4 @@
-"""Stack equal matrices and assign each to a device, balanced by the FLOPs of their updates."""
+"""Group equal matrices into stacks and assign each matrix to a device, balanced by the FLOPs of the updates."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Matrix(NamedTuple):
     Attributes:
       path: the path of the parameter.
       core: the core of the parameter's update.
-      program: the core for one matrix; `core.program` if the array is a single matrix.
-      slices: how many matrices are stacked along the first dimension; 0 if the array is a single matrix.
-      sliced: for each shared input of the core, whether it has a row for each slice.
+      program: the jaxpr of the core for a single matrix; `core.program` if the array is a single matrix.
+      slices: the number of matrices that the parameter stacks along its first dimension; 0 for a single matrix.
+      sliced: for each shared input of the core, True if it has an entry for each slice.
       placement: the placement of the parameter in the optimizer.
     """
 
@@ -38,11 +38,11 @@ class Matrix(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Equal matrices, which the same program updates.
+    """Matrices of equal shape and placement that the same program updates.
 
     Attributes:
       matrices: the matrices of each parameter.
-      common: for each shared input of the program, whether it has the same value for all parameters.
+      common: for each shared input of the program, True if it has the same value for all parameters.
     """
 
     matrices: tuple[Matrix, ...]
@@ -75,7 +75,7 @@ def _alike(one: Matrix, other: Matrix) -> bool:
 
 
 def _common(made: TracedUpdate, members: Sequence[Matrix]) -> tuple[bool, ...]:
-    """Return for each shared input whether it is the same variable, or an equal constant, for all members."""
+    """Return, for each shared input of the cores, True if it is the same variable or an equal constant in all cores."""
     constants = dict(zip(made.jaxpr.invars, made.consts))
 
     def same(x: Any, y: Any) -> bool:

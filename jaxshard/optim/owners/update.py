@@ -1,6 +1,7 @@
 """Run an optimizer's update with owners: elementwise operations on shards, each core on the owner of its matrix.
 
-The traced update is split once into three programs: the operations before the cores, the cores, and those after.
+The traced update is split once into three programs: the operations before the cores, the cores (see `cores.py`), and
+the operations after the cores.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
 class Stages(NamedTuple):
-    """The programs before and after the cores.
+    """The parts of an optimizer's update before and after the cores.
 
     Attributes:
-      before: a jaxpr from the inputs, without the `absent` ones, to the first of `moved`.
-      moved: the variables that the cores read: first those computed by `before`, then inputs of the update itself.
+      before: a jaxpr from the inputs of the update, except the `absent` ones, to the first variables in `moved`.
+      moved: the variables that the cores read: first the results of `before`, then inputs of the update itself.
       after: a jaxpr from the same inputs and `made` to the updates and the state that is not stored on owners.
       made: the variables that the cores return.
-      absent: the indices of the inputs that are stored on owners.
+      absent: the indices of the inputs of the update that are stored on owners.
     """
 
     before: Any
@@ -49,7 +50,7 @@ class Stages(NamedTuple):
 
 
 def stage(made: TracedUpdate, groups: Sequence[Group]) -> Stages | None:
-    """Split the update at the cores; None if one core needs the results of another."""
+    """Split the traced update at the cores into programs; None if a core needs the results of another core."""
     jaxpr, cores = made.jaxpr, [one.core for members in groups for one in members.matrices]
     first = len(made.consts) + made.params
     owned = {number for core in cores for number in core.states}
@@ -68,7 +69,10 @@ def stage(made: TracedUpdate, groups: Sequence[Group]) -> Stages | None:
 
 
 def _program(jaxpr: Any, inputs: Sequence[Any], results: Sequence[Any], given: set[Any]) -> tuple[Any, bool]:
-    """Return (the jaxpr that computes `results` from `inputs`, whether it needs no other values)."""
+    """Return (the jaxpr that computes `results` from `inputs`, True if it needs no other values).
+
+    The values of `given` are not computed; they are inputs.
+    """
     eqns, _ = needed_equations(jaxpr.eqns, results, given)
     # An equation may compute a needed value together with a given one. Replace the latter by a fresh variable, so that
     # the equation does not define an input of the program again.
@@ -92,9 +96,10 @@ def _drop(eqn: Any, twins: set[Any]) -> Any:
 
 
 def make_owned_update(made: TracedUpdate, groups: Sequence[Group], stages: Stages, layout: Layout) -> Update:
-    """Make `update(grads, state, params) -> (updates, new state)` of an optimizer under a layout with owners.
+    """Make the function `update(grads, state, params) -> (updates, new state)` for a layout with owners.
 
-    Gradients and parameters have their logical shapes and the optimizer's sharding; the state is as stored.
+    Gradients and parameters must have their logical shapes and be sharded like the optimizer state; the state must be
+    as stored.
     """
     placements = jax.tree.leaves(layout.opt_state)
     programs = [one.matrices[0].program for one in groups]
@@ -128,7 +133,7 @@ def make_owned_update(made: TracedUpdate, groups: Sequence[Group], stages: Stage
 
 
 class _Member(NamedTuple):
-    """A stack, its matrices with the variables of their cores, and the program of one core."""
+    """A stack of matrices, the variables of their cores, and the program of the core of a single matrix."""
 
     stack: OwnedStack
     group: Group
@@ -147,14 +152,14 @@ class _Member(NamedTuple):
         return [number for number, var in enumerate(self.group.matrices[0].core.ins) if bool(var.aval.shape) == arrays]
 
     def split(self, mesh: Mesh) -> Split:
-        """Return how the matrices are split over the devices."""
+        """Return how the matrices are sharded, and which device owns each."""
         dims = 1 if self.stack.slices else 0
         part = self.placement.shard_shape(mesh)[dims:]
         cuts = splits_per_dim(mesh, self.placement.store)[dims:]
         return Split(self.stack.places, self.stack.counts, self.stack.slots, part, cuts)
 
     def given(self, known: dict[Any, jax.Array], held: Sequence[jax.Array], mesh: Mesh) -> _Given:
-        """Look up the inputs of the cores."""
+        """Look up the inputs of the cores: `known` has the values of variables, `held` the optimizer's state arrays."""
         members, stack = self.group.matrices, self.stack
         common, own = [], []
         for number, same in enumerate(self.group.common):
@@ -168,12 +173,12 @@ class _Member(NamedTuple):
         return _Given(split, each, own, [held[numbers[0]] for numbers in stack.states], common)
 
     def specs(self) -> _Given:
-        """Return the PartitionSpecs of `given`."""
+        """Return the PartitionSpecs of the arrays that `given` returns."""
         some = PartitionSpec()
         return _Given(self.placement.store, some, some, PartitionSpec(spec_entry(self.stack.axes)), some)
 
     def update(self, whole: list[jax.Array], given: _Given) -> list[jax.Array]:
-        """Run the core for each matrix that this device owns."""
+        """Run the core for each full matrix that this device owns; return its outputs and new states by slot."""
         stack, common = self.stack, self.group.common
         mine = lax.axis_index(stack.axes) * stack.slots + jnp.arange(stack.slots)
         rows = [x[mine] for x in given.each], [x[mine] for x in given.own]
@@ -200,9 +205,9 @@ class _Given(NamedTuple):
     """The inputs of the cores of a stack.
 
     Attributes:
-      split: for each matrix-shaped input, the list of its arrays, one per parameter, stored sharded.
-      each: scalar inputs, with one element per slot.
-      own: shared inputs that differ between matrices, with one row per slot.
+      split: for each matrix-shaped input, the list of its arrays, one per parameter, sharded like the parameter.
+      each: scalar inputs, as arrays with an element for each place of the stack.
+      own: shared inputs that differ between matrices, as arrays with a row for each place.
       states: the optimizer state that is stored on the owners.
       common: shared inputs that are equal for all matrices.
     """
@@ -222,7 +227,10 @@ def _run(
     new_state: dict[int, jax.Array],
     mesh: Mesh,
 ) -> dict[Any, jax.Array]:
-    """Run the cores of all stacks on their owners; return their results, and add the new state to `new_state`."""
+    """Run the cores of all stacks with these mesh axes on their owners.
+
+    Return {output variable of a core: its value}; add {index of a state array: its new value} to `new_state`.
+    """
     splits = [one.split(mesh) for one in members]
 
     def run(given: list[_Given]) -> list[tuple[list[list[jax.Array]], list[jax.Array]]]:
@@ -256,7 +264,7 @@ def _run(
 
 
 def _pad(one: _Member, whole: jax.Array) -> jax.Array:
-    """Pad full matrices to the shape in which the parameters are stored."""
+    """Pad full matrices to the shape in which their parameters are stored."""
     stored = one.placement.view.stored[1 if one.stack.slices else 0 :]
     widths = [(0, 0), *((0, after - size) for size, after in zip(one.stack.shape, stored, strict=True))]
     padded: jax.Array = jnp.pad(whole, widths) if stored != one.stack.shape else whole
@@ -269,7 +277,10 @@ def _hold(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
 
 
 def _each(stack: OwnedStack, values: list[jax.Array], sliced: bool) -> jax.Array:
-    """Order a scalar or small array per matrix by owner and slot: [devices * slots, ...]."""
+    """Move a scalar or small array per matrix to the place of the matrix: [devices * slots, ...].
+
+    `values` has an array per parameter; with `sliced` its first dimension is the matrices that the parameter stacks.
+    """
     if not stack.slices:
         return stack.place(jnp.stack(values))
     rows = values if sliced else [jnp.broadcast_to(x, (stack.slices, *x.shape)) for x in values]
@@ -277,7 +288,7 @@ def _each(stack: OwnedStack, values: list[jax.Array], sliced: bool) -> jax.Array
 
 
 def _for_each_slot(stack: OwnedStack, core: Callable[..., Any], whole: Any, rows: Any, states: Any) -> list[jax.Array]:
-    """Run the core for each matrix of this device, one after another; empty slots cost nothing."""
+    """Run the core for each matrix of this device, one after another; it does not run for empty slots."""
     given = whole, rows, states
     if stack.slots == 1 and min(stack.counts) == 1:
         results = core(*jax.tree.map(lambda x: x[0], given))

@@ -1,4 +1,4 @@
-"""Prove properties of an optax transform from the jaxprs of its init and update.
+"""Prove properties of an optax transform from the jaxprs of `tx.init` and `tx.update`.
 
 `elementwise` proves that element i of an update depends only on element i of its parameter's arrays. `own_array` proves
 that every parameter is updated only from its own arrays. `stacking` proves that stacked blocks are updated like single

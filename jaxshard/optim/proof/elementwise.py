@@ -1,12 +1,12 @@
-"""Prove that a transform is elementwise: updating shards of arrays equals updating the arrays.
+"""Prove that a transform is elementwise: updating shards of arrays gives the shards of the updated arrays.
 
-It reads the jaxprs of `tx.init` and `tx.update`, never names or classes, in three steps:
+The proof reads the jaxprs of `tx.init` and `tx.update`, never names or classes, in three steps:
 
-1. `trace` makes the jaxprs at the shapes of the parameters and at other shapes.
-2. `dependence` derives a fact about every output from facts about the inputs. One of these inputs is the value of the
-   state's padding; it is found as an invariant of the update (`_judge`).
-3. `_verdict` checks every output: an array that belongs to a parameter must depend only on the parameter's own
-   elements, all other outputs must be the same on all devices.
+1. `trace.py` makes the jaxprs at the shapes of the parameters and at other shapes.
+2. `dependence.py` derives a fact about every output from facts about the inputs. For a state array such a fact includes
+   the value in its padding, which is found as an invariant of the update (`_judge`).
+3. `_verdict` checks every output: element i of an array that belongs to a parameter must depend only on elements i of
+   the parameter's arrays, and all other outputs must be the same on all devices.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def check_elementwise(
     Scalars that are the same for all elements and depend on no array (counts, schedules, hyperparameters) are allowed.
     The proof runs for the given shapes, and again with every dimension one larger, to detect transforms that depend on
     shapes (a threshold on the size, random bits of an array's shape). The report is sound: it is true only if the
-    transform is proven to be elementwise. No device is touched; no collectives.
+    transform is proven to be elementwise. No device is touched, and there are no collectives.
 
     Args:
       tx: An optax transform.
@@ -48,8 +48,8 @@ def check_elementwise(
         scalar, if the summed elements are zero in the padding.
       extra_args: The extra arguments that `tx.update` requires: functions, and scalars (possibly abstract), which must
         be the same on all devices.
-      views: The parameters as the optimizer really receives them (shards, padded or reshaped views); the transform must
-        have the same jaxpr for these.
+      views: The parameters as the optimizer really receives them (shards, padded or reshaped views); for these the
+        transform must have the same jaxpr as for `params`.
 
     Returns:
       A `Report`: true if the transform is elementwise, else with a reason for each output that is not elementwise.
@@ -81,7 +81,7 @@ def require_elementwise(
     extra_args: Mapping[str, Any] | None = None,
     views: PyTree | None = None,
 ) -> None:
-    """Raise unless a transform is elementwise; takes the arguments of `check_elementwise`.
+    """Raise a ValueError unless a transform is elementwise; the arguments are those of `check_elementwise`.
 
     Raises:
       ValueError: The transform is not elementwise. The message names transform, line, leaves and the fix.
@@ -99,7 +99,7 @@ def require_elementwise(
 
 
 def check_stored(tx: Any, params: PyTree, param_placements: PyTree, state_placements: PyTree) -> Report | None:
-    """Prove that a transform may update global arrays in their stored (padded and reshaped) form.
+    """Prove that a transform may update global arrays as they are stored, padded and reshaped.
 
     Args:
       tx: An optax transform.
@@ -109,8 +109,8 @@ def check_stored(tx: Any, params: PyTree, param_placements: PyTree, state_placem
 
     Returns:
       None if every array is stored in its logical shape: then there is nothing to prove, and nothing is traced.
-      Otherwise a `Report`: true if the transform is elementwise on the stored view and the stored state has the shapes
-      that `tx.init` returns for the stored parameters.
+      Otherwise a `Report`: true if the transform is elementwise for the stored arrays, and the stored state has the
+      shapes that `tx.init` returns for the stored parameters.
     """
     placements = jax.tree.leaves((param_placements, state_placements))
     if all(placement.view.stored == placement.view.logical for placement in placements):
@@ -120,15 +120,15 @@ def check_stored(tx: Any, params: PyTree, param_placements: PyTree, state_placem
 
 
 def stored_shapes(params: PyTree, placements: PyTree) -> PyTree:
-    """Return the abstract stored arrays for a tree of logical arrays and a tree of `Placement`."""
+    """Return a tree like `params` with the abstract arrays as they are stored by these placements."""
     return jax.tree.map(lambda x, p: jax.ShapeDtypeStruct(p.view.stored, x.dtype), params, placements)
 
 
 def check_state(tx: Any, views: PyTree, placements: PyTree) -> Report:
-    """Report the state arrays whose stored shape differs from that of `tx.init` for the stored parameters.
+    """Report the state arrays whose stored shape differs from the shape that `tx.init` makes for stored parameters.
 
-    An array that belongs to no parameter, such as the last three losses, has the same shape for all views of the
-    parameters. If the layout padded it, the transform would misread it (`jnp.roll` would move padding into it).
+    A state array that belongs to no parameter, such as the last three losses, has the same shape however the parameters
+    are stored. If the layout pads this array, the transform would take the padding for values.
     """
     state = jax.eval_shape(tx.init, views)
     arrays = zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(placements), strict=True)
@@ -142,10 +142,10 @@ def check_state(tx: Any, views: PyTree, placements: PyTree) -> Report:
 
 
 def is_elementwise_except_totals(tx: Any, params: PyTree, views: PyTree) -> bool:
-    """Return whether updates are elementwise except for functions of sums over all elements of all parameters.
+    """Return True if updates are elementwise except for functions of sums over all elements of all parameters.
 
-    The global norm is such a sum: padding with zeros, reshaping and stacking do not change it, but taking shards does.
-    The jaxpr must be the same for the shapes of `params` and of `views`.
+    The global norm is such a function: padding with zeros, reshaping and stacking the arrays do not change it, but
+    taking shards does. The jaxpr must be the same for the shapes of `params` and of `views`.
     """
     tx = as_transform(tx)
     params = abstract(params)
@@ -153,10 +153,10 @@ def is_elementwise_except_totals(tx: Any, params: PyTree, views: PyTree) -> bool
 
 
 def coupled_leaves(tx: Any, params: PyTree) -> tuple[Reason, ...]:
-    """Return the outputs that depend on arrays of other parameters than their own, for example by a global norm.
+    """Return a reason for each output that depends on arrays of other parameters, for example by a global norm.
 
-    A state array belongs to the parameter in its path. Arrays without one, such as counts, are shared by all parameters
-    and must depend on none.
+    A state array belongs to the parameter whose path is in the array's path. State arrays that belong to no parameter,
+    such as counts, are shared by all parameters and must depend on none.
     """
     traced = trace(as_transform(tx), (abstract(params),) * 2, (), {}, __file__)
     if isinstance(traced, Reason):
@@ -171,12 +171,12 @@ def coupled_leaves(tx: Any, params: PyTree) -> tuple[Reason, ...]:
 
 
 def _grow(params: PyTree) -> PyTree:
-    """Make every dimension one larger, so that every size differs from the original."""
+    """Return the shapes of the parameters with every dimension one larger, for the second trace."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(tuple(size + 1 for size in x.shape), x.dtype), params)
 
 
 def _judge(traced: Trace | Reason) -> Report:
-    """Report on all updates, on the state after an update, and on the initial state."""
+    """Report which updates and state arrays, after an update and after `tx.init`, are not elementwise."""
     if isinstance(traced, Reason):
         return Report((traced,))
     # The value of the padding must hold in every step, not only in the first, where parameters are padded with zeros
@@ -199,7 +199,7 @@ def _judge(traced: Trace | Reason) -> Report:
 
 
 def _verdict(array: TracedArray, fact: Fact, context: Context) -> Reason | None:
-    """Return why an output is not allowed: not elementwise, or different between devices. None if it is allowed."""
+    """Return why an output is refused (not elementwise, or different on each device); None if it is allowed."""
     has_place = array.param is not None and array.shapes == context.shapes[array.param]
     grows = array.shapes[0] != array.shapes[1]
     if not has_place and (array.param is not None or grows):

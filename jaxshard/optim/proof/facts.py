@@ -1,4 +1,4 @@
-"""The abstract domain of the elementwise proof: facts about one value, and how two facts are joined.
+"""The abstract domain of the elementwise proof: facts about a value, and the join of two facts.
 
 The question is: does an optimizer compute the same updates if its arrays are sharded, padded with zeros or reshaped?
 The proof derives a `Fact` about every value of the jaxpr. From the strongest to the weakest:
@@ -12,7 +12,8 @@ The proof derives a `Fact` about every value of the jaxpr. From the strongest to
     MIXED         none                                                        g.T, jnp.cumsum(g), g + another gradient
 
 where `g`, `mu` are the gradient and the first moment of a parameter. Every claim implies the claims above it in the
-diagram. If either of two facts may hold for a value, `join` returns the lowest fact above both:
+diagram below. If one of two facts holds for a value, but it is not known which, `join` returns the lowest fact in the
+diagram that is above both:
 
                              MIXED
                /               |              \\
@@ -51,10 +52,15 @@ class Kind(IntEnum):
 
 
 class Origin(NamedTuple):
-    """The equation that made a value MIXED, with its transform and line; or the name of an array, without them.
+    """The reason why a value is MIXED, for an error message: an equation with its transform and line, or an array.
 
-    `text` is the predicate of the sentence "clip_by_global_norm: reduce_sum at optax/transforms/_clipping.py:97 mixes
-    elements of w".
+    For example "clip_by_global_norm: reduce_sum at optax/transforms/_clipping.py:97 mixes elements of w".
+
+    Attributes:
+      primitive: the name of the equation's primitive, or of the array.
+      text: the predicate of the sentence, such as "mixes elements of w".
+      transform: the name of the optax transform; "" if unknown.
+      where: file:line of the equation; "" if unknown.
     """
 
     primitive: str
@@ -71,11 +77,12 @@ class Fact(NamedTuple):
     """The facts about one value of the program.
 
     Attributes:
-      kind: The claim.
+      kind: The claim; see the table at the top of the file.
       param: For ELEMENTWISE, the parameter on whose elements the value depends, as an index into `Context.names`.
       influences: The parameters on whose arrays the value depends in any way.
-      padding: The finite value of a UNIFORM scalar, or of an ELEMENTWISE array in the zero padding of its parameter and
-        gradient; None if it is unknown. A sum over a padded array equals the sum over the array only if this is 0.
+      padding: The value of a UNIFORM scalar, or the value of an ELEMENTWISE array in the elements of the padding, where
+        parameter and gradient are zero; None if it is unknown or not finite. A sum over a padded array equals the sum
+        over the array only if this value is 0.
       summed: For PARTIAL_SUM, the parameters whose elements are all summed. It may differ from `influences`:
         `sum(a * norm_of_everything)` is influenced by all parameters, but sums only over `a`.
       why: The equation to blame if the claim is too weak.
@@ -94,14 +101,14 @@ class Fact(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The context of the analysed program.
+    """The facts about the analysed program as a whole.
 
     Attributes:
       names: The path of each parameter.
       shapes: The shapes of each parameter in the two traces.
       axes: The mesh axes that split the arrays; a sum over a shard and then over all of these axes is UNIFORM.
-      stop_file: The file at whose frames the transform's part of a traceback ends.
-      totals: Whether a sum over all elements of all parameters counts as UNIFORM, without any axes. This is right for
+      stop_file: The file that traces the transform: frames of a traceback outside of it are not the transform's.
+      totals: True if a sum over all elements of all parameters counts as UNIFORM, without any axes. This is right for
         global arrays, which are padded, reshaped or stacked, but not split.
     """
 
@@ -129,8 +136,8 @@ def mixed(influences: Iterable[int], why: Origin | None) -> Fact:
 def join(place: Place, one: Fact, other: Fact, context: Context) -> Fact:
     """Return the strongest fact about a value for which either of two facts holds.
 
-    It is sound because it only weakens: the kind is at least as high in the diagram as both, influences are united, and
-    a padding or a summed parameter that only one of the facts claims is dropped.
+    The result is implied by both facts: its kind is at least as high in the diagram as both kinds, its influences are
+    those of both, and a padding or summed parameter that only one of the facts claims is dropped.
     """
     influences = one.influences | other.influences
     padding = one.padding if one.padding == other.padding else None

@@ -1,4 +1,4 @@
-"""Mark stacked parameters in a tree, to compare the updates of stacked and of separate blocks.
+"""Mark stacked parameters in a tree, to compare an optimizer's updates of stacked and of separate blocks.
 
 {"embed": x, "blocks": {"w": stacked}}                        the parameters
 {"embed": x, "blocks": {"w": Marked([stacked])}}              marked and stacked: one leaf
@@ -16,11 +16,11 @@ from jaxshard.core.types import PyTree
 
 @jax.tree_util.register_pytree_with_keys_class
 class Marked:
-    """A node of the tree in place of a stacked array, with one leaf, or with one leaf per block.
+    """A tree node that replaces a stacked array: it has one leaf (the array), or one leaf per block.
 
-    Trees of masks and labels for the original parameters still match, as prefixes. Every slice has the last key of the
-    array's path, so a mask by path treats it like the array. The node also has the attributes of an array, with the
-    shape of one leaf.
+    Trees of masks and labels for the original parameters still match, as tree prefixes. The path of every leaf ends
+    with the last key of the array's path, so that masks by path treat the leaf like the array. The node also has the
+    attributes `shape`, `ndim`, `size` and `dtype` of an array, those of its first leaf.
     """
 
     def __init__(self, slices: list[Any], key: Any):
@@ -51,10 +51,10 @@ class Marked:
 
 
 def is_marked(x: Any) -> bool:
-    """Return whether a node is a marked parameter."""
+    """Return True for a `Marked` node."""
     return isinstance(x, Marked)
 
 
 def has_marks(tree: PyTree) -> bool:
-    """Return whether a tree contains marked parameters."""
+    """Return True if a tree contains `Marked` nodes."""
     return any(map(is_marked, jax.tree.leaves(tree, is_leaf=is_marked)))

@@ -1,9 +1,9 @@
-"""Prove that a transform updates every parameter only from its own arrays: "own array".
+"""Prove that a transform updates every parameter only from its own arrays: parameter, gradient and state.
 
 Muon, Shampoo, LAMB and Adafactor mix the elements of a parameter, but not elements of different parameters. So a single
-device that holds the full parameter can update it. The proof reads the jaxprs of `tx.init` and `tx.update` (`reach`
-walks through them), never names or classes. Scalars that are sums over arrays may come from other parameters: a global
-norm that clips the gradients before Muon is a scalar that all devices know.
+device that has all arrays of a parameter can update it. The proof reads the jaxprs of `tx.init` and `tx.update`
+(`reach.py` walks through them), never names or classes. Scalars may come from other parameters, if they are sums over
+arrays: a global norm that clips the gradients before Muon is a scalar that all devices know.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ Kind = Literal["elementwise", "own array", "global"]
 
 @dataclass(frozen=True)
 class Dependence:
-    """The result of `check_own_array`: true if every parameter is updated only from its own arrays, and scalars.
+    """The result of `check_own_array`; it is true unless arrays of several parameters are combined.
 
     Attributes:
-      kind: "elementwise" if element i depends only on elements i, "own array" if it depends on its own parameter's
-        arrays, "global" if arrays of several parameters are combined.
+      kind: "elementwise" if element i of an update depends only on elements i of its parameter's arrays, "own array" if
+        it depends on any elements of its parameter's arrays, "global" if arrays of several parameters are combined.
       reasons: for a global transform, the outputs that depend on arrays of other parameters, and the equations to
         blame.
       totals: the parameters whose update depends on a sum over other parameters, such as a global norm.
-      products: the parameters with matrix products or factorizations, which `js.layout` assigns to one device each.
+      products: the parameters that are multiplied or factorized as matrices; `js.layout` assigns each to one device.
 
     Example:
         >>> import optax
@@ -63,11 +63,11 @@ class Dependence:
 
 
 class Outputs(NamedTuple):
-    """The results of a transform's programs, and the parameter to which each belongs.
+    """The results of `tx.update`, and the parameter to which each belongs.
 
     Attributes:
-      names: first the updates, then the state, such as "update w" and "state 0/mu/w".
-      owners: the index of the parameter; None for arrays that belong to none, such as counts.
+      names: the name of each result, such as "update w" and "state 0/mu/w": first all updates, then the state.
+      owners: for each result the index of its parameter; None for arrays that belong to no parameter, such as counts.
     """
 
     names: tuple[str, ...]
@@ -75,11 +75,11 @@ class Outputs(NamedTuple):
 
 
 def check_own_array(tx: Any, params: PyTree, *, extra_args: Mapping[str, Any] | None = None) -> Dependence:
-    """Prove that update and state of every parameter depend only on that parameter's arrays, and on scalars.
+    """Prove that update and state of every parameter depend only on this parameter's arrays, and on scalars.
 
-    The arrays of a parameter are the parameter, its gradient, and the state arrays that have its path. Scalars may be
-    counts, schedules, hyperparameters, and sums over arrays of any parameters (global norms). The report is sound: an
-    unknown operation makes the transform count as global. No device is touched; no collectives.
+    The arrays of a parameter are the parameter, its gradient, and the state arrays whose path contains its path.
+    Scalars may be counts, schedules, hyperparameters, and sums over arrays of any parameters (global norms). The result
+    is sound: an unknown operation makes the transform count as global. No device is touched; no collectives.
 
     Args:
       tx: An optax transform.
@@ -160,7 +160,7 @@ def outputs_of(params: PyTree, state: PyTree) -> Outputs:
 
 
 def input_reaches(count: int, outputs: Outputs, extra: int = 0) -> list[Reach]:
-    """Return the reaches of the inputs of an update: gradients, state, parameters, and `extra` further arguments."""
+    """Return the `Reach` of each input of `tx.update`: `count` gradients, the state, the parameters, `extra` others."""
     leaves = [Reach(bit(leaf)) for leaf in range(count)]
     state = [Reach(bit(owner)) for owner in outputs.owners[count:]]
     return [*leaves, *state, *leaves, *[Reach()] * extra]

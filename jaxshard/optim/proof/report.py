@@ -1,4 +1,4 @@
-"""The reports of the proofs: the outputs of a transform that violate a property, and the equations to blame."""
+"""The results of the proofs: the outputs of a transform that violate a property, and the equations to blame."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jaxshard.optim.proof.facts import Origin
 
 
 class Reason(NamedTuple):
-    """Why an output of a transform is not elementwise, or changes by stacking.
+    """Why an output of a transform is not elementwise, depends on other parameters, or changes by stacking.
 
     Attributes:
       output: The output, such as "update w" or "state 0/nu/w".
-      source: The equation to blame, with the transform and the line that it comes from.
+      source: The equation to blame, with its transform and line.
     """
 
     output: str
@@ -27,9 +27,9 @@ class Reason(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `check_elementwise`: true if the transform is elementwise, else one reason per bad output.
+    """The result of `check_elementwise`: true if the transform is elementwise.
 
-    `str(report)` is one line, such as
+    `reasons` has one entry for each output that is not elementwise. `str(report)` is one line, such as
 
         not elementwise: clip_by_global_norm: reduce_sum at optax/transforms/_clipping.py:97 mixes elements of w
         (update w, update b)
@@ -45,7 +45,7 @@ class Report:
 
 
 def describe(reasons: Sequence[Reason]) -> str:
-    """Write the reasons in one line, each equation once with the outputs that it affects."""
+    """Format the reasons as one line of text, in which each equation is named once with the outputs that it affects."""
     outputs: dict[Origin, list[Reason]] = {}
     for reason in reasons:
         # Merge equations from the same line of the user's code, even if they mention different parameters.

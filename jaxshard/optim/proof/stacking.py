@@ -1,12 +1,15 @@
 """Check whether a transform computes different updates for stacked blocks than for separate blocks.
 
-A model of identical blocks may store them as separate arrays [...] or stacked in one array [blocks, ...]. Adam computes
-the same updates for both. LAMB divides by the norm of an array, which for the stack is another than for a block. The
-check reads jaxprs and compares updates, never names or classes:
+A model of identical blocks may store their parameters as separate arrays [...] or stacked in one array [blocks, ...].
+Adam computes the same updates for both. LAMB divides by the norm of an array, and the norm of the stack is not the norm
+of a block. The check reads jaxprs and compares updates, never names or classes:
 
-1. Elementwise transforms, and functions of sums over all parameters, are not affected by stacking. Most end here.
-2. All others must have the same operations for the stacked parameters, for those of one block, and for tiny ones.
-3. Then the updates of two tiny blocks, stacked and separate, are compared; step 2 extends the result to all sizes.
+1. Elementwise transforms, and functions of sums over all parameters, are not affected by stacking. Most transforms are
+   of these kinds, and the check ends here.
+2. Any other transform must have the same operations for the stacked parameters, for the parameters of one block, and
+   for tiny stacked parameters.
+3. Then its updates of two tiny blocks, stacked and separate, are computed and compared. Step 2 extends the result from
+   tiny arrays to arrays of any size.
 """
 
 from __future__ import annotations
@@ -30,31 +33,33 @@ from jaxshard.optim.proof.report import Reason, describe
 from jaxshard.proofs.walk import Place
 
 _COUNTS = 64
-"""Step counts below this are tried, to detect transforms that act differently every n-th step."""
+"""The number of step counts, from 0 on, that are tried to detect transforms that act differently every n-th step."""
 
 _QUICK: dict[str, bool | int | str] = {"xla_backend_optimization_level": 0}
-"""Compiler options without optimizations, for a program that runs once."""
+"""Compiler options that turn optimizations off, for a program that runs once."""
 
 _TRACING = (TypeError, ValueError, AttributeError, KeyError)
-"""The errors of transforms with functions of the parameters (masks, labels) that can't handle `Marked` nodes."""
+"""The errors that a transform raises if its masks or labels are functions that can't handle `Marked` nodes."""
 
 _TOLERANCE = 1e-3
-"""Relative to the largest update of a parameter: sums in another order differ by less, different updates by more."""
+"""The largest allowed difference between two updates, relative to the parameter's largest update.
+
+Sums in another order differ by less, different updates by more."""
 
 
 def stacking_changes(tx: Any, params: PyTree, stacked: str = BLOCKS) -> tuple[Reason, ...]:
     """Find the updates of stacked parameters that differ from the updates of separate blocks.
 
-    A transform passes if it is elementwise except for sums over all parameters (the global norm), by the same jaxpr for
-    stacked parameters and for those of one block. Any other transform must have the same operations for both, and for
-    tiny arrays. For tiny arrays, the updates of two blocks, stacked and separate, are then compared on the default
-    device: in the first step, and in the second step with all integer scalars of the state, such as counts, set to 0 to
-    63. (Something that happens only every hundredth step is not detected.) Transforms inside `per_block` are not
-    checked. No collectives.
+    A transform passes if it is elementwise except for sums over all parameters (the global norm), with the same jaxpr
+    for stacked parameters and for the parameters of one block. Any other transform must have the same operations for
+    both, and for tiny arrays. With tiny arrays, the updates of two blocks, stacked and separate, are then computed and
+    compared on the default device: in the first step, and in the second step with all integer scalars of the state,
+    such as counts, set to each number from 0 to 63. (What a transform does only every hundredth step is not detected.)
+    Transforms inside `per_block` are not checked. No collectives.
 
     Args:
       tx: An optax transform.
-      params: The parameters, which may be abstract; those under the top-level key `stacked` have shape [blocks, ...].
+      params: The parameters, which may be abstract; under the top-level key `stacked` arrays have shape [blocks, ...].
       stacked: The top-level key of the stacked parameters.
 
     Returns:
@@ -111,7 +116,7 @@ def require_same_stacked(tx: Any, params: PyTree, stacked: str = BLOCKS) -> None
 
 
 class _Shapes:
-    """The shapes of the parameters. Makes trees in which stacked arrays are `Marked` in one of three ways."""
+    """The shapes of the parameters, from which trees are made in which stacked arrays are `Marked` in three ways."""
 
     def __init__(self, params: PyTree, stacked: str):
         self.params, self.stacked = params, stacked
@@ -136,15 +141,15 @@ class _Shapes:
         return map_with_path(shrink, self.params)
 
     def mark_stacked(self, tree: PyTree) -> PyTree:
-        """Mark each [blocks, ...] as one leaf."""
+        """Replace each stacked array [blocks, ...] by a `Marked` with the array as its only leaf."""
         return self._mark(tree, lambda x: [x])
 
     def mark_apart(self, tree: PyTree) -> PyTree:
-        """Mark each [blocks, ...] as a leaf [...] per block."""
+        """Replace each stacked array [blocks, ...] by a `Marked` with a leaf [...] for each block."""
         return self._mark(tree, list)
 
     def mark_one_block(self, tree: PyTree) -> PyTree:
-        """Mark each [blocks, ...] as one leaf [...], the shape of one block."""
+        """Replace each stacked array [blocks, ...] by a `Marked` with one abstract leaf [...], the shape of a block."""
         return self._mark(tree, lambda x: [jax.ShapeDtypeStruct(x.shape[1:], x.dtype)])
 
     def _mark(self, tree: PyTree, slices: Callable[[Any], list[Any]]) -> PyTree:
@@ -167,7 +172,10 @@ def _operations(equations: Iterable[Any]) -> list[str]:
 
 
 def _compare_updates(tx: Any, shapes: _Shapes, tiny: PyTree) -> dict[str, float]:
-    """Return {path: difference} for the parameters whose updates differ."""
+    """Compare the updates of stacked and of separate tiny blocks.
+
+    Return {path of a parameter: relative difference} for the parameters whose two updates differ.
+    """
     params, *grads = (_draw(tiny, seed) for seed in range(3))
     together, apart = (
         _two_updates(tx, mark(params), [mark(one) for one in grads])
@@ -182,7 +190,10 @@ def _compare_updates(tx: Any, shapes: _Shapes, tiny: PyTree) -> dict[str, float]
 
 
 def _draw(shapes: PyTree, seed: int) -> PyTree:
-    """Draw random arrays. Blocks differ in magnitude, or the norm of a block and of the stack would be alike."""
+    """Draw random arrays of these shapes, in which blocks differ in magnitude.
+
+    Otherwise an update divided by the norm of a block and by the norm of the stack would hardly differ.
+    """
     rng = np.random.default_rng(seed)
 
     def draw(x: Any) -> Any:
@@ -193,7 +204,7 @@ def _draw(shapes: PyTree, seed: int) -> PyTree:
 
 
 def _two_updates(tx: Any, params: PyTree, grads: list[PyTree]) -> list[PyTree]:
-    """Return [the updates of the first step, the updates of the second step for every count [counts, ...]]."""
+    """Return [the updates of the first step, the updates of the second step for each tried step count, stacked]."""
 
     def set_counts(state: PyTree, count: jax.Array) -> PyTree:
         def is_count(x: Any) -> bool:
@@ -214,12 +225,12 @@ def _two_updates(tx: Any, params: PyTree, grads: list[PyTree]) -> list[PyTree]:
 
 
 def _differences(together: PyTree, apart: PyTree, dim: int) -> Iterator[tuple[str, float]]:
-    """Yield (path, largest difference relative to the largest magnitude) for every parameter.
+    """Yield (path, the largest difference between two updates relative to their largest magnitude) for every parameter.
 
     Args:
-      together: updates of stacked blocks.
-      apart: updates of separate blocks.
-      dim: the dimension of blocks in `together`.
+      together: the updates with stacked blocks.
+      apart: the updates with separate blocks.
+      dim: the dimension of the blocks in the arrays of `together`.
     """
     trees = (jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_marked) for tree in (together, apart))
     for (path, one), (_, other) in zip(*trees, strict=True):
@@ -242,7 +253,10 @@ def _blame(tx: Any, shapes: _Shapes, text: str, outputs: Sequence[str] = ("every
 
 
 def _culprits(tx: Any, shapes: _Shapes) -> str:
-    """Name the transforms, with lines, whose operations differ between both forms, or else are not elementwise."""
+    """Name the transforms, with lines, whose operations differ for stacked parameters and for those of one block.
+
+    If there are none, name the transforms that are not elementwise.
+    """
     together, alone = (_transforms(tx, mark(shapes.params)) for mark in (shapes.mark_stacked, shapes.mark_one_block))
     found = {**together, **alone}
     known = ELEMENTWISE | CALLS.keys()
@@ -252,7 +266,10 @@ def _culprits(tx: Any, shapes: _Shapes) -> str:
 
 
 def _transforms(tx: Any, params: PyTree) -> dict[str, tuple[str, list[str]]]:
-    """Return {transform: (line of its first non-elementwise operation, or else of its first; its operations)}."""
+    """Return {name of a transform: (file:line, names of its operations)}.
+
+    The line is that of the first operation that is not elementwise, or of the first operation if all are elementwise.
+    """
     try:
         program = _trace_update(tx, params)
     except _TRACING:

@@ -1,12 +1,12 @@
 """Trace a transform at two sets of shapes, and find the parameter to which each of its arrays belongs.
 
-A transform has two programs, `tx.init` and `tx.update`, whose jaxprs have flat lists of inputs and outputs. The paths
-in their trees show what each array is. For example, in the state of `optax.adam`:
+The jaxprs of `tx.init` and `tx.update` have flat lists of inputs and outputs. The paths of these arrays in the trees of
+parameters and state show what each array is. For example, in the state of `optax.adam`:
 
     0/count       a scalar
-    0/mu/dense/w  has the shape of the parameter dense/w, and a path that ends with its path: element i belongs to
-                  element i of w
-    0/nu/dense/w  likewise
+    0/mu/dense/w  has the shape of the parameter dense/w, and a path that ends with the parameter's path: element i of
+                  the array belongs to element i of the parameter
+    0/nu/dense/w  belongs to dense/w in the same way
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TracedArray(NamedTuple):
       shapes: Its shapes in the two traces.
       param: The index of the parameter with these shapes whose path is the longest suffix of the array's path. Element
         i of the array belongs to element i of the parameter. None if there is no such parameter.
-      related: The parameter whose path is any part of the array's path, of any shape.
+      related: The index of a parameter of any shape whose path occurs in the array's path; None if there is none.
     """
 
     name: str
@@ -41,10 +41,10 @@ class TracedArray(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """A transform at two sets of shapes.
+    """A transform, traced at two sets of shapes.
 
     Attributes:
-      update: The two jaxprs of the update, from (gradients, state, parameters, extra arguments).
+      update: The two jaxprs of `tx.update`, whose inputs are (gradients, state, parameters, extra arguments).
       updates: The arrays of the updates, in the order of the parameters.
       state: The arrays of the state.
       initial: The facts about the state after `tx.init`.
@@ -63,8 +63,8 @@ class Trace(NamedTuple):
         """Return the facts about updates and state after one update.
 
         Args:
-          paddings: The value of the padding of each parameter and of each state array before the update; None if it is
-            unknown. The padding of gradients is zero.
+          paddings: The value in the padding of each parameter and then of each state array, before the update; None if
+            it is unknown. The padding of gradients is zero.
         """
         count = len(self.updates)
         grads = [fact_of_array(index, 0.0, self.context) for index in range(count)]
@@ -92,8 +92,8 @@ def trace(
       shapes: Two trees of ShapeDtypeStructs, like the parameters.
       axes: The mesh axes that the transform may use in collectives.
       extra: The extra arguments of `tx.update`.
-      stop_file: See `Context`.
-      totals: See `Context`.
+      stop_file: As in `facts.Context`.
+      totals: As in `facts.Context`.
 
     Returns:
       A `Trace`; or a `Reason`, if the jaxprs for the two sets of shapes can't be compared.
@@ -183,15 +183,16 @@ def _state_array(path: Any, pair: Any, context: Context, paths: list[Any]) -> Tr
 
 
 def param_at_end(path: tuple[Any, ...], params: Sequence[tuple[Any, ...]]) -> int | None:
-    """Return the index of the parameter whose path is the longest suffix of a key path, or None."""
+    """Return the index of the parameter whose path is the longest suffix of `path`; None if there is none."""
     known = {path: index for index, path in enumerate(params)}
     return next((known[path[start:]] for start in range(len(path) + 1) if path[start:] in known), None)
 
 
 def fact_of_array(index: int, padding: float | None, context: Context) -> Fact:
-    """Return the fact about an array of a parameter's shape: its gradient, a moment, or the parameter itself.
+    """Return the fact about an array with the shape of parameter `index`: its gradient, a moment, or the parameter.
 
-    A scalar is never split. With axes, where every device runs the program, it is equal on all devices.
+    `padding` is the value in the array's padding. A scalar is never split; if every device runs the program (the
+    context has axes), the scalar is equal on all devices.
     """
     influences = frozenset({index})
     if context.axes and context.shapes[index][0] == ():

@@ -1,4 +1,4 @@
-"""Trace the update of a transform, with a cache: the layout and the step need the same jaxpr."""
+"""Trace the update of a transform, and cache the jaxpr, which the layout and the step both need."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def traced_update(tx: Any, params: PyTree) -> tuple[Any, PyTree, tuple[PyTree, P
       (the closed jaxpr, the abstract state before, the abstract (updates, state)).
 
     Raises:
-      NameError, TypeError, ValueError: It can't be traced with these arguments.
+      NameError, TypeError, ValueError: `tx.update` can't be traced with these arguments.
     """
     leaves, structure = jax.tree.flatten(params)
     try:

@@ -17,7 +17,7 @@ from jaxshard.optim.proof.facts import Context, Fact, Kind, all_influences, mixe
 from jaxshard.proofs.walk import Place
 
 _ORDERS = ("permutation", "broadcast_dimensions", "dimensions")
-"""The parameters of reshapes that contain the new order of dimensions."""
+"""The equation parameters of reshaping primitives that contain the new order of dimensions."""
 
 
 def transfer(place: Place, facts: list[Fact], context: Context) -> list[Fact]:
@@ -39,9 +39,9 @@ def transfer(place: Place, facts: list[Fact], context: Context) -> list[Fact]:
 def elementwise(place: Place, facts: list[Fact], context: Context, out: int = 0) -> Fact:
     """Return the fact about output `out` of an operation whose element i depends on element i of every input.
 
-    A function of elements i of one parameter's arrays and of UNIFORM scalars is again ELEMENTWISE. Elements of two
-    parameters are MIXED. So are a parameter and an INDEPENDENT array, whose elements differ, so that the result of a
-    shard would depend on its offset.
+    A function of elements i of one parameter's arrays and of UNIFORM scalars is again ELEMENTWISE. A function of
+    elements of two parameters is MIXED. So is a function of a parameter and an INDEPENDENT array: the elements of the
+    array differ, so the result for a shard would depend on the shard's offset.
     """
     influences = all_influences(facts)
     worst = max(facts, key=lambda fact: fact.kind)
@@ -64,10 +64,10 @@ def elementwise(place: Place, facts: list[Fact], context: Context, out: int = 0)
 
 
 def _padding(eqn: Any, facts: list[Fact]) -> float | None:
-    """Return the result in the padding of all arrays, or None if it is unknown.
+    """Return the value of an elementwise result in the elements of the padding, or None if it is unknown.
 
-    An unknown UNIFORM scalar is assumed to be finite and, as a divisor, not zero: otherwise all elements would be inf
-    or NaN as well.
+    An unknown UNIFORM scalar is assumed to be finite and, as a divisor, not zero: otherwise all other elements would be
+    inf or NaN as well.
     """
     name, numbers = eqn.primitive.name, [fact.padding for fact in facts]
     if name == "mul" and 0.0 in numbers and all(fact.padding == 0 or fact.kind is Kind.UNIFORM for fact in facts):
@@ -107,13 +107,16 @@ def _move_or_reduce(place: Place, fact: Fact, context: Context) -> Fact | None:
 
 
 def reduces_all(eqn: Any) -> bool:
-    """Return whether an equation reduces an array over all of its dimensions."""
+    """Return True if an equation reduces an array over all of its dimensions."""
     axes = eqn.params.get("axes", ())
     return eqn.primitive.name.startswith("reduce_") and len(axes) == len(eqn.invars[0].aval.shape)
 
 
 def _linear(eqn: Any, facts: list[Fact]) -> Fact | None:
-    """Return the PARTIAL_SUM after a linear function, f(a) + f(b) = f(a + b); None for other functions."""
+    """Return the fact about a linear function of a PARTIAL_SUM, again a PARTIAL_SUM; None for any other function.
+
+    Linear means f(a) + f(b) = f(a + b).
+    """
     name, kinds = eqn.primitive.name, [fact.kind for fact in facts]
     term = next((fact for fact in facts if fact.kind is Kind.PARTIAL_SUM), None)
     linear = (
@@ -149,9 +152,10 @@ def _scalars_as_partial_sums(place: Place, facts: list[Fact], context: Context) 
 
 
 def _completed(fact: Fact, context: Context) -> Fact:
-    """With `Context.totals`, treat a sum over all elements of all parameters as UNIFORM.
+    """Return UNIFORM in place of the fact about a sum over all elements of all parameters, if `Context.totals` is set.
 
-    Not for a single parameter: there its own norm, which stacking changes, can't be told from the global norm.
+    Not if there is only one parameter: then the parameter's own norm, which stacking changes, can't be distinguished
+    from the global norm.
     """
     total = context.totals and fact.kind is Kind.PARTIAL_SUM and len(fact.summed) == len(context.names) > 1
     return Fact(Kind.UNIFORM, influences=fact.influences) if total else fact
