@@ -77,7 +77,13 @@ class _Specs:
         self._known = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def follow(self, equation: Any) -> PartitionSpec | None:
-        """Return the spec of the first operand that has one; call it for every equation, in order."""
+        """Record the specs of an equation's results; return the spec of its first operand with a known spec, or None.
+
+        Must be called for every equation, in the order of the jaxpr.
+
+        Raises:
+          ValueError: the equation is a branch or loop that sums an array.
+        """
         if any(map(_sums_an_array, equations_inside(equation))):
             raise ValueError(
                 "reduction='ordered': the optimizer sums over parameters inside a branch or a loop "

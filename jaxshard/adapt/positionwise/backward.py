@@ -16,7 +16,7 @@ from jaxshard.adapt.positionwise.shares import is_share
 
 
 def is_custom_vjp(eqn: Any) -> bool:
-    """Return whether an equation calls a `jax.custom_vjp` function."""
+    """Return True if an equation calls a `jax.custom_vjp` function."""
     return bool(eqn.primitive.name.startswith("custom_vjp_call"))
 
 

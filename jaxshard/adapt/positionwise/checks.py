@@ -35,7 +35,11 @@ def check_same(pair: Pair, facts: Sequence[Fact]) -> None:
 
 
 def moved(pair: Pair, facts: list[Fact]) -> Fact:
-    """Return the fact of the first operand, whose dimensions are moved; the other operands only select elements."""
+    """Return the fact about the result of an equation that moves the dimensions of its first operand.
+
+    Raises:
+      Mixes: the other operands, which only select elements, depend on positions.
+    """
     fact, *others = facts
     check_same(pair, others)
     if fact.kind is not Kind.ALONG:

@@ -1,16 +1,17 @@
-"""Means that do not add up over the rows: `js.Mean(nats.sum(), 32)`, whose weight is 32 for any part of a batch.
+"""Find means that are wrong if a batch is computed in parts: `js.Mean(nats.sum(), 32)` has the weight 32 for any part.
 
-The loss is traced for all rows and for one of n equal parts of them, and `Positions` follows both, with rows in the
-place of positions. So of every total and weight is known how n parts add up, or nothing:
+The loss is traced for all rows and for one of n equal parts of the rows, and `Positions` follows both traces, with rows
+in the place of positions. So for every total and weight it finds what the values of n parts add up to, in multiples of
+the value for all rows:
 
     total, weight                            n parts add up to          the mean of the parts is
     nats.sum(), nats.size or mask.sum()      1 and 1 times as much      right
-    nats.mean(), 1 or penalty(params), 1     n and n times              right: a mean of means, a term of its own
-    nats.sum(), 32                           1 and n times              1 / n of it
-    nats.mean(), nats.size                   n and 1 times              n times too large
+    nats.mean(), 1 or penalty(params), 1     n and n times as much      right: a mean of means, or a penalty
+    nats.sum(), 32                           1 and n times as much      too small by 1 / n
+    nats.mean(), nats.size                   n and 1 times as much      too large by n
 
-Nothing is known of what goes through an operation that mixes rows, and nothing is refused there: a right loss must
-never be. `js.parity` compares the numbers themselves.
+Nothing is known about a value that an operation has computed from several rows, and it is not refused, since a right
+loss must never be refused. `js.parity` compares the numbers themselves.
 """
 
 from __future__ import annotations
@@ -52,16 +53,20 @@ _COLLECTIVES = frozenset(
 
 
 class _Rows(Positions):
-    """A domain that knows nothing of what follows from something that mixes rows, and records nothing."""
+    """A domain that claims nothing about values computed by an operation that mixes rows, and records no findings."""
 
     def rule(self, place: Place, facts: list[Fact]) -> list[Fact] | None:
-        """Return that nothing is known of what the loss itself sums over devices; else what `Positions` does."""
+        """Return LOST for the results of a collective in the user's loss; else do as `Positions` does."""
         if place.name in _COLLECTIVES and any(fact != SAME for fact in facts):
             return place.joined(LOST)
         return super().rule(place, facts)
 
     def after_refusal(self, place: Place, facts: Sequence[Fact]) -> list[Fact]:
-        """Take it that an unknown operation goes row by row, as looking something up by the number of a row does."""
+        """Return facts about the results of an operation that `Positions` refuses or does not know.
+
+        Operations that number rows, or look something up by the index of a row, are taken to treat every row
+        independently. The results of all others are LOST.
+        """
         pair = self.pair(place)
         made = [guess(*pair.out_shapes(index), self.parts) for index in range(len(place.equation.outvars))]
         counted = any(fact.degree for fact in facts)
@@ -75,11 +80,11 @@ class _Rows(Positions):
         return place.joined(LOST)
 
     def guess(self, one: Sequence[int], two: Sequence[int]) -> Fact:
-        """Return that nothing is known."""
+        """Return LOST: unlike `Positions`, claim nothing about a value after an operation that was refused."""
         return LOST
 
     def value(self, values: Sequence[Any], place: Place) -> Fact:
-        """Take whole numbers and flags for the rows, such as `np.arange(rows)`, for their numbers."""
+        """Return the fact about a constant; integers and booleans such as `np.arange(rows)` have an entry per row."""
         shapes = [np.shape(x) for x in values]
         if shapes[0] != shapes[1] and values[0].dtype.kind in "iub":
             found = guess(shapes[0], shapes[1], self.parts)
@@ -88,10 +93,10 @@ class _Rows(Positions):
         return super().value(values, place)
 
     def note(self, place: Place, refusal: Mixes) -> None:
-        """Record nothing: nobody reads it."""
+        """Record nothing: findings of this domain are not read."""
 
     def check_backward(self, place: Place, facts: list[Fact], results: list[Fact]) -> None:
-        """Check nothing: backward passes make no totals."""
+        """Check nothing: a backward pass computes no totals or weights."""
 
 
 def find_unequal_means(

@@ -1,7 +1,8 @@
-"""The domain of the proof: what is known about a value, as `proofs/walk.py` walks two traces of a loss together.
+"""The domain of the proof that a loss treats positions independently, for the walk of `proofs/walk.py`.
 
-`rules` has the rule of each primitive. A refused equation is recorded with its place, and the walk continues with a
-guess, so that all places are found at once.
+The walk goes through two traces of the loss together. `facts.py` says what is known about a value, and `rules.py` has
+the rule of each primitive. A refused equation is recorded as a finding, and the walk continues with a guess, so that
+all such equations are found at once.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ from jaxshard.proofs.walk import Around, Domain, Place, Refused, walk
 
 @dataclass
 class Positions(Domain[Fact]):
-    """The domain, and what the walk refused.
+    """The domain of the proof, and the equations that were refused.
 
     Attributes:
       length: the number of all positions.
-      parts: the number of devices that split them.
-      axes: the mesh axes that split them.
-      findings: the refused equations so far.
+      parts: the number of devices that split the positions.
+      axes: the mesh axes that split the positions.
+      findings: the refused equations so far; filled by the walk.
     """
 
     length: int
@@ -63,11 +64,11 @@ class Positions(Domain[Fact]):
         return walk(programs, [fact for fact, keep in zip(facts, used, strict=True) if keep], self, around=around)
 
     def pair(self, place: Place) -> Pair:
-        """Return the equation in both traces."""
+        """Return the equation at a place in both traces, as a `Pair`."""
         return Pair(place.equation, place.twin, self.length, self.parts, self.axes)
 
     def value(self, values: Sequence[Any], place: Place) -> Fact:
-        """Return the fact about a literal or constant."""
+        """Return the fact about a literal or constant, given its values in both traces."""
         one, other = values
         if one is other and (np.ndim(one) or isinstance(one, jax.core.Tracer)):
             return SAME
@@ -87,7 +88,7 @@ class Positions(Domain[Fact]):
         return [self._with_cause(fact, place) for fact in apply_rule(self.pair(place), facts)]
 
     def refused(self, place: Place, facts: list[Fact], refusal: Refused) -> list[Fact]:
-        """Record a refused equation."""
+        """Record an equation that its rule refused, and return facts about its results to continue with."""
         assert isinstance(refusal, Mixes)
         self.note(place, refusal)
         return self.after_refusal(place, facts)
@@ -98,11 +99,11 @@ class Positions(Domain[Fact]):
         return [self.guess(*pair.out_shapes(index)) for index in range(len(place.equation.outvars))]
 
     def guess(self, one: Sequence[int], two: Sequence[int]) -> Fact:
-        """Guess the fact of a value from its shapes, after a refused equation."""
+        """Guess the fact about a value from its shapes in both traces, to continue after a refused equation."""
         return guess(one, two, self.parts)
 
     def _with_cause(self, fact: Fact, place: Place) -> Fact:
-        """Record the place of an equation that makes a sum or maximum over positions."""
+        """Return the fact with the place of its equation as `cause`, if it is a new sum or maximum over positions."""
         if math.isnan(fact.degree):
             # Facts are compared, and NaN != NaN, but tuples compare identical objects as equal: use one NaN object.
             fact = fact._replace(degree=ODD)
@@ -110,14 +111,14 @@ class Positions(Domain[Fact]):
         return fact._replace(cause=Cause(self.pair(place), _calls(place))) if new else fact
 
     def note(self, place: Place, refusal: Mixes) -> None:
-        """Record a refused equation as a finding."""
+        """Add a refused equation to the findings, unless its line has a finding with the same fix."""
         if place.settled:
             finding = make_finding(self.pair(place), refusal, _calls(place))
             if all((finding.where, finding.fix) != (known.where, known.fix) for known in self.findings):
                 self.findings.append(finding)  # one per line and fix: a single softmax has two refused equations
 
     def join(self, place: Place, facts: Sequence[Fact]) -> Fact:
-        """Return the fact about a value for which any of several facts may hold."""
+        """Return the fact about a value for which one of several facts holds, if it is not known which."""
         first, *others = facts
         for other in others:
             first = self._join(place, first, other)
@@ -142,7 +143,7 @@ class Positions(Domain[Fact]):
         return LOST
 
     def choose(self, place: Place, choice: Fact, facts: list[Fact]) -> list[Fact]:
-        """Refuse a choice that depends on positions."""
+        """Return the facts about results of a branch or loop; refuse a condition or index that depends on positions."""
         if is_share(choice):
             raise refuse(self.pair(place), choice, "which branch runs depends on it")
         if choice.kind is Kind.ALONG:
@@ -152,7 +153,10 @@ class Positions(Domain[Fact]):
         return facts
 
     def enter(self, place: Place, facts: list[Fact]) -> list[Fact]:
-        """Return the facts about the inputs of a call, branch, loop or `shard_map`; a scan gives each row by itself."""
+        """Return the facts about the inputs of a call, branch, loop or `shard_map`.
+
+        The body of a scan receives one row of each scanned array.
+        """
         self.pair(place).check_unchanged(_PROGRAM_PARAMS)
         if place.name == "cond":
             self.choose(place, facts[0], [])
@@ -167,7 +171,7 @@ class Positions(Domain[Fact]):
         return [*facts[:kept], *(_shift(fact, -1) for fact in over)]
 
     def leave(self, place: Place, facts: list[Fact]) -> list[Fact]:
-        """Return the facts about the results of a scan or `shard_map`."""
+        """Return the facts about the results of a scan or `shard_map`, given those about its body's results."""
         if place.name == "shard_map":
             _check_split(facts, place.equation.params["out_specs"])
             return facts
@@ -175,9 +179,10 @@ class Positions(Domain[Fact]):
         return [*facts[:carries], *(_shift(fact, 1) for fact in facts[carries:])]
 
     def conclude(self, place: Place, operands: list[Fact], results: list[Fact]) -> list[Fact]:
-        """Check results against their shapes, and the backward pass of the outermost `jax.custom_vjp`.
+        """Check that facts about results agree with the results' shapes, and check backward passes; return the facts.
 
-        Backward passes of `jax.custom_vjp` functions inside another one never run.
+        Only the backward pass of the outermost `jax.custom_vjp` is checked: those of `jax.custom_vjp` functions that it
+        calls never run.
         """
         if place.settled and is_custom_vjp(place.equation) and not any(is_custom_vjp(one) for one in _calls(place)):
             self.check_backward(place, operands, results)
@@ -191,7 +196,7 @@ class Positions(Domain[Fact]):
         return results
 
     def check_backward(self, place: Place, facts: list[Fact], results: list[Fact]) -> None:
-        """Record equations that mix positions in the backward pass of a `jax.custom_vjp`."""
+        """Add findings for the equations in the backward pass of a `jax.custom_vjp` that mix positions."""
         lost = any(fact.kind is Kind.LOST for fact in (*facts, *results))
         if lost or all(fact.kind is Kind.SAME for fact in facts):
             return
@@ -207,7 +212,7 @@ class Positions(Domain[Fact]):
             self.note(place, Mixes("has a backward pass that is not right on a part of the positions"))
 
     def differ(self, place: Place, difference: Difference, results: Sequence[tuple[Any, Any]]) -> list[Fact]:
-        """Record the first equation that differs between both traces."""
+        """Add a finding for the first difference between both traces; return guesses about the program's results."""
         cut = next((eqn for eqn in place.equations if eqn.primitive.name in _SLICES), None)
         if difference.what == "equation" and cut is not None:
             # With a table as long as a row, table[:T] is a slice only in the trace on a part of the positions.
@@ -226,7 +231,7 @@ class Positions(Domain[Fact]):
 
 
 def _calls(place: Place) -> tuple[Any, ...]:
-    """Return the equations around a place, the outermost first."""
+    """Return the equations that call the programs around a place, the outermost first."""
     return tuple(one.equation for one in place.around)
 
 
@@ -256,7 +261,7 @@ _DIFFERENT = {
     "length": "runs only for some numbers of positions",
     "results": "returns another value on a part of the positions",
 }
-"""The predicates of sentences about equations that differ between both traces."""
+"""{kind of difference between both traces: the predicate of a sentence about the equation}."""
 
 _SLICES = frozenset({"slice", "dynamic_slice"})
 

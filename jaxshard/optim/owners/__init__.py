@@ -2,6 +2,6 @@
 
 `own` makes a layout with owners, and `update` runs an optimizer's update under such a layout. `stacks` groups equal
 matrices and balances them over devices. `cores` finds the part of an update that needs the full matrix. `slices` proves
-that stacked matrices are updated independently. `exchange` has the all-to-all, `same` compares jaxprs. Imports `core/`
-and `optim/proof`.
+that stacked matrices are updated independently. `exchange` has the all-to-all, `flops` counts the FLOPs of updates.
+Imports `core/` and `optim/proof`.
 """

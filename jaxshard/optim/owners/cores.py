@@ -139,7 +139,7 @@ class _Part(NamedTuple):
 
 
 def _find_core(made: TracedUpdate, known: Mapping[Any, Reach], leaf: int) -> Core | str:
-    """Find the core of a parameter; return a message if it has none."""
+    """Find the core of a parameter's update; if there is none, return why, as text."""
     jaxpr, shape, own = made.jaxpr, made.jaxpr.outvars[leaf].aval.shape, bit(leaf)
 
     def flows(atom: Any) -> bool:
@@ -254,7 +254,7 @@ def _bound(made: TracedUpdate, numbers: set[int], leaf: int, shape: tuple[int, .
 
 
 def _extract(made: TracedUpdate, known: Mapping[Any, Reach], leaf: int, part: _Part) -> Core | str:
-    """Build the jaxpr of a core from its inputs, states, and shared values that depend on no parameter's array."""
+    """Build the core from a set of equations; if it would read arrays of other parameters, return why not, as text."""
     jaxpr, own = made.jaxpr, bit(leaf)
     states = [made.state_inputs()[number] for number in part.states]
     # Scalars that depend on other parameters (a global norm) are computed outside and passed in.

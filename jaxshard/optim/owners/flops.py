@@ -1,4 +1,4 @@
-"""Count the FLOPs of the matrix products and factorizations of an optimizer's program."""
+"""Count the FLOPs of the matrix products and factorizations in the jaxpr of an optimizer's update."""
 
 from __future__ import annotations
 

@@ -31,8 +31,9 @@ class Rows(NamedTuple):
     """The stacked dimension of a value.
 
     Attributes:
-      dim: the stacked dimension; None for a value that does not depend on any slice.
-      varies: if dim is None, the dimensions along which the value is not constant.
+      dim: the stacked dimension, so that slice s of the value depends only on slice s of the inputs; None for a value
+        that depends on no slice.
+      varies: if `dim` is None, the dimensions along which the value is not constant.
     """
 
     dim: int | None
@@ -47,7 +48,7 @@ def has_own_slices(core: Core, count: int) -> tuple[bool, ...] | None:
       count: The number of slices.
 
     Returns:
-      For each shared input of the core whether it has a row for each slice; None if the proof fails.
+      For each shared input of the core, True if it has an entry for each slice; None if the proof fails.
     """
 
     def stacked(var: Any) -> bool:
@@ -71,7 +72,7 @@ def has_own_slices(core: Core, count: int) -> tuple[bool, ...] | None:
 
 
 class _Slices(Domain[Rows]):
-    """Follows the stacked dimension; the walk ends at an operation that mixes slices or is unknown."""
+    """The domain that follows the stacked dimension; it refuses an operation that mixes slices or is unknown."""
 
     def value(self, values: Sequence[Any], place: Place) -> Rows:
         return _without_slices(values[0])
@@ -125,7 +126,7 @@ def _without_slices(x: Any) -> Rows:
 
 
 def _varies(eqn: Any, given: list[Rows], out: Any) -> frozenset[int]:
-    """Find the dimensions along which a result varies if no operand depends on slices."""
+    """Return the dimensions along which a result is not constant, given operands that depend on no slice."""
     name = eqn.primitive.name
     if name in ELEMENTWISE or name in SAME:
         return frozenset().union(*(one.varies for one in given))
@@ -137,7 +138,7 @@ def _varies(eqn: Any, given: list[Rows], out: Any) -> frozenset[int]:
 
 
 def _after(eqn: Any, given: list[Rows]) -> int:
-    """Find the stacked dimension of an operation's results."""
+    """Return the stacked dimension of an operation's results, given the stacked dimensions of its operands."""
     found = {follow_dim(eqn, operand, one.dim) for operand, one in enumerate(given) if one.dim is not None}
     dim = found.pop()
     if found or dim is None:
@@ -152,11 +153,11 @@ def _after(eqn: Any, given: list[Rows]) -> int:
 # The program of one slice.
 
 _SIZES = frozenset({"shape", "new_sizes", "limit_indices", "slice_sizes", "sharding", "out_sharding"})
-"""Equation parameters that contain the size of a result, which may differ between L = count and L = 1."""
+"""Equation parameters that contain the size of a result, which may differ between the programs of L and 1 slices."""
 
 
 def is_program_of_one(whole: Core, one: Core, count: int) -> bool:
-    """Return whether the core of a parameter [1, ...] has the same operations as the core of [count, ...]."""
+    """Return True if the cores of a parameter [count, ...] (`whole`) and [1, ...] (`one`) have the same operations."""
 
     def same_type(x: Any, y: Any) -> bool:
         sizes = zip(x.shape, y.shape, strict=False)

@@ -1,9 +1,9 @@
-"""Find the elements on which the results of a program depend, by a forward analysis of two traces of it.
+"""Find on which elements of the inputs every result of a program depends, by walking two traces of the program.
 
-This is a domain of `proofs/walk.py` (`facts` defines the facts, `transfer` has the rule of each operation): an abstract
-interpretation in the sense of Cousot and Cousot 1977. A claim holds for all values of the arrays, and an unknown
-operation yields no claim (MIXED). The program is traced at two sets of shapes: a literal or operation that differs
-between both traces depends on the shapes.
+This is a domain of `proofs/walk.py` (`facts.py` defines the facts, `transfer.py` has the rule of each operation): an
+abstract interpretation in the sense of Cousot and Cousot 1977. A claim holds for all values of the arrays, and an
+unknown operation yields no claim (MIXED). The program is traced at two sets of shapes: a literal or operation that
+differs between both traces depends on the shapes.
 
 Example, the update of `optax.adam` for one parameter w. The inputs are g, mu, nu: ELEMENTWISE(w) with padding 0, and
 count: UNIFORM.
@@ -53,7 +53,7 @@ class _Elements(Domain[Fact]):
         self.context = context
 
     def value(self, values: Sequence[Any], place: Place) -> Fact:
-        """Return the fact about a literal or constant."""
+        """Return the fact about a literal or constant, given its values in both traces."""
         if all(np.shape(x) == () for x in values):
             a, b = values
             if a is b or (not _is_traced(*values) and (a == b or (a != a and b != b))):
@@ -70,10 +70,10 @@ class _Elements(Domain[Fact]):
         return mixed((), Origin("a constant of the transform", "depends on the shape of the parameters"))
 
     def join(self, place: Place, facts: Sequence[Fact]) -> Fact:
-        """Return the strongest fact for which any of several facts may hold.
+        """Return the strongest fact about a value for which one of several facts holds, if it is not known which.
 
-        Joins reach a fixpoint, since a fact can be weakened only a finite number of times (three kinds, one padding
-        value, one influence per parameter).
+        The walk joins facts about a loop's carry until they no longer change. This ends, since a fact can be weakened
+        only a finite number of times (three kinds, one padding value, one influence per parameter).
         """
         first, *others = facts
         for other in others:
@@ -85,13 +85,13 @@ class _Elements(Domain[Fact]):
         return transfer(place, facts, self.context)
 
     def conclude(self, place: Place, operands: list[Fact], results: list[Fact]) -> list[Fact]:
-        """Make an INDEPENDENT value of shape () UNIFORM: it is one number."""
+        """Return the facts about results, with UNIFORM in place of INDEPENDENT for scalars (a single number)."""
         return [_as_number(fact, x.aval.shape) for fact, x in zip(results, place.equation.outvars, strict=True)]
 
     def choose(self, place: Place, choice: Fact, facts: list[Fact]) -> list[Fact]:
-        """Return the facts about values of a branch or loop that depends on a scalar.
+        """Return the facts about results of a branch or loop, given the fact about the scalar that selects or ends it.
 
-        A UNIFORM scalar decides alike on all devices. A scalar that depends on an element is another input.
+        A UNIFORM scalar is the same on all devices. A scalar that depends on an element counts as one more input.
         """
         if choice.kind is Kind.UNIFORM:
             return [fact._replace(influences=fact.influences | choice.influences) for fact in facts]
@@ -101,7 +101,7 @@ class _Elements(Domain[Fact]):
         ]
 
     def enter(self, place: Place, facts: list[Fact]) -> list[Fact]:
-        """Return the facts about one row of the arrays that a scan goes over."""
+        """Return the facts about the inputs of an inner program; a scan's body gets one row of each scanned array."""
         if place.name != "scan":
             return facts
         kept = sum(scan_counts(place.equation.params))
@@ -109,7 +109,7 @@ class _Elements(Domain[Fact]):
         return [*facts[:kept], *(_as_number(self._unlike(place, fact), x.aval.shape[1:]) for fact, x in rows)]
 
     def leave(self, place: Place, facts: list[Fact]) -> list[Fact]:
-        """Return the facts about the arrays that a scan stacks."""
+        """Return the facts about a scan's results, which are the carry and stacks of its body's other results."""
         _, carries = scan_counts(place.equation.params)
         return [*facts[:carries], *(self._stack(place, fact) for fact in facts[carries:])]
 
@@ -120,14 +120,17 @@ class _Elements(Domain[Fact]):
         return self._unlike(place, fact) if fact.kind is not Kind.PARTIAL_SUM else mixed(fact.influences, fact.why)
 
     def _unlike(self, place: Place, fact: Fact) -> Fact:
-        """Return the fact about a row of an array, or an array of rows: neither has a parameter's shape."""
+        """Return the fact about a row of an array, or about an array of stacked rows, given the other's fact.
+
+        An ELEMENTWISE fact becomes MIXED, since the shape is no longer that of the parameter.
+        """
         if fact.kind is not Kind.ELEMENTWISE:
             return fact
         text = f"scans over the elements of {self.context.some_names(fact.influences)}"
         return mixed(fact.influences, origin_of(place, self.context, text))
 
     def same(self, place: Place) -> bool:
-        """Return whether two equations are the same except for shapes."""
+        """Return True if the equation is the same in both traces except for shapes."""
         one, two = place.equation.params, place.twin.params
         if place.name == "cond":
             return len(one["branches"]) == len(two["branches"])
@@ -141,7 +144,7 @@ class _Elements(Domain[Fact]):
         return one.keys() == two.keys() and all(repr(one[key]) == repr(two[key]) for key in keys)
 
     def differ(self, place: Place, difference: Difference, results: Sequence[tuple[Any, Any]]) -> list[Fact]:
-        """Return no claim about a program that depends on the shapes."""
+        """Return MIXED for every result of a program whose two traces differ, since it depends on the shapes."""
         why = origin_of(place, self.context, "belongs to a program that depends on the shape of the parameters")
         return [mixed(range(len(self.context.names)), why)] * len(results)
 

@@ -134,7 +134,7 @@ def mixed(influences: Iterable[int], why: Origin | None) -> Fact:
 
 
 def join(place: Place, one: Fact, other: Fact, context: Context) -> Fact:
-    """Return the strongest fact about a value for which either of two facts holds.
+    """Return the strongest fact about a value for which one of two facts holds, if it is not known which.
 
     The result is implied by both facts: its kind is at least as high in the diagram as both kinds, its influences are
     those of both, and a padding or summed parameter that only one of the facts claims is dropped.

@@ -1,8 +1,8 @@
 """Detect optimizers that handle non-finite gradients themselves.
 
-It reads the jaxpr of `tx.update`, never names or classes. Such optimizers (`optax.apply_if_finite`, `optax.zero_nans`,
-`optax.skip_not_finite`) test a value that depends on gradients by `is_finite x` (`jnp.isfinite`) or `x != x`
-(`jnp.isnan`). Tests of other values, such as a quotient of learning rates in `schedule_free`, do not count.
+The check reads the jaxpr of `tx.update`, never names or classes. Such optimizers (`optax.apply_if_finite`,
+`optax.zero_nans`, `optax.skip_not_finite`) test a value that depends on gradients by `is_finite x` (`jnp.isfinite`) or
+`x != x` (`jnp.isnan`). Tests of other values, such as a quotient of learning rates in `schedule_free`, do not count.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from jaxshard.proofs.walk import Domain, Place, walk
 
 
 def handles_non_finite(tx: optax.GradientTransformation, params: PyTree) -> bool:
-    """Return whether the update of a transform tests values that depend on gradients for being finite.
+    """Return True if the update of a transform tests whether values that depend on gradients are finite.
 
     Args:
       tx: an optax transform.
       params: the trained parameters, which may be abstract.
 
     Returns:
-      True if it does; False otherwise, or if `tx.update` can't be traced with only gradients, state and parameters.
+      True if there is such a test; False if not, or if `tx.update` can't be traced with only gradients, state and
+      parameters.
     """
     params = abstract(params)
     try:
@@ -41,7 +42,7 @@ def handles_non_finite(tx: optax.GradientTransformation, params: PyTree) -> bool
 
 
 class _Tests(Domain[bool]):
-    """Whether a value depends on gradients; finds the tests of such values."""
+    """The domain whose fact is True for a value that depends on gradients; the walk sets `found` at a test of one."""
 
     found = False
 

@@ -1,7 +1,7 @@
 """Find the parameters on which each value of an optimizer's program depends: by arrays, or only by scalars.
 
-This is a domain of `proofs/walk.py`. Every value has a `Reach`: the parameters whose gradient, state or value
-it depends on. A scalar that is a sum over arrays, such as a global norm, costs only a few bytes to send to all devices.
+This is a domain of `proofs/walk.py`. Every value has a `Reach`: the parameters whose gradient, state or value the value
+depends on. A scalar that is a sum over arrays, such as a global norm, costs only a few bytes to send to all devices.
 So the dependence through such scalars is recorded separately from the dependence on arrays:
 
     sum(g_a**2) + sum(g_b**2)             a scalar that depends on a and b
@@ -28,12 +28,12 @@ from jaxshard.proofs.walk import CONTROL_FLOW, Domain, Place
 
 
 class Reach(NamedTuple):
-    """The parameters on which a value depends, as the bits of integers.
+    """The parameters on which a value depends, as integers with a bit for each parameter.
 
     Attributes:
-      arrays: the parameters on whose arrays it depends.
-      numbers: the parameters on which it depends through scalars that are sums over arrays.
-      why: the first equation that combined arrays of several parameters.
+      arrays: the parameters on whose arrays the value depends.
+      numbers: the parameters on which the value depends only through scalars that are sums over arrays.
+      why: the first equation that combined arrays of several parameters; None if none did.
     """
 
     arrays: int = 0
@@ -41,26 +41,26 @@ class Reach(NamedTuple):
     why: Origin | None = None
 
     def within(self, leaf: int | None) -> bool:
-        """Return whether the value depends on no arrays of other parameters."""
+        """Return True if the value depends on no arrays of parameters other than `leaf` (None: of any parameter)."""
         return not self.arrays & ~bit(leaf)
 
 
 def bit(leaf: int | None) -> int:
-    """Return the bit of a parameter; no bit for None."""
+    """Return an integer with the bit of a parameter set; 0 for None."""
     return 0 if leaf is None else 1 << leaf
 
 
 def leaves_of(bits: int) -> list[int]:
-    """List the parameters whose bits are set."""
+    """List the indices of the parameters whose bits are set."""
     return [leaf for leaf in range(bits.bit_length()) if bits >> leaf & 1]
 
 
 class Flow(Domain[Reach]):
-    """The domain of a transform's program, and what the walk found.
+    """The domain that finds the reach of every value in a transform's program.
 
     Attributes:
-      products: the parameters whose arrays are operands of matrix products or factorizations, as bits.
-      known: the reach of every result of the equations that are in no call, branch or loop.
+      products: the parameters whose arrays are operands of matrix products or factorizations, as bits; set by the walk.
+      known: the reach of every result of the equations outside of calls, branches and loops; filled by the walk.
     """
 
     def __init__(self, context: Context):
@@ -68,7 +68,7 @@ class Flow(Domain[Reach]):
         self.known: dict[Any, Reach] = {}
 
     def value(self, values: Sequence[Any], place: Place) -> Reach:
-        """Return that the numbers in a program depend on no parameter."""
+        """Return the reach of a literal or constant, which depends on no parameter."""
         return Reach()
 
     def join(self, place: Place, facts: Sequence[Reach]) -> Reach:
@@ -81,7 +81,7 @@ class Flow(Domain[Reach]):
         return Reach(arrays, numbers, why)
 
     def rule(self, place: Place, facts: list[Reach]) -> list[Reach]:
-        """Return the reaches of the results of an equation."""
+        """Return the reach of each result of an equation, given the reaches of its operands."""
         if place.name in SAME and len(facts) == len(place.equation.outvars):
             return facts
         joined = self.join(place, facts)
@@ -105,14 +105,14 @@ class Flow(Domain[Reach]):
         return Reach(numbers=everything) if is_whole_sum(eqn) or adds else joined
 
     def leave(self, place: Place, facts: list[Reach]) -> list[Reach]:
-        """Return the reaches of the results of a scan."""
+        """Return the reach of each result of a scan, given the reaches of its body's results."""
         _, carries = scan_counts(place.equation.params)
         # An array with a scalar per iteration is not a scalar, but still depends on no arrays.
         stacked = [one if one.arrays else Reach(one.numbers, why=one.why) for one in facts[carries:]]
         return [*facts[:carries], *stacked]
 
     def conclude(self, place: Place, operands: list[Reach], results: list[Reach]) -> list[Reach]:
-        """Record matrix products, and the results of equations that are in no other."""
+        """Return the results, and record matrix products in `products` and outermost results in `known`."""
         if place.settled:
             is_entered = place.name in CALLS or place.name in CONTROL_FLOW
             if not is_entered and (multiplies_matrices(place.equation) or _is_opaque(place.equation)):
@@ -127,7 +127,7 @@ def _is_opaque(eqn: Any) -> bool:
 
 
 def multiplies_matrices(eqn: Any) -> bool:
-    """Return whether an equation multiplies two matrices (at least two dimensions each), or factorizes one."""
+    """Return True if an equation multiplies two matrices, of at least two dimensions each, or factorizes a matrix."""
     name = eqn.primitive.name
     if name == "dot_general":
         _, batches = eqn.params["dimension_numbers"]
@@ -136,7 +136,7 @@ def multiplies_matrices(eqn: Any) -> bool:
 
 
 def is_whole_sum(eqn: Any) -> bool:
-    """Return whether an equation reduces all elements of its operands to a scalar: a sum, a maximum, a dot product."""
+    """Return True if an equation reduces all elements of its operands to a scalar: a sum, a maximum, a dot product."""
     name = eqn.primitive.name
     reduces = name.startswith("reduce_") and name != "reduce_precision"
     return (reduces or name == "dot_general") and bool(eqn.outvars[0].aval.shape == ())

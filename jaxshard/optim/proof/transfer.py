@@ -80,7 +80,7 @@ def _padding(eqn: Any, facts: list[Fact]) -> float | None:
 
 
 def _move_or_reduce(place: Place, fact: Fact, context: Context) -> Fact | None:
-    """Return the fact after a reshape, transpose, broadcast or reduction that keeps the claim; None if it may not."""
+    """Return the fact about the result of a reshape, transpose, broadcast or reduction; None if no claim holds."""
     eqn, name = place.equation, place.name
     if name in RESHAPES:
         keeps_shape = all(one.invars[0].aval.shape == one.outvars[0].aval.shape for one in place.equations)
@@ -162,7 +162,7 @@ def _completed(fact: Fact, context: Context) -> Fact:
 
 
 def _sum_over_devices(place: Place, fact: Fact, context: Context) -> Fact:
-    """Return the fact after `lax.psum`: a PARTIAL_SUM is complete once summed over all axes that split the arrays."""
+    """Return the fact about the result of `lax.psum`: UNIFORM for a PARTIAL_SUM over all axes that split the arrays."""
     axes = place.equation.params["axes"]
     if fact.kind is Kind.MIXED:
         return fact
@@ -174,7 +174,7 @@ def _sum_over_devices(place: Place, fact: Fact, context: Context) -> Fact:
 
 
 def _unknown(place: Place, facts: list[Fact], context: Context) -> Fact:
-    """Return the fact about an output of any other operation, which may mix its inputs and depend on their shapes."""
+    """Return the fact about an output of an operation without a rule, which may mix inputs and depend on shapes."""
     influences = all_influences(facts)
     worst = max(facts, key=lambda fact: fact.kind, default=Fact(Kind.UNIFORM))
     if worst.kind is Kind.MIXED:
