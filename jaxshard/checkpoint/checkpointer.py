@@ -44,7 +44,7 @@ class Checkpointer:
     several processes, each has a `Checkpointer` and calls the same methods in the same order.
 
     From its creation to the end of the `with` block (or of the process) it holds a lock on the folder, so that another
-    training can't save into the same folder: it raises BlockingIOError when it creates its `Checkpointer`.
+    training can't save into the same folder: it raises `BlockingIOError` when it creates its `Checkpointer`.
 
     Args:
       dir: the folder of checkpoints, on a disk that all processes see.

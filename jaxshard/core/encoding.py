@@ -44,10 +44,13 @@ def sent_of(wire: Format, size: int) -> Sent:
     arrays, tree = jax.tree.flatten(sent)
     decoded = jax.eval_shape(lambda sent: wire.decode(sent, size), sent)
     if not arrays or getattr(decoded, "shape", None) != (size,):
-        made = ", ".join(f"{one.dtype}{list(one.shape)}" for one in arrays) or "no arrays"
+        made, back = (
+            ", ".join(f"{one.dtype}{list(one.shape)}" for one in jax.tree.leaves(tree)) or "no arrays"
+            for tree in (sent, decoded)
+        )
         raise ValueError(
             f"js.wire: {wire.name} loses the shape: encode makes {made} of float32[{size}], and decode makes "
-            f"{decoded} of these; decode(sent, size) must return float32[size], without the padding of encode"
+            f"{back} of these; decode(sent, size) must return float32[size], without the padding of encode"
         )
     return Sent(tuple(arrays), tree)
 

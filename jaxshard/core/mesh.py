@@ -52,6 +52,8 @@ def solve_sizes(axes: dict[str, int], devices: int) -> dict[str, int]:
     asked = ", ".join(f"{name}={size}" for name, size in axes.items())
     if not axes:
         raise ValueError(f"make_mesh: name at least one axis, such as data=-1, for the {devices} devices")
+    if "devices" in axes:
+        raise TypeError("make_mesh: devices go first, without a name: js.make_mesh(jax.devices()[:4], data=4)")
     if strange := [f"{name}={size!r}" for name, size in axes.items() if not isinstance(size, Integral)]:
         raise TypeError(f"make_mesh: every size must be a whole number, got {', '.join(strange)}")
     unknown = [name for name, size in axes.items() if size == -1]

@@ -142,6 +142,7 @@ class Placement:
 
     def pad(self, dim: int, size: int) -> Placement:
         """Pad the stored dimension `dim` to `size`."""
+        dim %= len(self.view.stored)
         view, logical_dim = self.view, self.view.logical_dim(dim)
         assert view.stored[dim] == view.padded[logical_dim], "a dimension that was unfolded is not padded again"
         padded = (*view.padded[:logical_dim], size, *view.padded[logical_dim + 1 :])

@@ -71,9 +71,14 @@ def batch(*axes: AxisName) -> Strategy:
     Returns:
       A strategy. Applied, it raises ValueError if the mesh has no such axis or the rows do not divide.
 
+    Raises:
+      ValueError: no axis.
+
     Example:
         js.batch("replica", "data")     # on replica=2, data=4: [rows / 8, ...] on each device
     """
+    if not axes:
+        raise ValueError("batch: name the mesh axes that split rows, such as js.batch('data')")
     return Batch(tuple(name for axis in axes for name in axis_names(axis)))
 
 
@@ -220,8 +225,8 @@ def compose(*strategies: Strategy) -> Strategy:
     """Combine strategies into one that applies them all.
 
     Their order does not matter: `js.pipeline` is applied first, then `js.batch` and placements by name (`js.expert`
-    before `js.tensor`), and last the fills (`js.shard`), which split dimensions that are still free. The axes of
-    `js.context` never split rows.
+    before `js.tensor`) and functions of your own, and last the fills (`js.shard`), which split dimensions that are
+    still free. The axes of `js.context` never split rows.
 
     Raises:
       TypeError: something that is not a function of (role, leaf, placement, mesh).

@@ -26,7 +26,7 @@ Strategy = Callable[[Role, Leaf, Placement, Mesh], Placement]
 Example:
     def columns(role, leaf, placement, mesh):
         splits = role in ("param", "grad", "opt") and len(leaf.shape) == 2 and leaf.shape[1] % mesh.shape["data"] == 0
-        return placement.split(1, ("data",)) if splits else placement
+        return placement.split(placement.view.stored_dim(1), ("data",)) if splits else placement
 
     layout = js.layout(js.compose(js.batch("data"), columns), mesh, init_fn, tx)
 """

@@ -260,6 +260,8 @@ def _check_units(units: Any) -> Units:
 
 
 def _check_sent(name: str, sent: Any) -> None:
+    if isinstance(sent, type) and issubclass(sent, Format):
+        raise TypeError(f"{name} must be a format, not its class: write {sent.__name__}()")
     if not isinstance(sent, Format):
         _check_dtype(name, sent)
     elif type(sent).__hash__ is None:

@@ -49,7 +49,7 @@ def tensor(
 
     `js.optim.clip_by_global_norm(max_norm, axis_name)` inside `tx` counts split parameters over all shards and
     replicated parameters once (wrappers in between must pass extra arguments on, as optax's wrappers do). The state is
-    the state of `tx` for this device's parameters; `tensor_state_specs` returns its PartitionSpecs.
+    the state of `tx` for this device's parameters; `tensor_state_specs` returns its specs.
 
     Args:
       tx: An elementwise transform, or an elementwise transform in `js.optim.zero1`, `zero2` or `fsdp` over a data axis.

@@ -99,7 +99,7 @@ def zero2(
     Returns:
       A transform whose `init` and `update` must be called inside `shard_map` over the axis, with or without
       `check_vma`. `init` takes replicated parameters; the state is the state of `tx` for this device's parts: for a
-      parameter [4096, 1024] on 8 devices a moment of Adam is [512, 1024]. The PartitionSpecs of the state are
+      parameter [4096, 1024] on 8 devices a moment of Adam is [512, 1024]. The specs (`PartitionSpec`) of the state are
       `state_specs(tx, params, axis_name, axis_size)`.
 
     Raises (from init and update):
@@ -135,7 +135,7 @@ def fsdp(
     """Split parameters, gradients and optimizer state over an axis, inside `shard_map`.
 
     ZeRO stage 3 (Rajbhandari et al. 2020, section 5.3). `init` and `update` take and return this device's parts of
-    parameters and state: make the parts with `shard_params`, their PartitionSpecs with `param_specs` and `state_specs`,
+    parameters and state: make the parts with `shard_params`, their specs with `param_specs` and `state_specs`,
     and gather the parameters in the loss with `gather_params`. `update` needs `params`. Its gradients, of the mean loss
     over the device's rows, may be
 

@@ -63,7 +63,7 @@ def make_eval_step(
       eval_fn: `eval_fn(model, batch)`, where `model` is like the result of `init_fn` and the batch is global. If it is
         the method `evaluate` of a `js.Stacked` model, weights are gathered one block at a time, or the batch runs
         through the stages of a pipeline; for any other function all weights are gathered first.
-      layout: the layout of the TrainStates to evaluate.
+      layout: the layout of each `TrainState` to evaluate.
       engine: `js.explicit(reduction="ordered")` makes every device evaluate its own rows, which must then always be
         independent, and sums the results over devices in a fixed order. Other engines make no difference.
 
@@ -140,7 +140,7 @@ def make_apply(fn: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
 
     Args:
       fn: `fn(model, *args)`, where `model` is like the result of `init_fn`.
-      layout: the layout of the TrainStates.
+      layout: the layout of each `TrainState`.
 
     Returns:
       `apply(run, *args)`, which returns `fn(model, *args)`. Arguments and results are replicated on every device.

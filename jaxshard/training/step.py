@@ -214,7 +214,9 @@ class Step:
           (the new TrainState, the metrics, the numbers that `FirstStep` compares).
         """
         params, parts = self._cut_first(run.params)
+        # The engine gathers each parameter where the loss uses it, and reduces each gradient where it is computed.
         outcome, grads = self._loss_and_grads(run, params, batch)
+        # The guard: a step whose loss or gradient is not finite keeps the old arrays.
         squares = self._sum_squares(grads)
         found = find_bad(outcome.value, squares)
         ok = ~found.any() if self.guarded else jnp.ones((), bool)

@@ -84,6 +84,7 @@ class Pipelined(Engine):
         if not isinstance(self.schedule, (str, Schedule)):
             raise TypeError(
                 f"schedule must be a name such as 'interleaved' or a js.schedules.Schedule, got {self.schedule!r}"
+                + ("; call it to make the schedule" if callable(self.schedule) else "")
             )
         if isinstance(self.schedule, str):
             if self.schedule.endswith(".csv"):
