@@ -109,7 +109,7 @@ def _sizes(rows: Any) -> str:
 
 
 def _compile(console: Console, prepared: Prepared, topology: str, slices: int) -> dict[str, Any]:
-    """Compile to the end, for the estimated cycles; print and return the verdict."""
+    """Compile the step to an executable, which has estimated cycles; print and return its memory and time."""
     with working(console, "compiling"), refusals():
         verdict = compile_for(prepared.step(), prepared.rows, topology, num_slices=slices, codegen=True)
     console.print(f"\n{verdict}", soft_wrap=True, highlight=False, markup=False)

@@ -259,7 +259,8 @@ def varying_axes(x: Any) -> frozenset[str]:
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     """Return (number of constants, number of carries) from the parameters of a scan; its other inputs are scanned over.
 
-    Undocumented: `num_consts` and `num_carry`, `ft_in` from 0.12 on. If it changes: a KeyError or ValueError.
+    Reads the undocumented parameters `num_consts` and `num_carry` of JAX's scan, from 0.12 on `ft_in`. If JAX changes
+    them: a KeyError or ValueError.
     """
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]

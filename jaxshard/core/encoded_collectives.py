@@ -141,7 +141,16 @@ def list_scatter_sum(
     *,
     keep: Sequence[str],
 ) -> Iterator[Travel]:
-    """List the collectives of `scatter_sum` for a share of this shape and dtype, on axes of these sizes."""
+    """List the collectives of `scatter_sum`, without running it.
+
+    Args:
+      shape, dtype: of each device's array, as large as the sum.
+      spec: how the sum is split.
+      axes: the mesh axes to sum over.
+      sizes: the size of each mesh axis.
+      wire: the format in which the arrays are sent.
+      keep: axes of the spec that split the array already and are left alone.
+    """
     left = list(shape)
     split = [(dim, axis) for dim, axis in split_dims(spec) if axis not in keep]
     for dim, axis in split:

@@ -74,7 +74,10 @@ def shrinks(wire: Format, size: int, dtype: Any) -> bool:
 
 
 def encode(x: jax.Array, wire: Format) -> list[jax.Array]:
-    """Encode an array [..., size] along its last dimension, as arrays [..., *shape] in the dtypes that are sent."""
+    """Encode an array [..., size] along its last dimension: return the arrays that are sent, such as values and scales.
+
+    Each of them has the same leading dimensions, and then the shape and dtype that the format gives it.
+    """
     sent: list[jax.Array] = _ENCODE.bind(x.astype(jnp.float32), wire=wire)
     return sent
 

@@ -60,7 +60,10 @@ def no_mesh() -> AbstractContextManager[Any]:
 
 
 def settings_of(results: PyTree) -> AbstractContextManager[None]:
-    """Return `own_settings` for the mesh of the arrays in a tree; a context without effect if they are on no mesh."""
+    """Return the context `own_settings(mesh)` for the mesh that the arrays of a tree are on.
+
+    If they are on no mesh, the context changes no setting of JAX.
+    """
     shardings = (x.sharding for x in jax.tree.leaves(results) if isinstance(x, jax.Array))
     mesh = next((sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), None)
     return contextlib.nullcontext() if mesh is None else own_settings(mesh)

@@ -66,7 +66,7 @@ class Format:
         raise NotImplementedError(f"{type(self).__name__} has no encode")
 
     def decode(self, sent: Any, size: int) -> jax.Array:
-        """Decode what `encode` made of f32[size] to f32[size]."""
+        """Decode the result of `encode`: return the array, f32[size], up to rounding."""
         raise NotImplementedError(f"{type(self).__name__} has no decode")
 
     @property

@@ -46,8 +46,8 @@ class Preemption:
     or two seconds after the signal, or after the current step if that takes longer.
 
     A second SIGTERM, at least two seconds after the first, ends the process at once with status 143, even while its
-    main thread hangs in a collective. After the `with` block SIGTERM has its previous effect; with several processes it
-    ends the process, while JAX's own handler would ignore it.
+    main thread hangs in a collective. After the `with` block the earlier handler of SIGTERM
+    is back. With several processes that would be JAX's own, which ignores the signal; there SIGTERM ends the process.
 
     A single process can use it in the same way, on any platform and without `js.distributed.initialize`.
 

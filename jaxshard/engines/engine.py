@@ -137,10 +137,11 @@ class Engine:
         return False
 
     def make_call(self, objective: Objective, layout: Layout, make_move: MakeMove) -> Call:
-        """Make the function that runs the loss as this engine does, with weights moved by `make_move`.
+        """Make the function that computes the loss as this engine does.
 
-        The engine itself calls it, and the audit of collectives calls it with moves that only count. Not needed if
-        `block_passes` is not None, as then a schedule runs the blocks.
+        `make_move` makes the functions that gather each parameter for its use and reduce its gradient. The engine
+        passes its own, and the audit of collectives passes functions that only count. An engine with `block_passes`
+        need not implement it, as there a schedule runs the blocks.
         """
         raise NotImplementedError(f"{type(self).__name__} has no make_call")
 
@@ -277,7 +278,8 @@ def _check_dtype(name: str, dtype: Any) -> None:
     except TypeError:
         floating = False
     if not floating:
-        raise TypeError(f"{name} must be a floating dtype such as jnp.bfloat16, got {dtype!r}")
+        wire = "" if name == "compute_dtype" else ", or a js.wire.Format such as js.wire.int8()"
+        raise TypeError(f"{name} must be a floating dtype such as jnp.bfloat16{wire}, got {dtype!r}")
 
 
 def precision_dtypes(precision: Precision | None, compute_dtype: Any, reduce_dtype: Any) -> tuple[Any, Any]:

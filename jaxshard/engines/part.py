@@ -47,10 +47,10 @@ class Cut(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A function of a part of the batch, with its trace.
+    """The loss of a part of the batch (a micro-batch, or the rows of one device), with its trace.
 
     Attributes:
-      fn: `fn(params, state, batch, row) -> (js.Loss, *others)`; `row` is the global index of the batch's first row.
+      fn: `fn(params, state, batch, row) -> (js.Loss, *others)`; `row` is the global index of the part's first row.
       args: its arguments, arrays or their shapes.
       program: the trace.
     """

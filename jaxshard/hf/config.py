@@ -105,7 +105,10 @@ def read_arguments(
 
 
 def make_config(model: Decoder, dtype: str) -> Config:
-    """Make the config.json of a model: from the file that it was built from, or else of the first family that fits.
+    """Make the config.json of a model in the format of Hugging Face.
+
+    It starts from the config.json that the model was built from, or else from the first model family (Llama, Qwen, ...)
+    that can represent the model.
 
     Args:
       model: a model of `js.models` or `js.hf.model`.

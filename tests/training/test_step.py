@@ -250,7 +250,7 @@ def test_no_optimizer_no_engine_no_loss():
         (
             {"reduce_dtype": jnp.int8},
             TypeError,
-            "reduce_dtype must be a floating dtype such as jnp.bfloat16, got .*int8",
+            "reduce_dtype must be a floating dtype such as jnp.bfloat16, or a js.wire.Format .*, got .*int8",
         ),
     ],
 )

@@ -35,10 +35,10 @@ def check_same(pair: Pair, facts: Sequence[Fact]) -> None:
 
 
 def moved(pair: Pair, facts: list[Fact]) -> Fact:
-    """Return the fact about the result of an equation that moves the dimensions of its first operand.
+    """Return how the result of an equation that only rearranges its first operand depends on positions.
 
     Raises:
-      Mixes: the other operands, which only select elements, depend on positions.
+      Mixes: another operand, such as the indices of a gather, depends on positions.
     """
     fact, *others = facts
     check_same(pair, others)

@@ -91,7 +91,9 @@ def _shapes(pair: Pair) -> str:
 
 
 def locate(equations: Sequence[Any]) -> tuple[str, str]:
-    """Return (file:line of the user's code that made an equation, file:line of the library that it calls, or "").
+    """Find the source lines of an equation: (file:line in the user's code, file:line in the library called there).
+
+    The second is "" if the user's code made the equation itself.
 
     Args:
       equations: the equation, and the calls around it, the innermost first.

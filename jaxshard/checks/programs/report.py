@@ -140,7 +140,7 @@ class ProgramAudit:
         }
 
     def __str__(self) -> str:
-        """Write the headline, tables by role and axis, and lists by source line, of surprises and of assumptions."""
+        """Write the report: the headline, tables by role and by axis, then surprises and assumptions by source line."""
         return self.text()
 
     def text(self, *, all: bool = False) -> str:

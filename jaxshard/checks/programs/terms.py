@@ -122,7 +122,7 @@ class _Judge:
         self.slack = int(SLACK * sum(self.bytes[one.number] for one in self.parameters))
 
     def problem(self, move: Move) -> str:
-        """Record that arguments were moved, and explain why the collective is a surprise; "" if it is allowed."""
+        """Return why a collective is not one that the strategy allows, or ""; also note which arguments it moves."""
         axes = set(move.axes)
         if move.what == SCALAR:
             return ""

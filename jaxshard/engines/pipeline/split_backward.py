@@ -42,10 +42,11 @@ Block = Callable[[PyTree, PyTree, Any], PyTree]
 
 
 class SplitBlock(NamedTuple):
-    """A block as four programs.
+    """The programs of a block for zero-bubble schedules: its forward, its backward, and the two halves of its backward.
 
     `weights`, `x` and `key` are the block's arguments; `dy` and `dx` are cotangents, trees like `x` in which only the
-    floating leaves are used. `kept` and `carried` are lists of plain arrays (random keys as their words). Gradients are
+    floating leaves are used. `kept` are the residuals that the forward keeps for the backward, `carried` the arrays
+    that the input half passes to the weight half: lists of plain arrays (random keys as their words). Gradients are
     lists with one entry per trained weight, None if the other half of the backward computes it.
     """
 

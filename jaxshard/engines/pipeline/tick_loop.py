@@ -116,7 +116,10 @@ def run_forwards(
 
 
 class _Operation(NamedTuple):
-    """A device's F, B or W of a tick; if not `active`, the device computes on meaningless data, without effect."""
+    """What a device does in a tick: a forward (F), or a backward for the input (B) or for the weights (W).
+
+    If `active` is False, the device computes on meaningless data, and the result is discarded.
+    """
 
     chunk: jax.Array
     microbatch: jax.Array

@@ -81,8 +81,8 @@ def moe(
         balancing without a loss).
       capacity: the largest number of tokens of a row that an expert accepts, as a multiple of a balanced load:
         ceil(capacity * k * tokens / E). Tokens' first choices have priority, then earlier tokens. Other choices are
-        dropped: they contribute nothing, and `Routing.dropped` counts them. The rows here are the rows of the batch, in the
-        leading dimensions of `x`; an `x` of [tokens, C] is one row.
+        dropped: they contribute nothing, and `Routing.dropped` counts them. The rows here are those of the batch, in
+        the leading dimensions of `x`; an `x` of [tokens, C] is one row.
       hidden: for each array of `params` the dimension of the hidden units, which `js.tensor` splits like "mlp", such as
         {"gate": 2, "up": 2, "down": 1}. Without it every device of a tensor axis computes all hidden units.
 

@@ -41,14 +41,14 @@ class TracedArray(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """A transform, traced at two sets of shapes.
+    """An optax transform traced twice, for parameters of other shapes, to tell constants from what depends on shapes.
 
     Attributes:
       update: The two jaxprs of `tx.update`, whose inputs are (gradients, state, parameters, extra arguments).
-      updates: The arrays of the updates, in the order of the parameters.
-      state: The arrays of the state.
-      initial: The facts about the state after `tx.init`.
-      extra: The facts about the extra arguments.
+      updates: the updates that `tx.update` returns, with the shapes of both traces, in the order of the parameters.
+      state: the arrays of the optimizer state, with the shapes of both traces.
+      initial: what is proven of each array of the state that `tx.init` returns.
+      extra: what is known of the extra arguments.
       context: The context of the analysis.
     """
 
