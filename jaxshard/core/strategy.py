@@ -71,14 +71,9 @@ def batch(*axes: AxisName) -> Strategy:
     Returns:
       A strategy. Applied, it raises ValueError if the mesh has no such axis or the rows do not divide.
 
-    Raises:
-      ValueError: no axis.
-
     Example:
         js.batch("replica", "data")     # on replica=2, data=4: [rows / 8, ...] on each device
     """
-    if not axes:
-        raise ValueError("batch: name the mesh axes that split rows, such as js.batch('data')")
     return Batch(tuple(name for axis in axes for name in axis_names(axis)))
 
 

@@ -35,6 +35,7 @@ def coder_loss(model, batch, key, train):
     return js.Mean(jnp.square(x - batch).sum() + jnp.square(mean).sum(), batch.size)
 
 
+@pytest.mark.slow
 def test_a_linen_module_called_with_a_key_equals_one_device():
     """As `assert_equal_runs`, against a loop that calls `Coder().apply` itself."""
     model = js.linen(Coder(), coder_loss, X)

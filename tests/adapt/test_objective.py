@@ -89,6 +89,7 @@ def test_a_penalty_gathers_only_what_it_looks_at():
     assert gathers["with_penalty_on_all"] <= gathers["called"] + 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("loss_fn", [with_penalty_on_all, with_penalty_on_the_head])
 def test_functions_that_call_a_known_loss_are_right(loss_fn, engine):

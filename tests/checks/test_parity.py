@@ -387,6 +387,7 @@ def test_frozen_parameters_and_updates_of_nothing():
     assert report.notes == ("all updates are zero on one device, so that the optimizer is not compared",)
 
 
+@pytest.mark.slow
 def test_state_that_each_device_computes_from_its_rows():
     """The loss and gradients agree to 1e-6 and 1e-5: it is the state alone that is at fault."""
 

@@ -134,6 +134,7 @@ def batch():
     return data.packed(docs, batch=8, seq=SEQ, seed=0).rows(0, np.arange(8))
 
 
+@pytest.mark.slow
 def test_packed_rows_have_the_loss_of_their_documents_alone(batch):
     """The mean over the labels of two rows, to 1e-6 relative; each document alone, in a row of its own."""
     model = llama(vocab=64, width=32, depth=1, heads=4, kv_heads=2, hidden=48, seq=SEQ)

@@ -371,7 +371,7 @@ def one_device_states(tx, batches):
         yield jax.device_get((params, state))
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OWN_RULES)
 @pytest.mark.parametrize("engine", [js.auto, js.explicit])
 def test_an_optimizer_with_a_rule_of_its_own_counts_skips_and_lets_through_as_on_one_device(name, engine):

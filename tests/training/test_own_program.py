@@ -102,6 +102,7 @@ def test_a_scan_gathers_and_scatters_once_a_step():
     }
 
 
+@pytest.mark.slow
 def test_jit_of_a_step_gives_the_bits_of_the_step_and_donates_what_it_is_told():
     _, run, step = made(STRATEGIES["zero2"], js.explicit())
     again = js.clone(run)

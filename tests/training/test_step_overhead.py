@@ -104,7 +104,7 @@ def odd_transform():
     return optax.GradientTransformation(init, update)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_kind_of_state_is_the_optimizers_after_a_good_step_and_the_old_one_after_a_bad_one(engine):
     tx = odd_transform()

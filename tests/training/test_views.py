@@ -36,7 +36,7 @@ def trained(engine):
     return jax.tree.map(np.asarray, run.params), found, compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [js.explicit(microbatches=2), js.auto()], ids=["explicit", "auto"])
 def test_parts_that_are_cut_first_change_neither_numbers_nor_collectives(engine, monkeypatch):
     params, collectives, size = trained(engine)

@@ -143,6 +143,7 @@ def test_where_the_loss_sees_some_rows_arrays_without_rows_must_be_named(engine)
         js.parity(init_fn, table_loss, tx, FSDP, mesh(), table_batch(), engine=engine)
 
 
+@pytest.mark.slow
 def test_evaluation_pads_rows_and_no_tables():
     """A last batch of 5 rows; unnamed it is refused, for it does not say what to pad."""
     tx, batches = optax.sgd(0.1), [table_batch(), table_batch(5)]

@@ -105,7 +105,7 @@ def test_blocks_of_all_kinds(schedule, stash, block):
 FROZEN = {"ends": ("embed", "head"), "embedding and biases": ("embed", "blocks/b"), "blocks": ("blocks",)}
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", FROZEN)
 @pytest.mark.parametrize("schedule", ["zero_bubble", "interleaved"])
 def test_frozen_parameters_stay_and_the_others_equal_one_device(schedule, frozen):

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 import jaxshard as js
 
@@ -18,6 +19,7 @@ def step_of(mesh, strategy, **sizes):
     return one, js.make_step(model.loss, tx, layout, engine=engine), batch
 
 
+@pytest.mark.slow
 def test_sums_over_a_tensor_axis():
     mesh = js.make_mesh(data=2, tensor=4)
     one, _, _ = step_of(mesh, js.compose(js.ddp(), js.tensor()), width=128, hidden=512, vocab=512, seq=64)
