@@ -79,7 +79,7 @@ def page(record: Row, summary: Row) -> str:
     )
 
 
-def histogram(errors: list[float], width: int = 5) -> str:
+def histogram(errors: list[float], width: int = 10) -> str:
     """Draw the number of errors in each bin of so many percent."""
     places = [round(100 * error / width) for error in errors]
     bins = range(min(places), max(places) + 1)
