@@ -21,7 +21,7 @@ nothing is permuted, and dropping the padding of the flattened array gives the b
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -142,7 +142,7 @@ class Placement:
 
     def pad(self, dim: int, size: int) -> Placement:
         """Pad the stored dimension `dim` to `size`."""
-        dim %= len(self.view.stored)
+        dim = _stored_dim(self.view.stored, dim, "padded")
         view, logical_dim = self.view, self.view.logical_dim(dim)
         assert view.stored[dim] == view.padded[logical_dim], "a dimension that was unfolded is not padded again"
         padded = (*view.padded[:logical_dim], size, *view.padded[logical_dim + 1 :])
@@ -245,10 +245,16 @@ def spec_entry(names: tuple[str, ...]) -> str | tuple[str, ...] | None:
 def _add_axes(spec: PartitionSpec, dim: int, names: AxisName) -> PartitionSpec:
     """Split a dimension over more axes, minor to the axes that split it already."""
     entries = list(spec)
-    if not -len(entries) <= dim < len(entries):
-        raise IndexError(f"dim {dim} of an array with {len(entries)} dimensions can't be split; test leaf.shape first")
+    dim = _stored_dim(entries, dim, "split")
     entries[dim] = spec_entry(axis_names(entries[dim]) + axis_names(names))
     return PartitionSpec(*entries)
+
+
+def _stored_dim(dims: Sequence[object], dim: int, done: str) -> int:
+    """Return the index of a dimension, counted from the end if negative; raise IndexError if there is none."""
+    if not -len(dims) <= dim < len(dims):
+        raise IndexError(f"dim {dim} of an array with {len(dims)} dimensions can't be {done}; test leaf.shape first")
+    return dim % len(dims)
 
 
 def axes_of(spec: PartitionSpec) -> tuple[str, ...]:

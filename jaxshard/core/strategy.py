@@ -380,7 +380,8 @@ def check_strategy(strategy: Any) -> None:
     """Raise TypeError unless this is a function that can be called like a strategy."""
     if not callable(strategy):
         raise TypeError(f"strategy must be a strategy such as js.fsdp('data'), got {type(strategy).__name__}")
-    if "Strategy" in str(getattr(strategy, "__annotations__", {}).get("return")):
+    makes = "Strategy" in str(getattr(strategy, "__annotations__", {}).get("return"))
+    if makes and strategy.__module__.startswith("jaxshard."):
         name = strategy.__name__
         raise TypeError(
             f"strategy must be a strategy, not the function that makes one: write js.{name}(...), not js.{name}"

@@ -6,6 +6,7 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -97,3 +98,14 @@ def test_numbers_of_blocks_lie_with_the_blocks() -> None:
     made = piped.of_blocks((7, 4), mesh)
     assert made is not None and made.view == js.View((7, 4), (8, 4), (2, 2, 2, 4), 2) and made.store == piped.store
     assert piped.of_blocks((1, 4), mesh) is None
+
+
+def test_dimensions_count_from_the_end_and_others_are_refused() -> None:
+    placement = whole(Leaf("w", (5, 70), jnp.float32, (None, None)))
+    padded = placement.pad(-1, 72)
+    assert padded == placement.pad(1, 72) and padded.view.stored == (5, 72)
+    assert padded.split(-1, ("data",)).store == P(None, "data")
+    with pytest.raises(IndexError, match="dim 2 of an array with 2 dimensions can't be padded"):
+        placement.pad(2, 72)
+    with pytest.raises(IndexError, match="dim -3 of an array with 2 dimensions can't be split"):
+        placement.split(-3, ("data",))
