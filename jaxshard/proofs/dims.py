@@ -41,7 +41,8 @@ def follow_dim(equation: Any, operand: int, dim: int) -> int | None:
     if name in FACTORIZATIONS:
         return dim if dim < len(equation.invars[0].aval.shape) - 2 else None
     if name.startswith("reduce") or name in ("argmax", "argmin"):
-        return _without(params["dimensions" if name == "reduce" else "axes"], dim)
+        axes = params.get("dimensions" if name == "reduce" else "axes")
+        return None if axes is None else _without(axes, dim)  # windows (pooling) and reduce_scatter have no axes
     return _MOVES[name](equation, operand, dim) if name in _MOVES else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +23,7 @@ WAYS = {
     "concatenate": (lambda x: lax.concatenate([x, x], 0), [LOST, 1, 2]),
     "qr": (lambda x: lax.linalg.qr(x)[0], [0, LOST, LOST]),
     "reduce_sum": (lambda x: x.sum(1), [0, LOST, 1]),
+    "reduce_window_sum": (lambda x: nn.avg_pool(x, (2,)), [LOST, LOST, LOST]),
     "argmax": (lambda x: jnp.argmax(x, 0), [LOST, 0, 1]),
     "dot_general": (lambda x: lax.dot_general(x, B, (((2,), (1,)), ((0,), (0,)))), [0, 1, LOST]),
     "broadcast_in_dim": (lambda x: lax.broadcast_in_dim(x, (2, 5, 3, 4), (0, 2, 3)), [0, 2, 3]),
