@@ -37,19 +37,19 @@ def sent_of(wire: Format, size: int) -> Sent:
     """Trace a format to find the arrays that it makes of f32[size].
 
     Raises:
-      ValueError: it makes none, or decodes them to another shape; the message names the format and the shapes.
+      ValueError: it makes none, or decodes them to another shape or dtype; the message names the format and both.
     """
     x = jax.ShapeDtypeStruct((size,), jnp.float32)
     sent = jax.eval_shape(wire.encode, x)
     arrays, tree = jax.tree.flatten(sent)
     decoded = jax.eval_shape(lambda sent: wire.decode(sent, size), sent)
-    if not arrays or getattr(decoded, "shape", None) != (size,):
+    if not arrays or (getattr(decoded, "shape", None), getattr(decoded, "dtype", None)) != (x.shape, x.dtype):
         made, back = (
             ", ".join(f"{one.dtype}{list(one.shape)}" for one in jax.tree.leaves(tree)) or "no arrays"
             for tree in (sent, decoded)
         )
         raise ValueError(
-            f"js.wire: {wire.name} loses the shape: encode makes {made} of float32[{size}], and decode makes "
+            f"js.wire: {wire.name} loses the shape or dtype: encode makes {made} of float32[{size}], and decode makes "
             f"{back} of these; decode(sent, size) must return float32[size], without the padding of encode"
         )
     return Sent(tuple(arrays), tree)
@@ -112,7 +112,7 @@ def _decode(*sent: jax.Array, wire: Format, size: int) -> list[jax.Array]:
 
     def of_row(*row: jax.Array) -> list[jax.Array]:
         arrays = [_bitcast(one, expected.dtype) for one, expected in zip(row, form.arrays, strict=True)]
-        return [wire.decode(form.tree.unflatten(arrays), size).astype(jnp.float32)]
+        return [wire.decode(form.tree.unflatten(arrays), size)]
 
     return _over_leading(of_row, sent[0].ndim - len(form.arrays[0].shape))(*sent)
 

@@ -80,7 +80,7 @@ class Halves(js.wire.Format):
         return x.astype(jnp.bfloat16)
 
     def decode(self, sent, size):
-        return sent
+        return sent.astype(jnp.float32)
 
 
 class Signs(js.wire.Format):

@@ -299,9 +299,23 @@ def test_a_format_of_ones_own_trains_as_on_one_device_and_moves_what_is_promised
 def test_a_format_that_loses_the_shape_is_refused_by_name():
     layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), start, optax.sgd(0.1))
     step = js.make_step(squares, optax.sgd(0.1), layout, engine=js.explicit(reduce_dtype=Padded()))
-    words = r"Padded\(.* loses the shape: encode makes uint8\[48\], float32\[3\] of float32\[72\], .* makes .*96"
+    words = r"Padded\(.* loses the shape or dtype: encode makes uint8\[48\], float32\[3\] of .* makes float32\[96\]"
     with pytest.raises(ValueError, match=words):
         js.audit(step, {"x": X, "y": Y})
+
+
+def test_a_format_that_decodes_to_another_dtype_is_refused_by_name():
+    class Bytes(js.wire.Format):
+        def encode(self, x):
+            return jnp.round(x).astype(jnp.int8)
+
+        def decode(self, sent, size):
+            return sent
+
+    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), start, optax.sgd(0.1))
+    step = js.make_step(squares, optax.sgd(0.1), layout, engine=js.explicit(reduce_dtype=Bytes()))
+    with pytest.raises(ValueError, match=r"Bytes\(\) loses the shape or dtype: .* decode makes int8\[72\] of these"):
+        step.trace({"x": X, "y": Y})
 
 
 def test_a_format_that_has_no_hash_is_refused():
