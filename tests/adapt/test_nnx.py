@@ -83,6 +83,7 @@ def plain() -> Toy:
     return Toy(init_fn, loss_fn, classes())
 
 
+@pytest.mark.slow
 def test_batch_norm_under_auto_equals_one_device():
     """Losses within 1e-6, gradients and batch statistics within 1e-5; the count of calls is exact."""
     toy, reference = adapted(), plain()

@@ -192,6 +192,7 @@ def test_hyperparameters_can_be_injected(weight_decay: float) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), one, other)
 
 
+@pytest.mark.slow
 def test_200_steps_with_outliers_stay_finite_and_bounded() -> None:
     """Every step a few elements of the gradient are 1e6 times the others; updates are at most 10 in size, as Adam's."""
     shapes = {"w": (64, 256)}

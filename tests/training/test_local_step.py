@@ -165,6 +165,7 @@ def test_arrays_of_replicas_lie_on_their_own_devices() -> None:
     assert "2 replicas over replica: synchronised every 4 steps" in str(layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warmup", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_bad_step_of_one_replica_leaves_it_alone_and_in_the_warm_up_all(warmup: int) -> None:
     layout, step = made(FSDP, mesh_of(**MESH), CLIPPED, EXPLICIT, 4, warmup=warmup)

@@ -69,6 +69,7 @@ def test_every_schedule_equals_one_device(cell):
     cell.check()
 
 
+@pytest.mark.slow
 def test_dropout_does_something():
     dropped, whole = reference(stack_toy, block=dropping_block, depth=9), reference(stack_toy, depth=9)
     assert loss_error(dropped, whole) > 1e-3
