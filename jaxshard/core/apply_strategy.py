@@ -34,7 +34,11 @@ class Placer:
 
         If it is wrong, record the problem for `raise_problems` and return the placement of a replicated array.
         """
-        placement = self._strategy(role, leaf, whole(leaf), self.mesh)
+        try:
+            placement = self._strategy(role, leaf, whole(leaf), self.mesh)
+        except Exception as error:
+            error.add_note(f"while the strategy placed {role} {leaf.path} {list(leaf.shape)}")
+            raise
         problem = _find_problem(placement, role, leaf, self.mesh)
         if not problem:
             return placement

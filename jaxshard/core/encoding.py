@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxshard.core.compat import function_primitive
@@ -37,7 +38,8 @@ def sent_of(wire: Format, size: int) -> Sent:
     """Trace a format to find the arrays that it makes of f32[size].
 
     Raises:
-      ValueError: it makes none, or decodes them to another shape or dtype; the message names the format and both.
+      ValueError: it makes none, decodes them to another shape or dtype (the message names the format and both), or
+        decodes a NaN or infinite number as a finite one.
     """
     x = jax.ShapeDtypeStruct((size,), jnp.float32)
     sent = jax.eval_shape(wire.encode, x)
@@ -52,7 +54,27 @@ def sent_of(wire: Format, size: int) -> Sent:
             f"js.wire: {wire.name} loses the shape or dtype: encode makes {made} of float32[{size}], and decode makes "
             f"{back} of these; decode(sent, size) must return float32[size], without the padding of encode"
         )
+    _check_non_finite(wire)
     return Sent(tuple(arrays), tree)
+
+
+@cache
+def _check_non_finite(wire: Format) -> None:
+    """Raise ValueError if a format hides a NaN or infinite number, by which a step recognises bad gradients."""
+
+    def decoded(x: jax.Array) -> jax.Array:
+        return wire.decode(wire.encode(x), x.size)
+
+    bad = np.array([np.nan, np.inf, -np.inf], np.float32)
+    rows = np.tile(np.linspace(-1, 1, 256, dtype=np.float32), (3, 1))
+    rows[:, 3] = bad
+    with jax.ensure_compile_time_eval():
+        hidden = np.isfinite(jax.jit(jax.vmap(decoded))(rows)).all(axis=1)
+    if hidden.any():
+        raise ValueError(
+            f"js.wire: {wire.name} decodes {', '.join(map(str, bad[hidden]))} as finite numbers, so a step could not "
+            "see a bad gradient; send a scale that is NaN where the largest number is not finite"
+        )
 
 
 def carrier(dtype: Any) -> Any:

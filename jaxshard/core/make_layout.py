@@ -161,13 +161,23 @@ def _check_rows(strategy: Strategy, mesh: Mesh) -> None:
 
 
 def warn_of_idle_axes(layout: Layout) -> None:
-    """Warn the caller of `js.layout` of mesh axes that split nothing."""
-    used = set(layout.sum_axes).union(*(axes_of(placed.placement.store) for placed in layout.placed()))
-    idle = [name for name, size in layout.mesh.shape.items() if size > 1 and name not in used]
-    if idle:
+    """Warn the caller of `js.layout` of mesh axes whose devices all compute the same."""
+    placements = [placed.placement for placed in layout.placed()]
+    stored = set().union(*(axes_of(placement.store) for placement in placements))
+    computing = set(layout.sum_axes).union(*(axes_of(placement.use) for placement in placements))
+    if layout.pipeline is not None:
+        computing.add(layout.pipeline.axis)
+    idle = [name for name, size in layout.mesh.shape.items() if size > 1 and name not in computing]
+    if unused := [name for name in idle if name not in stored]:
         warnings.warn(
-            f"the mesh axis {', '.join(map(repr, idle))} splits nothing: its devices repeat one another's work; use it "
-            "in the strategy or leave it out of the mesh",
+            f"the mesh axis {', '.join(map(repr, unused))} splits nothing: its devices repeat one another's work; use "
+            "it in the strategy or leave it out of the mesh",
+            stacklevel=3,
+        )
+    if storing := [name for name in idle if name in stored]:
+        warnings.warn(
+            f"the mesh axis {', '.join(map(repr, storing))} splits stored arrays but no rows: its devices compute the "
+            f"same gradients; split rows over it too, as js.compose(js.batch({storing[0]!r}), ...) does",
             stacklevel=3,
         )
 

@@ -27,7 +27,7 @@ def place(change):
     def mine(role, leaf: Leaf, placement: Placement, mesh) -> Placement:
         return change(leaf, placement) if role == "param" and len(leaf.shape) == 2 else placement
 
-    strategy = js.compose(js.ddp("data"), mine, js.shard("tensor", "grad", min_size=0))
+    strategy = js.compose(js.batch("data", "tensor"), mine, js.shard("tensor", "grad", min_size=0))
     return js.layout(strategy, js.make_mesh(**MESH), init_fn, optax.sgd(0.1))
 
 
@@ -82,3 +82,9 @@ def test_rows_that_do_not_divide_and_batches_without_a_placement():
         made.batch_shardings({"x": jax.ShapeDtypeStruct((12, 3), jnp.float32)})
     with pytest.raises(ValueError, match=r"batch a batch \[8\]: got NoneType"):
         js.layout(lambda *args: None, js.make_mesh(data=8), init_fn, optax.sgd(0.1))
+
+
+def test_an_error_inside_a_strategy_names_the_array():
+    with pytest.raises(ZeroDivisionError) as raised:
+        place(lambda leaf, placement: 1 // 0)
+    assert raised.value.__notes__[0] == "while the strategy placed param v [6, 16]"

@@ -113,7 +113,7 @@ def test_the_longest_path_wins_and_other_floats_are_filled():
         return placement.split(0, ("data",)) if role == "opt" and leaf.path == "inner/w" else placement
 
     tx = optax.GradientTransformation(Odd.init, lambda *args: args)
-    made = layout(js.compose(by_path, js.shard("data", ["state"])), tx, init_fn)
+    made = layout(js.compose(js.batch("data"), by_path, js.shard("data", ["state"])), tx, init_fn)
     opt = made.opt_state
     assert opt["m"]["inner"]["w"].store == P("data", None)
     assert opt["m"]["w"].store == P(None, None)

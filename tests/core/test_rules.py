@@ -229,6 +229,13 @@ def test_an_axis_that_splits_nothing_is_reported():
             js.layout(strategy, js.make_mesh(data=2, tensor=4), init, optax.sgd(0.1))
 
 
+def test_an_axis_that_splits_storage_and_no_work_is_reported():
+    init = lambda key: {"fc1": {"kernel": jnp.zeros((32, 64))}}  # noqa: E731
+    strategy = js.compose(js.ddp("data"), js.shard("spare", ["param", "grad", "opt"], min_size=0))
+    with pytest.warns(UserWarning, match=r"'spare' splits stored arrays but no rows.*js.batch\('spare'\)"):
+        js.layout(strategy, js.make_mesh(data=2, spare=4), init, optax.sgd(0.1))
+
+
 def test_optimizer_state_is_split_as_its_parameter_and_nothing_else_is_named():
     """Adafactor's rows and columns have other dimensions than the parameters whose paths they carry."""
     mesh, shapes = js.make_mesh(tensor=8), {"fc1": {"kernel": (256, 512)}}

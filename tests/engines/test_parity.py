@@ -137,6 +137,7 @@ UNUSUAL = {
 
 
 @pytest.mark.fast_cases(1)
+@pytest.mark.filterwarnings("ignore:the mesh axis .* splits stored arrays but no rows")
 @pytest.mark.parametrize("engine", ["explicit", "auto"])
 @pytest.mark.parametrize("strategy", UNUSUAL)
 def test_strategies_without_a_name(strategy, engine):

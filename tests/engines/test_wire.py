@@ -318,6 +318,20 @@ def test_a_format_that_decodes_to_another_dtype_is_refused_by_name():
         step.trace({"x": X, "y": Y})
 
 
+def test_a_format_that_hides_numbers_that_are_not_finite_is_refused_by_name():
+    class Quiet(js.wire.Format):
+        def encode(self, x):
+            return jnp.nan_to_num(x, posinf=1e30, neginf=-1e30).astype(jnp.bfloat16)
+
+        def decode(self, sent, size):
+            return sent.astype(jnp.float32)
+
+    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), start, optax.sgd(0.1))
+    step = js.make_step(squares, optax.sgd(0.1), layout, engine=js.explicit(reduce_dtype=Quiet()))
+    with pytest.raises(ValueError, match=r"Quiet\(\) decodes nan, inf, -inf as finite numbers"):
+        step.trace({"x": X, "y": Y})
+
+
 def test_a_format_that_has_no_hash_is_refused():
     class Mutable(Nibbles):
         __hash__ = None
