@@ -20,7 +20,7 @@ differences between versions, are in core/compat.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -158,17 +158,18 @@ def open_jaxpr(program: Any) -> tuple[Any, tuple[Any, ...]]:
     return getattr(program, "jaxpr", program), tuple(getattr(program, "consts", ()))
 
 
-def all_equations(program: Any) -> Iterator[Any]:
-    """Yield the equations of a jaxpr, each before those of the jaxprs inside it."""
+def all_equations(program: Any) -> list[Any]:
+    """List the equations of a jaxpr, each before those of the jaxprs inside it."""
+    found = []
     for equation in open_jaxpr(program)[0].eqns:
-        yield equation
-        yield from equations_inside(equation)
+        found.append(equation)
+        found += equations_inside(equation)
+    return found
 
 
-def equations_inside(equation: Any) -> Iterator[Any]:
-    """Yield the equations of the jaxprs in the parameters of an equation, such as the body of a loop."""
-    for program in jaxprs_in_params(equation.params):
-        yield from all_equations(program)
+def equations_inside(equation: Any) -> list[Any]:
+    """List the equations of the jaxprs in the parameters of an equation, such as the body of a loop."""
+    return [inner for program in jaxprs_in_params(equation.params) for inner in all_equations(program)]
 
 
 def eliminate_dead_code(program: Any) -> tuple[Any, list[bool]]:
