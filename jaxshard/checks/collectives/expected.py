@@ -24,7 +24,7 @@ _SENT = ("int8", "uint8", "uint16")
 
 @dataclass(frozen=True)
 class Expected:
-    """A collective that is promised, as one device sees it.
+    """A promised collective: one that a layout implies, as one device sees it.
 
     Attributes:
       kind: one of `found.KINDS`.
@@ -81,12 +81,12 @@ class Expected:
 
     @property
     def name(self) -> str:
-        """The array in words; for an alternative form, the words of the promise that it replaces."""
+        """The array in words, such as "gradient of w"; all alternative forms of a promise have the same name."""
         return self.instead_of or self.what
 
     @property
     def is_counted(self) -> bool:
-        """True if the entry counts in the byte total: it has a size and is not an alternative form of another."""
+        """True if it counts in the byte total: its size is known, and it is no alternative form of another promise."""
         sized = self.shape is not None and bool(self.axes) and not self.instead_of
         return sized and self.elements[1] > 1 and bool(self.most)
 
@@ -108,11 +108,17 @@ def over_several(mesh: Mesh, expected: Iterable[Expected]) -> Iterator[Expected]
 def gather_stages(
     mesh: Mesh, old: Placement, keep: Sequence[str], one: Expected, at_once: bool = True
 ) -> Iterator[Expected]:
-    """Yield a copy of `one`, an all-gather, for each stage in which an array is gathered over all axes except `keep`.
+    """Yield the all-gathers, one after the other, that gather an array over all its mesh axes except `keep`.
 
-    A stage covers all axes of a dimension if `at_once`, else a single axis. The shape in the copy is that of the
-    stage's result: [16] split over (x=2, y=4) is gathered over y to [8], then over x to [16]; at once over (x, y) to
-    [16].
+    For example an array [16] split over (x=2, y=4) is gathered over y to [8], then over x to [16]. With `at_once` it is
+    gathered over (x, y) to [16].
+
+    Args:
+      mesh: the mesh.
+      old: the placement of the array before it is gathered.
+      keep: the mesh axes over which it stays split.
+      one: an all-gather with all other attributes; axes and shape of the result are filled in for each stage.
+      at_once: gather over all axes of a dimension in one stage, not over one axis after the other.
     """
     shape = list(old.shard_shape(mesh))
     gone = [(dim, axis) for dim, axis in reversed(split_dims(old.store)) if axis not in keep]
@@ -124,18 +130,18 @@ def gather_stages(
 
 
 def common_axes(one: Placement, two: Placement) -> list[str]:
-    """Return the mesh axes that split the same dimension of the stored array in both placements."""
+    """Return the mesh axes that split the stored array along the same dimension in both placements."""
     return [axis for dim, axis in split_dims(one.store) if (dim, axis) in split_dims(two.store)]
 
 
 def as_travels(one: Expected, travels: Iterable[Travel]) -> Iterator[Expected]:
-    """Yield `one` for each array that a format of `js.wire` sends in its place."""
+    """Yield a copy of the promise `one` for each array that a `js.wire` format sends, such as codes and scales."""
     for travel in travels:
         yield replace(one, kind=travel.kind, axes=travel.axes, shape=travel.shape, dtype=travel.dtype)
 
 
 def normal_shape(shape: Shape) -> Shape:
-    """Return a shape sorted and without dimensions of size one, because compilers transpose and squeeze freely.
+    """Return a sorted shape without dimensions of size 1, to compare shapes that a compiler transposes and squeezes.
 
     >>> normal_shape((8, 1, 4))
     (4, 8)
