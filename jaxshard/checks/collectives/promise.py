@@ -211,7 +211,7 @@ def _weight_gathers(step: _Step, parameter: Parameter) -> Iterator[Expected]:
 def _part_of(placement: Placement, shape: tuple[int, ...]) -> Placement:
     """Return the placement of a part of an array, where `placement` is that of the full array.
 
-    The part is told by its shape: the full array, one block of a stack (a dimension less), or a chunk of blocks.
+    `shape` tells the part: the full array, one block of a stack (a dimension less), or some columns of a matrix.
     """
     if len(shape) < len(placement.view.logical):
         return placement.drop_first()

@@ -51,7 +51,8 @@ class Use(NamedTuple):
     Attributes:
       what: "weight" for a gather, "gradient" for a reduction.
       path: the path of the parameter.
-      shape: the logical shape that is moved: the shape of the full array, of one block of a stack, or of a chunk.
+      shape: the shape that is moved: of the full array (without padding), of one block of a stack, or of a chunk of
+        columns, as in the cross-entropy of a large vocabulary.
     """
 
     what: str
