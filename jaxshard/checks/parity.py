@@ -497,9 +497,10 @@ def _make_bind(fn: Callable[..., Any], plan: Layout, args: tuple[Any, ...], note
 
 
 def _with_stand_ins(tx: Any, params: PyTree, notes: list[str]) -> optax.GradientTransformation:
-    """Return `tx` with its extra arguments (`value`, `value_fn`, ...) filled in, the same for both sides.
+    """Return `tx` with placeholders for its extra arguments (`value`, `grad`, `value_fn`), the same on both sides.
 
-    A sum of squares of the parameters stands in for the loss, which has rounding differences.
+    The placeholder for the loss function is the sum of squares of the parameters: the loss of both sides would differ
+    by rounding.
     """
     tx = take_fast_gradients(tx, params)
     extra = find_extra_args(tx, params)

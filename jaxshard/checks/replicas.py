@@ -202,7 +202,7 @@ class ReplicaWatch:
 
 
 class Watched(NamedTuple):
-    """A replicated array of a TrainState.
+    """An array of a TrainState that has copies: several devices have the full array, or the same shard.
 
     Attributes:
       number: its index in `jax.tree.leaves(run)`.
@@ -218,7 +218,7 @@ class Watched(NamedTuple):
 
 
 def list_watched(layout: Layout) -> tuple[Watched, ...]:
-    """List the arrays of a TrainState of which several devices have a copy, of the full array or of a shard."""
+    """List the arrays of a TrainState that have copies: several devices have the full array, or the same shard."""
     found = []
     for number, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(run_shapes(layout))):
         if axis_size(layout.mesh, axes_of(x.sharding.spec)) < layout.mesh.size:

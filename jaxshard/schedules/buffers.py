@@ -84,7 +84,8 @@ class BufferPlan:
         - "f_chunk", "f_microbatch", "b_...", "w_...": the chunk and micro-batch of the operation; micro-batch -1 if
           there is no operation.
         - "f_inbox", "f_kept", "f_outbox", "b_outbox", "b_kept", "b_carried", "b_result", "w_carried": the slots that
-          the operation reads and writes, or -1 ("b_result" is for stage 0's dx, for the embedding).
+          the operation reads and writes, or -1. "b_result" has the cotangent of stage 0's input, which the backward
+          pass of the embedding reads.
         - "arrive_f", "arrive_b": the slots for values from neighbours, written at the end of the tick, or -1.
         - "f", "b", "w" [ticks]: 1 if any device has such an operation.
         - "embed", "head", "embed_grad" [ticks]: the index of the run in the tick, or -1.

@@ -59,7 +59,7 @@ def head_runs(schedule: Table) -> list[Run]:
 
 
 def output_runs(schedule: Table) -> list[Run]:
-    """Return the runs of the head in evaluation: one for each p micro-batches, in the tick of their last forward."""
+    """Return the runs of the head in evaluation, each for up to p micro-batches, in the tick of their last forward."""
     last = schedule.stages * schedule.chunks - 1
     return [Run(run[-1].tick, _members(run)) for run in _in_runs(schedule, "F", last)]
 

@@ -40,7 +40,7 @@ class Schedule(Table):
     """
 
     def stats(self, costs: Costs = Costs()) -> Stats:  # noqa: B008 - frozen
-        """Return the bubble and the peak of stored residuals, if operations cost `costs` (by default B twice F)."""
+        """Return bubble, stored residuals and other statistics; by default a backward takes twice a forward."""
         return compute_stats(self, costs)
 
     def chart(self, *, width: int = WIDTH) -> str:

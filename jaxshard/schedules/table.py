@@ -137,7 +137,7 @@ def check_sizes(stages: int, microbatches: int, chunks: int) -> None:
 
 
 def find_problems(ops: Sequence[Op], stages: int, microbatches: int, chunks: int) -> list[Problem]:
-    """Return the reasons why a pipeline can't run these operations, at most 20 and a count; [] if it can."""
+    """Return why a pipeline can't run these operations: the first 20 reasons, then a count; [] if it can."""
     depth = stages * chunks
     found: list[Problem] = []
     good = []

@@ -1,4 +1,4 @@
-"""The result of an audit, promised and found collectives, as text, as JSON and in a notebook."""
+"""The result of an audit: promised and found collectives and their differences, as text, JSON and HTML."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _LINES = 12
 class Comparison:
     """The result of `js.audit`: the promised collectives, the collectives of the program, and the differences.
 
-    Promised are the collectives that follow from the layout and the engine.
+    A collective is promised if it follows from the layout, the engine and the loss.
 
     Attributes:
       promised: the promised collectives.
       found: every collective of the program.
       surprises: collectives that nothing promised, in the order of the program.
-      missing: collectives that happen less often than promised, or never; compilers drop unneeded ones.
-      tolerated: bytes of unpromised arrays that are small enough to be left to the compiler.
-      substitutes: collectives of another kind or dtype than promised: an all-reduce moves about twice the bytes of a
-        reduce-scatter or an all-gather, a CPU sends bf16 as f32, a TPU gathers f32 weights in bf16 if their products
-        round them anyway. They are no surprises. A sum in fewer bits than promised is one.
+      missing: a line for each collective that happens less often than promised; compilers drop unneeded ones.
+      tolerated: bytes of unpromised arrays so small that they are not reported as surprises.
+      substitutes: a line for each collective of another kind or dtype than promised. For example an all-reduce may
+        replace a reduce-scatter (and moves about twice the bytes), a CPU sends bf16 as f32, and a TPU gathers f32
+        weights in bf16 if their products round them anyway. These are no surprises, but sums in fewer bits are.
       needed_bytes: bytes of collectives whose size the promise leaves open ("as needed"), such as activations over
         tensor axes.
       program: waits, recomputation and host arrays of the program; None if only its collectives were given.
@@ -78,12 +78,12 @@ class Comparison:
 
     @property
     def promised_bytes(self) -> int:
-        """An upper bound of the bytes of all arrays that are promised with a known size, per step and device."""
+        """The most bytes that the collectives of known size may move according to the promise, per step and device."""
         return sum(one.bytes or 0 for one in self.promised if one.is_counted)
 
     @property
     def found_bytes(self) -> int:
-        """Bytes that the program's collectives move, without scalars and without loops of unknown trip count."""
+        """Bytes that the program's collectives move, per step and device; loops of unknown trip count are left out."""
         return sum(one.bytes or 0 for one in arrays_only(self.found))
 
     def rows(self) -> list[dict[str, Any]]:
@@ -157,7 +157,7 @@ class Comparison:
         yield "\n".join(self._notes())
 
     def findings(self, *, all: bool) -> Iterator[str]:
-        """Yield the paragraphs that follow the table in the report; with `all` those of the full report."""
+        """Yield the paragraphs of the report after its table; with `all` in full, otherwise shortened."""
         yield from self.differences(all=all)
         if all:
             yield listed("by source line", self._lines())
@@ -166,7 +166,7 @@ class Comparison:
             yield "\n".join(self.program.titles())
 
     def _lines(self) -> Iterator[str]:
-        """Yield a text for each of the source lines that move the most bytes: its collectives and their cause."""
+        """Describe, for each of the source lines that move the most bytes, its collectives and why they are needed."""
         for of in by_line(arrays_only(self.found), lambda one: one)[:_LINES]:
             yield "\n    ".join(filter(None, (describe(of), cause(of[0]))))
 

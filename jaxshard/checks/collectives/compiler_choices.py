@@ -111,8 +111,8 @@ def border_permutes(one: Expected, shard: Shape) -> Expected:
 def ring_permutes(one: Expected, shard: Shape, parts: int) -> Expected:
     """Return the permutes by which a TPU's compiler may replace the reduce-scatter `one`.
 
-    It may multiply one shard after another and pass the sums around a ring at the same time, with one permute more
-    than there are devices.
+    It may compute a matrix product shard by shard, and meanwhile pass the sums of earlier shards around a ring of
+    devices. This takes one permute more than there are devices.
 
     Args:
       one: the promised reduce-scatter.
@@ -129,9 +129,9 @@ def between_slices(mesh: Mesh, expected: Iterable[Expected]) -> Iterator[Expecte
     """Replace each collective over several TPU slices by the collectives it is compiled to; yield others unchanged.
 
     A sum over chips of a slice and over slices is scattered or summed in each slice, then summed between slices, then
-    gathered in each slice. Between slices arrays are padded to tiles, and several are joined into one. So for
-    each of these kinds of collectives the result allows as many elements as were promised in total, once over the axes
-    inside a slice and once over the axes across slices.
+    gathered in each slice. Between slices arrays are padded to tiles, and several are joined into one. So each of
+    these kinds of collectives may move as many elements as were promised in total, both over the axes inside a slice
+    and over the axes across slices.
     """
     slices = slice_indices(mesh)
     if slices.max() == slices.min():
@@ -171,10 +171,11 @@ def torus_sizes(mesh: Mesh, axis: str) -> tuple[int, ...]:
 
 
 def explain_substitutes(mesh: Mesh, axes: Sequence[str]) -> str:
-    """Explain why a TPU replaces promised collectives over these axes by others, and how to avoid it; else "".
+    """Explain why a TPU replaces promised collectives over these mesh axes by others, and how to avoid it.
 
-    If an axis covers several dimensions of a torus, libtpu has no reduce-scatter over it, in any order of the devices.
-    It also turns some all-gathers into all-reduces, and all of them over three dimensions that are not closed to rings.
+    If an axis covers several dimensions of a TPU torus, libtpu has no reduce-scatter over it, in any order of the
+    devices. It also turns some all-gathers into all-reduces, and all of them over three dimensions that are not closed
+    to rings. If no axis covers several dimensions, the explanation is "".
     """
     for axis in axes:
         sizes = torus_sizes(mesh, axis)

@@ -74,7 +74,7 @@ def resolve(scope: Scope, name: str, path: Path = ()) -> tuple[Scope, Op, Path]:
 
 
 def _is_started(scope: Scope, op: Op) -> bool:
-    """Return True if a custom call runs the computation that it names, as inside an asynchronous computation."""
+    """Return True for a custom call in an asynchronous computation, which runs the computation that it names."""
     return bool(op.runs) and scope.caller is not None and starts_computation(scope.caller)
 
 

@@ -29,20 +29,21 @@ class Expected:
     Attributes:
       kind: one of `found.KINDS`.
       axes: the mesh axes, in mesh order; () for any.
-      shape: the full, unscattered array; None for activations of any shape.
-      dtype: the dtype that is sent; the CPU compiler sends 16-bit floats as f32. None where the loss decides.
-      least: the fewest executions per step (0 where the compiler has a choice).
-      most: the most executions per step; None where the loss decides.
-      what: the array in words, with its path.
-      unpadded: the fewest elements, if the compiler may move the array before it is padded, or a part of it.
-      limit: the most elements of an array whose shape the loss decides; None for any.
-      stack: the number of executions, one per block, that the compiler may join into a single one on a stacked array.
-      pooled: True if only the total elements of all such collectives are compared, because the compiler cuts and joins
-        their arrays.
-      every: the number of steps between executions; `least` and `most` count the step in which it happens.
-      until: the number of first steps in which it happens; `least` and `most` count each of these; 0 for all steps.
-      instead_of: the `what` of another promise if this is an alternative form of it, so that its bytes do not count
-        twice; "" otherwise.
+      shape: the shape of the full, unscattered array; None for activations, whose shapes depend on the loss function.
+      dtype: the dtype that is sent; the CPU compiler sends 16-bit floats as f32. None for activations.
+      least: the fewest executions per step; 0 if the compiler may leave it out.
+      most: the most executions per step; None if the number depends on the loss function.
+      what: the array in words, such as "gradient of w".
+      unpadded: the fewest elements of the array, if the compiler may move it without its padding, or only a part of it;
+        None if all elements of `shape` are moved.
+      limit: the most elements of an array whose `shape` is None; None if it may have any number of elements.
+      stack: the number of blocks whose executions the compiler may join into a single one, on a stacked array.
+      pooled: True if not each array is compared, but the sum of elements over all such collectives, because the
+        compiler cuts and joins their arrays.
+      every: 1 if it happens in every step, n if it happens once in n steps. `least` and `most` are for such a step.
+      until: n if it happens only in the first n steps, 0 if it happens in all steps.
+      instead_of: if it may happen in place of another promised collective, the `what` of that one, so that its bytes
+        are not counted twice; "" otherwise.
 
     Example:
         promised = js.plan.promise(layout, js.explicit(), loss_fn, batch)
@@ -92,7 +93,7 @@ class Expected:
 
     @property
     def bytes(self) -> int | None:
-        """Bytes of the full array times `most`; None where the loss decides."""
+        """Bytes of the full array times `most`; None if either depends on the loss function."""
         if self.shape is None or self.most is None:
             return None
         return self.most * bytes_of(self.shape, self.dtype)

@@ -30,7 +30,7 @@ class Never:
       shapes: every shape that the gathered weight may have, sorted and without dimensions of size one.
       shards: the possible numbers of elements of a device's shard: of the stacked weight, or of one block's weight.
       vocab: the size of the vocabulary, the last dimension of logits; 0 for a weight.
-      of_experts: True for the weights of experts, over whose axes tokens are exchanged.
+      of_experts: True for weights of experts; an all-to-all over their axes may also move tokens.
 
     Example:
         promised = js.plan.promise(layout, js.explicit(), loss_fn, batch)

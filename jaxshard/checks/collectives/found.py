@@ -87,7 +87,7 @@ class Collective(Operation):
         return f"{self.kind} over {'+'.join(self.axes)}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the collective as values that JSON can represent."""
+        """Return a dictionary for JSON: that of `Operation.as_dict`, with "axis" (several joined by "+")."""
         return super().as_dict() | {"axis": "+".join(self.axes)}
 
 
@@ -147,7 +147,7 @@ def collectives(compiled: Compiled | str, mesh: Mesh) -> tuple[Collective, ...]:
 
 
 def locate(module: hlo.Module, mesh: Mesh) -> tuple[tuple[Executed, Collective], ...]:
-    """List the collectives of a parsed program as (one place of the program that executes it, collective)."""
+    """List (execution, collective) for each collective of a parsed program; `execution` is one place that runs it."""
     # A computation that is called from several places is found several times; the device may wait in some of them only.
     found = grouped(
         executed(module, _COLLECTIVE),

@@ -150,7 +150,7 @@ class Computation:
 
     @cached_property
     def users(self) -> dict[str, list[str]]:
-        """The names of the operations that use each value."""
+        """{name of a value: the names of the operations that use it}."""
         found: dict[str, list[str]] = {}
         for name, line in self.lines.items():
             for operand in dict.fromkeys(_NAME.findall(FREE_TEXT.split(line)[0])):
@@ -171,7 +171,7 @@ class Module:
       devices: the number of devices that it runs on.
       computations: the computations by name.
       entry: the name of the computation that runs first.
-      frames: the stack, `file:line` from the innermost frame outwards, by number of the stack frame.
+      frames: {number of a stack frame: its stack}, each stack `file:line` from the innermost frame outwards.
       text: the full text.
     """
 
@@ -183,7 +183,7 @@ class Module:
 
     @cached_property
     def arguments(self) -> dict[int, Op]:
-        """The arguments of the program, which are the entry's parameters, by number."""
+        """{index: operation} of the program's arguments, which are the `parameter` operations of its entry."""
         entry = self.computations[self.entry]
         found = (entry[name] for name, line in entry.lines.items() if " parameter(" in line)
         return dict(sorted((int(op.inside), op) for op in found))
@@ -255,7 +255,7 @@ def parse(text: str) -> Module:
 
 
 def _parse_op(name: str, line: str) -> Op:
-    """Parse the text after the equals sign: `TYPE opcode(operands), attributes, free text`."""
+    """Parse an operation from the text after its equals sign, `TYPE opcode(operands), attributes, free text`."""
     opcode = _OPCODE.search(line)
     rest = line[opcode.end() :] if opcode else ""
     closing = next(iter(_outside(rest, ")")), None)
@@ -275,7 +275,10 @@ def _element_types(line: str) -> list[str]:
 
 
 def _outside(text: str, wanted: str) -> list[int]:
-    """Return the indices of the character `wanted` outside of brackets, up to the first unmatched closing bracket."""
+    """Return the indices of a character outside of brackets: `("a,(b,c),d", ",") -> [1, 7]`.
+
+    The search ends at the first closing bracket that was not opened.
+    """
     depth, found = 0, []
     for one in re.finditer(r"[()\[\]{},]", text):
         if depth == 0 and one[0] == wanted:

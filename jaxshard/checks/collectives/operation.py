@@ -28,11 +28,12 @@ class Operation:
       count: executions per step: the product of the trip counts of enclosing loops; None if a trip count is not known.
       arrays: dtype and shape of each of its arrays.
       op: its name in the program.
-      source: `file:line` of the innermost frame in the user's code, or in this package for what an engine does itself;
-        `near file:line`, where the operand comes from, if the compiler lost it; else the operation's name.
+      source: `file:line` of the innermost frame in the user's code, or in this package for operations of an engine;
+        `near file:line` of a nearby operation if the compiler lost the line; else the operation's name.
       frames: `file:line` of all frames, from the innermost outwards.
-      op_name: the path of JAX names that led to it.
-      user: `file:line` of the nearest operation of the user's code, else of a library, that uses the result; or "".
+      op_name: JAX's path of names, such as "jit(step)/jvp(Net)/dot_general".
+      user: `file:line` of the nearest operation that uses the result, in the user's code or else in a library; "" if not
+        known.
     """
 
     kind: str
@@ -76,10 +77,10 @@ class Operation:
 
     @property
     def place(self) -> str:
-        """The source line to show to the user: of the operation, if it is in a model, else of the model that reads it.
+        """The source line to show: the line of the user's model that issues the operation or that uses its result.
 
-        The line of an engine would not help, since it moves every weight. If no line of a model is known, it is the
-        name of the operation in the program.
+        A line of an engine is not shown, since it would be the same for every weight. If no line of a model is known,
+        the name of the operation is shown.
         """
         if self.is_users:
             return self.source

@@ -73,7 +73,7 @@ def _ends_at_once(scope: hlo.Scope, start: hlo.Op) -> bool:
 
 
 def _is_work(scope: hlo.Scope, op: hlo.Op) -> bool:
-    """Return True if an operation takes time on the device: no bookkeeping, and no asynchronous start or end."""
+    """Return True if an operation takes time on the device; bookkeeping and asynchronous starts and ends do not."""
     if op.opcode == "fusion":
         inside = scope.module.computations[op.callees[0]]
         return not any(

@@ -21,7 +21,7 @@ class Parameter(NamedTuple):
       dtype: the dtype of the parameter.
       param: the placement of the parameter.
       grad: the placement of its gradient; None if it is frozen.
-      opt: the placement in which the optimizer gets parameter and gradient; None if it is frozen.
+      opt: the placement in which parameter and gradient are passed to the optimizer; None if the parameter is frozen.
     """
 
     path: str

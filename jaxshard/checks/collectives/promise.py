@@ -97,26 +97,29 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
     `js.auto` the compiler chooses: the promise is an upper bound, and an all-reduce may replace a reduce-scatter.
     Promised are:
 
-    - each weight, gathered over the axes that its `store` has and its `use` lacks, as often as the loss uses it: once,
-      or, in blocks and units, once more if the backward pass needs it;
+    - each weight, all-gathered over the axes that are in its `store` and not in its `use`, as often as the loss uses
+      it. Weights of blocks (and of `units`, which are also gathered one at a time) are gathered once more if the
+      backward pass needs them;
     - each gradient, reduce-scattered over the batch axes in its `store` and all-reduced over the others; under auto
       once per use of a tied weight;
-    - each parameter, gathered over the axes that split only its optimizer state;
-    - if matrices have owners (`layout.owners`), an all-to-all of the inputs of the updates, and one of the updates;
+    - each new parameter, all-gathered over the axes that split only its optimizer state;
+    - if the updates of matrices are computed on one device each (`layout.owners`), an all-to-all that sends the inputs
+      there, and one that sends the updates back;
     - if sums have a fixed order (`core/ordered_sums.py`), an all-to-all in place of each reduce-scatter, and an
       all-to-all and an all-gather in place of each all-reduce;
-    - scalars and metrics; under explicit the model's floating state, and sums over rows that the loss takes by axis
-      name (batch statistics); under auto sums over rows with no more numbers than the longest dimension of a parameter;
-    - in a pipeline, permutes of activations over its axis, sums over it of the gradients outside the blocks, and the
-      collectives inside a tick at most as often as there are ticks;
+    - all-reduces of scalars and metrics. Under explicit also of the model's floating state, and of batch statistics
+      that the loss sums by axis name; under auto also of sums over rows that have at most as many elements as the
+      longest dimension of a parameter;
+    - in a pipeline, permutes of activations over its axis, all-reduces over it of the gradients outside the blocks, and
+      the collectives inside a tick at most as often as there are ticks;
     - over the axes of `js.expert`, all-to-alls of tokens and a gather of their counts;
     - over the axes of `js.context`, the exchanges of keys and values in `js.attention`, forward and backward, as often
       as the traced program has them, and in a pipeline as needed;
-    - under `js.local` all of this inside a replica, and over the replica axis the mean of each parameter, flags and
-      array metrics, and a gather if the outer optimizer's state is sharded more than the parameter;
-    - over other axes that split the `use` of weights (tensor): all-reduces of activations, and their gathers and
-      scatters if a rule splits the sequence. Never a weight that is split there, nor an array with the full vocabulary
-      if the vocabulary is split there.
+    - under `js.local`, all of this inside a replica; over the replica axis all-reduces of parameters, flags and array
+      metrics; and an all-gather of each parameter that is sharded less than the outer optimizer's state;
+    - over other axes that split the `use` of weights (`js.tensor`), all-reduces of activations; if a rule splits the
+      sequence, also all-gathers and reduce-scatters of activations. Forbidden there are a weight that these axes split,
+      and logits with the full vocabulary if they split the vocabulary.
 
     Args:
       layout: the layout of the step.

@@ -62,8 +62,8 @@ def find_reader(scope: hlo.Scope, op: hlo.Op) -> SourceLine:
     """Find the source line that uses the result of an operation: the nearest line of the user, else of a library.
 
     It tells which part of the model needs an array that the compiler moves. The operation's own source line does not:
-    it is that of the operand, and for a weight a line of the engine. If no user is near, all strings in the result are
-    empty.
+    it is that of the operand, and for a weight a line of the engine. If no such line is near, all strings in the
+    result are empty.
     """
     computation, outer = list(_fusions(scope, op))[-1]
     library = SourceLine("", (), "")

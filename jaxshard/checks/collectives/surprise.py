@@ -31,7 +31,7 @@ class Surprise:
 
     Attributes:
       found: the collective, with only its unpromised arrays.
-      why: the promise that it exceeds, or the reason why it must never happen.
+      why: the reason in words: nothing like it is promised, it happens more often than promised, or it is forbidden.
       constraint: the call that keeps its first array split, such as "js.constrain(x, ('batch', None, 'features'))".
 
     Example:

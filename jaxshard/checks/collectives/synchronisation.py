@@ -30,7 +30,7 @@ def synchronisations(layout: Layout, local: Local, inside: Iterable[Expected]) -
     """Yield the collectives that `js.local` adds: over the replica axis, and gathers of parameters after its update.
 
     Args:
-      layout: the layout of all replicas.
+      layout: the layout on the mesh of all replicas.
       local: the `js.local` of the layout's strategy.
       inside: the promised collectives inside one replica; metrics among them are summed over replicas too.
     """

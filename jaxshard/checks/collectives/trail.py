@@ -39,7 +39,8 @@ class Trail(NamedTuple):
     """Where an array that a collective moves comes from, and which operation reads it.
 
     Attributes:
-      arguments: the arguments that it copies, moved and cast: "weight blocks/wq", "batch tokens"; () if it is computed.
+      arguments: the arguments of the step that it is a copy of, such as "weight blocks/wq" or "batch tokens"; () if it
+        is computed.
       maker: JAX's name of the operation that computes it, such as "dot_general"; "reduce-scatter" if it is the result
         of that collective; "" if the compiler lost the name.
       made_at: the line of that operation in the model, or "".

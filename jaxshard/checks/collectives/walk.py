@@ -19,7 +19,7 @@ _CALLING = re.compile(r"\b(?:calls|to_apply|body|branch_computations|true_comput
 
 
 class Executed(NamedTuple):
-    """An operation at one place of a program.
+    """An operation, at one of the places from which a program runs it.
 
     Attributes:
       scope: the computation that contains it, with the chain of calls that leads there.

@@ -43,7 +43,7 @@ class Argument:
     Attributes:
       number: the index among the program's arguments.
       name: the path in the function's arguments, such as "state.params['embed']"; "argument 3" where none is known.
-      role: one of `ROLES`.
+      role: one of `ROLES`, such as "parameter" or "batch".
       dtype: the dtype as HLO writes it.
       shape: the shape of one device's shard.
       global_shape: the shape of the full array; that of the shard if the text does not say how the array is split.
@@ -70,11 +70,11 @@ class Argument:
 
 
 def read_arguments(module: hlo.Module, mesh: Mesh) -> tuple[Argument, ...]:
-    """List the array arguments of a program, by number.
+    """List the array arguments of a program, in order.
 
     Args:
       module: the program.
-      mesh: the mesh over its device positions.
+      mesh: the mesh of the program.
     """
     head = module.text.partition("\n")[0].partition("entry_computation_layout=")[0]
     donated = {int(number) for number in _ALIAS.findall(head)}
@@ -112,7 +112,7 @@ def _role(label: str, dtype: str, shape: Sequence[int], donated: bool) -> str:
 
 
 def _splits(attributes: str, dims: int, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:
-    """Parse the attribute `sharding=` of an argument: return the mesh axes that split each dimension, or None."""
+    """Parse the attribute `sharding=` of an argument: return the mesh axes that split each dimension; else None."""
     found = re.search(r"\bsharding=\{(.*)\}", attributes)
     if found is None:
         return None

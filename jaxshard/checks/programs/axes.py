@@ -48,7 +48,7 @@ def position_mesh(axes: dict[str, int], devices: int, *, slices: bool = False) -
       slices: True if the program communicates with other slices; then the mesh may be a multiple of `devices`.
 
     Raises:
-      ValueError: sizes that do not multiply to the devices.
+      ValueError: the product of the sizes is not the number of devices.
     """
     known = math.prod(axes.values())  # negative with a size that is to be found
     total = known if slices and known > 0 and known % devices == 0 else devices

@@ -37,8 +37,8 @@ class Move(Collective):
 
     Attributes:
       what: the label, one of `WHAT`.
-      arguments: the arguments of the step that the array is a copy or the gradient of, several if the compiler joined
-        them; if only its shape is known, all arguments that it may be.
+      arguments: the argument of the step that the array is a copy or the gradient of. There are several if the compiler
+        joined their arrays, or if the array is recognised by a shape that several arguments have.
       share: the fraction of such an argument that one execution moves; 0 without arguments.
       by_shape: True if the label is inferred from the shape alone.
     """
@@ -70,7 +70,7 @@ def find_moves(module: hlo.Module, mesh: Mesh, arguments: Sequence[Argument]) ->
 
 
 class _Known:
-    """The arguments of a program by number, and the shapes by which its parameters are recognised."""
+    """The arguments of a program by their index, and the shapes by which its parameters are recognised."""
 
     def __init__(self, arguments: Mapping[int, Argument], mesh: Mesh) -> None:
         self.arguments = arguments

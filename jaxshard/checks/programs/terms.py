@@ -108,7 +108,7 @@ def _constraint(found: Collective, rows: Sequence[str]) -> str:
 
 
 class _Judge:
-    """Judges arrays one after the other: may a strategy move this array, and not more often than it allows?"""
+    """The collectives that a strategy allows on a mesh, and how often the program has moved each argument so far."""
 
     def __init__(
         self, strategy: str, mesh: Mesh, arguments: Sequence[Argument], moves: Sequence[Move], microbatches: int
@@ -256,7 +256,7 @@ class _Judge:
             yield f"a sum of the gradient of {_names(rest)}: in another form, or joined with others"
 
     def unread(self) -> Iterator[str]:
-        """Yield a line if the strategy gathers weights and the program gathers none; the same for sums of gradients."""
+        """Yield a line if the strategy needs gathers of weights, or sums of gradients, and the program has none."""
         over = {*self.rows, *UNKNOWN}
         kinds = {one.kind for one in self.moves if one.what != SCALAR and set(one.axes) & over}
         if not self.large or not self.rows or kinds - {"all-gather", *SUMS}:
@@ -271,8 +271,8 @@ class _Judge:
 def vocabularies_of(parameters: Sequence[Argument]) -> set[int]:
     """Return the sizes of vocabularies: the longest dimensions of parameters with names such as "embed" and "lm_head".
 
-    A size that other parameters have too is left out: it is the number of features, which may be larger than a device's
-    shard of the vocabulary.
+    A size that other parameters have too is left out. It is the number of features, which is the longest dimension if
+    each device has only a small shard of the vocabulary.
     """
     named = [one for one in parameters if any(word in one.name.lower() for word in _VOCABULARY)]
     others = {size for one in parameters if one not in named for size in one.global_shape}
