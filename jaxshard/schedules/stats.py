@@ -81,7 +81,7 @@ class Stats:
 
     @property
     def facts(self) -> dict[str, str]:
-        """The statistics as {name: text} for reports, such as {"ticks": "11"}."""
+        """The statistics as {name: text} for reports, such as {"ticks": "17"}."""
         return {
             "ticks": str(self.ticks),
             "bubble": f"{self.bubble:.4f} in lockstep, {self.bubble_async:.4f} asynchronously",

@@ -32,8 +32,7 @@ class Operation:
         `near file:line` of a nearby operation if the compiler lost the line; else the operation's name.
       frames: `file:line` of all frames, from the innermost outwards.
       op_name: JAX's path of names, such as "jit(step)/jvp(Net)/dot_general".
-      user: `file:line` of the nearest operation that uses the result, in the user's code or else in a library; "" if not
-        known.
+      user: `file:line` of the nearest operation that uses the result, in the user's code or else in a library; or "".
     """
 
     kind: str

@@ -55,7 +55,7 @@ class Move(Collective):
 
     @property
     def times(self) -> float | None:
-        """How often the full argument is moved per step (executions times `share`); None if a trip count is unknown."""
+        """The number of times that a full argument is moved per step, `count * share`; None if `count` is unknown."""
         return None if self.count is None else self.count * self.share
 
 
