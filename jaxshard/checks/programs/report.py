@@ -80,7 +80,7 @@ class ProgramAudit:
 
     @property
     def assumed(self) -> list[str]:
-        """The assumptions of the audit, one sentence each: facts that the text does not say, such as roles of arguments."""
+        """The assumptions of the audit where the text says nothing, such as roles of arguments, one sentence each."""
         return [*self._assumed_of_arrays(), *(self._assumed_of_strategy(TERMS[self.strategy]) if self.strategy else ())]
 
     def _assumed_of_arrays(self) -> Iterator[str]:
