@@ -118,7 +118,7 @@ def loss_of_parts(step: Step, model: PyTree, batch: PyTree, key: jax.Array, bind
     and the loss is total / weight.
 
     Args:
-      step: the sharded step, whose loss returns a `js.Mean`. It is not run, so the engine may refuse to run it.
+      step: the sharded step, whose loss returns a `js.Mean`. It is not run, and may be one that the engine refuses.
       model: the parameters, or the `js.Model`, that `init_fn` returned, on one device.
       batch: the global batch, NumPy arrays.
       key: the random key of the step.

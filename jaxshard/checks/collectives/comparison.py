@@ -83,7 +83,7 @@ class Comparison:
 
     @property
     def found_bytes(self) -> int:
-        """Bytes that the program's collectives move, per step and device; loops of unknown trip count are left out."""
+        """Bytes that the program moves, per step and device, without scalars and without loops of unknown trip count."""
         return sum(one.bytes or 0 for one in arrays_only(self.found))
 
     def rows(self) -> list[dict[str, Any]]:
