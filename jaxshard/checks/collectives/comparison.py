@@ -83,7 +83,7 @@ class Comparison:
 
     @property
     def found_bytes(self) -> int:
-        """Bytes that the program moves, per step and device, without scalars and without loops of unknown trip count."""
+        """Bytes that arrays of the program move, per step and device; loops of unknown trip count are left out."""
         return sum(one.bytes or 0 for one in arrays_only(self.found))
 
     def rows(self) -> list[dict[str, Any]]:
