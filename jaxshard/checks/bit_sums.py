@@ -62,7 +62,7 @@ def _parts(x: jax.Array) -> list[jax.Array]:
 
 
 def _places(shape: tuple[int, ...]) -> jax.Array:
-    """Return the row-major index of each element of an array, modulo 2**32."""
+    """Return the row-major index of each element, modulo 2**32, as a uint32 array of the given shape."""
     # Not a reshape of arange: the last two dimensions are stored in tiles on TPUs, and a reshape would copy the array.
     place, stride = jnp.zeros(shape, jnp.uint32), 1
     for dim in reversed(range(len(shape))):

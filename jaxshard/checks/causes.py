@@ -43,20 +43,20 @@ Bind = Callable[[Callable[..., Any]], Callable[..., Any]]
 def find_causes(
     failures: Sequence[Difference], step: Step, model: PyTree, batch: PyTree, key: jax.Array, bind: Bind
 ) -> tuple[str, ...]:
-    """Find the likely causes of differences between a sharded step and one device.
+    """Find out why a sharded step and the same step on one device give different results.
 
-    It compiles and evaluates the loss a few times on one device.
+    The search compiles and evaluates the loss a few times on one device.
 
     Args:
-      failures: the arrays that differ.
+      failures: the arrays that differ, with their errors.
       step: the sharded step.
-      model: what `init_fn` returned, on one device.
+      model: the parameters, or the `js.Model`, that `init_fn` returned, on one device.
       batch: the global batch, NumPy arrays.
       key: the random key of the step.
-      bind: wraps the loss so that it runs on one device.
+      bind: wraps the loss so that it can run on one device even if it names mesh axes.
 
     Returns:
-      A sentence or two for each cause, with the remedy; () if nothing is found.
+      For each likely cause a sentence or two with the remedy; () if no cause is found.
     """
     failed = {one.what for one in failures}
     if failed == {"update"}:
@@ -86,7 +86,7 @@ _STATISTICS = f"under js.explicit() give normalisations the mesh axis (nn.BatchN
 
 
 def _describe_factors(failures: Sequence[Difference], layout: Layout) -> tuple[str, ...]:
-    """Describe each constant factor by which the loss or gradients are wrong, in a sentence that names them."""
+    """Describe each constant factor between sharded and expected loss or gradients; one sentence per factor."""
     by_factor: dict[str, list[str]] = {}
     for one in failures:
         if one.what in ("loss", "gradient") and one.factor is not None:
@@ -98,7 +98,7 @@ def _describe_factors(failures: Sequence[Difference], layout: Layout) -> tuple[s
 
 
 def _match_axes(factor: float, layout: Layout) -> str | None:
-    """Explain a factor or its inverse as the size of one or several mesh axes; None if no product of sizes fits."""
+    """Explain a factor by mesh axes: "8 times too large, and 8 is the size of axis 'data'"; None if no axes fit."""
     shape = layout.mesh.shape
     axes = [name for name, size in shape.items() if size > 1]
     for count in range(1, len(axes) + 1):
@@ -112,14 +112,17 @@ def _match_axes(factor: float, layout: Layout) -> str | None:
 
 
 def loss_of_parts(step: Step, model: PyTree, batch: PyTree, key: jax.Array, bind: Bind) -> float:
-    """Compute the loss on one device as the sharded step does, by adding totals and weights over the batch's parts.
+    """Compute, on one device, the loss that the sharded step would compute.
+
+    The batch is cut into one part for each device and micro-batch. The totals and weights of all parts are added up,
+    and the loss is total / weight.
 
     Args:
-      step: the sharded step, which need not compile; its loss returns a `js.Mean`.
-      model: what `init_fn` returned, on one device.
+      step: the sharded step, whose loss returns a `js.Mean`. It is not run, and may be one that the engine refuses.
+      model: the parameters, or the `js.Model`, that `init_fn` returned, on one device.
       batch: the global batch, NumPy arrays.
       key: the random key of the step.
-      bind: wraps the loss so that it runs on one device.
+      bind: wraps the loss so that it can run on one device even if it names mesh axes.
     """
     totals, weights = _add_parts(jax.jit(bind(_terms_of(step, model))), _parts_of(step, batch), key)
     return float(np.divide(totals, weights, out=np.zeros_like(totals), where=weights != 0).sum())
@@ -137,14 +140,14 @@ def _parts_of(step: Step, batch: PyTree) -> list[tuple[int, PyTree]]:
 def _add_parts(
     run: Callable[..., Any], parts: Sequence[tuple[int, PyTree]], key: jax.Array
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Evaluate the loss of each part, and add up (totals, weights), with one number for each term of the loss."""
+    """Evaluate the loss on each part; return the sums (totals, weights), float64[number of terms in the loss] each."""
     apart = [run(rows, key, first) for first, rows in parts]
     totals, weights = (np.sum([np.asarray(one[i], np.float64) for one in apart], axis=0) for i in (0, 1))
     return totals, weights
 
 
 def _compare_parts(step: Step, model: PyTree, batch: PyTree, key: jax.Array, bind: Bind) -> tuple[str, ...]:
-    """Compare the loss of the batch with the losses of its parts; see the table at the top of this file."""
+    """Compare the loss of the full batch with the sums over its parts; return the causes of a difference, in words."""
     pieces = _parts_of(step, batch)
     parts = len(pieces)
     evaluate = bind(_terms_of(step, model))
@@ -187,7 +190,11 @@ def _compare_parts(step: Step, model: PyTree, batch: PyTree, key: jax.Array, bin
 
 
 def _terms_of(step: Step, model: PyTree) -> Callable[..., Any]:
-    """Make `fn(rows, key, first_row)`, which returns (totals, weights) of a `js.Mean`, or None for a scalar loss."""
+    """Make the function `fn(rows, key, first_row)`, which evaluates the loss on some rows of the batch.
+
+    `first_row` is the index of the first of these rows in the global batch; random keys of rows depend on it. `fn`
+    returns (totals, weights) of a `js.Mean`, one number for each term of the loss; None for a scalar loss.
+    """
     objective = step.objective
 
     def fn(batch: PyTree, key: jax.Array, row: Any) -> Any:

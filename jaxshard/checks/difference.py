@@ -39,8 +39,8 @@ class Difference(NamedTuple):
       error: the relative error; NaN if either side is not finite.
       allowed: the largest error that passes.
       note: on which side numbers are not finite; "" if all are.
-      factor: the constant with sharded array = factor * array of one device; None if there is no such
-        constant, or numbers are not finite.
+      factor: the constant by which all elements are off, so that sharded array = factor * array of one device; None
+        if there is none, or numbers are not finite.
       size: the number of elements.
     """
 
@@ -67,7 +67,7 @@ class Difference(NamedTuple):
 
 
 def compare_losses(loss: float, expected: float, allowed: float) -> Difference:
-    """Compare two losses; the error is relative to the expected loss, unless that is 0."""
+    """Compare two losses; the error is relative to the expected loss, or absolute if the expected loss is 0."""
     return _compare("loss", "", np.asarray(loss), np.asarray(expected), allowed, floor=0.0 if expected else 1.0)
 
 
@@ -91,7 +91,17 @@ def compare_trees(what: str, ours: PyTree, theirs: PyTree, allowed: float) -> li
 def _compare(
     what: str, leaf: str, a: np.ndarray, b: np.ndarray, allowed: float, floor: float, zero: float = 0.0
 ) -> Difference:
-    """Compare two arrays; `floor` and `zero` are explained in `_error`."""
+    """Compare an array of the sharded step with that of one device; integers must be equal.
+
+    Args:
+      what: the kind of the arrays, such as "gradient".
+      leaf: their path in the tree.
+      a: the array of the sharded step.
+      b: the array of one device.
+      allowed: the largest relative error of floats.
+      floor: the smallest magnitude to which the error is relative.
+      zero: arrays whose magnitudes are below this count as equal.
+    """
     allowed = allowed if np.issubdtype(b.dtype, np.floating) else 0.0
     a, b = a.astype(np.float64), b.astype(np.float64)
     note = _describe_non_finite(a, b)
@@ -100,7 +110,7 @@ def _compare(
 
 
 def _factor(a: np.ndarray, b: np.ndarray) -> float | None:
-    """Return the constant `a / b` of two arrays; None if it is not constant, or is 1."""
+    """Return the factor with a = factor * b; None if there is no such constant, or it is 1."""
     square = b @ b
     if not square:
         return None
@@ -110,7 +120,7 @@ def _factor(a: np.ndarray, b: np.ndarray) -> float | None:
 
 
 def _error(a: np.ndarray, b: np.ndarray, floor: float, zero: float) -> float:
-    """Return the largest difference, relative to the larger of max |b| and `floor`; 0 if both are below `zero`."""
+    """Return max |a - b| / max(max |b|, floor); 0 if all elements of `a - b` and of `b` are below `zero`."""
     if not b.size:
         return 0.0
     size, apart = float(np.abs(b).max()), float(np.abs(a - b).max())
@@ -120,7 +130,7 @@ def _error(a: np.ndarray, b: np.ndarray, floor: float, zero: float) -> float:
 
 
 def _describe_non_finite(a: np.ndarray, b: np.ndarray) -> str:
-    """Say on which side numbers are not finite; "" if all are finite."""
+    """Say which of the two arrays has numbers that are not finite, the sharded or the other; "" if neither."""
     if np.isfinite(a).all() and np.isfinite(b).all():
         return ""
     if np.array_equal(np.isfinite(a), np.isfinite(b)):

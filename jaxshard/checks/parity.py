@@ -69,7 +69,7 @@ class Parity:
       where: the mesh and the engine: "data=8 under js.explicit()".
       losses: the loss of the sharded step, and the loss of one device.
       differences: the loss first, then every gradient, update and array of the model's state; only the loss if the
-        step refuses the loss because its weight does not count rows.
+        engine refuses the loss function because the weight of its `js.Mean` does not count rows.
       why: the likely causes of the differences, each with its remedy; () if all arrays agree or no cause is found.
       notes: what was changed for the comparison, such as casts to f32.
       batches: the batches that were compared, up to the first that differs: the given one and, under engines that give
@@ -115,7 +115,7 @@ class Parity:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Lines on leaves that are not finite, on likely causes, on changes for the comparison, and on the batches."""
+        """The last lines of the report: leaves that are not finite, likely causes, notes, and the compared batches."""
         odd: dict[str, list[str]] = {}
         for one in self.failures:
             odd.setdefault(one.note, []).append(one.name)
@@ -139,7 +139,10 @@ class Parity:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report for JSON; a number that is not finite is None."""
+        """Return the report as a dictionary for JSON: ok, loss, arrays, failures, why, notes, batches.
+
+        Numbers that are not finite become None.
+        """
         arrays = [
             {name: getattr(one, name) for name in ("what", "leaf", "allowed", "ok")} | {"difference": finite(one.error)}
             for one in self.differences
@@ -150,7 +153,7 @@ class Parity:
         return {"ok": self.ok, "loss": losses, "arrays": arrays, "failures": failures} | report
 
     def table(self) -> list[str]:
-        """Return the lines between headline and remarks: the loss, then a line per leaf, each with its verdict."""
+        """Return the lines of the report's table: the loss, then one line per leaf, each with its verdict."""
         return [f"  {line}" for line in (self._loss_line(), *self._leaves().lines)]
 
     def _loss_line(self) -> str:
@@ -209,8 +212,8 @@ def parity(
     rows sorted, with one row for each device, and with its floats moved apart (`Parity.batches`). This finds
     differences; it cannot prove that there are none.
 
-    If the step refuses a loss because its weight does not count rows, nothing runs over the mesh: the parts of the
-    batch are added up on one device, and the report contains the message of the error.
+    If the engine refuses the loss because the weight of its `js.Mean` does not count rows, nothing runs over the mesh.
+    Then the loss is computed on one device from the parts of the batch, and the report has the message of the error.
 
     One program is compiled for one device and one for the mesh, whose devices may be simulated. Keep the batch small
     (512 tokens): long sums lose digits.
@@ -308,7 +311,15 @@ def parity(
 def _report_refused(
     where: str, losses: tuple[float, float], refusal: UnequalMeans, notes: list[str], allowed: float
 ) -> Parity:
-    """Make the report on a loss that the step refuses; `losses` are (added up over the parts, of the full batch)."""
+    """Make the report for a loss that the engine refuses, whose step was not run.
+
+    Args:
+      where: the mesh and the engine.
+      losses: the loss computed from the parts of the batch, and the loss of the full batch.
+      refusal: the error of the engine.
+      notes: the notes of the report.
+      allowed: the largest relative error of the loss.
+    """
     told = "the step refuses this loss and was not run: its loss here is that of the parts of the batch, added up"
     return Parity(
         where, losses, (compare_losses(*losses, allowed),), why=tuple(str(refusal).splitlines()), notes=(*notes, told)
@@ -326,7 +337,7 @@ def _check_comparable(strategy: Strategy, mesh: Mesh) -> None:
 
 
 def _in_f32(engine: Engine, notes: list[str]) -> Engine:
-    """Return the engine with all computation in f32, and append the dtypes that it loses to `notes`.
+    """Return the engine without its options for lower precision, so that all is computed in f32; note it in `notes`.
 
     Anything that is not an engine is returned unchanged: `js.make_step` raises the error.
     """
@@ -341,7 +352,7 @@ class _Trial(NamedTuple):
     """The inputs of one step that is computed both over the mesh and on one device.
 
     Attributes:
-      name: the words that say how the batch was made.
+      name: how the batch was made, such as "rows sorted by tokens".
       batch: the global batch.
       state: the model's state before the step.
       number: the step's number, from 0 on.
@@ -367,7 +378,7 @@ def _with_averages(trial: _Trial, new: PyTree, params: PyTree) -> PyTree:
 
 
 def _tell_state(step: Step, batch: PyTree) -> list[str]:
-    """Describe, for each array of the model's state, what is proven and how devices combine their values."""
+    """Describe for each array of the model's state how devices combine their values, and what is proven about it."""
     layout = step.layout
     if not jax.tree.leaves(layout.shapes.state):
         return []
@@ -392,7 +403,8 @@ class _Comparison:
     Attributes:
       where: the mesh and the engine.
       step: the sharded step.
-      run: the TrainState of the sharded step, whose optimizer state contains the gradients of one device.
+      run: the TrainState of the sharded step; its optimizer state has the gradients computed on one device, from which
+        both sides update.
       updates: the optimizer's updates from these gradients, computed on one device.
       after: the parameters after these updates.
       tolerance: the largest relative error.
@@ -408,7 +420,7 @@ class _Comparison:
     notes: list[str]
 
     def __call__(self, trial: _Trial, expected: _Results) -> Parity:
-        """Run the step and compare its loss, gradients, updates and new state."""
+        """Run the sharded step of a trial and compare its loss, gradients, updates and new state with `expected`."""
         plan = self.step.layout
         state = jax.tree.map(partial(put_stored, layout=plan), trial.state, plan.state)
         number = jnp.full_like(self.run.step, trial.number)
@@ -429,7 +441,7 @@ class _OneDevice:
 
     Attributes:
       chosen: the trained parameters.
-      bind: wraps a function that names mesh axes so that it runs on one device.
+      bind: wraps a function so that it runs on one device even if it names mesh axes, as `lax.pmean(x, "data")` does.
     """
 
     def __init__(self, loss_fn: LossFn, plan: Layout, model: PyTree, batch: PyTree, seed: jax.Array, notes: list[str]):
@@ -450,7 +462,7 @@ class _OneDevice:
         self._step = jax.jit(self.bind(step))
 
     def key_of(self, trial: _Trial) -> jax.Array:
-        """Return the random key that the step of a trial receives."""
+        """Return the random key that the loss receives in the step of a trial, the same as in the sharded step."""
         return jax.random.fold_in(run_key(self._seed), trial.number)
 
     def step(self, trial: _Trial) -> _Results:
@@ -464,7 +476,7 @@ def _update_alone(tx: Any, grads: PyTree, chosen: PyTree) -> PyTree:
 
 
 def _make_bind(fn: Callable[..., Any], plan: Layout, args: tuple[Any, ...], notes: list[str]) -> Bind:
-    """Return a wrapper with which `fn`, and any other function that calls the loss, runs on one device.
+    """Return a wrapper that lets `fn`, and other functions that call the same loss, run on one device.
 
     If the loss names mesh axes (`nn.BatchNorm(axis_name="data")`), the wrapper binds all axes of the mesh with size 1,
     and `notes` gets a line. Otherwise the wrapper changes nothing.
@@ -485,7 +497,11 @@ def _make_bind(fn: Callable[..., Any], plan: Layout, args: tuple[Any, ...], note
 
 
 def _with_stand_ins(tx: Any, params: PyTree, notes: list[str]) -> optax.GradientTransformation:
-    """Return `tx` with its extra arguments filled in; instead of the loss both sides pass it the same substitute."""
+    """Return `tx` with placeholders for its extra arguments (`value`, `grad`, `value_fn`), the same on both sides.
+
+    The placeholder for the loss function is the sum of squares of the parameters: the loss of both sides would differ
+    by rounding.
+    """
     tx = take_fast_gradients(tx, params)
     extra = find_extra_args(tx, params)
     if extra.names:

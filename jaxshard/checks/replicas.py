@@ -202,10 +202,10 @@ class ReplicaWatch:
 
 
 class Watched(NamedTuple):
-    """A replicated array of a TrainState.
+    """An array of a TrainState that has copies: several devices have the full array, or the same shard.
 
     Attributes:
-      number: its index among the leaves of the TrainState.
+      number: its index in `jax.tree.leaves(run)`.
       leaf: its path in the TrainState, stored shape and dtype.
       spec: its PartitionSpec.
       bytes: the bytes of one device's copy.
@@ -218,7 +218,7 @@ class Watched(NamedTuple):
 
 
 def list_watched(layout: Layout) -> tuple[Watched, ...]:
-    """List the replicated arrays of a TrainState with this layout."""
+    """List the arrays of a TrainState that have copies: several devices have the full array, or the same shard."""
     found = []
     for number, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(run_shapes(layout))):
         if axis_size(layout.mesh, axes_of(x.sharding.spec)) < layout.mesh.size:
@@ -228,7 +228,7 @@ def list_watched(layout: Layout) -> tuple[Watched, ...]:
 
 
 class BitSums:
-    """The compiled program in which each device adds up the bits of its own copies.
+    """The compiled program in which each device computes a checksum of each of its copies.
 
     All processes of the mesh create it at the same time: each waits for the others before the program first runs.
 
@@ -266,7 +266,7 @@ class BitSums:
 
     @waits_for_devices
     def find(self, rows: jax.Array) -> list[Difference]:
-        """Wait for the checksums `rows`, and return the arrays whose copies differ."""
+        """Wait for the checksums `rows` that `start` returned, and return the copies that differ."""
         return find_differences(self._mesh, self._watched, jax.device_get(rows))
 
 
@@ -298,7 +298,7 @@ def _one_at_a_time(mesh: Mesh) -> bool:
 
 
 def find_differences(mesh: Mesh, watched: Sequence[Watched], rows: np.ndarray) -> list[Difference]:
-    """Compare the checksums of copies.
+    """Find the copies of arrays that differ, by comparing their checksums.
 
     Args:
       mesh: the mesh.
@@ -306,7 +306,7 @@ def find_differences(mesh: Mesh, watched: Sequence[Watched], rows: np.ndarray) -
       rows: the checksums uint32[devices, arrays], devices in the order of the mesh.
 
     Returns:
-      One difference for each array whose copies differ, in the order of `watched`.
+      One difference for each array, or each shard of it, whose copies differ, in the order of `watched`.
     """
     devices = mesh.devices.reshape(-1)
     groups = {spec: copy_groups(mesh, spec) for spec in {one.spec for one in watched}}
@@ -322,7 +322,7 @@ def find_differences(mesh: Mesh, watched: Sequence[Watched], rows: np.ndarray) -
 
 
 def copy_groups(mesh: Mesh, spec: PartitionSpec) -> np.ndarray:
-    """Return int[shards, copies]: for each shard of an array the indices in `mesh.devices.flat` of its devices."""
+    """Return the devices that have each shard of an array: int[shards, copies], indices in `mesh.devices.flat`."""
     splits = [mesh.axis_names.index(axis) for axis in axes_of(spec)]
     positions = np.arange(mesh.size).reshape(mesh.devices.shape)
     shards = math.prod(mesh.devices.shape[axis] for axis in splits)
@@ -330,7 +330,10 @@ def copy_groups(mesh: Mesh, spec: PartitionSpec) -> np.ndarray:
 
 
 def raise_differences(differences: Sequence[Difference], mesh: Mesh, step: int | None, clean: int | None) -> None:
-    """Raise `ReplicasDiffer`, with a message that names arrays and devices, if there are differences."""
+    """Raise `ReplicasDiffer` if `differences` is not empty; the message names the arrays and devices.
+
+    `step` is the step after which copies were compared, `clean` the last step after which they were equal.
+    """
     if not differences:
         return
     after = "" if step is None else f"after step {step} "
@@ -355,7 +358,7 @@ def _describe(difference: Difference, mesh: Mesh) -> str:
 
 
 def _suspects(differences: Sequence[Difference], mesh: Mesh) -> str:
-    """Describe the devices on which the most arrays differ."""
+    """Name the devices with the most arrays that differ from the majority: "device 2: 5 arrays"."""
     counts = Counter(device for one in differences for device in one.differ)
     most = max(counts.values())
     named = sorted((device for device, count in counts.items() if count == most), key=lambda device: device.id)

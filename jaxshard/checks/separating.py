@@ -61,8 +61,8 @@ def make_separating(batch: PyTree, mask: PyTree, parts: int) -> Iterator[tuple[s
 def _move_apart(x: np.ndarray, part: np.ndarray) -> np.ndarray:
     """Add a constant to the rows of every second part, and subtract it from the rows of all other parts.
 
-    `part` is the index of each row's part. Arrays without negative numbers are scaled by 2 and 1/2 instead. Arrays of
-    zeros and ones (masks, weights of rows) stay as they are, unless all their numbers are equal, as in a test's batch.
+    `part` has the part of each row, an integer. Arrays without negative numbers are multiplied by 2 and 1/2 instead.
+    Arrays that contain both zeros and ones and nothing else (masks, weights of rows) stay as they are.
     """
     if not x.size or not np.isfinite(x).all() or (np.isin(x, (0, 1)).all() and np.ptp(x)):
         return x

@@ -39,7 +39,7 @@ class Caches(NamedTuple):
 
 
 class CachedModel:
-    """A `js.Stacked` that can run with a KV cache; when it is made, the model is traced once and checked.
+    """A `js.Stacked` that runs with a KV cache. The constructor traces the model and checks that it can.
 
     Args:
       model: any `js.Stacked` whose attention is `js.attention`.
@@ -91,10 +91,10 @@ class CachedModel:
         Args:
           rest: the gathered weights outside of the blocks.
           blocks: the stored weights of the blocks, stacked.
-          fetch: gathers the weights of one block from its slice of `blocks`.
+          fetch: gathers the weights of one block; it is called with that block's slice of `blocks`.
           tokens_BT: the tokens at the new positions.
-          starts_B: the first new position of each row; None if it is 0 in all rows (prefill).
-          caches: the keys and values of the earlier positions; made by `empty` if `starts_B` is None.
+          starts_B: the index of the first new position of each row; None if it is 0 in all rows (prefill).
+          caches: the keys and values of the earlier positions; from `empty` if there are none yet.
 
         Returns:
           (the output of the last block, the caches with the keys and values of the new positions too).
@@ -119,12 +119,12 @@ class CachedModel:
         return x, Caches(self.hold(embed, self._embed), self.hold(stored, self._blocks))
 
     def last_logits(self, rest: PyTree, x: PyTree, last_B: jax.Array) -> jax.Array:
-        """Compute the logits of one new position of each row, f32[B, V], replicated along V.
+        """Compute the logits at one position of each row, f32[B, V], replicated along V.
 
         Args:
           rest: the gathered weights outside of the blocks.
           x: the output of the last block.
-          last_B: the index of the position among the new positions of each row.
+          last_B: the index of that position in each row of `x`.
         """
 
         def take(x_BT: jax.Array) -> jax.Array:
@@ -143,7 +143,7 @@ class CachedModel:
         return self.hold_rows(logits_BV.astype(jnp.float32))
 
     def empty(self, rows: int, size: int) -> Caches:
-        """Make caches of zeros for `rows` rows of `size` positions, created with their sharding."""
+        """Make sharded caches of zeros for `rows` rows of `size` positions."""
 
         def zeros(calls: list[Slots], blocks: int) -> tuple[Stored, ...]:
             shapes = tuple(call.shapes(blocks, rows, size) for call in calls)
@@ -152,7 +152,7 @@ class CachedModel:
         return Caches(zeros(self._embed, 1), zeros(self._blocks, self.model.num_blocks))
 
     def hold(self, stored: tuple[Stored, ...], calls: list[Slots]) -> tuple[Stored, ...]:
-        """Constrain cache arrays to the shardings in which `js.attention` uses them."""
+        """Constrain cache arrays to the shardings that `js.attention` uses; `calls` has one entry for each call."""
         return tuple(
             jax.tree.map(lambda x, spec=call.spec: self._constrain(x, spec), one)
             for one, call in zip(stored, calls, strict=True)
@@ -169,9 +169,15 @@ class CachedModel:
     # Checks of the model
 
     def _find_calls(self) -> tuple[list[Slots], list[Slots]]:
-        """Trace the embedding and one block on shapes, and return the cache shapes of the `js.attention` calls of each.
+        """Find the `js.attention` calls of the model by tracing its embedding and one block on shapes.
 
         Also set `shares_positions`.
+
+        Returns:
+          (calls in the embedding, calls in the block), each call with the shapes and the sharding of its cache.
+
+        Raises:
+          ValueError: the block has no such call, or a call is inside a loop.
         """
         outer, inner = Cache(1, None), Cache(1, None)
         tokens = jax.ShapeDtypeStruct((self.layout.mesh.size, 1), jnp.int32)
@@ -207,7 +213,7 @@ class CachedModel:
         return params
 
     def _plain(self, params: PyTree, batch: PyTree) -> jax.Array:
-        """Compute all logits without a cache, on one device."""
+        """Compute the logits of all positions without a cache, [B, T, V]; this is only traced, for checks."""
         rest = without_blocks(params)
         x = self.model.embed(rest, batch, None)
         x, _ = jax.lax.scan(lambda x, block: (self.model.block(block, x, None), None), x, params[BLOCKS])
@@ -251,7 +257,10 @@ def _attends_in_a_loop(program: Any) -> bool:
 
 
 def make_batch(tokens_BT: Any, starts_B: jax.Array | None) -> dict[str, Any]:
-    """Make the batch for the model's `embed`: tokens, targets (zeros), and positions, counted from `starts_B` or 0."""
+    """Make the batch {"tokens", "targets", "positions"}, int32[B, T] each, for the `embed` function of a model.
+
+    Targets are zeros. Positions of a row count from its entry in `starts_B`, or from 0 if this is None.
+    """
     B, T = tokens_BT.shape
     if isinstance(tokens_BT, jax.ShapeDtypeStruct):
         return dict.fromkeys(("tokens", "targets", "positions"), tokens_BT)

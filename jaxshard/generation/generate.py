@@ -103,15 +103,15 @@ def generate(
 def _generate(
     programs: Programs, weights: PyTree, rows: list[list[int]], group: list[int], length: int, given: Draw
 ) -> dict[int, list[int]]:
-    """Generate the new tokens of some rows; return {index of a row: all its tokens}.
+    """Continue some of the prompts; return {index of a prompt: its tokens and the new tokens}.
 
     Args:
       programs: the compiled programs.
-      weights: the weights that the programs take.
-      rows: the prompts of all rows.
-      group: the indices of the rows to continue.
+      weights: the weights, from `programs.weights`.
+      rows: all prompts.
+      group: the indices of the prompts to continue.
       length: the largest number of new tokens.
-      given: the options of sampling.
+      given: the arrays that control sampling; its `rows` and `prompts` are filled in here.
     """
     layout, longest = programs.layout, max(len(rows[number]) for number in group)
     size = -(-(longest + length) // _SLOTS) * _SLOTS
@@ -144,7 +144,7 @@ def _generate(
 
 
 def _groups(rows: list[list[int]], by_length: bool) -> list[list[int]]:
-    """Group the indices of rows: all rows together, or with `by_length` a group for each prompt length."""
+    """Return the indices of all prompts in one group; with `by_length` a group for each length of prompts."""
     if not by_length:
         return [list(range(len(rows)))]
     lengths = sorted({len(row) for row in rows})
@@ -170,7 +170,7 @@ def _as_rows(prompts: Any) -> list[list[int]]:
 
 
 def _stop_sequences(stop: Any) -> np.ndarray:
-    """Convert the argument `stop` to int32[sequences, longest], each sequence padded in front with -1."""
+    """Convert the argument `stop` to an int32 array, a row per stop sequence: `[2, [5, 7]]` -> [[-1, 2], [5, 7]]."""
     given = stop if isinstance(stop, Sequence) else np.atleast_1d(stop)
     rows = [np.atleast_1d(np.asarray(one)) for one in given]
     for row in rows:
@@ -190,10 +190,13 @@ def _stop_sequences(stop: Any) -> np.ndarray:
 def check_request(
     model: Stacked, layout: Layout, prompts: Any, length: int, readout: Callable[[PyTree, Any], jax.Array] | None = None
 ) -> tuple[list[list[int]], Programs]:
-    """Check the arguments of `generate`; return (the prompts as lists, the model's programs, which may be cached).
+    """Check the arguments of `generate`, before anything is compiled.
+
+    Returns:
+      (the prompts as lists of tokens, the programs of the model, from an earlier call if there was one).
 
     Raises:
-      ValueError, TypeError: as `generate`.
+      ValueError, TypeError: see `generate`.
     """
     rows = _as_rows(prompts)
     if isinstance(length, bool) or length != int(length) or length < 1:
@@ -221,7 +224,7 @@ def check_request(
 
 
 class _Same:
-    """A wrapper that compares and hashes by identity, so that any object can be a key of `lru_cache`."""
+    """A wrapper that compares and hashes its value by identity, so that any object can be a key of `lru_cache`."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

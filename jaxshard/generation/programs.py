@@ -28,7 +28,7 @@ class State(NamedTuple):
     """The arrays that each decode step updates.
 
     Attributes:
-      caches: keys and values of all positions but the last; the model has not run on the last token of a row yet.
+      caches: keys and values of all tokens but the last of each row, on which the model has not run yet.
       tokens: int32[B, S], the prompts and the sampled tokens.
       lengths: int32[B], the number of tokens in each row.
       stopped: bool[B], True for rows that have ended with a stop sequence.
@@ -46,9 +46,9 @@ class Draw(NamedTuple):
     Attributes:
       key: a random key.
       rows: uint32[B], the index of each row among all prompts.
-      prompts: int32[B], the number of tokens in each prompt.
+      prompts: int32[B], the number of tokens in the prompt of each row.
       stop: int32[sequences, W], the token sequences that end a row, each padded in front with -1.
-      how: the temperature, top_k and top_p, from `Sampling.arrays`.
+      how: temperature, top_k and top_p as arrays, from `Sampling.arrays`.
     """
 
     key: Any
@@ -59,11 +59,11 @@ class Draw(NamedTuple):
 
 
 class Programs:
-    """The programs `prefill` and `decode` of a model under a layout, each compiled once per shape.
+    """The jitted functions `prefill` and `decode` of a model under a layout, compiled once per shape.
 
-    Model weights that are only stored sharded (`js.fsdp`) are all-gathered one block at a time; weights that
-    `js.tensor` and `js.expert` split stay split. If blocks can't be gathered one at a time (in a pipeline), the method
-    `weights` gathers all blocks once, and every device has all of them.
+    Weights that are only stored sharded (`js.fsdp`) are all-gathered one block at a time; weights that `js.tensor` and
+    `js.expert` split stay split. The blocks of a pipeline can't be gathered one at a time: there the method `weights`
+    gathers all blocks once, and every device has all of them.
 
     Args:
       model: any `js.Stacked` whose attention is `js.attention`.
@@ -88,9 +88,10 @@ class Programs:
         self.replicate = jax.jit(lambda arrays: arrays, out_shardings=everywhere)
 
     def weights(self, params: PyTree) -> PyTree:
-        """Convert parameters, stored or in model order, to the arrays that `prefill` and `decode` take.
+        """Convert parameters to the weights that `prefill` and `decode` take.
 
-        These are the stored parameters, or in a pipeline the gathered parameters.
+        The parameters may be those of a TrainState, as the layout stores them, or those that `model.init` returns. The
+        weights are sharded as the layout stores them; in a pipeline they are gathered.
 
         Raises:
           ValueError: parameters whose shape or dtype differs from the layout; the message names each.
@@ -123,9 +124,16 @@ class Programs:
         return self._gather(without_blocks(self.layout.params), rest) if self._by_block else rest
 
     def _prefill(self, weights: PyTree, tokens_BT: jax.Array, given: Draw, *, size: int) -> tuple[State, jax.Array]:
-        """Run the model on the prompts, which are padded at the end, and append the first new token to each.
+        """Run the model on the prompts and append the first new token to each.
 
-        Return (the state for `decode`, whether all rows have stopped); `size` is the number of positions of the cache.
+        Args:
+          weights: the weights, from the method `weights`.
+          tokens_BT: the prompts, each padded at its end.
+          given: the arrays that control sampling.
+          size: the number of positions of the cache.
+
+        Returns:
+          (the state for `decode`, bool[] whether all rows have stopped).
         """
         (B, T), model, lengths_B = tokens_BT.shape, self.model, given.prompts
         rest = self._rest(weights)
@@ -138,7 +146,11 @@ class Programs:
         return self._append(state, logits_BV, given)
 
     def _decode(self, weights: PyTree, state: State, given: Draw) -> tuple[State, jax.Array]:
-        """Run the model on the last token of each row and append the next token; return as `_prefill`."""
+        """Run the model on the last token of each row and append the next token.
+
+        Returns:
+          (the state for the next call, bool[] whether all rows have stopped).
+        """
         model, rest, last_B = self.model, self._rest(weights), state.lengths - 1
         tokens_B1 = jnp.take_along_axis(state.tokens, last_B[:, None], axis=1)
         x, caches = model.run(rest, weights[BLOCKS], self._fetch, tokens_B1, last_B, state.caches)
@@ -148,7 +160,8 @@ class Programs:
     def _append(self, state: State, logits_BV: jax.Array, given: Draw) -> tuple[State, jax.Array]:
         """Sample a token from the logits and append it to each row that has not stopped.
 
-        Return (the state, whether all rows have stopped).
+        Returns:
+          (the new state, bool[] whether all rows have stopped).
         """
         drawn_B = draw(logits_BV, given.key, given.rows, state.lengths, given.how)
         here_BS = (jnp.arange(state.tokens.shape[1]) == state.lengths[:, None]) & ~state.stopped[:, None]
@@ -161,7 +174,7 @@ class Programs:
 
 
 def ends_with(tokens_BS: jax.Array, prompts_B: jax.Array, lengths_B: jax.Array, stop_NW: jax.Array) -> jax.Array:
-    """Return bool[B, N]: whether the new tokens of a row, without its prompt, end with each of N stop sequences."""
+    """Return bool[B, N]: True where the new tokens of row b end with stop sequence n; tokens of prompts don't count."""
     at_BW = lengths_B[:, None] - jnp.arange(stop_NW.shape[1], 0, -1)
     last_BW = jnp.take_along_axis(tokens_BS, jnp.maximum(at_BW, 0), axis=1)
     last_BW = jnp.where(at_BW >= prompts_B[:, None], last_BW, -2)  # -2 matches no token: tokens of prompts do not count

@@ -48,7 +48,7 @@ class Sampling(NamedTuple):
             raise ValueError("generate: tokens are drawn at random, which needs a key: pass key=0, or temperature=0")
 
     def arrays(self, vocab: int) -> Sampling:
-        """Convert the options to arrays, so that other values do not recompile; all None if the temperature is 0."""
+        """Convert the options to arrays, so that new values need no new compilation; all None if temperature is 0."""
         if self.temperature == 0:
             return Sampling(None, None, None)
         k = None if self.top_k is None else np.int32(min(self.top_k, vocab))
@@ -75,7 +75,7 @@ def draw(logits_BV: jax.Array, key: jax.Array, rows_B: jax.Array, at_B: jax.Arra
 
 
 def keep_likely(logits_BV: jax.Array, how: Sampling) -> jax.Array:
-    """Set the logits of tokens that top_k and top_p exclude to -inf; keep tokens as likely as the last token kept."""
+    """Set the logits of tokens that top_k and top_p exclude to -inf; of equally likely tokens all are kept or none."""
     if how.top_k is None and how.top_p is None:
         return logits_BV
     # Find the smallest logit to keep, and compare all logits with it: no gather by sorted indices.

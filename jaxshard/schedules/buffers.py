@@ -58,7 +58,7 @@ _SLOT_COLUMNS = (
 
 
 class Value(NamedTuple):
-    """A value that waits in a buffer: its kind (see `_BUFFER_OF`), stage and micro-batch."""
+    """An array that a stage keeps for a micro-batch, such as its input; `kind` is a key of `_BUFFER_OF`."""
 
     kind: str
     stage: int
@@ -66,7 +66,7 @@ class Value(NamedTuple):
 
 
 class Lifetime(NamedTuple):
-    """The time for which a value waits in a buffer of a device: from when it is written to when it is last read."""
+    """When a value is written to a buffer of a device and when it is last read; a time is (tick, event in it)."""
 
     device: int
     value: Value
@@ -76,7 +76,7 @@ class Lifetime(NamedTuple):
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """A schedule with a slot for every value.
+    """A schedule together with the buffer slot of every array that waits between two operations.
 
     Attributes:
       schedule: the table.
@@ -84,15 +84,17 @@ class BufferPlan:
         - "f_chunk", "f_microbatch", "b_...", "w_...": the chunk and micro-batch of the operation; micro-batch -1 if
           there is no operation.
         - "f_inbox", "f_kept", "f_outbox", "b_outbox", "b_kept", "b_carried", "b_result", "w_carried": the slots that
-          the operation reads and writes, or -1 ("b_result" is for stage 0's dx, for the embedding).
+          the operation reads and writes, or -1. "b_result" has the cotangent of stage 0's input, which the backward
+          pass of the embedding reads.
         - "arrive_f", "arrive_b": the slots for values from neighbours, written at the end of the tick, or -1.
         - "f", "b", "w" [ticks]: 1 if any device has such an operation.
         - "embed", "head", "embed_grad" [ticks]: the index of the run in the tick, or -1.
-      runs: for "embed", "head" and "embed_grad" the arrays
-        members [runs + 1, devices]: the micro-batch of each device, or -1;
-        slots [runs + 1, devices, devices]: on each device the slot of each member's value. Only the first (for "head"
-        the last) device has the values, all others have -1.
-        The last row is for the index -1, no run: it has no micro-batches and no slots.
+      runs: for each of "embed", "head" and "embed_grad" a pair of arrays. In a run every device computes the embedding
+        or head of another micro-batch.
+        - members [runs + 1, devices]: the micro-batch that each device computes in the run, or -1.
+        - slots [runs + 1, devices, devices]: in which slot of device i the value of device j's micro-batch is, or -1.
+          Only the first device (for "head" the last) has such values.
+        The last row of both arrays is for ticks without a run, whose index is -1.
       sizes: the number of slots of each buffer.
     """
 
@@ -109,7 +111,7 @@ def plan_buffers(schedule: Schedule) -> BufferPlan:
 
 
 def plan_forward_buffers(schedule: Schedule) -> BufferPlan:
-    """Plan the buffers of only the forward operations of a schedule, for evaluation."""
+    """Plan the buffers for evaluation, which runs only the forward operations of a schedule."""
     ops = [op for op in schedule.ops if op.kind == "F"]
     runs = {"embed": embed_runs(schedule), "head": output_runs(schedule), "embed_grad": []}
     return _plan(schedule, ops, runs)
@@ -137,7 +139,7 @@ def _plan(schedule: Schedule, ops: Sequence[Op], runs: dict[str, list[Run]]) -> 
 
 
 def _lifetimes(schedule: Schedule, ops: Sequence[Op], runs: dict[str, list[Run]]) -> Iterator[Lifetime]:
-    """Yield the lifetime of every value, as in the table at the top of this file."""
+    """Yield for every array that waits in a buffer when it is written and when it is last read."""
     last, split = schedule.stages * schedule.chunks - 1, schedule.splits_backward
     at = {schedule.key(op): op.tick for op in ops}
     tick_of = {name: {m: run.tick for run in these for m in run.microbatches} for name, these in runs.items()}
@@ -163,7 +165,7 @@ def _lifetimes(schedule: Schedule, ops: Sequence[Op], runs: dict[str, list[Run]]
 
 
 def _assign_slots(lifetimes: Iterable[Lifetime]) -> tuple[dict[Value, int], dict[str, int]]:
-    """Return (the slot of every value, the number of slots of every buffer)."""
+    """Give each value the lowest free slot of its buffer; return (slot of each value, number of slots per buffer)."""
     by_buffer = defaultdict(list)
     for device, value, written, last_read in lifetimes:
         by_buffer[device, _BUFFER_OF[value.kind]].append((written, last_read, value))
@@ -181,7 +183,7 @@ def _assign_slots(lifetimes: Iterable[Lifetime]) -> tuple[dict[Value, int], dict
 
 
 def _write_operation(rows: dict[str, np.ndarray], schedule: Schedule, op: Op, slots: dict[Value, int]) -> None:
-    """Write an operation into `rows`: its chunk, micro-batch and slots, and the slot of its result on the receiver."""
+    """Fill in the entries of one operation in `BufferPlan.rows`, and the slot in which a neighbour gets its result."""
     stage, m, last = schedule.stage(op), op.microbatch, schedule.stages * schedule.chunks - 1
     here, kind = (op.tick, op.device), op.kind.lower()
 
@@ -215,9 +217,15 @@ def _write_operation(rows: dict[str, np.ndarray], schedule: Schedule, op: Op, sl
 def _run_arrays(
     runs: list[Run], devices: int, kind: str, stage: int, owner: int, slots: dict[Value, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the arrays (members, slots) of `BufferPlan.runs` for runs whose values are all on the device `owner`.
+    """Return the arrays (members, slots) that `BufferPlan.runs` has for the embedding or the head.
 
-    `kind` and `stage` are those of the values.
+    Args:
+      runs: the runs.
+      devices: the number of devices.
+      kind: the kind of the values that the runs read or write.
+      stage: the stage of these values.
+      owner: the device that has these values.
+      slots: the slot of each value.
     """
     members = np.full((len(runs) + 1, devices), -1)
     places = np.full((len(runs) + 1, devices, devices), -1)
@@ -229,7 +237,7 @@ def _run_arrays(
 
 
 def _narrow(x: np.ndarray) -> np.ndarray:
-    """Convert to the smallest of int8, int16 and int32 that holds the integers, which the program has as constants."""
+    """Convert to the smallest of int8, int16 and int32 that holds the integers; they are constants in the program."""
     for dtype in (np.int8, np.int16):
         if np.abs(x).max(initial=0) <= np.iinfo(dtype).max:
             return x.astype(dtype)

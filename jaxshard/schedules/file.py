@@ -28,7 +28,7 @@ _NUMBER = re.compile("[0-9]{1,9}")
 
 
 class Contents(NamedTuple):
-    """The contents of a CSV file: the arguments of `Schedule`."""
+    """The contents of a CSV file, which are the arguments of `Schedule` in their order."""
 
     name: str
     stages: int
@@ -89,7 +89,7 @@ def _decoded(path: Path) -> str:
 
 
 def _head(line: str, wrong: list[str]) -> dict[str, str]:
-    """Parse the sizes and the name (all text after name=) in the first line; add problems to `wrong`."""
+    """Parse the first line, `# stages=2 ... name=mine`, into a dictionary; append descriptions of errors to `wrong`."""
     words, named, name = line.removeprefix("#").strip().partition("name=")
     head = {}
     for word in words.split():
@@ -105,7 +105,10 @@ def _head(line: str, wrong: list[str]) -> dict[str, str]:
 
 
 def _rows(text: str, skipped: int, wrong: list[str]) -> Iterator[tuple[int, Op]]:
-    """Yield (line number, operation); add problems with other lines to `wrong`."""
+    """Yield (line number, operation) for each line of a CSV file; append descriptions of wrong lines to `wrong`.
+
+    `skipped` is the number of lines before `text`, which line numbers include.
+    """
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     titles = False
     try:

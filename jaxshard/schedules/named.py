@@ -22,7 +22,7 @@ from jaxshard.schedules.table import Op, check_sizes
 
 
 class _Group(NamedTuple):
-    """Consecutive micro-batches that go through all chunks together: the index of the first, and their number."""
+    """Consecutive micro-batches that go through all chunks of the model before the next group begins."""
 
     start: int
     size: int
@@ -51,7 +51,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """Make 1F1B, a forward and a backward in every tick between warm-up and cool-down: `interleaved` with one chunk.
+    """Make 1F1B: between warm-up and cool-down every tick has a forward and a backward.
 
     Device s stores the residuals of min(m, D + p - 2 s) micro-batches at its peak. D, the tick of the first backward,
     is p - 2 + ceil(m / ceil(m / p)), so at most 2 (p - 1) for any m. Source: Narayanan et al. 2021, section 2.2.
@@ -71,7 +71,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 
 
 def interleaved(stages: int, microbatches: int, *, chunks: int = 2) -> Schedule:
-    """Make interleaved 1F1B: a forward and a backward of one chunk in every tick; the bubble shrinks by v.
+    """Make interleaved 1F1B: each device has v chunks of the model, which makes the bubble about v times smaller.
 
     Micro-batches form floor(m / p) groups whose sizes differ by at most one. Each group goes through all chunks before
     the next begins. At its peak device s stores the residuals of min(m v, D + p - 2 s) pairs of chunk and micro-batch;
@@ -95,12 +95,12 @@ def interleaved(stages: int, microbatches: int, *, chunks: int = 2) -> Schedule:
 
 
 def zero_bubble(stages: int, microbatches: int, *, chunks: int = 2) -> Schedule:
-    """Make `interleaved` with the weights' gradients as separate operations, W, whose slots are never idle.
+    """Make a zero-bubble schedule: `interleaved`, with the gradients of weights as separate operations (W).
 
-    No device waits for another device's W. So all devices run their n-th W in the same tick, the tick in which device 0
-    runs its n-th B after all other devices. Between the first and the last W there are no idle slots of W. At its peak
-    device s stores the residuals of min(m v, D + p - s) pairs of chunk and micro-batch, with D as in
-    `interleaved`. Source: Qi et al. 2024.
+    No device waits for another device's W. So all devices run their n-th W in the same tick, in which device 0 runs its
+    n-th B, after all other devices. Between the first and the last W there are no idle slots of W. At its peak device s
+    stores the residuals of min(m v, D + p - s) pairs of chunk and micro-batch, with D as in `interleaved`. Source: Qi
+    et al. 2024.
 
     Args:
       stages: the devices of the pipeline, p.
@@ -134,7 +134,10 @@ def _fused(stages: int, microbatches: int, chunks: int, *, split: bool) -> tuple
 
 
 def _groups(microbatches: int, stages: int) -> list[_Group]:
-    """Make floor(m / p) groups, the larger first. With fewer than p members a chunk would wait for the previous one."""
+    """Split m micro-batches into floor(m / p) groups of nearly equal size, the larger first.
+
+    A group has at least p micro-batches: with fewer, a chunk would have to wait for the chunk before it.
+    """
     size, larger = divmod(microbatches, microbatches // stages)
     sizes = [size + (i < larger) for i in range(microbatches // stages)]
     return [_Group(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
@@ -143,10 +146,10 @@ def _groups(microbatches: int, stages: int) -> list[_Group]:
 def _first_backward(stages: int, groups: list[_Group], chunks: int) -> int:
     """Return the earliest tick in which the last device can run its first backward.
 
-    The losses of a run (up to p micro-batches of a group, see `runs.py`) are computed together, one per device, in the
-    tick of the run's last forward, so no backward of the run may be earlier. A group is split into as few runs as
-    possible, of nearly equal length. In the sequence of forwards the group's last chunk begins at position
-    (v - 1) size, in the sequence of backwards at position 0: hence the second term below.
+    The losses of up to p micro-batches of a group (a run of the head, see `runs.py`) are computed together, one per
+    device, in the tick of their last forward, and their backwards can't be earlier. A group is split into as few runs
+    as possible, of nearly equal length. The first chunk in the backward pass is the last one in the forward pass, which
+    a device starts after (v - 1) * size other forwards of the group.
     """
     return max(stages - 1 + (chunks - 1) * size + _longest_run(size, stages) - 1 for _, size in groups)
 
@@ -169,9 +172,10 @@ def _backwards(stages: int, groups: list[_Group], chunks: int, *, first: int) ->
 
 
 def _positions(groups: list[_Group], chunks: range) -> Iterator[tuple[int, int, int]]:
-    """Yield (position, chunk, micro-batch) for a device's operations of one kind: by group, then chunk, then member.
+    """Yield (position, chunk, micro-batch) for the operations of one kind, such as F, of a device.
 
-    The position counts from 0, without gaps.
+    They are in the order in which the device runs them: group by group, in a group chunk by chunk, in a chunk
+    micro-batch by micro-batch. Positions are 0, 1, 2, ...
     """
     position = 0
     for start, size in groups:

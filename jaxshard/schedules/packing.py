@@ -20,7 +20,7 @@ BITS = 32
 
 
 class _Field(NamedTuple):
-    """The place of a column: its value is `low + ((words[word] >> shift) & mask)`."""
+    """The bits of a column in a packed row: the column's value is `low + ((words[word] >> shift) & mask)`."""
 
     word: int
     shift: int
@@ -29,11 +29,11 @@ class _Field(NamedTuple):
 
 
 def pack_columns(columns: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Callable[[Any], dict[str, Any]]]:
-    """Pack columns of integers of equal shapes into 32-bit words.
+    """Pack several integer arrays of the same shape (columns) into an array of 32-bit words.
 
     Returns:
-      (words, unpack): `words` is uint32 [*shape, number of words]; `unpack(words[i])` returns the int32 values of row i
-      by column, for NumPy and JAX arrays of any leading shape.
+      (words, unpack). `words` is uint32 [*shape, number of words]. `unpack(words[i])` returns {column: int32 value in
+      row i}; it takes NumPy and JAX arrays of any leading shape.
     """
     fields: dict[str, _Field] = {}
     word, shift = 0, 0

@@ -20,7 +20,7 @@ from jaxshard.schedules.table import Kind, Op, Table
 
 
 class Run(NamedTuple):
-    """A run of embedding or head: a tick in which each device computes it for a micro-batch of its own.
+    """A run of the embedding or the head: in one tick, each device computes it for another micro-batch.
 
     Attributes:
       tick: the tick of the run.
@@ -35,10 +35,11 @@ class Run(NamedTuple):
 
 
 def head_runs(schedule: Table) -> list[Run]:
-    """Return the runs of the head, which compute losses and their gradients, between the F and B slots of a tick.
+    """Return the runs of the head, each of which computes the losses of several micro-batches and their gradients.
 
-    A run collects forwards of the last stage in the order of ticks until it has one per device, or until the next
-    forward would come after the backward of a member. Its tick is that of its last forward.
+    A run has micro-batches in the order in which the last stage finishes their forwards, up to one per device. It ends
+    earlier if the backward of one of them needs its result. It takes place in the tick of its last forward, between the
+    F slot and the B slot.
 
     Example:
         [(run.tick, run.microbatches) for run in js.schedules.head_runs(js.schedules.gpipe(2, 2))]
@@ -58,13 +59,15 @@ def head_runs(schedule: Table) -> list[Run]:
 
 
 def output_runs(schedule: Table) -> list[Run]:
-    """Return the runs of the head in evaluation, which has no backwards: each in the tick of its last forward."""
+    """Return the runs of the head in evaluation, each for up to p micro-batches, in the tick of their last forward."""
     last = schedule.stages * schedule.chunks - 1
     return [Run(run[-1].tick, _members(run)) for run in _in_runs(schedule, "F", last)]
 
 
 def embed_runs(schedule: Table) -> list[Run]:
-    """Return the runs that compute the inputs of stage 0, before the F slot: each in the tick of its first forward.
+    """Return the runs of the embedding, each of which computes the stage 0 inputs of up to one micro-batch per device.
+
+    A run takes place in the tick of its first forward, before the F slot.
 
     Example:
         [(run.tick, run.microbatches) for run in js.schedules.embed_runs(js.schedules.gpipe(2, 2))]
@@ -73,7 +76,9 @@ def embed_runs(schedule: Table) -> list[Run]:
 
 
 def embed_grad_runs(schedule: Table) -> list[Run]:
-    """Return the runs of the embedding's backward pass, after the B slot: each in the tick of its last B.
+    """Return the runs of the embedding's backward pass, each for up to one micro-batch per device.
+
+    A run takes place in the tick of the last stage 0 backward of its micro-batches, after the B slot.
 
     Example:
         [(run.tick, run.microbatches) for run in js.schedules.embed_grad_runs(js.schedules.gpipe(2, 2))]

@@ -40,16 +40,16 @@ class Schedule(Table):
     """
 
     def stats(self, costs: Costs = Costs()) -> Stats:  # noqa: B008 - frozen
-        """Return bubbles and stored residuals at these costs; by default a backward costs twice a forward."""
+        """Return bubble, stored residuals and other statistics; by default a backward takes twice a forward."""
         return compute_stats(self, costs)
 
     def chart(self, *, width: int = WIDTH) -> str:
-        """Return the table as text in lines of at most `width` characters, with a note about ticks that do not fit."""
+        """Return the table as text, in lines of at most `width` characters; a note counts the ticks that do not fit."""
         return draw_chart(self, width=width)
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str]) -> Schedule:
-        """Read the schedule in a file with the columns tick,device,op,chunk,microbatch.
+        """Read a schedule from a CSV file with the columns tick,device,op,chunk,microbatch.
 
         Its first line may be a comment with sizes, `# stages=4 microbatches=16 chunks=2 name=mine`; a missing size is
         one more than the largest value in its column.
@@ -62,12 +62,12 @@ class Schedule(Table):
         return cls(*file.read_csv(local_path(path)))
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write a CSV file for `from_csv`, with sizes and name."""
+        """Write the schedule, with its sizes and name, to a CSV file that `from_csv` reads."""
         file.write_csv(local_path(path), self)
 
     def __str__(self) -> str:
         return self.chart()
 
     def _repr_html_(self) -> str:
-        """Show the chart and the figures in a notebook; `js.schedules.schedule_figure` draws it."""
+        """Show the chart and the statistics in a notebook."""
         return text_table.page(self.chart(), text_table.Table([*self.stats().facts.items()]))

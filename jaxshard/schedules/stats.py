@@ -43,11 +43,11 @@ class Costs:
 
     @property
     def weights(self) -> float:
-        """Return the time of the weights' gradients."""
+        """Return W, the time of the weights' gradients, or half of B if W is not given."""
         return self.B / 2 if self.W is None else self.W
 
     def of_op(self, kind: Kind, schedule: Table) -> float:
-        """Return the time of one operation, on one chunk."""
+        """Return the time of one operation (F, B or W) on one chunk of a device."""
         weights = self.weights if schedule.splits_backward else 0.0
         all_chunks = {"F": self.F, "B": self.B - weights, "W": weights}[kind]
         return all_chunks / schedule.chunks
@@ -61,10 +61,11 @@ class Stats:
 
     Attributes:
       ticks: the number of ticks of the table.
-      bubble: the bubble if all devices go through each tick together, and a tick costs every slot that any device uses.
+      bubble: the bubble if all devices go through each tick together: a slot (F, B or W) that any device uses costs
+        its time on all devices.
       bubble_async: the bubble if each device runs its operations in the table's order, as soon as their inputs arrive.
-      peak_stash: per device the largest number of pairs of chunk and micro-batch whose residuals are stored, from their
-        F to the end of their backward; within a tick F comes before B before W.
+      peak_stash: for each device the largest number of (chunk, micro-batch) pairs whose residuals it stores at the
+        same time: from the F of a pair to its B, or to its W if the table has W operations.
       head_runs: the number of runs of the head, each on up to one micro-batch per device.
 
     Example:
@@ -80,7 +81,7 @@ class Stats:
 
     @property
     def facts(self) -> dict[str, str]:
-        """{name: value in words} of the statistics, for reports."""
+        """The statistics as {name: text} for reports, such as {"ticks": "17"}."""
         return {
             "ticks": str(self.ticks),
             "bubble": f"{self.bubble:.4f} in lockstep, {self.bubble_async:.4f} asynchronously",
@@ -98,7 +99,7 @@ class Span(NamedTuple):
 
 
 def compute_stats(schedule: Table, costs: Costs) -> Stats:
-    """Return the statistics of a schedule at these costs."""
+    """Compute the statistics of a schedule whose operations take these times."""
     useful = schedule.microbatches * (costs.F + costs.B)
     end = max(span.end for span in lockstep_spans(schedule, costs))
     end_async = max(span.end for span in asynchronous_spans(schedule, costs))
@@ -113,7 +114,7 @@ def compute_stats(schedule: Table, costs: Costs) -> Stats:
 
 
 def lockstep_spans(schedule: Table, costs: Costs) -> list[Span]:
-    """Return when every operation starts and ends if all devices go through every slot of every tick together."""
+    """Return start and end of every operation if all devices go through the slots (F, B, W) of each tick together."""
     cost = {kind: costs.of_op(kind, schedule) for kind in KINDS}
     spans: list[Span] = []
     end, slot = 0.0, (-1, "")
@@ -125,7 +126,7 @@ def lockstep_spans(schedule: Table, costs: Costs) -> list[Span]:
 
 
 def asynchronous_spans(schedule: Table, costs: Costs) -> list[Span]:
-    """Return when every operation starts and ends if devices run their own in order, each once its inputs arrive."""
+    """Return start and end of every operation if each device runs its own operations as soon as inputs arrive."""
     cost = {kind: costs.of_op(kind, schedule) for kind in KINDS}
     free = [0.0] * schedule.stages
     done: dict[Key, float] = {}
@@ -139,7 +140,7 @@ def asynchronous_spans(schedule: Table, costs: Costs) -> list[Span]:
 
 
 def peak_stash(schedule: Table) -> tuple[int, ...]:
-    """Return per device the largest number of pairs of chunk and micro-batch whose residuals are stored."""
+    """Return for each device the largest number of (chunk, micro-batch) pairs whose residuals it stores at a time."""
     freed_by = "W" if schedule.splits_backward else "B"
     held, peak = [0] * schedule.stages, [0] * schedule.stages
     for op in schedule.ops:

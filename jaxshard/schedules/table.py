@@ -55,7 +55,7 @@ class Op(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A reason why a table can't run; `op` is the wrong operation, or None for a missing operation."""
+    """A reason why a pipeline can't run a table, in words; `op` is the wrong operation, None if one is missing."""
 
     op: Op | None
     text: str
@@ -63,12 +63,12 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """A table of operations that can run, in the order of ticks, then of slots, then of devices.
+    """The operations of a pipeline, sorted by tick, then slot (F, B, W), then device, and verified to run.
 
-    `stages` is p, the number of devices; with `chunks` on each, the model has stages * chunks stages. In this order
-    every operation comes after its inputs. So devices that run their own operations in order, each as soon as its
-    inputs arrive, can't deadlock either. If the table has W operations, a B computes only the gradient of its stage's
-    input; otherwise it also computes the weights' gradients.
+    `stages` is p, the number of devices; with `chunks` on each, the model has stages * chunks stages. Every operation
+    comes after its inputs. So devices can't deadlock, even if they do not go through the ticks together but run their
+    own operations in this order, each as soon as its inputs arrive. If the table has W operations, a B computes only
+    the gradient of its stage's input; otherwise it also computes the weights' gradients.
 
     Raises:
       TypeError: a size that is not an integer, or an entry of the table that is not an operation.
@@ -99,15 +99,15 @@ class Table:
         return any(op.kind == "W" for op in self.ops)
 
     def stage(self, op: Op) -> int:
-        """Return the stage of the model on which an operation works; stage 0 has the first blocks."""
+        """Return the stage of the model that `op` computes, chunk * p + device; stage 0 has the first blocks."""
         return op.chunk * self.stages + op.device
 
     def key(self, op: Op) -> Key:
-        """Return (kind, stage, micro-batch) of an operation."""
+        """Return (kind, stage, micro-batch), which identify an operation in a table."""
         return op.kind, self.stage(op), op.microbatch
 
     def inputs(self, op: Op) -> list[Key]:
-        """Return the keys of the operations whose results `op` needs; they run in an earlier tick or earlier slot."""
+        """Return (kind, stage, micro-batch) of each operation whose result `op` needs."""
         return [key for key, _ in _inputs(self.key(op), self.stages * self.chunks)]
 
     def verify(self) -> None:
@@ -137,7 +137,7 @@ def check_sizes(stages: int, microbatches: int, chunks: int) -> None:
 
 
 def find_problems(ops: Sequence[Op], stages: int, microbatches: int, chunks: int) -> list[Problem]:
-    """Return the first 20 reasons why operations, in any order, do not make a table that can run; [] if they do."""
+    """Return why a pipeline can't run these operations: the first 20 reasons, then a count; [] if it can."""
     depth = stages * chunks
     found: list[Problem] = []
     good = []
@@ -165,7 +165,7 @@ def find_problems(ops: Sequence[Op], stages: int, microbatches: int, chunks: int
 
 
 def shorten(texts: Sequence[str]) -> list[str]:
-    """Return the first 20 texts; if there are more, also a text with the number of further texts."""
+    """Return the first 20 texts, followed by "and 5 more" if there are 5 more."""
     more = len(texts) - _SHOWN
     return [*texts[:_SHOWN], f"and {more} more"] if more > 0 else list(texts)
 
@@ -175,7 +175,7 @@ def _order(op: Op) -> tuple[int, int, int, int, int]:
 
 
 def _as_op(entry: Iterable[Any]) -> Op:
-    """Convert an entry to an `Op` with Python integers."""
+    """Convert (tick, device, kind, chunk, micro-batch) to an `Op` with Python integers; raise if it is none."""
     try:
         tick, device, kind, chunk, microbatch = entry
         numbers = [operator.index(x) for x in (tick, device, chunk, microbatch)]
@@ -205,7 +205,10 @@ def _shared_slots(ops: Iterable[Op]) -> Iterator[Problem]:
 
 
 def _inputs(key: Key, depth: int) -> list[tuple[Key, int]]:
-    """Return [(key, gap)] of the operations that an operation needs: each must be at least `gap` ticks earlier."""
+    """Return [(key, gap)] for the operations whose results an operation needs; a key is (kind, stage, micro-batch).
+
+    Each of them must be at least `gap` ticks earlier. `depth` is the number of stages of the model.
+    """
     kind, stage, microbatch = key
     if kind == "F":
         return [(("F", stage - 1, microbatch), 1)] if stage > 0 else []
@@ -227,7 +230,7 @@ def _premature(done: dict[Key, Op], depth: int) -> Iterator[Problem]:
 def _missing(
     done: dict[Key, Op], kinds: Sequence[Kind], stages: int, chunks: int, microbatches: int
 ) -> tuple[int, list[Problem]]:
-    """Return (the number of missing operations, a `Problem` for each of the first 20 of them)."""
+    """Return (the number of operations that the table lacks, a `Problem` for each of the first 20 of them)."""
     depth = stages * chunks
     count = len(kinds) * depth * microbatches - sum(key[0] in kinds for key in done)
     # Lazily, and only as far as needed: the sizes in a file may demand far more operations than the file has.

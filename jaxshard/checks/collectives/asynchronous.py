@@ -26,14 +26,14 @@ def starts_computation(op: hlo.Op) -> bool:
 
 
 def find_start(computation: hlo.Computation, op: hlo.Op) -> hlo.Op:
-    """Return the operation that starts what `op` updates or ends; return `op` itself if it does neither."""
+    """Return the `-start` of the asynchronous operation to which `op`, a `-done` or `-update`, belongs; else `op`."""
     while op.opcode.endswith(("-update", "-done")) or op.opcode == "get-tuple-element":
         op = computation[op.operands[0]]
     return op
 
 
 def operands_of(computation: hlo.Computation, start: hlo.Op) -> tuple[str, ...]:
-    """Return the operands of an asynchronous start, or of its update if the start has none."""
+    """Return the operands of a `-start` operation; if it has none, as on a SparseCore, those of its `-update`."""
     if start.operands or not starts_computation(start):
         return start.operands
     updates = (user for user in users(computation, start.name) if user.opcode.endswith("-update"))
@@ -41,7 +41,7 @@ def operands_of(computation: hlo.Computation, start: hlo.Op) -> tuple[str, ...]:
 
 
 def users(computation: hlo.Computation, name: str) -> Iterator[hlo.Op]:
-    """Yield the operations that use a value, directly or through tuple elements, bitcasts, reshapes and copies."""
+    """Yield all users of the value `name`, also those that read it through a tuple, bitcast, reshape or copy."""
     for op in (computation[user] for user in computation.users.get(name, ())):
         yield op
         if op.opcode in ("get-tuple-element", "bitcast", "reshape", "copy"):

@@ -18,7 +18,11 @@ _LOOKUPS = ("gather", "take", "select_n", "_take")
 
 
 def array_words(one: Collective) -> str:
-    """Describe the first array that a collective moves, by its argument or the operation and line that compute it."""
+    """Describe the first array that a collective moves, and where it comes from.
+
+    For example "weight blocks/wq, bf16[32, 64]" for an argument of the step, or "f32[4, 8], made by dot_general at
+    model.py:80 in the forward pass" for a computed array.
+    """
     dtype, shape = one.arrays[0]
     array = f"{dtype}{list(shape)}"
     if one.trail.arguments:
@@ -29,7 +33,11 @@ def array_words(one: Collective) -> str:
 
 
 def cause(one: Collective) -> str:
-    """Explain why the compiler, or the program itself, moves the first array of a collective; "" if it has no trail."""
+    """Explain in a few words why a collective is in the program, by the first array that it moves.
+
+    For example "dot_general contracts a dimension that is split over tensor: every device has a part of the sum".
+    The explanation is "" if nothing is known about the array (`one.trails` is empty).
+    """
     own, over = operation_of(one.op_name), "+".join(one.axes)
     if not one.trails:
         return ""
@@ -88,7 +96,10 @@ def _cause_of_permute(one: Collective, own: str, over: str) -> str:
 
 
 def _ends(one: Collective, own: str) -> tuple[str, str]:
-    """Describe the operation that computes the first array of a collective, and the operation that reads it."""
+    """Describe (the operation that computes a collective's first array, the operation that reads it).
+
+    `own` is JAX's name of the collective's own operation, used where one of them is not known.
+    """
     trail = one.trail
     made = first_words(trail.arguments) or _operation(trail.maker, trail.made_at) or own or "what makes it"
     return made, _operation(trail.reader, trail.read_at) or own or "what reads it"

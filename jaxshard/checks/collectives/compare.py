@@ -1,4 +1,4 @@
-"""Compare the promised collectives with those of a compiled program: `js.audit`."""
+"""Compare the promised collectives, derived from a layout, with those of a compiled program: `js.audit`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from jaxshard.training.step import Step
 
 
 def audit(step: Step, batch: PyTree) -> Comparison:
-    """Compile a step and compare its collectives with the collectives that its layout and engine promise.
+    """Compile a step and compare its collectives with the collectives that follow from its layout and engine.
 
     Nothing runs and no array is allocated, so the mesh may be that of a TPU topology (`js.plan.topology_mesh`).
 
     Args:
-      step: what `js.make_step` returned.
+      step: the step that `js.make_step` returned.
       batch: a tree of global arrays or of `jax.ShapeDtypeStruct`.
 
     Returns:
@@ -58,13 +58,12 @@ def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
     """Match every collective of a program with a promised one, by kind, axes and number of elements.
 
     An all-reduce may replace a reduce-scatter or an all-gather of the same array, and an array may be sent in more bits
-    than promised. A sum in fewer bits than promised is a surprise. Unmatched arrays are surprises too, except the
-    smallest, which are left to the compiler up to `promised.slack` bytes in total. An array in `promised.never` is
-    always a surprise.
+    than promised. Reported as surprises are: a sum in fewer bits than promised; an array in `promised.never`; and
+    every array without a match, except the smallest arrays, up to `promised.slack` bytes in total.
 
     Args:
-      promised: the result of `promise`.
-      found: the result of `collectives`, for the same mesh.
+      promised: the result of `js.plan.promise`.
+      found: the result of `js.collectives`, for the same mesh.
 
     Returns:
       The promised and the found collectives, with the differences.
@@ -118,7 +117,10 @@ def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
 
 
 def smallest(arrays: Mapping[int, Collective], slack: int) -> dict[int, Collective]:
-    """Select the smallest arrays, up to `slack` bytes in total: the compiler may move these without a promise."""
+    """Select the smallest unpromised arrays, at most `slack` bytes in total, which are not reported as surprises.
+
+    `arrays` maps an index to a collective of one array; the result is the part of this mapping that is selected.
+    """
     chosen = {}
     for at, one in sorted(arrays.items(), key=lambda item: item[1].bytes or 0):
         if one.bytes is not None and one.bytes <= slack:
@@ -132,13 +134,16 @@ def _is_cpu(mesh: Mesh | None) -> bool:
 
 
 def _bytes_added_by_f32(pair: tuple[Collective, Allowance]) -> int:
-    """Return the extra bytes of an array that is sent as f32 although 16 bits were promised."""
+    """Return the bytes that an array sent as f32 takes beyond its promised 16-bit dtype; 0 in all other cases."""
     one, covered = pair
     return (one.bytes or 0) // 2 if one.dtype == "f32" and covered.dtype in ("bf16", "f16") else 0
 
 
 def _constraint(one: Collective, why: str, names: Mapping[str, str]) -> str:
-    """Write the `js.constrain` call that keeps the first array of a collective sharded, so that nothing moves it."""
+    """Write the `js.constrain` call that keeps a collective's first array sharded, so that it is not moved.
+
+    `why` tells whether the array is the logits; `names` maps mesh axes to dimension names, as in `Promise.names`.
+    """
     split = "vocab" if why.startswith("logits") else "features"
     rows = [axis for axis, name in names.items() if name == "batch"]
     dims = [names.get(axes[0], split) if axes else None for axes in wanted_axes(one, rows)]
@@ -146,7 +151,11 @@ def _constraint(one: Collective, why: str, names: Mapping[str, str]) -> str:
 
 
 def _explain_substitutes(promised: Promise, taken: Iterable[tuple[Collective, Allowance]]) -> Iterator[str]:
-    """Yield a line for each kind or dtype of collective that replaces a promised one: axes, count, bytes, remedy."""
+    """Yield a line of the report for each kind or dtype of collective that replaces a promised one.
+
+    A line says axes, count, bytes, arrays and the remedy: "all-reduce in place of reduce-scatter over data, ...".
+    `taken` has each found collective together with the promise that it matches.
+    """
 
     def words(pair: tuple[Collective, Allowance]) -> tuple[str, str, tuple[str, ...]]:
         one, covered = pair

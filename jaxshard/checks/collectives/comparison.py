@@ -1,4 +1,4 @@
-"""The result of an audit, promised and found collectives, as text, as JSON and in a notebook."""
+"""The result of an audit: promised and found collectives and their differences, as text, JSON and HTML."""
 
 from __future__ import annotations
 
@@ -27,19 +27,22 @@ _LINES = 12
 class Comparison:
     """The result of `js.audit`: the promised collectives, the collectives of the program, and the differences.
 
+    A collective is promised if it follows from the layout, the engine and the loss.
+
     Attributes:
       promised: the promised collectives.
       found: every collective of the program.
       surprises: collectives that nothing promised, in the order of the program.
-      missing: collectives that happen less often than promised, or never; compilers drop unneeded ones.
-      tolerated: bytes of unpromised arrays that are small enough to be left to the compiler.
-      substitutes: collectives of another kind or dtype than promised: an all-reduce moves about twice the bytes of a
-        reduce-scatter or an all-gather, a CPU sends bf16 as f32, a TPU gathers f32 weights in bf16 if their products
-        round them anyway. They are no surprises. A sum in fewer bits than promised is one.
-      needed_bytes: bytes of collectives that are promised "as needed", such as activations over tensor axes.
+      missing: a line for each collective that happens less often than promised; compilers drop unneeded ones.
+      tolerated: bytes of unpromised arrays so small that they are not reported as surprises.
+      substitutes: a line for each collective of another kind or dtype than promised. For example an all-reduce may
+        replace a reduce-scatter (and moves about twice the bytes), a CPU sends bf16 as f32, and a TPU gathers f32
+        weights in bf16 if their products round them anyway. These are no surprises, but sums in fewer bits are.
+      needed_bytes: bytes of collectives whose size the promise leaves open ("as needed"), such as activations over
+        tensor axes.
       program: waits, recomputation and host arrays of the program; None if only its collectives were given.
-      unread: kinds of collectives that are promised with a size and are not in the program in any form: either they do
-        not happen, or the parser does not know the form in which the compiler wrote them.
+      unread: a line for each kind of collective that is promised with a size but was not found in the program. Either
+        it does not happen, or the parser does not know the form in which the compiler wrote it.
       widened_bytes: bytes that a CPU's compiler adds by sending bf16 as f32. TPUs and GPUs send bf16.
       misplaced: arguments that are not stored as the strategy says; () except from `js.plan.audit_program`.
     """
@@ -63,7 +66,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """The outcome in a few words; "as promised" only if nothing differs from the promise."""
+        """The outcome in a few words: "2 surprises", "no surprises", or "as promised" if nothing differs at all."""
         count = len(self.surprises) + len(self.misplaced)
         outcome = [f"{count} surprise{'s' * (count > 1)}"] if count else []
         outcome += [f"could not read {', '.join(one.partition(':')[0] for one in self.unread)}"] if self.unread else []
@@ -75,21 +78,22 @@ class Comparison:
 
     @property
     def promised_bytes(self) -> int:
-        """The most bytes of all arrays that are promised with a size; alternative forms of an array count once."""
+        """The most bytes that the collectives of known size may move according to the promise, per step and device."""
         return sum(one.bytes or 0 for one in self.promised if one.is_counted)
 
     @property
     def found_bytes(self) -> int:
-        """Bytes of the arrays in the program, without scalars and without loops of unknown trip count."""
+        """Bytes that arrays of the program move, per step and device; loops of unknown trip count are left out."""
         return sum(one.bytes or 0 for one in arrays_only(self.found))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Add up the promised and the found collectives, one row per kind and axes, without scalars.
+        """Make the table of the report: a row for each kind of collective and mesh axes, scalars left out.
 
         Returns:
-          Dictionaries, in the order of `found.KINDS`, with "kind", "axis" (several joined by "+"), "promised" (bytes at
-          most; None where the loss decides, as it does over tensor axes), and "bytes" and "count" of the program. An
-          optional collective that does not happen has no row.
+          Dictionaries, in the order of `found.KINDS`, with these keys: "kind"; "axis" (several joined by "+");
+          "promised", the most bytes that are promised (None if only arrays of any size are, as activations over tensor
+          axes); "bytes" and "count", the bytes and executions in the program. A collective that may happen but does
+          not has no row.
         """
         found = {(row.kind, row.axes): row for row in summary(arrays_only(self.found))}
         sized = [one for one in self.promised if one.bytes is not None and one.elements[1] > 1]
@@ -108,7 +112,7 @@ class Comparison:
         return rows
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the table and the differences for JSON."""
+        """Return the rows of the table and all differences as one dictionary of values that JSON can represent."""
         lists = {name: list(getattr(self, name)) for name in ("misplaced", "missing", "unread", "substitutes")}
         surprises = [surprise.as_dict() for surprise in self.surprises]
         found = {"ok": self.ok, "surprises": surprises, **lists, "tolerated_bytes": self.tolerated}
@@ -117,15 +121,15 @@ class Comparison:
         return found | (self.program.as_dict() if self.program else {})
 
     def __str__(self) -> str:
-        """Write the table and all entries of all lists."""
+        """Write the report in full: the table, every difference, and the collectives by source line."""
         return _paragraphs(self._table_str(), *self.findings(all=True))
 
     def short(self) -> str:
-        """Write the table, the surprises grouped by line and kind, and the number of entries of all other lists."""
+        """Write the report in short: the table, the largest groups of surprises, and a few lines on the rest."""
         return _paragraphs(self._table_str(), *self.findings(all=False))
 
     def _repr_html_(self) -> str:
-        """Show the short form in a notebook, with the verdict above and the long form folded."""
+        """Show the short report in a notebook, with the full report in a section that opens on a click."""
         short, everything = (_paragraphs(*self.findings(all=all)) for all in (False, True))
         return page(
             "no surprises" if self.ok else self.verdict,
@@ -135,7 +139,11 @@ class Comparison:
         )
 
     def differences(self, *, all: bool) -> Iterator[str]:
-        """Yield a paragraph for each kind of difference between program and promise; "" for kinds that do not occur."""
+        """Yield the paragraphs on differences between program and promise, such as surprises or missing collectives.
+
+        A kind of difference that does not occur gives "". With `all` every entry is listed, else long lists are
+        shortened.
+        """
         missing, substitutes = self.missing, self.substitutes
         if not all:
             missing = (f"{len(missing)} kinds of arrays",) if len(missing) > 1 else missing
@@ -149,7 +157,7 @@ class Comparison:
         yield "\n".join(self._notes())
 
     def findings(self, *, all: bool) -> Iterator[str]:
-        """Yield the paragraphs that follow the table in the report."""
+        """Yield the paragraphs of the report after its table; with `all` in full, otherwise shortened."""
         yield from self.differences(all=all)
         if all:
             yield listed("by source line", self._lines())
@@ -158,12 +166,12 @@ class Comparison:
             yield "\n".join(self.program.titles())
 
     def _lines(self) -> Iterator[str]:
-        """Describe the collectives of each source line that moves the most bytes, with the cause of the largest one."""
+        """Describe, for each of the source lines that move the most bytes, its collectives and why they are needed."""
         for of in by_line(arrays_only(self.found), lambda one: one)[:_LINES]:
             yield "\n    ".join(filter(None, (describe(of), cause(of[0]))))
 
     def _notes(self) -> Iterator[str]:
-        """Yield lines on bytes that f32 adds on a CPU, are left to the compiler, or move only in some steps."""
+        """Yield notes on bytes that f32 adds on a CPU, on unpromised small arrays, and on bytes of only some steps."""
         if self.widened_bytes:
             more = human_bytes(self.widened_bytes)
             yield f"a CPU's compiler sends bf16 as f32, {more} more than promised here; TPUs and GPUs send bf16"
@@ -194,7 +202,7 @@ class Comparison:
 
 
 def listed(title: str, entries: Iterable[object]) -> str:
-    """Write a title and one entry on each line; "" without entries."""
+    """Write a title line and then one entry per line; return "" if there are no entries."""
     lines = [f"- {entry}" for entry in entries]
     return "\n".join([f"{title}:", *lines]) if lines else ""
 

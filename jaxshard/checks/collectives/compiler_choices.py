@@ -1,4 +1,4 @@
-"""Promise the collectives that the compiler chooses, whose number and shape no placement determines exactly.
+"""Promise the collectives that the compiler chooses: the layout does not determine their exact number and shape.
 
 They are promised "as needed" or up to a number and a size, never as certain: activations over tensor axes, sums over
 rows under `js.auto`, and on a TPU permutes of shards that are not a whole number of tiles.
@@ -33,7 +33,7 @@ _SEQUENCE = ("sequence", "length", "positions")
 
 
 def activations(layout: Layout, compiler_chooses: bool) -> Iterator[Expected]:
-    """Yield the collectives of activations over tensor axes and, if `compiler_chooses`, over batch axes.
+    """Yield the collectives of activations over tensor axes and, if `compiler_chooses` (`js.auto`), over batch axes.
 
     A product that contracts a split dimension leaves partial sums, which are all-reduced. If a rule of `js.tensor`
     splits the sequence, activations are gathered before such a product, and reduce-scattered after it.
@@ -51,7 +51,7 @@ def activations(layout: Layout, compiler_chooses: bool) -> Iterator[Expected]:
 
 
 def exchanges(layout: Layout) -> Iterator[Expected]:
-    """Yield the all-to-alls of tokens to their experts and back, and the gather of the counts of tokens.
+    """Yield the all-to-alls that send tokens to their experts and back, and the gather of token counts per expert.
 
     The routing decides how many bytes move. If it is uneven, tokens go in several rounds, whose number is not known
     before the program runs.
@@ -70,9 +70,10 @@ def splits_sequence(layout: Layout) -> bool:
 
 
 def feature_gathers(layout: Layout, parameters: Sequence[Parameter], compute_dtype: Any) -> Iterator[Expected]:
-    """Yield gathers of vectors that are replicated over the tensor axes but computed from features split over them.
+    """Yield the gathers of replicated vectors that a compiler computes from features split over the tensor axes.
 
-    Examples are scale and bias of a norm after a product whose columns are split, and the norm's averages.
+    Examples are the gradients of a norm's scale and bias, if the norm follows a product whose columns are split, and
+    the averages that a BatchNorm keeps.
     """
     tensor = tensor_axes(layout)
     replicated = [(one.path, one) for one in parameters if not set(axes_of(one.param.use)) & set(tensor)]
@@ -90,10 +91,14 @@ def fewest_features(layout: Layout, size: int) -> int:
 
 
 def border_permutes(one: Expected, shard: Shape) -> Expected:
-    """Return the permute between neighbouring shards that follows `one`, a reduce-scatter into shards of this shape.
+    """Return the permute between neighbouring devices that follows the reduce-scatter `one` on a TPU.
 
     A TPU scatters arrays padded to whole tiles. If a shard is not a whole number of tiles, the padded shards begin at
     other elements than the unpadded ones, and the compiler sends the difference to the neighbouring device.
+
+    Args:
+      one: the promised reduce-scatter.
+      shard: the unpadded shape of its result on each device.
     """
     tiles = [1] * len(shard[:-2]) + [8, 128][-len(shard) :]
     padded = tuple(size + -size % tile for size, tile in zip(shard, tiles, strict=True))
@@ -104,10 +109,15 @@ def border_permutes(one: Expected, shard: Shape) -> Expected:
 
 
 def ring_permutes(one: Expected, shard: Shape, parts: int) -> Expected:
-    """Return the permutes that may replace `one`, a reduce-scatter into shards of this shape on `parts` devices.
+    """Return the permutes by which a TPU's compiler may replace the reduce-scatter `one`.
 
-    A TPU's compiler may multiply one shard after another and pass the sums around a ring at the same time, with one
-    permute more than there are devices.
+    It may compute a matrix product shard by shard, and meanwhile pass the sums of earlier shards around a ring of
+    devices. This takes one permute more than there are devices.
+
+    Args:
+      one: the promised reduce-scatter.
+      shard: the shape of its result on each device.
+      parts: the number of devices in the ring.
     """
     most = None if one.most is None else one.most * (parts + 1)
     what = f"shards of the {one.what}, around a ring"
@@ -116,12 +126,12 @@ def ring_permutes(one: Expected, shard: Shape, parts: int) -> Expected:
 
 
 def between_slices(mesh: Mesh, expected: Iterable[Expected]) -> Iterator[Expected]:
-    """Replace collectives over several TPU slices by the steps they are compiled to; yield all others unchanged.
+    """Replace each collective over several TPU slices by the collectives it is compiled to; yield others unchanged.
 
     A sum over chips of a slice and over slices is scattered or summed in each slice, then summed between slices, then
-    gathered in each slice. Between slices arrays are padded to tiles, and several are joined into one. So collectives
-    of each of these kinds, over the axes inside a slice and over the axes across slices, may each move as many elements
-    as were promised in total.
+    gathered in each slice. Between slices arrays are padded to tiles, and several are joined into one. So each of
+    these kinds of collectives may move as many elements as were promised in total, both over the axes inside a slice
+    and over the axes across slices.
     """
     slices = slice_indices(mesh)
     if slices.max() == slices.min():
@@ -145,12 +155,15 @@ def between_slices(mesh: Mesh, expected: Iterable[Expected]) -> Iterator[Expecte
 
 
 def _tiles(shape: Shape) -> tuple[int, ...]:
-    """Return the multiples to which the dimensions of an array are padded between slices: bf16 tiles of 16 x 128."""
+    """Return for each dimension the multiple to which it is padded between slices: `(8, 64, 256) -> (1, 16, 128)`."""
     return (*[1] * (len(shape) - 2), *[16, _LANES][-len(shape) :])
 
 
 def torus_sizes(mesh: Mesh, axis: str) -> tuple[int, ...]:
-    """Return the extent of a mesh axis in each dimension of the TPU torus that it covers; () on other devices."""
+    """Return how far a mesh axis extends along each dimension of the TPU torus: (4, 2) for an axis of 8 on 4 x 2 chips.
+
+    Dimensions in which it does not extend are left out; the result is () on devices that are no TPUs.
+    """
     dim = mesh.axis_names.index(axis)
     line = np.moveaxis(mesh.devices, dim, 0).reshape(mesh.devices.shape[dim], -1)[:, 0]
     coords = [getattr(device, "coords", ()) for device in line]
@@ -158,10 +171,11 @@ def torus_sizes(mesh: Mesh, axis: str) -> tuple[int, ...]:
 
 
 def explain_substitutes(mesh: Mesh, axes: Sequence[str]) -> str:
-    """Explain why a TPU replaces promised collectives over these axes, with the remedy; "" if the torus is no reason.
+    """Explain why a TPU replaces promised collectives over these mesh axes by others, and how to avoid it.
 
-    If an axis covers several dimensions of a torus, libtpu has no reduce-scatter over it, in any order of the devices.
-    It also turns some all-gathers into all-reduces, and all of them over three dimensions that are not closed to rings.
+    If an axis covers several dimensions of a TPU torus, libtpu has no reduce-scatter over it, in any order of the
+    devices. It also turns some all-gathers into all-reduces, and all of them over three dimensions that are not closed
+    to rings. If no axis covers several dimensions, the explanation is "".
     """
     for axis in axes:
         sizes = torus_sizes(mesh, axis)

@@ -22,7 +22,7 @@ def total(numbers: Iterable[int | None]) -> int | None:
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """Group items by key; keys and items keep the order in which they come."""
+    """Group items by `key(item)`; keys are in the order of their first item, items of a group in their own order."""
     groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)

@@ -38,10 +38,10 @@ def resolve(scope: Scope, name: str, path: Path = ()) -> tuple[Scope, Op, Path]:
     Args:
       scope: the computation that uses the value.
       name: the name of the value.
-      path: the element that is wanted, if the value is a tuple.
+      path: the element to follow if the value is a tuple: `(2, 0)` is element 0 of element 2, () the value itself.
 
     Returns:
-      The scope of the operation, the operation, and the element of its result that is wanted.
+      (the scope of the operation, the operation, the path of the value inside its result).
     """
     while True:
         op = scope.computation[name]
@@ -74,7 +74,7 @@ def resolve(scope: Scope, name: str, path: Path = ()) -> tuple[Scope, Op, Path]:
 
 
 def _is_started(scope: Scope, op: Op) -> bool:
-    """Return True for a custom call in an asynchronously started computation: it runs the computation that it names."""
+    """Return True for a custom call in an asynchronous computation, which runs the computation that it names."""
     return bool(op.runs) and scope.caller is not None and starts_computation(scope.caller)
 
 
@@ -86,14 +86,14 @@ def _is_unchanged(scope: Scope, loop: Op, index: int) -> bool:
 
 
 class _Iteration(NamedTuple):
-    """An iteration of a loop, by its number from 0 on, whose carry is computed from constants alone."""
+    """Iteration `number` (from 0 on) of a `loop` whose counter starts from a constant and changes by constants."""
 
     scope: Scope
     loop: Op
     number: int
 
     def element(self, index: int) -> int | None:
-        """Return the integer in one element of the loop's carry before the iteration; None if unknown."""
+        """Return the integer in element `index` of the carry at the start of the iteration; None if unknown."""
         if self.number == 0:
             return integer(self.scope, self.loop.operands[0], (index,))
         body = self.scope.enter(self.loop, self.loop.callee("body"))
@@ -101,7 +101,14 @@ class _Iteration(NamedTuple):
 
 
 def integer(scope: Scope, name: str, path: Path = (), iteration: _Iteration | None = None) -> int | None:
-    """Compute an integer scalar from constants and, inside a loop, the carry of `iteration`; None if that fails."""
+    """Compute the value of an integer scalar of the program from constants; None if it depends on anything else.
+
+    Args:
+      scope: the computation that uses the scalar.
+      name: the name of the value.
+      path: its place in the value, if the value is a tuple.
+      iteration: the loop iteration in which it is computed; needed if it depends on a loop's carry.
+    """
     scope, op, path = resolve(scope, name, path)
     if op.opcode == "constant":
         return int(op.inside) if re.fullmatch(r"-?\d+", op.inside) else None
@@ -114,10 +121,11 @@ def integer(scope: Scope, name: str, path: Path = (), iteration: _Iteration | No
 
 
 def trip_count(scope: Scope, loop: Op) -> int | None:
-    """Return the trip count of a while loop, from the compiler's note or else from its counter; None if unknown.
+    """Return the trip count of a while loop; None if unknown.
 
-    TPU programs have no such note. Their loop condition compares a counter with a limit: the distance between these two
-    integers changes by the same amount in each of the first iterations.
+    Most compilers write it into the program (`known_trip_count`). TPU programs do not have it. Their loop condition
+    compares a counter with a limit, and the trip count follows if the distance between these two integers changes by
+    the same amount in each of the first iterations.
     """
     if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.notes):
         return int(noted[1])

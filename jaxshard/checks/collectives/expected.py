@@ -24,25 +24,26 @@ _SENT = ("int8", "uint8", "uint16")
 
 @dataclass(frozen=True)
 class Expected:
-    """A collective that is promised, as one device sees it.
+    """A promised collective: one that a layout implies, as one device sees it.
 
     Attributes:
       kind: one of `found.KINDS`.
       axes: the mesh axes, in mesh order; () for any.
-      shape: the full, unscattered array; None for activations of any shape.
-      dtype: the dtype that is sent; the CPU compiler sends 16-bit floats as f32. None where the loss decides.
-      least: the fewest executions per step (0 where the compiler has a choice).
-      most: the most executions per step; None where the loss decides.
-      what: the array in words, with its path.
-      unpadded: the fewest elements, if the compiler may move the array before it is padded, or a part of it.
-      limit: the most elements of an array whose shape the loss decides; None for any.
-      stack: the number of executions, one per block, that the compiler may join into a single one on a stacked array.
-      pooled: True if only the total elements of all such collectives are compared, because the compiler cuts and joins
-        their arrays.
-      every: the number of steps between executions; `least` and `most` count the step in which it happens.
-      until: the number of first steps in which it happens; `least` and `most` count each of these; 0 for all steps.
-      instead_of: the `what` of another promise if this is an alternative form of it, so that its bytes do not count
-        twice; "" otherwise.
+      shape: the shape of the full, unscattered array; None for activations, whose shapes depend on the loss function.
+      dtype: the dtype that is sent; the CPU compiler sends 16-bit floats as f32. None for activations.
+      least: the fewest executions per step; 0 if the compiler may leave it out.
+      most: the most executions per step; None if the number depends on the loss function.
+      what: the array in words, such as "gradient of w".
+      unpadded: the fewest elements of the array, if the compiler may move it without its padding, or only a part of it;
+        None if all elements of `shape` are moved.
+      limit: the most elements of an array whose `shape` is None; None if it may have any number of elements.
+      stack: the number of blocks whose executions the compiler may join into a single one, on a stacked array.
+      pooled: True if not each array is compared, but the sum of elements over all such collectives, because the
+        compiler cuts and joins their arrays.
+      every: 1 if it happens in every step, n if it happens once in n steps. `least` and `most` are for such a step.
+      until: n if it happens only in the first n steps, 0 if it happens in all steps.
+      instead_of: if it may happen in place of another promised collective, the `what` of that one, so that its bytes
+        are not counted twice; "" otherwise.
 
     Example:
         promised = js.plan.promise(layout, js.explicit(), loss_fn, batch)
@@ -81,18 +82,18 @@ class Expected:
 
     @property
     def name(self) -> str:
-        """The array in words; for an alternative form, the words of the promise that it replaces."""
+        """The array in words, such as "gradient of w"; all alternative forms of a promise have the same name."""
         return self.instead_of or self.what
 
     @property
     def is_counted(self) -> bool:
-        """True if the entry counts in the byte total: it has a size and is not an alternative form of another."""
+        """True if it counts in the byte total: its size is known, and it is no alternative form of another promise."""
         sized = self.shape is not None and bool(self.axes) and not self.instead_of
         return sized and self.elements[1] > 1 and bool(self.most)
 
     @property
     def bytes(self) -> int | None:
-        """Bytes of the full array times `most`; None where the loss decides."""
+        """Bytes of the full array times `most`; None if either depends on the loss function."""
         if self.shape is None or self.most is None:
             return None
         return self.most * bytes_of(self.shape, self.dtype)
@@ -108,11 +109,17 @@ def over_several(mesh: Mesh, expected: Iterable[Expected]) -> Iterator[Expected]
 def gather_stages(
     mesh: Mesh, old: Placement, keep: Sequence[str], one: Expected, at_once: bool = True
 ) -> Iterator[Expected]:
-    """Yield a copy of `one`, an all-gather, for each stage in which an array is gathered over all axes except `keep`.
+    """Yield the all-gathers, one after the other, that gather an array over all its mesh axes except `keep`.
 
-    A stage covers all axes of a dimension if `at_once`, else a single axis. The shape in the copy is that of the
-    stage's result: [16] split over (x=2, y=4) is gathered over y to [8], then over x to [16]; at once over (x, y) to
-    [16].
+    For example an array [16] split over (x=2, y=4) is gathered over y to [8], then over x to [16]. With `at_once` it is
+    gathered over (x, y) to [16].
+
+    Args:
+      mesh: the mesh.
+      old: the placement of the array before it is gathered.
+      keep: the mesh axes over which it stays split.
+      one: an all-gather with all other attributes; axes and shape of the result are filled in for each stage.
+      at_once: gather over all axes of a dimension in one stage, not over one axis after the other.
     """
     shape = list(old.shard_shape(mesh))
     gone = [(dim, axis) for dim, axis in reversed(split_dims(old.store)) if axis not in keep]
@@ -124,18 +131,18 @@ def gather_stages(
 
 
 def common_axes(one: Placement, two: Placement) -> list[str]:
-    """Return the mesh axes that split the same dimension of the stored array in both placements."""
+    """Return the mesh axes that split the stored array along the same dimension in both placements."""
     return [axis for dim, axis in split_dims(one.store) if (dim, axis) in split_dims(two.store)]
 
 
 def as_travels(one: Expected, travels: Iterable[Travel]) -> Iterator[Expected]:
-    """Yield `one` for each array that a format of `js.wire` sends in its place."""
+    """Yield a copy of the promise `one` for each array that a `js.wire` format sends, such as codes and scales."""
     for travel in travels:
         yield replace(one, kind=travel.kind, axes=travel.axes, shape=travel.shape, dtype=travel.dtype)
 
 
 def normal_shape(shape: Shape) -> Shape:
-    """Return a shape sorted and without dimensions of size one, because compilers transpose and squeeze freely.
+    """Return a sorted shape without dimensions of size 1, to compare shapes that a compiler transposes and squeezes.
 
     >>> normal_shape((8, 1, 4))
     (4, 8)

@@ -22,15 +22,15 @@ from jaxshard.core.placement import axes_of, only_axes, splits_per_dim
 
 @dataclass(frozen=True)
 class Never:
-    """An array that must not be communicated over some axes: a weight that they split, or logits.
+    """An array that must not be communicated over some mesh axes: a weight that these axes split, or logits.
 
     Attributes:
       axes: the mesh axes.
       what: the array in words, with its path.
       shapes: every shape that the gathered weight may have, sorted and without dimensions of size one.
-      shards: the numbers of elements that a device's shard may have: a shard of all blocks, or of one block.
+      shards: the possible numbers of elements of a device's shard: of the stacked weight, or of one block's weight.
       vocab: the size of the vocabulary, the last dimension of logits; 0 for a weight.
-      of_experts: True for the weights of experts, over whose axes tokens are exchanged.
+      of_experts: True for weights of experts; an all-to-all over their axes may also move tokens.
 
     Example:
         promised = js.plan.promise(layout, js.explicit(), loss_fn, batch)
@@ -46,12 +46,12 @@ class Never:
 
 
 def forbidden_arrays(mesh: Mesh, parameters: Sequence[Parameter], experts: Sequence[str] = ()) -> Iterator[Never]:
-    """Yield the weights that mesh axes split during use, and the logits if the vocabulary is split.
+    """Yield the arrays that must never be communicated: split weights, and logits if the vocabulary is split.
 
     Args:
       mesh: the mesh.
       parameters: all parameters of the model.
-      experts: the mesh axes over which tokens are sent to their experts.
+      experts: the mesh axes that split experts.
     """
     for one in parameters:
         axes = tuple(axis for axis in axes_of(one.param.use) if mesh.shape[axis] > 1)
@@ -66,7 +66,7 @@ def forbidden_arrays(mesh: Mesh, parameters: Sequence[Parameter], experts: Seque
 
 
 def _vocab_dims(one: Parameter) -> list[tuple[tuple[str, ...], int]]:
-    """Return (mesh axes, size) of each dimension that `js.tensor` splits because its name is "vocab"."""
+    """Return (mesh axes, size) of each dimension that `js.tensor` splits as the vocabulary."""
     if not one.param.rule.startswith("vocab:"):
         return []
     return [(axis_names(entry), size) for size, entry in zip(one.shape, one.param.use) if axis_names(entry)]
@@ -95,10 +95,11 @@ def _shard_sizes(mesh: Mesh, one: Parameter) -> frozenset[int]:
 
 
 def is_forbidden(never: Never, found: Collective) -> bool:
-    """Return True if the single array of a collective looks like `never`, moved over an axis forbidden to it.
+    """Return True if a collective of one array seems to move the forbidden array `never` over a forbidden axis.
 
-    A sum with the size of a weight may be of activations. So a weight is only looked for in gathers, by its full shape,
-    and in exchanges and permutes, by the size of its shards; these must be floats, since indices may have any size.
+    A weight is recognised in an all-gather by its full shape, and in an all-to-all or permute of floats by the number
+    of elements of its shards. It is not looked for in sums, where an array of this size may be an activation. Logits
+    are recognised by their last dimension, the vocabulary.
     """
     if not set(found.axes) & set(never.axes):
         return False
@@ -116,7 +117,7 @@ def is_forbidden(never: Never, found: Collective) -> bool:
 
 
 def explain_forbidden(banned: Sequence[Never], found: Collective) -> str:
-    """Name the forbidden arrays `banned` that the array of a collective may be, and the axes forbidden to them."""
+    """Say which forbidden arrays a collective may move: "the weight head/kernel: must never move over tensor"."""
     weights = [never.what for never in banned if not never.vocab] or [never.what for never in banned]
     what = " or ".join(weights[:3]) + (f" or one of {len(weights) - 3} more" if len(weights) > 3 else "")
     size = "" if found.kind == "all-gather" or banned[0].vocab else "by its size part of "

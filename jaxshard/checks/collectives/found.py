@@ -56,7 +56,7 @@ _COLLECTIVE = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(| (?:send|recv)\(
 
 @dataclass(frozen=True, kw_only=True)
 class Collective(Operation):
-    """One collective operation of a compiled program, as one device sees it: an `Operation` of one of `KINDS`.
+    """One collective operation of a compiled program, as one device sees it. Its `kind` is one of `KINDS`.
 
     Its arrays are unscattered: the result of an all-gather, the operand of all other kinds. There are several arrays if
     the compiler combined operations.
@@ -66,7 +66,8 @@ class Collective(Operation):
       groups: groups, or pairs of source and target, of positions in `mesh.devices.flat`.
       conditional: True in a branch of a conditional; `count` then assumes that the branch is always taken.
       synchronous: True if the device waits for it, False if it computes at the same time (see `overlap.py`).
-      trails: the origin and the reader of each array; () in records written by hand.
+      trails: for each array the argument or operation that it comes from and the operation that reads it; () in
+        records written by hand.
     """
 
     axes: tuple[str, ...]
@@ -77,16 +78,16 @@ class Collective(Operation):
 
     @property
     def trail(self) -> Trail:
-        """The origin and the reader of its first array."""
+        """Where the first array comes from and which operation reads it; empty if not known."""
         return self.trails[0] if self.trails else Trail()
 
     @property
     def title(self) -> str:
-        """The kind and the axes of the collective, as a title in lists."""
+        """Kind and axes as a title in lists, such as "all-gather over data"."""
         return f"{self.kind} over {'+'.join(self.axes)}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the collective as values that JSON can represent."""
+        """Return a dictionary for JSON: that of `Operation.as_dict`, with "axis" (several joined by "+")."""
         return super().as_dict() | {"axis": "+".join(self.axes)}
 
 
@@ -146,7 +147,7 @@ def collectives(compiled: Compiled | str, mesh: Mesh) -> tuple[Collective, ...]:
 
 
 def locate(module: hlo.Module, mesh: Mesh) -> tuple[tuple[Executed, Collective], ...]:
-    """List the collectives of a parsed program, each with one of the places that execute it."""
+    """List (execution, collective) for each collective of a parsed program; `execution` is one place that runs it."""
     # A computation that is called from several places is found several times; the device may wait in some of them only.
     found = grouped(
         executed(module, _COLLECTIVE),
@@ -172,7 +173,10 @@ def _check_mesh(compiled: Compiled | str, module: hlo.Module, mesh: Mesh) -> Non
 
 
 def _kind_of(scope: hlo.Scope, op: hlo.Op) -> str | None:
-    """Return the kind of collective that an operation starts; None if it starts none or continues a counted one."""
+    """Return the kind of collective that an operation is or starts, such as "all-gather"; None for others.
+
+    None is also returned for an operation that repeats or ends a collective which another operation started.
+    """
     if is_transfer(op):
         return transfer_kind(op)
     kind = op.opcode.removesuffix("-start")
@@ -190,7 +194,10 @@ def _kind_of(scope: hlo.Scope, op: hlo.Op) -> str | None:
 
 
 def _make_record(mesh: Mesh, executions: Sequence[Executed], synchronous: bool) -> Collective | None:
-    """Make the record of a collective from its executions; None if no device communicates with another."""
+    """Make the `Collective` of one operation; None if it is no collective or its groups have a single device.
+
+    `executions` has an entry for each place of the program that runs the operation; their counts are added up.
+    """
     scope, op = executions[0].scope, executions[0].op
     kind = _kind_of(scope, op)
     groups, axes = ((), ()) if kind is None else find_groups(scope, op, mesh)
@@ -211,7 +218,7 @@ def _make_record(mesh: Mesh, executions: Sequence[Executed], synchronous: bool) 
 
 
 def _unscattered(scope: hlo.Scope, op: hlo.Op, kind: str, width: int) -> tuple[hlo.Array, ...]:
-    """Return the unscattered arrays of a collective among groups of `width` devices.
+    """Return the full arrays of a collective: after an all-gather, before all other kinds. A group has `width` devices.
 
     They are derived from the operands, not from the result: an asynchronous start returns a tuple of buffers, which
     differs from kind to kind.
@@ -234,7 +241,7 @@ def _unscattered(scope: hlo.Scope, op: hlo.Op, kind: str, width: int) -> tuple[h
 
 
 def arrays_only(found: Iterable[Collective], *, above: int = 1) -> tuple[Collective, ...]:
-    """Leave out scalars: return the collectives with their arrays of more than `above` elements.
+    """Leave out scalars: return the collectives with only their arrays of more than `above` elements.
 
     Args:
       found: collectives; arrays that the compiler combined are judged one by one.
@@ -255,7 +262,8 @@ def split_scalars(
     """Separate collectives of arrays from collectives of scalars, such as losses, norms and counters.
 
     Args:
-      found: collectives; a combined collective with arrays and scalars is in both results, with a part of its arrays.
+      found: collectives. If the compiler combined arrays and scalars in one, it is in both results, with its arrays in
+        the first and its scalars in the second.
       above: the most elements of an array that counts as a scalar.
 
     Returns:
@@ -274,7 +282,7 @@ def split_scalars(
 
 
 def pick(one: Collective, parts: Sequence[int]) -> Collective:
-    """Return a collective with some of its arrays, given by their indices."""
+    """Return a copy of a collective with only some of its arrays, those with the indices `parts`."""
     trails = tuple(one.trails[part] for part in parts) if one.trails else ()
     return replace(one, arrays=tuple(one.arrays[part] for part in parts), trails=trails)
 

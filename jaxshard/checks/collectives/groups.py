@@ -39,7 +39,10 @@ _AXIS = re.compile(r"'?([^',]+?)'?(?::\((\d+)\)(\d+))?")
 
 
 def find_groups(scope: hlo.Scope, op: hlo.Op, mesh: Mesh) -> tuple[Groups, tuple[str, ...]]:
-    """Return the groups (or pairs) of an operation, as positions in the mesh, and the axes it communicates over."""
+    """Return (the groups of devices that a collective connects, the mesh axes over which it communicates).
+
+    Groups, or (source, target) pairs of a permute, are positions in `mesh.devices.flat`.
+    """
     slices = slice_indices(mesh)
     if is_transfer(op):
         groups = groups_across_slices(slices)
@@ -55,7 +58,7 @@ def find_groups(scope: hlo.Scope, op: hlo.Op, mesh: Mesh) -> tuple[Groups, tuple
 
 
 def groups_of(op: hlo.Op, module: hlo.Module) -> Groups:
-    """Return the groups of a collective, or the pairs of a permute, as positions among the program's devices."""
+    """Parse the groups of a collective, or the (source, target) pairs of a permute, as positions of devices."""
     name = "source_target_pairs" if op.opcode.startswith("collective-permute") else "replica_groups"
     found = re.search(rf"\b{name}=(\{{(?:\{{[\d,]*\}},?)*\}}|.*)", op.attributes)
     text = "{}" if found is None else found[1]
@@ -87,10 +90,11 @@ def parse_groups(text: str, devices: int) -> Groups:
 
 
 def _expand_mesh(shape: str, device_ids: str | None, axes: str) -> Groups:
-    """Return the groups over axes, or over parts of axes, of a mesh that the program describes.
+    """Return the groups that the mesh-shaped syntax of `parse_groups` describes, `mesh[shape], device_ids {axes}`.
 
-    A part is given as (size before it)size. In `mesh[a=2,b=4] {b:(2)2}` it is the inner factor of b = 2 x 2, the last
-    binary digit of a device's place along b; devices that differ in nothing else are a group: {0,1}, {2,3}, {4,5}, ...
+    Devices are in the same group if they differ only along the named axes. `b:(2)2` names a part of an axis: b=4 is
+    split in 2 x 2, and the part is the second factor. So `mesh[a=2,b=4] {b:(2)2}` has the groups {0,1}, {2,3}, {4,5},
+    {6,7}.
     """
     sizes = {name: int(size) for name, size in _SIZE.findall(shape)}
     count = math.prod(sizes.values())
@@ -118,7 +122,11 @@ def _device_ids(text: str | None, count: int) -> np.ndarray:
 
 
 def expand_iota(sizes: str, order: str | None) -> np.ndarray:
-    """Return the integers 0, 1, ... in an array of these sizes, transposed if an order is given."""
+    """Return the integers 0, 1, ... in an array of these sizes, then transposed by `order`, if given.
+
+    >>> expand_iota("2,3", "1,0").tolist()
+    [[0, 3], [1, 4], [2, 5]]
+    """
     ids = np.arange(math.prod(_integers(sizes))).reshape(_integers(sizes))
     return ids.transpose(_integers(order)) if order else ids
 
@@ -181,7 +189,7 @@ def groups_across_slices(slices: np.ndarray) -> Groups:
 
 
 def covering_axes(groups: Iterable[Sequence[int]], mesh: Mesh) -> tuple[str, ...]:
-    """Return the mesh axes, in mesh order, along which devices of one group (or pair) differ."""
+    """Return the mesh axes, in mesh order, along which any two devices of the same group (or pair) differ."""
     pairs = [(group[0], other) for group in groups for other in group]
     places = np.unravel_index(np.array(pairs, int).reshape(-1, 2), tuple(mesh.shape.values()))
     return tuple(name for name, place in zip(mesh.axis_names, places) if (place[:, 0] != place[:, 1]).any())

@@ -80,25 +80,25 @@ class Op(NamedTuple):
 
     @property
     def callees(self) -> tuple[str, ...]:
-        """The names of all computations that it calls, branches in their order."""
+        """The names of all computations that the operation calls; branches of a conditional in their order."""
         return tuple(name for group in _CALLEES.findall(self.attributes) for name in _NAME.findall(group))
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """The names of the computations that it runs as parts of the program.
+        """The names of the computations that it runs as parts of the program, such as a loop's body.
 
-        Left out are computations that only combine or compare elements, and computations that the update or the end of
-        an asynchronous call names again.
+        Left out are computations that combine or compare two elements, such as the addition of an all-reduce, and the
+        computation of an asynchronous `-update` or `-done`, which the `-start` runs.
         """
         names_only = self.opcode.removesuffix("-start") in _COMBINING or self.opcode.endswith(("-update", "-done"))
         return () if names_only else self.callees
 
     def callee(self, attribute: str) -> str:
-        """Return the name of the computation that one attribute names, such as a loop's `body`."""
+        """Return the computation's name in an attribute such as `body=%name` of a loop, without the percent sign."""
         return (self.attribute(attribute) or "").removeprefix("%")
 
     def attribute(self, name: str) -> str | None:
-        """Return the text of an attribute that contains no comma, such as "3" for `index=3`."""
+        """Return the text of an attribute up to a comma, such as "3" of `index=3`; None without this attribute."""
         found = re.search(rf"\b{name}=([^,\s]+)", self.attributes)
         return None if found is None else found[1]
 
@@ -123,10 +123,10 @@ class Computation:
 
     @cached_property
     def lines(self) -> dict[str, str]:
-        """The text after the equals sign of each operation, by the operation's name, in scheduled order.
+        """{operation's name: the text after its equals sign}, in scheduled order.
 
-        `as_text()` writes an element of a tuple as an operation, `get-tuple-element(%while.3), index=2`. A dump writes
-        it as the operand `%while.3#2`, for which an operation of the first form is added here.
+        `as_text()` writes an element of a tuple as an operation, `get-tuple-element(%while.3), index=2`. XLA's dumps
+        write the operand `%while.3#2` instead; then the `get-tuple-element` is added here.
         """
         found: dict[str, str] = {}
         for line in self._body:
@@ -150,7 +150,7 @@ class Computation:
 
     @cached_property
     def users(self) -> dict[str, list[str]]:
-        """The names of the operations that use each value."""
+        """{name of a value: the names of the operations that use it}."""
         found: dict[str, list[str]] = {}
         for name, line in self.lines.items():
             for operand in dict.fromkeys(_NAME.findall(FREE_TEXT.split(line)[0])):
@@ -171,7 +171,7 @@ class Module:
       devices: the number of devices that it runs on.
       computations: the computations by name.
       entry: the name of the computation that runs first.
-      frames: the stack, `file:line` from the innermost frame outwards, by number of the stack frame.
+      frames: {number of a stack frame: its stack}, each stack `file:line` from the innermost frame outwards.
       text: the full text.
     """
 
@@ -183,7 +183,7 @@ class Module:
 
     @cached_property
     def arguments(self) -> dict[int, Op]:
-        """The arguments of the program, which are the entry's parameters, by number."""
+        """{index: operation} of the program's arguments, which are the `parameter` operations of its entry."""
         entry = self.computations[self.entry]
         found = (entry[name] for name, line in entry.lines.items() if " parameter(" in line)
         return dict(sorted((int(op.inside), op) for op in found))
@@ -209,14 +209,14 @@ class Scope(NamedTuple):
 
     @property
     def callers(self) -> Iterator[tuple[Scope, Op]]:
-        """The calls that lead here, innermost first: each calling operation, with its scope."""
+        """The chain of calls to this computation, innermost first: (scope of the calling operation, the operation)."""
         scope = self
         while scope.parent is not None and scope.caller is not None:
             yield scope.parent, scope.caller
             scope = scope.parent
 
     def enter(self, caller: Op, name: str, arguments: tuple[str, ...] | None = None) -> Scope:
-        """Return the scope of a computation that `caller` calls; `arguments` are by default its own operands."""
+        """Return the scope of the computation `name` that `caller` calls with `arguments` (by default its operands)."""
         arguments = caller.operands if arguments is None else arguments
         return Scope(self.module, self.module.computations[name], self, caller, arguments)
 
@@ -255,7 +255,7 @@ def parse(text: str) -> Module:
 
 
 def _parse_op(name: str, line: str) -> Op:
-    """Parse the text after the equals sign: `TYPE opcode(operands), attributes, free text`."""
+    """Parse an operation from the text after its equals sign, `TYPE opcode(operands), attributes, free text`."""
     opcode = _OPCODE.search(line)
     rest = line[opcode.end() :] if opcode else ""
     closing = next(iter(_outside(rest, ")")), None)
@@ -268,14 +268,17 @@ def _parse_op(name: str, line: str) -> Op:
 
 
 def _element_types(line: str) -> list[str]:
-    """Return the element types of the tuple type with which a line begins."""
+    """Return the element types of the tuple type at the start of a line: `(f32[8], s32[]) ...` -> f32[8], s32[]."""
     end = _outside(line[1:], ")")[0]
     text = re.sub(r"/\*.*?\*/", "", line[1 : end + 1])
     return [text[start + 1 : stop].strip() for start, stop in pairwise([-1, *_outside(text, ","), len(text)])]
 
 
 def _outside(text: str, wanted: str) -> list[int]:
-    """Return the indices of the character `wanted` outside of brackets, up to the first unmatched closing bracket."""
+    """Return the indices of a character outside of brackets: `("a,(b,c),d", ",") -> [1, 7]`.
+
+    The search ends at the first closing bracket that was not opened.
+    """
     depth, found = 0, []
     for one in re.finditer(r"[()\[\]{},]", text):
         if depth == 0 and one[0] == wanted:
@@ -313,9 +316,9 @@ def bits_of(dtype: str) -> int:
 
 
 def _parse_stack_frames(lines: list[str]) -> dict[int, tuple[str, ...]]:
-    """Return the stacks in the tables at the program's head, `file:line` from the innermost frame outwards, by number.
+    """Return {number of a stack frame: its stack}, each stack `file:line` from the innermost frame outwards.
 
-    Three numbered tables refer to each other, and each frame to its caller:
+    They are in three numbered tables at the head of the program, and each frame refers to its caller:
 
         FileNames        1 "/home/user/model.py"
         FileLocations    2 {file_name_id=1 function_name_id=1 line=22 end_line=22 column=4 end_column=9}

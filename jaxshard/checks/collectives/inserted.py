@@ -21,11 +21,11 @@ from jaxshard.proofs.parting import Choice
 
 
 def warn_of_inserted(choices: Sequence[Choice], compiled: Compiled, mesh: Mesh) -> None:
-    """Warn of each source line where devices may take different paths and the compiled program communicates.
+    """Warn of each branch or loop that devices may decide differently and in which the compiler put a collective.
 
     Args:
       choices: the branches and loops of the traced program that devices may decide differently.
-      compiled: the program; it is not read if there are no choices.
+      compiled: the compiled program; its text is read only if there are such choices.
       mesh: the mesh it was compiled for.
     """
     located = locate(hlo.parse(compiled.as_text() or ""), mesh) if choices else ()

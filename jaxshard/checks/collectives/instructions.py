@@ -78,7 +78,7 @@ def in_host_memory(compiled: Compiled | str) -> tuple[Operation, ...]:
 
 
 def _find(compiled: Compiled | str, wanted: re.Pattern[str]) -> Iterator[list[Executed]]:
-    """Yield the executions of each operation, several if its computation is called from several places."""
+    """Yield, for each operation whose line matches `wanted`, its executions: one for each place that runs it."""
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     yield from grouped(executed(hlo.parse(text or ""), wanted, fused=False), lambda one: one.op.name).values()
 

@@ -33,10 +33,10 @@ _STANDS_FOR = {"all-reduce": ("reduce-scatter", "all-gather")}
 
 @dataclass
 class Allowance:
-    """Promised collectives that look alike in a compiled program, and how many of their executions are used up.
+    """Promised collectives that look alike in a compiled program, and how many of their executions were found.
 
     They have the same kind, axes, dtype and numbers of elements and blocks; their shapes may differ, because compilers
-    change shapes. Pooled promises count elements instead of executions.
+    change shapes. For promises with `Expected.pooled` elements are counted instead of executions.
 
     Attributes:
       kind: one of `found.KINDS`.
@@ -48,7 +48,7 @@ class Allowance:
       most: the most executions per step.
       used: the executions that were found.
       what: the arrays in words.
-      forms: (number of promised executions, shape) of each array, by which arrays of the right shape are preferred.
+      forms: (number of promised executions, shape) of each array; arrays of these shapes are matched first.
     """
 
     kind: str
@@ -63,7 +63,7 @@ class Allowance:
     forms: set[tuple[int, Shape]] = field(default_factory=set)
 
     def add(self, one: Expected) -> None:
-        """Add the promise of one more array."""
+        """Add the executions of one more promised collective that looks like the others."""
         assert one.shape is not None and one.most is not None
         self.least += one.least
         self.most += one.most if self.stack else one.most * one.elements[1]
@@ -72,7 +72,10 @@ class Allowance:
         self.forms |= {(1, normal_shape(one.shape)), (one.stack, normal_shape((one.stack, *one.shape)))}
 
     def fitting(self, elements: int) -> Iterator[int]:
-        """Yield each number of promised executions that a single execution on an array of `elements` may use up."""
+        """Yield how many promised executions one found execution may stand for, by the number of its elements.
+
+        It stands for one, or for all blocks of a stack if the compiler joined their arrays.
+        """
         least, most = self.elements
         for times in dict.fromkeys((1, self.stack)) if self.stack else (elements,):
             if times * least <= elements <= times * most:
@@ -80,7 +83,7 @@ class Allowance:
 
 
 class Allowances:
-    """All promised collectives, with the executions of each that no collective of the program has used up."""
+    """All promised collectives, and how many promised executions of each are not matched yet."""
 
     def __init__(self, expected: Iterable[Expected]) -> None:
         self._expected = tuple(expected)
@@ -96,15 +99,15 @@ class Allowances:
                 self._counted.setdefault(key, Allowance(*key)).add(one)
 
     def take(self, array: Collective, *, as_other: bool = False, fewer_bits: bool = False) -> Allowance | None:
-        """Match an array with a promise that has as many executions left as the array needs, and use these up.
+        """Match a collective of the program with a promise, and count its executions as used.
 
         Args:
           array: a collective of one array.
-          as_other: match promises of kinds that the collective may replace, not of its own kind.
-          fewer_bits: match promises of more bits than the array has, not of its own number of bits or fewer.
+          as_other: match a promise of another kind that this collective may replace, not of its own kind.
+          fewer_bits: match a promise that has more bits per element than the array, not one with as many or fewer.
 
         Returns:
-          The matching allowance; None, with nothing used up, if no promise has room for all executions.
+          The matching allowance. None if no promise has enough executions left; then nothing is counted.
         """
         for kind in _STANDS_FOR.get(array.kind, ()) if as_other else (array.kind,):
             for times, known in self._fitting(kind, array):
@@ -121,15 +124,15 @@ class Allowances:
         return None
 
     def take_joined(self, array: Collective) -> bool:
-        """Match an all-reduce of several concatenated arrays, as GPU compilers write it, and use up their promises.
+        """Match an all-reduce of several arrays that a GPU compiler concatenated, and count all of them as used.
 
-        A few of its elements may be unpromised scalars: the loss, its weight, metrics.
+        It may also contain a few scalars that are not promised: the loss, its weight, metrics.
 
         Args:
           array: a collective of one array; only an all-reduce of one dimension can match.
 
         Returns:
-          True if some promises add up to it; otherwise nothing is used up.
+          True if the sizes of some promised arrays add up to its size; if False, nothing is counted.
         """
         if array.kind != "all-reduce" or len(array.shapes[0]) != 1 or not array.count:
             return False
@@ -151,12 +154,12 @@ class Allowances:
         return True
 
     def _fitting(self, kind: str, array: Collective) -> list[tuple[int, Allowance]]:
-        """Return (promised executions that one execution of the array uses up, allowance) of all that may cover it.
+        """Return (times, allowance) for each promise of this kind that an array may match, the best match first.
 
-        One execution uses up one promised execution, or one for each block if the compiler joined the executions of a
-        loop. Arrays of a model often have the same number of elements, so the allowances are sorted: by equal dtype, by
-        equal shape, by size with the smallest first, which leaves room for padded arrays, then single arrays before
-        joined arrays.
+        `times` is the number of promised executions that one execution of the array stands for: one, or one per block
+        if the compiler joined the executions of a loop. Many arrays of a model have the same number of elements. So
+        promises of the same dtype come first, then of the same shape, then the smallest (larger ones may be needed for
+        padded arrays), then single arrays before joined arrays.
         """
         shape = normal_shape(array.shapes[0])
 
@@ -169,7 +172,7 @@ class Allowances:
         return sorted(((times, known) for known in alike for times in known.fitting(array.elements)), key=order)
 
     def explain(self, array: Collective) -> str:
-        """Explain why an array has no match, by what is promised of its size over its axes."""
+        """Explain why a collective has no match: its size is not promised, or it runs more often than promised."""
         kinds = (array.kind, *_STANDS_FOR.get(array.kind, ()))
         fitting = [known for kind in kinds for _, known in self._fitting(kind, array) if known.stack]
         if not fitting:
@@ -179,7 +182,7 @@ class Allowances:
         return f"more often than promised: {times} times for {first_words(names)}"
 
     def missing(self) -> Iterator[str]:
-        """Yield a line for each collective found less often than its promised minimum; substitutes count."""
+        """Yield a line for each promised collective that happens less often than the promised minimum."""
         for known in self._counted.values():
             if known.used < known.least:
                 yield (
@@ -188,14 +191,14 @@ class Allowances:
                 )
 
     def unread(self, found: Iterable[Collective], instead: Iterable[Collective]) -> Iterator[str]:
-        """Yield a line for each kind of promised collective that the program has neither itself nor as a substitute.
+        """Yield a line for each promised kind and axes of which nothing was found, neither itself nor a substitute.
 
         Either it does not happen, or the compiler wrote it in a form that the parser does not know.
 
         Args:
           found: all collectives of the program.
-          instead: arrays that no counted promise covers. They may replace promised arrays over their axes: a product
-            with shards of a weight sums activations and needs no gather.
+          instead: collectives that match no promise of a known size. They may replace promised collectives over the
+            same axes: a product with shards of a weight, for example, sums activations and needs no gather.
         """
         promised: Counter[tuple[str, tuple[str, ...]]] = Counter()
         seen = {(one.kind, one.axes) for one in arrays_only(found)}
@@ -212,13 +215,13 @@ class Allowances:
 
 
 def _has_fewer_bits(found: str, promised: str) -> bool:
-    """Return True if floats are sent in fewer bits than promised."""
+    """Return True if a float dtype has fewer bits than the promised dtype: `("bf16", "f32") -> True`."""
     both = bool(promised) and found.startswith(("f", "bf"))
     return both and hlo.bits_of(found) < hlo.bits_of(promised)
 
 
 def _covers(one: Expected, array: Collective) -> bool:
-    """Return True if `one`, a promise "as needed", covers the array of a collective."""
+    """Return True if the promise `one`, which allows any number of executions, allows this collective."""
     if one.kind != array.kind or (one.axes and not set(array.axes) <= set(one.axes)):
         return False
     most = one.limit if one.shape is None else math.prod(one.shape)

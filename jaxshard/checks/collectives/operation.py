@@ -25,14 +25,14 @@ class Operation:
 
     Attributes:
       kind: the opcode, such as "fusion"; of a collective one of `found.KINDS`.
-      count: executions per step: the product of the trip counts of enclosing loops; None if one of these is not known.
+      count: executions per step: the product of the trip counts of enclosing loops; None if a trip count is not known.
       arrays: dtype and shape of each of its arrays.
       op: its name in the program.
-      source: `file:line` of the innermost frame in the user's code, or in this package for what an engine does itself;
-        `near file:line`, where the operand comes from, if the compiler lost it; else the operation's name.
+      source: `file:line` of the innermost frame in the user's code, or in this package for operations of an engine;
+        `near file:line` of a nearby operation if the compiler lost the line; else the operation's name.
       frames: `file:line` of all frames, from the innermost outwards.
-      op_name: the path of JAX names that led to it.
-      user: `file:line` of the nearest operation of the user's code, else of a library, that uses the result; or "".
+      op_name: JAX's path of names, such as "jit(step)/jvp(Net)/dot_general".
+      user: `file:line` of the nearest operation that uses the result, in the user's code or else in a library; or "".
     """
 
     kind: str
@@ -61,7 +61,7 @@ class Operation:
 
     @property
     def bytes(self) -> int | None:
-        """Bytes of the arrays times `count`; None where that is unknown."""
+        """Bytes of all arrays, per step: their sizes times `count`; None if `count` is not known."""
         return None if self.count is None else self.count * sum(self.sizes)
 
     @property
@@ -71,14 +71,15 @@ class Operation:
 
     @property
     def is_users(self) -> bool:
-        """True if the source is a line of a model: the user's own model, or a ready-made model of jaxshard."""
+        """True if the source is a line of a model, the user's own or a ready-made one, and not of the framework."""
         return bool(self.frames) and is_outside_engines(self.source)
 
     @property
     def place(self) -> str:
-        """The line in the user's model, or the line that uses the result; else the operation's name in the program.
+        """The source line to show: the line of the user's model that issues the operation or that uses its result.
 
-        The line of an engine would not help users: it moves every weight.
+        A line of an engine is not shown, since it would be the same for every weight. If no line of a model is known,
+        the name of the operation is shown.
         """
         if self.is_users:
             return self.source
@@ -89,17 +90,17 @@ class Operation:
 
     @property
     def title(self) -> str:
-        """The name of the operation in lists."""
+        """The name under which lists show the operation, such as "fusion.7"."""
         return self.op
 
     @property
     def arrays_str(self) -> str:
-        """Dtype and shape of the first arrays."""
+        """Dtype and shape of the first arrays as text, such as "f32[4, 8], bf16[16], ..."."""
         shown = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in self.arrays[:_SHOWN])
         return shown + ", ..." * (len(self.arrays) > _SHOWN)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the operation as values that JSON can represent."""
+        """Return a dictionary for JSON: kind, count, bytes, dtype, shapes, place, op and op_name."""
         words = {"kind": self.kind, "count": self.count, "bytes": self.bytes, "dtype": self.dtype}
         shapes = [list(shape) for shape in self.shapes]
         return words | {"shapes": shapes, "place": self.place, "op": self.op, "op_name": self.op_name}
@@ -109,7 +110,10 @@ class Operation:
 
 
 def describe(of: Sequence[Operation]) -> str:
-    """Describe operations with the same title and place in two lines, with the arrays of the first."""
+    """Describe operations of the same title and source line in two lines of text.
+
+    For example "all-gather over data, 4 times, 32.8 kB: f32[32, 64] and 1 more", then "at model.py:31".
+    """
     first, times = of[0], times_str(total(one.count for one in of))
     more = f" and {len(of) - 1} more" if len(of) > 1 else ""
     return f"{first.title}, {times}, {total_size(of)}: {first.arrays_str}{more}\n    at {first.place}"
@@ -121,13 +125,17 @@ def times_str(count: int | None) -> str:
 
 
 def total_size(found: Iterable[Operation]) -> str:
-    """Format the total bytes of several operations; "at least" if some trip count is unknown."""
+    """Format the total bytes of several operations: "3.84 kB", or "at least 3.84 kB" if a trip count is unknown."""
     sizes = [one.bytes for one in found]
     return ("at least " if None in sizes else "") + human_bytes(sum(size or 0 for size in sizes))
 
 
 def by_line(entries: Iterable[Entry], found: Callable[[Entry], Operation]) -> list[list[Entry]]:
-    """Group entries by source line and title of their operations, the largest group and the largest entry first."""
+    """Group entries whose operations have the same source line and title.
+
+    Groups are sorted by bytes, the largest first, and so are the entries of each group. `found` returns the operation
+    of an entry.
+    """
 
     def size(entry: Entry) -> int:
         return found(entry).bytes or 0
@@ -138,7 +146,7 @@ def by_line(entries: Iterable[Entry], found: Callable[[Entry], Operation]) -> li
 
 
 def origin_of(scope: hlo.Scope, op: hlo.Op) -> dict[str, Any]:
-    """Return the name and the source lines of an operation, as keyword arguments of `Operation`."""
+    """Return op, op_name, source, frames and user of an operation as keyword arguments for `Operation`."""
     source = find_source(scope, op)
     return {
         "op": op.name,

@@ -24,10 +24,11 @@ _MOST = 400
 
 
 def find_origin(scope: hlo.Scope, name: str) -> tuple[tuple[int, ...], int]:
-    """Find the arguments of the step of which a value is a copy, only moved and cast on the way.
+    """Find the arguments of the compiled step that a value is a copy of, after moves and casts only.
 
     Returns:
-      (the numbers of the arguments, or () for a computed value; the factor by which gathers enlarged the arguments).
+      (indices, factor): the indices of these arguments, several if they were joined, () for a computed value; and the
+      factor by which all-gathers on the way enlarged the arguments, 1 without any.
     """
     found: set[int] = set()
     gathered = 1

@@ -36,7 +36,7 @@ _HANDS_ON = ("get-tuple-element", "tuple", "bitcast")
 
 
 def is_synchronous(scope: hlo.Scope, op: hlo.Op) -> bool:
-    """Return True if the device computes nothing until this collective has ended.
+    """Return True if the device waits for a collective: nothing is computed between its start and its end.
 
     Args:
       scope: the computation that contains the collective.
@@ -54,9 +54,9 @@ def is_synchronous(scope: hlo.Scope, op: hlo.Op) -> bool:
 
 
 def _ends_at_once(scope: hlo.Scope, start: hlo.Op) -> bool:
-    """Return True if nothing is computed between a start and its end, in the order of the schedule.
+    """Return True if the scheduled program computes nothing between a `-start` operation and its `-done`.
 
-    On a SparseCore the start has no operands, and the computation begins with the update, which has them.
+    On a TPU's SparseCore the `-start` has no operands. There the collective begins with the `-update`, which has them.
     """
     state, begun, names = {start.name}, bool(start.operands), list(scope.computation.lines)
     for op in (scope.computation[name] for name in names[names.index(start.name) + 1 :]):
@@ -73,7 +73,7 @@ def _ends_at_once(scope: hlo.Scope, start: hlo.Op) -> bool:
 
 
 def _is_work(scope: hlo.Scope, op: hlo.Op) -> bool:
-    """Return True if an operation takes time, and is not the start or the end of an asynchronous operation."""
+    """Return True if an operation takes time on the device; bookkeeping and asynchronous starts and ends do not."""
     if op.opcode == "fusion":
         inside = scope.module.computations[op.callees[0]]
         return not any(
@@ -87,6 +87,6 @@ def _is_work(scope: hlo.Scope, op: hlo.Op) -> bool:
 
 
 def _is_scalar_arithmetic(computation: hlo.Computation, op: hlo.Op) -> bool:
-    """Return True for arithmetic on scalars, such as loop counters and offsets, which hides no collective."""
+    """Return True for arithmetic on scalars, such as loop counters and offsets: it takes too little time to matter."""
     values = (op, *(computation[name] for name in op.operands))
     return not op.callees and all(math.prod(shape) == 1 for one in values for _, shape in hlo.arrays(one.type))

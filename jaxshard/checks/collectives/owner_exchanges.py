@@ -1,4 +1,4 @@
-"""Promise the all-to-alls that send matrices to the devices that own them, and the updates back."""
+"""Promise the all-to-alls of an optimizer in which one device, the owner, computes the update of each matrix."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from jaxshard.optim.owners.exchange import lay_rows
 
 
 def owner_exchanges(layout: Layout) -> Iterator[Expected]:
-    """Yield an all-to-all that sends matrices to their owners, and one that sends updates back, per dtype and axes.
+    """Yield the all-to-alls that send shards of matrices to their owners, and updates back, per dtype and mesh axes.
 
-    Each device sends an array with one row per owner: its shards of the matrices of that owner. All rows are padded to
-    the length of the longest row.
+    The owner of a matrix is the device that computes its update. Each device sends an array [owners, elements]: a row
+    has the device's shards of all matrices of that owner, and is padded to the length of the longest row.
     """
     if layout.owners is None:
         return

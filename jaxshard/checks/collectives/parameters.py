@@ -1,4 +1,4 @@
-"""The parameters of a layout, each with the placements of its three roles."""
+"""The parameters of a layout, each with the placements of the parameter, its gradient and its optimizer state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Parameter(NamedTuple):
       dtype: the dtype of the parameter.
       param: the placement of the parameter.
       grad: the placement of its gradient; None if it is frozen.
-      opt: the placement in which the optimizer gets parameter and gradient; None if it is frozen.
+      opt: the placement in which parameter and gradient are passed to the optimizer; None if the parameter is frozen.
     """
 
     path: str
@@ -44,22 +44,22 @@ def parameters_of(layout: Layout) -> list[Parameter]:
 
 
 def is_stacked(path: str) -> bool:
-    """Return True for the path of stacked blocks: an array whose first dimension counts blocks."""
+    """Return True if the array at this path is stacked over blocks, along its first dimension."""
     return path.startswith(f"{BLOCKS}/")
 
 
 def rank_of(path: str, shape: tuple[int, ...]) -> int:
-    """Return the number of dimensions of an array, without the one that counts stacked blocks."""
+    """Return the number of dimensions of a parameter, without the first one if it counts stacked blocks."""
     return len(shape) - is_stacked(path)
 
 
 def longest_dim(layout: Layout) -> int:
-    """Return the size of the longest dimension of a parameter."""
+    """Return the size of the longest dimension of any parameter."""
     return max((size for x in jax.tree.leaves(layout.shapes.params) for size in x.shape), default=1)
 
 
 def tensor_axes(layout: Layout) -> tuple[str, ...]:
-    """Return the mesh axes that split weights during use, without the axes of experts, in mesh order."""
+    """Return the mesh axes over which weights stay split while they are used (`js.tensor`), without expert axes."""
     used = {axis for placement in jax.tree.leaves(layout.params) for axis in axes_of(placement.use)}
     return tuple(axis for axis in layout.mesh.axis_names if axis in used and axis not in expert_axes(layout))
 

@@ -35,16 +35,16 @@ class Program:
     host: tuple[Operation, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the lists as values that JSON can represent."""
+        """Return a dictionary for JSON: "synchronous", "rematerialized" and "host", each a list of dictionaries."""
         lists = {"synchronous": self.synchronous, "rematerialized": self.rematerialized, "host": self.host}
         return {name: [one.as_dict() for one in entries] for name, entries in lists.items()}
 
     def __str__(self) -> str:
-        """Write the three lists, largest entries first, without empty lists and without scalars."""
+        """Write a section for each list that is not empty, largest entries first, without collectives of scalars."""
         return "\n\n".join("\n".join([title, *_largest(entries)]) for title, entries in self._lists())
 
     def titles(self) -> list[str]:
-        """Return a line for each list: its title, and how many entries and bytes it has."""
+        """Return a line for each list that is not empty: its title, the number of its entries and their bytes."""
         return [title for title, _ in self._lists()]
 
     def _lists(self) -> list[tuple[str, Sequence[Operation]]]:

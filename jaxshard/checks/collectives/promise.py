@@ -1,4 +1,4 @@
-"""Promise the collectives of a step, derived from the placements of every array in its layout.
+"""Derive the collectives that a step may issue (its promise) from the placements of the arrays in its layout.
 
 Nothing here knows a strategy's name. A weight is gathered over the axes that its `store` has and its `use` lacks. A
 gradient is reduced over the batch axes that are not in the weight's `use`. A new parameter is gathered over the axes
@@ -77,9 +77,10 @@ class Promise:
     Attributes:
       expected: the promised collectives, one per array and stage.
       never: the arrays that must never be communicated, however small they are.
-      slack: the total bytes that the compiler may move beyond `expected`.
+      slack: the total bytes of small arrays that the compiler may move without a promise in `expected`.
       mesh: the mesh of the layout; None in promises written by hand.
-      names: for each mesh axis that splits activations, the dimension name by which `js.constrain` splits over it.
+      names: for each mesh axis that splits activations, the dimension name with which `js.constrain` splits an array
+        over it: {"data": "batch", "tensor": "features"}.
     """
 
     expected: tuple[Expected, ...]
@@ -96,26 +97,29 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
     `js.auto` the compiler chooses: the promise is an upper bound, and an all-reduce may replace a reduce-scatter.
     Promised are:
 
-    - each weight, gathered over the axes that its `store` has and its `use` lacks, as often as the loss uses it: once,
-      or, in blocks and units, once more if the backward pass needs it;
+    - each weight, all-gathered over the axes that are in its `store` and not in its `use`, as often as the loss uses
+      it. Weights of blocks (and of `units`, which are also gathered one at a time) are gathered once more if the
+      backward pass needs them;
     - each gradient, reduce-scattered over the batch axes in its `store` and all-reduced over the others; under auto
       once per use of a tied weight;
-    - each parameter, gathered over the axes that split only its optimizer state;
-    - if matrices have owners (`layout.owners`), an all-to-all of the inputs of the updates, and one of the updates;
+    - each new parameter, all-gathered over the axes that split only its optimizer state;
+    - if the updates of matrices are computed on one device each (`layout.owners`), an all-to-all that sends the inputs
+      there, and one that sends the updates back;
     - if sums have a fixed order (`core/ordered_sums.py`), an all-to-all in place of each reduce-scatter, and an
       all-to-all and an all-gather in place of each all-reduce;
-    - scalars and metrics; under explicit the model's floating state, and sums over rows that the loss takes by axis
-      name (batch statistics); under auto sums over rows with no more numbers than the longest dimension of a parameter;
-    - in a pipeline, permutes of activations over its axis, sums over it of the gradients outside the blocks, and the
-      collectives inside a tick at most as often as there are ticks;
+    - all-reduces of scalars and metrics. Under explicit also of the model's floating state, and of batch statistics
+      that the loss sums by axis name; under auto also of sums over rows that have at most as many elements as the
+      longest dimension of a parameter;
+    - in a pipeline, permutes of activations over its axis, all-reduces over it of the gradients outside the blocks, and
+      the collectives inside a tick at most as often as there are ticks;
     - over the axes of `js.expert`, all-to-alls of tokens and a gather of their counts;
     - over the axes of `js.context`, the exchanges of keys and values in `js.attention`, forward and backward, as often
       as the traced program has them, and in a pipeline as needed;
-    - under `js.local` all of this inside a replica, and over the replica axis the mean of each parameter, flags and
-      array metrics, and a gather if the outer optimizer's state is sharded more than the parameter;
-    - over other axes that split the `use` of weights (tensor): all-reduces of activations, and their gathers and
-      scatters if a rule splits the sequence. Never a weight that is split there, nor an array with the full vocabulary
-      if the vocabulary is split there.
+    - under `js.local`, all of this inside a replica; over the replica axis all-reduces of parameters, flags and array
+      metrics; and an all-gather of each parameter that is sharded less than the outer optimizer's state;
+    - over other axes that split the `use` of weights (`js.tensor`), all-reduces of activations; if a rule splits the
+      sequence, also all-gathers and reduce-scatters of activations. Forbidden there are a weight that these axes split,
+      and logits with the full vocabulary if they split the vocabulary.
 
     Args:
       layout: the layout of the step.
@@ -165,13 +169,13 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
 
 
 class _Step(NamedTuple):
-    """The step whose collectives are derived.
+    """The training step whose collectives are derived.
 
     Attributes:
       layout: the layout of the step.
       engine: the engine that computes the gradient.
       uses: how often the step gathers each weight and reduces each gradient.
-      scheduled: True if a pipeline schedule decides what is gathered and when, so that `uses` are upper bounds.
+      scheduled: True if the engine runs a pipeline schedule; then the numbers in `uses` are upper bounds.
       sums_in_order: True if all sums over devices are in a fixed order (`core/ordered_sums.py`).
     """
 
@@ -183,7 +187,7 @@ class _Step(NamedTuple):
 
 
 def _weight_gathers(step: _Step, parameter: Parameter) -> Iterator[Expected]:
-    """Yield the all-gathers of one weight from its `store` to its `use` sharding, in the dtype that is sent."""
+    """Yield the all-gathers of one weight, from the sharding in which it is stored to the one in which it is used."""
     dtype, engine = parameter.dtype, step.engine
     wire = engine.gather_dtype if jnp.issubdtype(dtype, jnp.floating) else None
     if wire is not None and not isinstance(wire, Format):  # the bits are sent as integers
@@ -208,7 +212,10 @@ def _weight_gathers(step: _Step, parameter: Parameter) -> Iterator[Expected]:
 
 
 def _part_of(placement: Placement, shape: tuple[int, ...]) -> Placement:
-    """Return the placement of the part of an array with this shape: all of it, a block of a stack, or a chunk."""
+    """Return the placement of a part of an array, where `placement` is that of the full array.
+
+    `shape` tells the part: the full array, one block of a stack (a dimension less), or some columns of a matrix.
+    """
     if len(shape) < len(placement.view.logical):
         return placement.drop_first()
     for dim, size in enumerate(shape):
@@ -218,7 +225,7 @@ def _part_of(placement: Placement, shape: tuple[int, ...]) -> Placement:
 
 
 def _gradient_reductions(step: _Step, parameter: Parameter) -> Iterator[Expected]:
-    """Yield the reductions of one gradient: after each use of its weight, or once at the end."""
+    """Yield the reductions of one gradient over devices: after each use of its weight, or once at the end."""
     grad = parameter.grad
     if grad is None:
         return
@@ -234,11 +241,11 @@ def _gradient_reductions(step: _Step, parameter: Parameter) -> Iterator[Expected
 
 
 def _reduce_stages(step: _Step, parameter: Parameter, grad: Placement, count: int) -> Iterator[Expected]:
-    """Yield the stages in which one gradient is reduced `count` times, in the order of `core.collectives.scatter_sum`.
+    """Yield the collectives, one after the other, that reduce one gradient over devices, `count` times per step.
 
-    `grad` is the placement of the full gradient or of one block's. The shape shrinks from stage to stage: the gradient
-    is scattered over each batch axis in its `store`, sliced along other axes of its store, and the rest is summed over
-    the remaining batch axes.
+    First the gradient is reduce-scattered over each batch axis that splits its stored array, and sliced along the other
+    axes that do. So its shape shrinks from collective to collective. Then it is all-reduced over the remaining batch
+    axes. `grad` is the placement of the full gradient or of one block's gradient.
     """
     layout, mesh, compiler_chooses = step.layout, step.layout.mesh, step.engine.compiler_chooses
     owned = axes_of(parameter.param.use)
@@ -287,7 +294,7 @@ def _reduce_stages(step: _Step, parameter: Parameter, grad: Placement, count: in
 
 
 def _scatters(step: _Step, one: Expected, dim: int) -> Iterator[Expected]:
-    """Yield `one`, a reduce-scatter along a dimension, and on a TPU the permutes that complete or replace it."""
+    """Yield the reduce-scatter `one` along dimension `dim`, and the permutes that a TPU adds to it or uses instead."""
     assert one.shape is not None
     mesh, count = step.layout.mesh, axis_size(step.layout.mesh, one.axes)
     shard = tuple(size // count if at == dim else size for at, size in enumerate(one.shape))
@@ -299,10 +306,10 @@ def _scatters(step: _Step, one: Expected, dim: int) -> Iterator[Expected]:
 
 
 def _sum_stages(step: _Step, one: Expected) -> Iterator[Expected]:
-    """Yield `one`, an all-reduce, or the collectives of `core.ordered_sums.all_sum` if sums have a fixed order.
+    """Yield the all-reduce `one`; if sums have a fixed order, yield the collectives that replace it instead.
 
-    `all_sum` uses an all-to-all and an all-gather of the flattened, padded array. An array with fewer elements than
-    devices is gathered from all devices instead.
+    `core.ordered_sums.all_sum` replaces it by an all-to-all and an all-gather of the flattened, padded array. If
+    the array has fewer elements than there are devices, a single all-gather of all devices' arrays replaces it.
     """
     count, size = axis_size(step.layout.mesh, one.axes), math.prod(one.shape or ())
     if not step.sums_in_order or not jnp.issubdtype(one.dtype, jnp.inexact):
@@ -316,10 +323,11 @@ def _sum_stages(step: _Step, one: Expected) -> Iterator[Expected]:
 
 
 def _optimizer_gathers(layout: Layout, parameter: Parameter) -> Iterator[Expected]:
-    """Yield the gathers of parameter and gradient for the optimizer, and of the new parameter.
+    """Yield the all-gathers around the update of one parameter: of parameter and gradient before, of the result after.
 
-    If the optimizer state splits an array further than the parameter is split, the array is sliced, which needs no
-    collective: so under ZeRO-1 only the new parameter is gathered.
+    A parameter or gradient is gathered only over axes that do not split the optimizer state in the same way. If the
+    state is split further, the array is sliced, which needs no collective. So under ZeRO-1 only the new parameter is
+    gathered.
     """
     path, param, grad, opt = parameter.path, parameter.param, parameter.grad, parameter.opt
     if grad is None or opt is None:
@@ -335,7 +343,7 @@ def _optimizer_gathers(layout: Layout, parameter: Parameter) -> Iterator[Expecte
 
 
 def _state_collectives(step: _Step) -> Iterator[Expected]:
-    """Yield the gathers of the model's state for use, and the sums over batch axes that combine the new state."""
+    """Yield the all-gathers of the model's stored state, and the all-reduces that combine the new state of devices."""
     arrays = jax.tree_util.tree_leaves_with_path(step.layout.shapes.state)
     for (path, x), placement in zip(arrays, jax.tree.leaves(step.layout.state), strict=True):
         one = Expected("all-gather", (), tuple(x.shape), x.dtype, 0, 1, f"state {path_str(path)}")
@@ -346,7 +354,7 @@ def _state_collectives(step: _Step) -> Iterator[Expected]:
 
 
 def _metric_sums(step: _Step) -> Iterator[Expected]:
-    """Yield the sums of array metrics over the devices that have different rows."""
+    """Yield the all-reduces of metrics that are arrays, over the mesh axes along which devices have different rows."""
     axes, least = step.engine.row_axes(step.layout), 0 if step.engine.compiler_chooses else 1
     for name, metric in step.uses.metrics.items():
         for x in jax.tree.leaves(metric):
@@ -362,10 +370,11 @@ def _stage_permutes(step: _Step) -> Iterator[Expected]:
 
 
 def _exchanges_of_the_loss(step: _Step) -> Iterator[Expected]:
-    """Yield the exchanges of `js.attention` under `js.context`, and sums over rows that the loss takes by axis name.
+    """Yield the collectives that the loss itself issues: exchanges of `js.attention`, and sums by mesh axis name.
 
-    Such sums are batch statistics, a mean and a mean of squares for each feature: they have at most twice as many
-    numbers as the longest dimension of a parameter.
+    `js.attention` exchanges keys and values under `js.context`. A sum by axis name, such as that of
+    `nn.BatchNorm(axis_name="data")`, is promised if it is small enough for batch statistics, a mean and a mean of
+    squares per feature: at most twice as many elements as the longest dimension of any parameter.
     """
     context, rows, most = step.layout.context, set(step.layout.sum_axes), 2 * longest_dim(step.layout)
     what = "queries, keys and values, or their gradients, of js.attention"
@@ -382,7 +391,10 @@ def _exchanges_of_the_loss(step: _Step) -> Iterator[Expected]:
 
 
 def _norm_gathers(step: _Step) -> Iterator[Expected]:
-    """Yield, if sums have a fixed order, the gathers of each device's sums of squares, for norms of gradients."""
+    """Yield the all-gathers for the global norms of gradients and updates, if sums have a fixed order.
+
+    Each device sends the sums of squares of its shards. Without a fixed order a scalar is all-reduced instead.
+    """
     if step.sums_in_order:
         for tree, what in (
             (step.layout.grads, "squares of the gradients, for their norm"),
@@ -396,7 +408,7 @@ def _norm_gathers(step: _Step) -> Iterator[Expected]:
 
 
 def _scalars(step: _Step) -> Iterator[Expected]:
-    """Yield the sums of scalars over any axes; if sums have a fixed order, also gathers of scalars of all devices."""
+    """Yield the all-reduces of scalars over any axes; if sums have a fixed order, also all-gathers of scalars."""
     yield Expected("all-reduce", (), (), None, 0, None, "scalars: loss, weights, metrics, norms, windows of experts")
     if step.sums_in_order:
         each = (step.layout.mesh.size,)

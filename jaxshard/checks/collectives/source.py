@@ -33,7 +33,11 @@ class SourceLine(NamedTuple):
 
 
 def find_source(scope: hlo.Scope, op: hlo.Op) -> SourceLine:
-    """Find the source line of an operation, from its metadata, its fusion's or a nearby operand's; else its name."""
+    """Find the source line of an operation.
+
+    It is in the operation's metadata, or in that of the fusion that contains it. Otherwise the line of a nearby operand
+    is returned, as `near file:line`, and if there is none the operation's name.
+    """
     chain = list(_fusions(scope, op))
     for _, one in chain:
         if frames := _frames(scope.module, one):
@@ -46,18 +50,20 @@ def find_source(scope: hlo.Scope, op: hlo.Op) -> SourceLine:
 
 
 def _additions(scope: hlo.Scope, op: hlo.Op) -> Iterator[hlo.Op]:
-    """Yield the additions in a sum over devices: a compiler that splits the sum keeps the Python stack only there."""
+    """Yield the additions that an all-reduce or reduce-scatter applies to elements.
+
+    If the compiler splits a sum over devices, only its addition keeps the metadata with the Python stack.
+    """
     for computation in (scope.module.computations[name] for name in op.callees):
         yield computation[computation.root]
 
 
 def find_reader(scope: hlo.Scope, op: hlo.Op) -> SourceLine:
-    """Find the nearest line of the user's code, else of a library, that uses the result of an operation.
+    """Find the source line that uses the result of an operation: the nearest line of the user, else of a library.
 
-    Return a `SourceLine` of empty strings if no such line is near.
-
-    A compiler gives an inserted operation the source line of its operand. For a weight that is a line of the engine,
-    and only the operations that use the result show which part of the model needed it.
+    It tells which part of the model needs an array that the compiler moves. The operation's own source line does not:
+    it is that of the operand, and for a weight a line of the engine. If no such line is near, all strings in the
+    result are empty.
     """
     computation, outer = list(_fusions(scope, op))[-1]
     library = SourceLine("", (), "")
@@ -72,13 +78,13 @@ def find_reader(scope: hlo.Scope, op: hlo.Op) -> SourceLine:
 
 
 def _producers(computation: hlo.Computation, op: hlo.Op) -> Iterator[hlo.Op]:
-    """Yield the operations that an operation depends on, the nearest first."""
+    """Yield the operations from which the operands of `op` are computed, the nearest first."""
     for name in _walk(operands_of(computation, op), lambda name: computation[name].operands):
         yield computation[name]
 
 
 def _walk(first: Iterable[str], neighbours: Callable[[str], Iterable[str]]) -> Iterator[str]:
-    """Yield the names that are reached from `first`, breadth first and each once, until there are too many."""
+    """Walk a graph breadth first: yield `first`, their neighbours and so on, each name once, up to a limit."""
     queue = list(first)
     for name in queue:
         yield name
@@ -88,7 +94,7 @@ def _walk(first: Iterable[str], neighbours: Callable[[str], Iterable[str]]) -> I
 
 
 def _fusions(scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[hlo.Computation, hlo.Op]]:
-    """Yield the operation, and the fusions and asynchronous calls around it, each with its computation."""
+    """Yield (computation, operation) of `op` itself, then of the fusions and asynchronous calls that contain it."""
     yield scope.computation, op
     for outer, caller in scope.callers:
         if caller.opcode not in ("fusion", "custom-call") and not starts_computation(caller):
@@ -97,7 +103,7 @@ def _fusions(scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[hlo.Computation, hl
 
 
 def _frames(module: hlo.Module, op: hlo.Op) -> tuple[str, ...]:
-    """Return the stack in an operation's metadata: by number in the program's tables, or a single inline frame."""
+    """Return the Python stack in an operation's metadata, `file:line` from the innermost frame outwards; else ()."""
     if number := re.search(r"\bstack_frame_id=(\d+)", op.notes):
         return module.frames.get(int(number[1]), ())
     inline = re.search(r'\bsource_file="([^"]*)"(?: source_line=(\d+))?', op.notes)

@@ -1,4 +1,4 @@
-"""Explain a collective that nothing promised, and advise what to do about it, grouped by source line and kind.
+"""Explain an unpromised collective (a surprise), and advise what to do about it, by source line and kind.
 
 - all-gather over tensor, 3 times, 3.84 kB: f32[2, 4, 40] and 1 more
     at model.py:31
@@ -27,11 +27,11 @@ _ORDERED = ("sort", "argsort", "cumsum", "cumprod", "cummax", "cummin", "cumlogs
 
 @dataclass(frozen=True)
 class Surprise:
-    """A collective that nothing promised.
+    """A collective of the program that the layout does not imply.
 
     Attributes:
       found: the collective, with only its unpromised arrays.
-      why: the promise that it exceeds, or the reason why it must never happen.
+      why: the reason in words: nothing like it is promised, it happens more often than promised, or it is forbidden.
       constraint: the call that keeps its first array split, such as "js.constrain(x, ('batch', None, 'features'))".
 
     Example:
@@ -50,16 +50,16 @@ class Surprise:
 
     @property
     def cause(self) -> str:
-        """Why the compiler, or the program itself, moves it; "" for a record without trails."""
+        """Why the collective is in the program, such as "a constraint asks for all of dimension 2"; "" if not known."""
         return cause(self.found)
 
     @property
     def advice(self) -> str:
-        """One sentence on what to do about it."""
+        """One sentence on how to change the program so that the collective is not needed."""
         return _advice(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the surprise as values that JSON can represent."""
+        """Return a dictionary for JSON: that of the collective, with "what", "why", "cause" and "advice"."""
         words = {"what": array_words(self.found), "why": self.why, "cause": self.cause, "advice": self.advice}
         return self.found.as_dict() | words
 
@@ -68,7 +68,11 @@ class Surprise:
 
 
 def entries(surprises: Sequence[Surprise], *, all: bool = False) -> list[str]:
-    """Describe each surprise if `all`, else the largest groups of surprises with the same source line and kind."""
+    """Write the entries of the list of surprises in a report.
+
+    Surprises of the same source line and kind share an entry, and only the largest groups are listed. With `all` every
+    surprise has an entry.
+    """
     if all:
         return [str(one) for one in surprises]
     groups = by_line(surprises, lambda one: one.found)
@@ -84,7 +88,7 @@ def _entry(of: Sequence[Surprise]) -> str:
 
 
 def merged(surprises: Iterable[Surprise]) -> tuple[Surprise, ...]:
-    """Merge equal surprises of the same source line: add up their counts, and keep the order."""
+    """Merge surprises that have the same source line, kind, axes, arrays and reason; add up their counts."""
 
     def key(one: Surprise) -> tuple[Any, ...]:
         found = one.found  # unknown counts are not added to known ones
@@ -97,7 +101,9 @@ def merged(surprises: Iterable[Surprise]) -> tuple[Surprise, ...]:
 
 
 def wanted_axes(found: Collective, rows: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the mesh axes that should split each dimension of a collective's first array, so that it need not move.
+    """Return the mesh axes for each dimension of a collective's first array that would make the collective unnecessary.
+
+    For example `[("data",), (), ("tensor",)]` for logits [batch, positions, vocabulary] that are gathered over tensor.
 
     Args:
       found: the collective.

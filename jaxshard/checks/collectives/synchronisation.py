@@ -17,7 +17,7 @@ from jaxshard.optim.local import Local
 
 
 def rows_of_replica(layout: Layout, local: Local, batch: PyTree) -> PyTree:
-    """Return the shapes of one replica's part of a global batch."""
+    """Return the shapes of one replica's share of a global batch: [rows / replicas, ...] for each array of rows."""
     count, mask = local.replicas(layout.mesh), layout.rows_mask(batch)
 
     def part(x: Any) -> jax.ShapeDtypeStruct:
@@ -27,12 +27,12 @@ def rows_of_replica(layout: Layout, local: Local, batch: PyTree) -> PyTree:
 
 
 def synchronisations(layout: Layout, local: Local, inside: Iterable[Expected]) -> Iterator[Expected]:
-    """Yield the collectives over the replica axis, and the gathers after the outer optimizer's update.
+    """Yield the collectives that `js.local` adds: over the replica axis, and gathers of parameters after its update.
 
     Args:
-      layout: the layout of all replicas.
+      layout: the layout on the mesh of all replicas.
       local: the `js.local` of the layout's strategy.
-      inside: the promised collectives of one replica's step.
+      inside: the promised collectives inside one replica; metrics among them are summed over replicas too.
     """
     trained = select(layout.trainable, layout.shapes.params)
     flags = (1 + 2 * len(jax.tree.leaves(trained)),)
@@ -52,7 +52,7 @@ def synchronisations(layout: Layout, local: Local, inside: Iterable[Expected]) -
 
 
 def _reductions_in_warm_up(layout: Layout, local: Local, trained: PyTree) -> Iterator[Expected]:
-    """Yield the all-reduces over replicas of each device's shards of gradients, in the warm-up steps."""
+    """Yield the all-reduces of gradients over replicas in the warm-up steps; each device sends its shards."""
     if not local.warmup:
         return
     leaves = jax.tree_util.tree_leaves_with_path(trained)
@@ -62,7 +62,7 @@ def _reductions_in_warm_up(layout: Layout, local: Local, trained: PyTree) -> Ite
 
 
 def _sum_dtype(dtype: Any) -> Any:
-    """Return the dtype in which arrays are summed over replicas: at least f32."""
+    """Return the dtype in which arrays are summed over replicas: f32 for 16-bit dtypes, else the dtype itself."""
     return dtype if dtype.itemsize > 2 else jnp.float32
 
 

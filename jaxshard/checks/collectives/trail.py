@@ -36,18 +36,19 @@ _KEY = re.compile(r"\['?([^'\]]+)'?\]|\.(\w+)")
 
 
 class Trail(NamedTuple):
-    """The origin and the reader of an array that a collective moves.
+    """Where an array that a collective moves comes from, and which operation reads it.
 
     Attributes:
-      arguments: the arguments that it copies, moved and cast: "weight blocks/wq", "batch tokens"; () if it is computed.
-      maker: JAX's name of the operation that computes it, such as "dot_general"; "reduce-scatter" for what another
-        collective left; "" where the compiler lost it.
+      arguments: the arguments of the step that it is a copy of, such as "weight blocks/wq" or "batch tokens"; () if it
+        is computed.
+      maker: JAX's name of the operation that computes it, such as "dot_general"; "reduce-scatter" if it is the result
+        of that collective; "" if the compiler lost the name.
       made_at: the line of that operation in the model, or "".
       reader: JAX's name of an operation in the user's code, or in a library, that uses the result; "" if none is near.
-      read_at: its line, or "".
+      read_at: the source line of the reader, or "".
       dim: the dimension that is gathered, scattered or cut into parts; None for other collectives.
-      numbers: the numbers of `arguments` in the program.
-      gathered: the factor by which earlier gathers enlarged these arguments.
+      numbers: the indices of `arguments` among the arguments of the program.
+      gathered: the factor by which earlier all-gathers enlarged these arguments; 1 without any.
     """
 
     arguments: tuple[str, ...] = ()
@@ -61,7 +62,7 @@ class Trail(NamedTuple):
 
 
 def find_trail(scope: hlo.Scope, op: hlo.Op, part: int) -> Trail:
-    """Find the origin and the reader of array number `part` of a collective."""
+    """Find where the array with index `part` of a collective comes from, and which operation reads the result."""
     if part >= len(op.operands):
         return Trail()
     name = op.operands[part]
@@ -77,7 +78,7 @@ def find_trail(scope: hlo.Scope, op: hlo.Op, part: int) -> Trail:
 
 
 def _maker(scope: hlo.Scope, name: str) -> tuple[str, str]:
-    """Return the operation that computes a value, and its source line."""
+    """Return (JAX's name of the operation that computes a value, its source line); "" for what is not known."""
     for _ in range(_FAR):
         scope, op, path = resolve(scope, name)
         if op.opcode not in _HANDED_ON or path or not op.operands:
@@ -90,7 +91,7 @@ def _maker(scope: hlo.Scope, name: str) -> tuple[str, str]:
 
 
 def argument_words(label: str) -> str:
-    """Write an argument of a step in words.
+    """Describe an argument of a step by its role and path, from its name in the program.
 
     >>> argument_words("run.params['blocks']['wq']")
     'weight blocks/wq'
@@ -115,7 +116,9 @@ def operation_of(op_name: str) -> str:
 
 
 def pass_of(op_name: str) -> str:
-    """Return "forward pass", "forward pass again" (recomputation) or "backward pass", by an operation's name; else "".
+    """Return the pass that an operation belongs to, from JAX's path of names; "" if the path does not tell.
+
+    Passes are "forward pass", "forward pass again" (recomputation) and "backward pass".
 
     >>> pass_of("jit(step)/transpose(jvp(Net))/mul")
     'backward pass'

@@ -33,15 +33,18 @@ def is_transfer(op: hlo.Op) -> bool:
 
 
 def names_all_slices(op: hlo.Op) -> bool:
-    """Return True if a transfer lists the slices that it connects; the compiler lists them only if it connects all."""
+    """Return True if a transfer connects all slices: only then the compiler lists the slices in its metadata."""
     return "_xla_megascale_target=" in op.notes
 
 
 def transfer_kind(op: hlo.Op) -> str | None:
-    """Return the kind of collective that a transfer implements; None for the send or recv without the full array.
+    """Return the kind of collective, such as "all-reduce", that a send or recv between slices is a part of.
+
+    A collective is a pair of a send and a recv. Only the operation with the full array has a kind: the recv of an
+    all-gather, the send of all others. None is returned for the other operation, so that a pair counts once.
 
     Raises:
-      ValueError: a type of transfer that is not known.
+      ValueError: the type of the transfer is not known.
     """
     found = re.search(r'_xla_megascale_transfer_type="(\w+)"', op.notes)
     if found is None or found[1] not in _BETWEEN_SLICES:

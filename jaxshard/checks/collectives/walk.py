@@ -19,10 +19,10 @@ _CALLING = re.compile(r"\b(?:calls|to_apply|body|branch_computations|true_comput
 
 
 class Executed(NamedTuple):
-    """An operation at one place of a program.
+    """An operation, at one of the places from which a program runs it.
 
     Attributes:
-      scope: its computation, as called there.
+      scope: the computation that contains it, with the chain of calls that leads there.
       op: the operation.
       times: executions per step; None in a loop of unknown trip count.
       conditional: True in a branch of a conditional; `times` then assumes that the branch is always taken.
@@ -42,7 +42,7 @@ def executed(module: hlo.Module, wanted: re.Pattern[str], *, fused: bool = True)
     Args:
       module: the program.
       wanted: the pattern, for lines of the form `name = type opcode(operands), ...`.
-      fused: search fusions too, whose operations are not executed one by one.
+      fused: also yield operations inside fusions, which are not executed one by one.
     """
     return _executed(hlo.Scope(module, module.computations[module.entry]), wanted, fused, 1, False)
 
@@ -63,7 +63,7 @@ def _executed(
 
 
 def _calls(scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[hlo.Scope, int | None]]:
-    """Yield the computations that an operation runs, and how often each; the branches of a conditional once."""
+    """Yield (computation, times) for each computation that an operation runs; a branch of a conditional counts once."""
     if op.opcode == "while":
         trips = trip_count(scope, op)
         body, condition = (scope.enter(op, op.callee(name)) for name in ("body", "condition"))
@@ -78,7 +78,7 @@ def _calls(scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[hlo.Scope, int | None
 
 
 def is_fused(scope: hlo.Scope) -> bool:
-    """Return True for a computation that a fusion calls."""
+    """Return True if the computation is the body of a fusion."""
     return scope.caller is not None and _is_fusion(scope.caller)
 
 

@@ -1,6 +1,7 @@
 """Count how often a step gathers each weight and reduces each gradient, from the traced program.
 
-The loss is traced as the engine runs it, with the engine's gather and reduction of a weight replaced by marks:
+The loss is traced as the engine runs it, with the engine's gather and reduction of a weight replaced by marks, identity
+operations that can be counted in the jaxpr:
 
     engine:  stored  --all_gather-->      weight       cotangent  --psum_scatter-->  gradient
     here:    stored  --mark(weight w)-->  weight       cotangent  --mark(grad w)-->  gradient
@@ -50,7 +51,8 @@ class Use(NamedTuple):
     Attributes:
       what: "weight" for a gather, "gradient" for a reduction.
       path: the path of the parameter.
-      shape: the logical shape that is moved: the shape of the full array, of one block of a stack, or of a chunk.
+      shape: the shape that is moved: of the full array (without padding), of one block of a stack, or of a chunk of
+        columns, as in the cross-entropy of a large vocabulary.
     """
 
     what: str
@@ -101,18 +103,23 @@ class Uses(NamedTuple):
     states: Sequence[tuple[str, jax.ShapeDtypeStruct]] = ()
 
     def of(self, what: str, path: str) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Yield (shape, times per step) of each use of a parameter; `what` is "weight" or "gradient"."""
+        """Yield (shape, times per step) for each shape in which a parameter is gathered or its gradient reduced.
+
+        Args:
+          what: "weight" for gathers, "gradient" for reductions.
+          path: the path of the parameter.
+        """
         yield from ((use.shape, count) for use, count in self.counts.items() if use[:2] == (what, path))
 
 
 def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> Uses:
-    """Count the gathers of weights and the reductions of gradients in a step, by tracing it for one device.
+    """Count the gathers of weights and the reductions of gradients in a step, by tracing the part of one device.
 
-    Both branches of a conditional count, and the body of a loop of unknown trip count counts once.
+    All branches of a conditional are counted. The body of a loop whose trip count is not known is counted once.
 
     Args:
       layout: the layout of the step.
-      engine: an engine without a schedule, whose `block_passes` are None.
+      engine: an engine without a pipeline schedule (`engine.block_passes(layout)` is None).
       loss_fn: the loss.
       batch: a tree of global arrays or of `jax.ShapeDtypeStruct`.
     """
@@ -155,9 +162,10 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
 
 
 def _make_marking_move(layout: Layout | None, compute_dtype: Any) -> MakeMove:
-    """Make the function that gives each parameter a `Move` whose gather and reduction are marks, not collectives.
+    """Make the function that makes the `Move` of a parameter, with marks in place of its gather and reduction.
 
-    If a `layout` is given, the loss is traced for one device, with that device's part of the experts.
+    A `Move` is the engine's pair of functions that gather a stored weight and reduce its gradient. With a `layout` the
+    loss is traced as one device runs it, with only that device's experts.
     """
 
     def make_move(param: Placement, grad: Placement | None) -> Move:
@@ -183,9 +191,9 @@ def _make_marking_move(layout: Layout | None, compute_dtype: Any) -> MakeMove:
 
 
 def _count(jaxpr: Any, times: int, counts: Counter[Use], exchanges: Counter[Exchange], *, inside: bool = False) -> None:
-    """Count the marks of a program that runs `times` times in `counts`, its collectives in `exchanges`.
+    """Add the marks of a jaxpr to `counts` and its collectives to `exchanges`, each multiplied by `times`.
 
-    `inside` is True within `js.attention`, where all kinds of collectives count; elsewhere only sums do.
+    Inside `js.attention` (`inside` is True) all kinds of collectives are counted, elsewhere only `psum`.
     """
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
@@ -203,7 +211,9 @@ def _count(jaxpr: Any, times: int, counts: Counter[Use], exchanges: Counter[Exch
 
 
 def count_scheduled_uses(layout: Layout, passes: BlockPasses, loss_fn: LossFn, batch: PyTree) -> Uses:
-    """Return upper bounds of the uses of weights under a pipeline schedule; embedding and head are used once.
+    """Return upper bounds of how often a pipeline schedule gathers weights and reduces gradients.
+
+    Weights outside the blocks, in the embedding and the head, are counted once.
 
     Args:
       layout: the layout of the step.

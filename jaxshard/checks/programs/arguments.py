@@ -41,12 +41,12 @@ class Argument:
     """An array argument of a compiled step.
 
     Attributes:
-      number: the index among the entry's parameters.
+      number: the index among the program's arguments.
       name: the path in the function's arguments, such as "state.params['embed']"; "argument 3" where none is known.
-      role: one of `ROLES`.
+      role: one of `ROLES`, such as "parameter" or "batch".
       dtype: the dtype as HLO writes it.
-      shape: the shape of one device's part.
-      global_shape: the shape of the full array; the shape on one device if the text does not say how it is split.
+      shape: the shape of one device's shard.
+      global_shape: the shape of the full array; that of the shard if the text does not say how the array is split.
       splits: for each dimension the mesh axes that split it; None if the text does not say.
     """
 
@@ -70,11 +70,11 @@ class Argument:
 
 
 def read_arguments(module: hlo.Module, mesh: Mesh) -> tuple[Argument, ...]:
-    """List the array arguments of a program, by number.
+    """List the array arguments of a program, in order.
 
     Args:
       module: the program.
-      mesh: the mesh over its device positions.
+      mesh: the mesh of the program.
     """
     head = module.text.partition("\n")[0].partition("entry_computation_layout=")[0]
     donated = {int(number) for number in _ALIAS.findall(head)}
@@ -94,7 +94,7 @@ def _argument(number: int, op: hlo.Op, array: hlo.Array, donated: bool, mesh: Me
 
 
 def _role(label: str, dtype: str, shape: Sequence[int], donated: bool) -> str:
-    """Infer an argument's role from name, dtype and donation: a donated float is a parameter or an optimizer moment."""
+    """Infer the role of an argument, one of `ROLES`, from its name, its dtype, its shape and whether it is donated."""
     words = _WORD.findall(label.lower())
     if words[:1] and words[0] in _BATCH:
         return BATCH
@@ -112,7 +112,7 @@ def _role(label: str, dtype: str, shape: Sequence[int], donated: bool) -> str:
 
 
 def _splits(attributes: str, dims: int, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:
-    """Parse the attribute `sharding=` into the mesh axes that split each dimension; None if that is not possible."""
+    """Parse the attribute `sharding=` of an argument: return the mesh axes that split each dimension; else None."""
     found = re.search(r"\bsharding=\{(.*)\}", attributes)
     if found is None:
         return None
@@ -127,7 +127,7 @@ def _splits(attributes: str, dims: int, mesh: Mesh) -> tuple[tuple[str, ...], ..
 
 
 def _axes_along(placed: np.ndarray, dim: int, mesh: Mesh) -> tuple[str, ...]:
-    """Return the mesh axes that split dimension `dim`, from `placed`, the device number of each tile of the array."""
+    """Return the mesh axes that split dimension `dim`; tile (i, j) of the array is on device `placed[i, j]`."""
     part = np.empty(mesh.size, int)
     part[placed.ravel()] = np.indices(placed.shape)[dim].ravel()
     part = part.reshape(tuple(mesh.shape.values()))

@@ -1,4 +1,4 @@
-"""Make a mesh for a program from its text alone, and infer the use of each axis from its name."""
+"""Make the mesh of a program that is given as text, and infer from the name of each axis what it splits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def position_mesh(axes: dict[str, int], devices: int, *, slices: bool = False) -
       slices: True if the program communicates with other slices; then the mesh may be a multiple of `devices`.
 
     Raises:
-      ValueError: sizes that do not multiply to the devices.
+      ValueError: the product of the sizes is not the number of devices.
     """
     known = math.prod(axes.values())  # negative with a size that is to be found
     total = known if slices and known > 0 and known % devices == 0 else devices
@@ -66,18 +66,21 @@ def position_mesh(axes: dict[str, int], devices: int, *, slices: bool = False) -
 
 
 def axes_for(mesh: Mesh, *uses: str) -> tuple[str, ...]:
-    """Return the mesh axes larger than 1 whose names indicate one of `uses`, in mesh order."""
+    """Return the mesh axes larger than 1 that, by their names, are for one of `uses`, in mesh order (see `use_of`)."""
     return tuple(name for name, size in mesh.shape.items() if size > 1 and use_of(name) in uses)
 
 
 def use_of(name: str) -> str | None:
-    """Infer the use of an axis from its name, without digits and "ici" or "dcn"; None if the name does not tell."""
+    """Infer from the name of a mesh axis what it splits, such as rows or weights; None if the name does not tell.
+
+    Digits at the end, "ici_", "dcn_" and "_parallelism" are ignored: "ici_fsdp_parallelism" is read as "fsdp".
+    """
     plain = name.lower().removeprefix("ici_").removeprefix("dcn_").removesuffix("_parallelism").rstrip("0123456789_")
     return next((use for use, names in _USES.items() if plain in names), None)
 
 
 def check_axes(mesh: Mesh, strategy: str) -> None:
-    """Raise ValueError for an axis whose name does not tell how a strategy uses it."""
+    """Raise ValueError if the name of a mesh axis larger than 1 does not tell what the axis splits."""
     unknown = [name for name, size in mesh.shape.items() if size > 1 and use_of(name) is None]
     if unknown:
         listed = "; ".join(f"{', '.join(names)} for {use}" for use, names in _USES.items())

@@ -20,9 +20,9 @@ _MOST_BLOCKS = 256
 
 
 def stacked_dim(parameters: Iterable[Argument]) -> int:
-    """Return the dimension that counts blocks in a model that stacks them: the first or, in MaxText, the second.
+    """Return the dimension that counts blocks in a model with stacked blocks: 0, or 1 in models such as MaxText's.
 
-    It is the dimension that has the same size in most parameters.
+    Of these two dimensions it is the one that has the same size in more parameters.
     """
     shapes = [one.shape for one in parameters if len(one.shape) > 1]
     alike = [max(Counter(shape[dim] for shape in shapes).values(), default=0) for dim in (0, 1)]
@@ -32,17 +32,18 @@ def stacked_dim(parameters: Iterable[Argument]) -> int:
 def forms_of(
     argument: Argument, mesh: Mesh, axes: Sequence[str], others: Sequence[str] = (), stacked: int = 0
 ) -> Mapping[Shape, float]:
-    """Return {shape: share} of the shapes that a parameter, or one block of it, may have after a gather.
+    """Return the shapes that a parameter, or one block of it, may have after an all-gather, as {shape: share}.
 
-    The share is the part of the parameter in an array of this shape. A shape that fits both the full array and one
-    block, as [144,192] does for an array [4,36,192] split four times, counts as a block.
+    The share is the fraction of the parameter that an array of this shape has: 1 for the full parameter, 1/12 for one
+    of 12 stacked blocks. If a shape fits both, as [144,192] does for an array [4,36,192] that is gathered four times,
+    it is taken for a block.
 
     Args:
       argument: the parameter.
       mesh: the mesh.
       axes: the axes over which a collective gathers it, or sums its gradient.
       others: other axes that may split it, over which it may be gathered already.
-      stacked: the dimension that counts blocks, if it is a stack.
+      stacked: the dimension that counts blocks, if the parameter is stacked.
     """
     forms: dict[Shape, float] = {}
     for shape in _unsplit(argument, mesh, axes, others):
@@ -57,7 +58,10 @@ def forms_of(
 
 
 def _unsplit(argument: Argument, mesh: Mesh, axes: Sequence[str], others: Sequence[str]) -> Iterator[Shape]:
-    """Yield the shapes that a sharded array may have after a gather; if its split is unknown, try all splits."""
+    """Yield the shapes that a sharded argument may have after an all-gather over `axes`.
+
+    It may also be gathered over axes of `others`. If the text does not say which dimensions are split, all are tried.
+    """
     every = (*axes, *(axis for axis in others if axis not in axes))
     known = argument.splits
     dims = range(len(argument.shape))
@@ -74,7 +78,9 @@ def _unsplit(argument: Argument, mesh: Mesh, axes: Sequence[str], others: Sequen
 
 
 def chunks_of(forms: Mapping[Shape, float], shape: Shape, count: int) -> float:
-    """Return the share of a parameter in `shape` if this is one of `count` chunks along a dimension, else 0.
+    """Return the fraction of a parameter in an array of this shape, if it is one of `count` chunks; else 0.
+
+    A chunk is a part along one dimension, here a quarter of the columns, padded:
 
     >>> chunks_of({(4096, 32000): 1.0}, (4096, 8064), 4)
     0.25

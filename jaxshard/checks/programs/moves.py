@@ -33,12 +33,13 @@ _SCALARS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Move(Collective):
-    """One array of a collective, with its label.
+    """An array that a collective moves, labelled as weight, gradient, activation and so on.
 
     Attributes:
       what: the label, one of `WHAT`.
-      arguments: the arguments in it, one or several joined; all candidates if only the shape is known.
-      share: the share of such an argument that one execution moves; 0 without arguments.
+      arguments: the argument of the step that the array is a copy or the gradient of. There are several if the compiler
+        joined their arrays, or if the array is recognised by a shape that several arguments have.
+      share: the fraction of such an argument that one execution moves; 0 without arguments.
       by_shape: True if the label is inferred from the shape alone.
     """
 
@@ -49,12 +50,12 @@ class Move(Collective):
 
     @property
     def title(self) -> str:
-        """Kind, axes and label."""
+        """Kind, axes and label: "all-gather over data (weight)"."""
         return f"{super().title} ({self.what})"
 
     @property
     def times(self) -> float | None:
-        """The number of times that the full argument is moved per step; None in a loop of unknown trip count."""
+        """The number of times that a full argument is moved per step, `count * share`; None if `count` is unknown."""
         return None if self.count is None else self.count * self.share
 
 
@@ -69,7 +70,7 @@ def find_moves(module: hlo.Module, mesh: Mesh, arguments: Sequence[Argument]) ->
 
 
 class _Known:
-    """The arguments of a program by number, and the shapes by which its parameters are recognised."""
+    """The arguments of a program by their index, and the shapes by which its parameters are recognised."""
 
     def __init__(self, arguments: Mapping[int, Argument], mesh: Mesh) -> None:
         self.arguments = arguments
@@ -81,7 +82,7 @@ class _Known:
         self._forms: dict[tuple[str, ...], dict[int, Mapping[Shape, float]]] = {}
 
     def alike(self, found: Collective) -> dict[int, float]:
-        """Return {number: share} of the parameters that an array may be, by its shape, and the part of each in it."""
+        """Return the parameters whose shape fits an array, as {index of the argument: fraction of it in the array}."""
         passed_on = found.kind == "collective-permute" and set(found.axes) <= self._stages
         passed_on = passed_on or found.kind.endswith("all-to-all")
         if passed_on or set(found.axes) <= self._split or not found.dtype.startswith(("f", "bf")):
@@ -102,7 +103,10 @@ class _Known:
 
 
 def _label(found: Collective, between_slices: bool, known: _Known) -> dict[str, Any]:
-    """Label the array of a collective; return the attributes that `Move` adds to `Collective`, by name."""
+    """Label the one array of a collective; return the attributes what, arguments, share and by_shape of its `Move`.
+
+    `between_slices` is True for a transfer between TPU slices, whose arrays are padded and joined.
+    """
     trail, small = found.trail, found.elements <= _SCALARS
     of = tuple(known.arguments[number] for number in trail.numbers if number in known.arguments)
     if of and not between_slices and (not small or (len(of) == 1 and of[0].elements > _SCALARS)):

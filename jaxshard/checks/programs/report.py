@@ -40,7 +40,7 @@ class ProgramAudit:
       moves: the arrays that its collectives move.
       strategy: the name of the strategy with which the program is compared; None without a comparison.
       microbatches: the number of micro-batches of a step.
-      comparison: the comparison with the strategy; without differences if no strategy was named.
+      comparison: the comparison with the strategy; it has no differences if no strategy was named.
       slices: the number of TPU slices of the mesh; the program is written for one slice.
     """
 
@@ -60,7 +60,7 @@ class ProgramAudit:
 
     @property
     def outcome(self) -> str:
-        """The verdict in a few words."""
+        """The verdict of the comparison with the strategy in a few words, such as "2 surprises"."""
         if self.strategy is None:
             return "no strategy named: nothing was compared"
         return "nothing against the strategy" if self.ok else self.comparison.verdict
@@ -80,7 +80,7 @@ class ProgramAudit:
 
     @property
     def assumed(self) -> list[str]:
-        """Sentences on what the audit assumes because the text does not say it."""
+        """The assumptions of the audit where the text says nothing, such as roles of arguments, one sentence each."""
         return [*self._assumed_of_arrays(), *(self._assumed_of_strategy(TERMS[self.strategy]) if self.strategy else ())]
 
     def _assumed_of_arrays(self) -> Iterator[str]:
@@ -110,21 +110,25 @@ class ProgramAudit:
             yield "a weight may be gathered for the forward and for the backward pass"
 
     def rows(self) -> list[dict[str, Any]]:
-        """Add up collectives: one dictionary per kind, axes and label; scalars last."""
+        """Add up counts and bytes of collectives of the same kind, axes and label (`Move.what`); scalars come last.
+
+        Returns:
+          Dictionaries with the keys "kind", "axis", "moves" (the label), "count", "bytes" and "synchronous_bytes".
+        """
         return sorted(
             map(_sums, grouped(self.moves, lambda move: move.title).values()),
             key=lambda row: (row["moves"] == SCALAR, KINDS.index(row["kind"]), row["axis"], WHAT.index(row["moves"])),
         )
 
     def lines(self) -> list[dict[str, Any]]:
-        """Add up collectives by source line, kind, axes and label, the most bytes first; without scalars."""
+        """Add up collectives as `rows` does, but for each source line ("place"), the most bytes first; no scalars."""
         return [{"place": of[0].place} | _sums(of) for of in self._by_line()]
 
     def _by_line(self) -> list[list[Move]]:
         return by_line((move for move in self.moves if move.what != SCALAR), lambda move: move)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the whole report as values that JSON can represent."""
+        """Return the whole report as one dictionary of values that JSON can represent."""
         return self.comparison.as_dict() | {
             "headline": self.headline,
             "devices": self.mesh.size,
@@ -140,15 +144,15 @@ class ProgramAudit:
         }
 
     def __str__(self) -> str:
-        """Write the report: the headline, tables by role and by axis, then surprises and assumptions by source line."""
+        """Write the report: headline, tables of arguments and collectives, source lines, surprises, assumptions."""
         return self.text()
 
     def text(self, *, all: bool = False) -> str:
-        """Write the report as `str` does; with `all` every entry of each list, and each surprise by itself."""
+        """Write the report as `str` does; with `all` no list is shortened and no surprises are grouped."""
         return "\n\n".join([self.headline, *("\n".join(table.lines) for table in self._tables()), *self._lists(all)])
 
     def _repr_html_(self) -> str:
-        """Show the same in a notebook."""
+        """Show the report in a notebook."""
         return page(self.headline, *self._tables(), "\n\n".join(self._lists(False)))
 
     def _by_role(self) -> dict[str, list[Argument]]:
@@ -227,7 +231,7 @@ def _audit(module: Module, axes: dict[str, int], strategy: str | None, microbatc
 
 
 def _sums(of: Sequence[Move]) -> dict[str, Any]:
-    """Add up the counts and bytes of arrays with the same kind, axes and label, as one row of a table."""
+    """Make one row of `ProgramAudit.rows`: add up counts and bytes of arrays with the same kind, axes and label."""
     return {
         "kind": of[0].kind,
         "axis": "+".join(of[0].axes),

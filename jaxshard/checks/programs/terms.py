@@ -1,7 +1,8 @@
 """Compare the arrays that a program moves with the collectives that a strategy allows.
 
-The names in `--mesh` tell the use of each axis. Over axes of rows, parameters may be gathered and gradients summed;
-over axes that split weights, activations move as needed; over axes of contexts and experts, they are exchanged too.
+The name of each mesh axis tells what it splits (`axes.use_of`). Over axes that split rows, parameters may be gathered
+and gradients summed. Over axes that split weights, activations move as needed. Over axes for contexts and experts,
+activations are exchanged by all-to-alls too.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class Terms(NamedTuple):
     """The collectives that a strategy allows in a step with a single micro-batch.
 
     Attributes:
-      gathers: how often each weight may be gathered.
+      gathers: how often each weight may be gathered: 2 under FSDP, for the forward and the backward pass.
       renewals: how often each new parameter may be gathered after a sharded update.
-      split: the roles whose large arrays are stored sharded over axes of rows.
+      split: the roles (parameter, optimizer state) whose large arrays are stored sharded over the axes that split rows.
     """
 
     gathers: int
@@ -60,7 +61,15 @@ TERMS = {
 def judge(
     strategy: str, mesh: Mesh, arguments: Sequence[Argument], moves: Sequence[Move], microbatches: int = 1
 ) -> Comparison:
-    """Compare the arrays that a program moves with the collectives that a strategy allows."""
+    """Compare the arrays that a program moves with the collectives that a strategy allows.
+
+    Args:
+      strategy: a key of `TERMS`, such as "fsdp".
+      mesh: the mesh; the names of its axes tell what they split.
+      arguments: the arguments of the program.
+      moves: the arrays that its collectives move.
+      microbatches: the number of micro-batches of a step.
+    """
     judged = _Judge(strategy, mesh, arguments, moves, microbatches)
     # Arrays that are certain to be an argument use up its promise first, then those with the fewest candidates.
     order = sorted(range(len(moves)), key=lambda at: _doubt(moves[at]))
@@ -84,18 +93,22 @@ def judge(
 
 
 def _doubt(move: Move) -> tuple[bool, bool, int, float]:
-    """Return the sort key by which arrays use up promises; sums come last, because some of them may be gathers."""
+    """Return the key by which arrays are sorted before they are compared with a strategy, the clearest first.
+
+    Arrays known to be an argument come first, then gathers recognised by shape, then sums, some of which may be gathers
+    that the compiler wrote as sums.
+    """
     return move.by_shape, move.what == GRADIENT, len(move.arguments), -move.share
 
 
 def _constraint(found: Collective, rows: Sequence[str]) -> str:
-    """Write the JAX call that keeps the first array of a collective sharded, so that nothing moves it."""
+    """Write the `with_sharding_constraint` call that keeps the first array of a collective sharded over `rows`."""
     dims = [axes[0] if len(axes) == 1 else axes or None for axes in wanted_axes(found, rows)]
     return f"jax.lax.with_sharding_constraint(x, P({', '.join(map(repr, dims))}))"
 
 
 class _Judge:
-    """The collectives that a strategy allows on a mesh, and how many of them the program has used up."""
+    """The collectives that a strategy allows on a mesh, and how often the program has moved each argument so far."""
 
     def __init__(
         self, strategy: str, mesh: Mesh, arguments: Sequence[Argument], moves: Sequence[Move], microbatches: int
@@ -122,7 +135,7 @@ class _Judge:
         self.slack = int(SLACK * sum(self.bytes[one.number] for one in self.parameters))
 
     def problem(self, move: Move) -> str:
-        """Return why a collective is not one that the strategy allows, or ""; also note which arguments it moves."""
+        """Say why the strategy does not allow a collective; "" if it does. Count how often arguments were moved."""
         axes = set(move.axes)
         if move.what == SCALAR:
             return ""
@@ -148,7 +161,7 @@ class _Judge:
         return "" if promised else why
 
     def is_strict(self, move: Move) -> bool:
-        """Return True for a surprise however small it is: moments, logits, split weights, activations of all rows."""
+        """Return True for arrays that are reported however small they are, such as optimizer moments and logits."""
         is_split_weight = move.what == WEIGHT and not move.by_shape and bool(set(move.axes) & set(self.split))
         rows = move.what == ACTIVATION and move.elements > self.longest  # more numbers than there are features
         large = rows and move.kind != "collective-permute"
@@ -195,7 +208,10 @@ class _Judge:
         return f"by its shape the gradient of {names}: {times}; {self.strategy} sums it {count}" if times else ""
 
     def _excess(self, move: Move, stage: str, most: int) -> str:
-        """Record that the arguments of `move` were moved; return how often, in words, if more than `most` times."""
+        """Count a move of arguments; return how often they were moved, in words, if more than `most` times; else "".
+
+        `stage` is "gather" or "sum": both are counted separately.
+        """
         if move.times is None:
             return "in a loop of unknown trip count"
         keys = [(stage, one.number, move.axes) for one in move.arguments]
@@ -211,12 +227,12 @@ class _Judge:
         return "once" if times == 1 else f"{times:.3g} times{' each' if len(keys) > 1 else ''}"
 
     def substitutes(self) -> Iterator[str]:
-        """Yield a line for all-reduces in place of reduce-scatters, by axes."""
+        """Yield a line for each set of axes over which all-reduces sum gradients in place of reduce-scatters."""
         for axes, size in self.summed.items():
             yield f"all-reduce in place of reduce-scatter over {words(axes)}, {human_bytes(size)}"
 
     def misplaced(self) -> Iterator[str]:
-        """Yield a line for each large argument that is sharded over rows but should be replicated, or vice versa."""
+        """Yield a line for each argument that is replicated although the strategy shards it, or vice versa."""
         for one in self.arguments:
             split = [axis for axes in one.splits or () for axis in axes if axis in self.rows]
             wanted = one.role in self.terms.split
@@ -232,7 +248,7 @@ class _Judge:
                 yield f"{one.name} is split over {words(split)}: {self.strategy} keeps it replicated there"
 
     def missing(self) -> Iterator[str]:
-        """Yield a line on parameters whose gradient sum was not found, and under FSDP on parameters never gathered."""
+        """Yield a line on parameters whose gradient is never summed; under FSDP also on those never gathered."""
         gathered, summed = ({number for of, number, _ in self.used if of == stage} for stage in ("gather", "sum"))
         if self.terms.gathers and (rest := [one for one in self.large if one.number not in gathered]):
             yield f"a gather of {_names(rest)}: already replicated, used sharded, or gathered in another form"
@@ -240,7 +256,7 @@ class _Judge:
             yield f"a sum of the gradient of {_names(rest)}: in another form, or joined with others"
 
     def unread(self) -> Iterator[str]:
-        """Yield a line for each kind of collective over axes of rows that the strategy needs and the program lacks."""
+        """Yield a line if the strategy needs gathers of weights, or sums of gradients, and the program has none."""
         over = {*self.rows, *UNKNOWN}
         kinds = {one.kind for one in self.moves if one.what != SCALAR and set(one.axes) & over}
         if not self.large or not self.rows or kinds - {"all-gather", *SUMS}:
@@ -255,8 +271,8 @@ class _Judge:
 def vocabularies_of(parameters: Sequence[Argument]) -> set[int]:
     """Return the sizes of vocabularies: the longest dimensions of parameters with names such as "embed" and "lm_head".
 
-    A size that other parameters have too is left out: it is the number of features, which is longer than one device's
-    part of a split vocabulary.
+    A size that other parameters have too is left out. It is the number of features, which is the longest dimension if
+    each device has only a small shard of the vocabulary.
     """
     named = [one for one in parameters if any(word in one.name.lower() for word in _VOCABULARY)]
     others = {size for one in parameters if one not in named for size in one.global_shape}

@@ -23,7 +23,7 @@ def parse_program(data: bytes) -> hlo.Module:
     """Parse the text of a compiled program.
 
     Raises:
-      ValueError: the data is anything else; the message says what it is.
+      ValueError: the data is something else, such as StableHLO or a binary file; the message says what.
     """
     try:
         text = data.decode().lstrip("\ufeff \t\r\n")
@@ -49,7 +49,7 @@ def parse_program(data: bytes) -> hlo.Module:
 
 
 def _check_complete(text: str, module: hlo.Module) -> None:
-    """Raise ValueError if the text or a line is cut off, or a called computation is missing."""
+    """Raise ValueError if the text ends too early: a line is cut off, or a called computation is missing."""
     for computation in module.computations.values():
         for name, line in computation.lines.items():
             if line.count("(") != line.count(")"):  # in free text there may be any
