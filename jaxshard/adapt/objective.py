@@ -16,7 +16,7 @@ from jaxshard.core.known_model import KnownModel, known_loss
 
 @dataclass(frozen=True)
 class Opaque:
-    """A plain loss function, `loss_fn(model, batch, key)`, into which engines cannot look."""
+    """A plain loss function, `loss_fn(model, batch, key)`: an engine can only call it, with all parameters gathered."""
 
     loss_fn: Callable[..., Any]
 
@@ -43,7 +43,7 @@ class Opaque:
 
 @dataclass(frozen=True)
 class OfBlocks(Opaque):
-    """The loss of a `js.Stacked` model: engines gather one block's parameters at a time, or run blocks in stages."""
+    """The loss of a `js.Stacked` model, whose parameters can be gathered block by block or split into stages."""
 
     model: Stacked
 
@@ -58,7 +58,7 @@ class OfBlocks(Opaque):
 
 @dataclass(frozen=True)
 class OfModule(Opaque):
-    """The loss of a module from `js.linen` or `js.nnx`: engines gather the parameters of a unit just before it runs."""
+    """The loss of a `js.linen` or `js.nnx` module, whose submodules' parameters can be gathered while they run."""
 
     model: Adapted
 
@@ -76,7 +76,10 @@ Objective = Opaque | OfBlocks | OfModule
 
 
 def resolve(loss_fn: Callable[..., Any] | Objective) -> Objective:
-    """Find the model to which a loss function belongs, if any; return an `Objective` unchanged."""
+    """Return what is known about a loss function: the `js.Stacked` or Flax model whose loss it is, if any.
+
+    An `Objective`, the result of an earlier call, is returned unchanged.
+    """
     if isinstance(loss_fn, Opaque):
         return loss_fn
     known = known_loss(loss_fn)

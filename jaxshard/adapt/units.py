@@ -50,7 +50,10 @@ class Adapted(KnownModel):
         yield self.loss
 
     def compute_loss(self, model: PyTree, batch: PyTree, key: jax.Array | None) -> Any:
-        """Return the loss of a training batch, with the module's new state; an engine may run it by an `Offer`."""
+        """Return the loss of a training batch, with the module's new state.
+
+        Inside a user's own loss, an engine may run the module on its stored shards instead (`offer.py`).
+        """
         return run_as_offered(self, model, batch, key, lambda: self.run(model, batch, key))
 
     def compute_metrics(self, model: PyTree, batch: PyTree) -> dict[str, Mean | Sum | Max]:

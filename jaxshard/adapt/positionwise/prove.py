@@ -71,7 +71,7 @@ def find_mixing(
 
 
 def returning_loss(loss_fn: Callable[..., Any]) -> Callable[..., Loss]:
-    """Wrap a loss function so that it returns a `js.Loss` even if it returns a `js.Mean` or a dict of metrics itself."""
+    """Wrap a loss function that may return a `js.Mean` or a dict of metrics, so that it returns a `js.Loss`."""
 
     def run(*args: Any) -> Loss:
         output = loss_fn(*args)

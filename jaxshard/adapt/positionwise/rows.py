@@ -87,7 +87,9 @@ class _Rows(Positions):
         return LOST
 
     def value(self, values: Sequence[Any], place: Place) -> Fact:
-        """Return the fact about a constant; integers and booleans sized by the rows, such as `np.arange(rows)`, vary by row.
+        """Return the fact about a constant: integers and booleans whose size is the number of rows vary by row.
+
+        For example `np.arange(rows)`.
 
         Args:
           values: its values in the traces for all rows and for a part of the rows.

@@ -123,9 +123,9 @@ class Positions(Domain[Fact]):
         return guess(one, two, self.parts)
 
     def _with_cause(self, fact: Fact, place: Place) -> Fact:
-        """Return the fact; if the equation at `place` made a new sum or maximum over positions, with the equation as `cause`.
+        """Return the fact; if it says that the equation at `place` made a sum or maximum over positions, note this.
 
-        Error messages later name this equation. A fact that has a cause already keeps it.
+        The equation is stored in `fact.cause`, for error messages. A fact that already has a cause keeps it.
         """
         if math.isnan(fact.degree):
             # Facts are compared, and NaN != NaN, but tuples compare identical objects as equal: use one NaN object.
@@ -221,7 +221,7 @@ class Positions(Domain[Fact]):
         return [*facts[:carries], *(_shift(fact, 1) for fact in facts[carries:])]
 
     def conclude(self, place: Place, operands: list[Fact], results: list[Fact]) -> list[Fact]:
-        """Check that facts about an equation's results agree with the results' shapes; return the facts, else LOST for all.
+        """Return the facts about an equation's results, or LOST (unknown) for all if a result's shape contradicts one.
 
         For a `jax.custom_vjp`, check its backward pass too, if no other `jax.custom_vjp` calls it: otherwise JAX never
         runs this backward pass.
