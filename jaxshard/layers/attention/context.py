@@ -205,9 +205,9 @@ def _gather(x: jax.Array, axes: Axes, form: Form) -> jax.Array:
 
 
 def _group_count(kv_heads: int, size: int) -> int:
-    """Return into how many equal groups to split the heads, so that one gathered group has at most `_MOST_GATHERED` bytes.
+    """Return into how many equal groups to split the heads, so that a group has at most `_MOST_GATHERED` bytes.
 
-    The fewest groups are taken. If even a single head is larger, each head is a group.
+    Groups are gathered one at a time; the fewest are taken. If even a single head is larger, each head is a group.
 
     Args:
       kv_heads: the number of heads of keys and values.
