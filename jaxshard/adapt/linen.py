@@ -106,7 +106,7 @@ class Linen(Adapted):
       module: the module, unbound.
       loss_fn: the user's `loss(model, batch)`.
       batch: the example batch on which `init` runs the loss.
-      declared: how arrays of the state are combined, by path.
+      declared: the argument `state` of `js.linen`: {path of an array of the state: "sum" or "max"}.
     """
 
     module: nn.Module
@@ -172,8 +172,8 @@ class Linen(Adapted):
 
         Raises:
           TypeError: a class is not a Linen module.
-          ValueError: a unit never runs in the loss, has no parameters, or has stacked parameters (`nn.scan`,
-            `nn.vmap`).
+          ValueError: a unit never runs in the loss, or only inside another unit; it has no parameters, or stacked
+            parameters (`nn.scan`, `nn.vmap`).
         """
         raise_all(
             (one.__name__ for one in units if not issubclass(one, nn.Module)),
@@ -206,8 +206,7 @@ class Linen(Adapted):
     def _boxed(self, key: jax.Array, contracted: dict[Path, Names] | None = None) -> dict[str, Any]:
         """Initialise all variables, in their metadata boxes, by running the loss on zeros like the example batch.
 
-        If `contracted` is a dict, add {path of a kernel: its contracted dimensions} for every kernel whose layer says
-        so.
+        If `contracted` is a dict, add {path of a kernel: its contracted dimensions} for every layer that tells them.
         """
         fresh = LinenInit(self.module, key)
         call_loss(self.loss_fn, fresh, zeros_of(self.batch), train=True, key=neighbour(key))

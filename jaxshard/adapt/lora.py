@@ -141,7 +141,16 @@ def lora(
 def _make_params(
     init_fn: InitFn, rank: int, match: tuple[str, ...], gain: float, base: BaseDtype | None, key: jax.Array
 ) -> PyTree:
-    """Make the base model's parameters, with a `LowRank` in place of each matched parameter."""
+    """Make the base model's parameters, with a `LowRank` (base and factors) for each matrix whose path fits a pattern.
+
+    Args:
+      init_fn: makes the base model.
+      rank: the rank of the factors.
+      match: the patterns of paths.
+      gain: the factor by which the product of the factors is multiplied, alpha / rank.
+      base: the dtype in which the base is stored; None for the matrix's own.
+      key: the random key.
+    """
     with models_run() as runs:
         params, state = split_model(init_fn(key))
     problems: list[str] = []

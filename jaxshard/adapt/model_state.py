@@ -127,9 +127,10 @@ def _is_traced(value: Any) -> bool:
 
 
 def _merge(old: PyTree, new: PyTree) -> PyTree:
-    """Return the new state: the old state with each `js.Sum` added, each `js.Max` taken, and each other entry replaced.
+    """Return the model's new state, from the old state and the state that a loss returned.
 
-    A `js.Mean` replaces the old value by its quotient, total / weight.
+    A `js.Sum` is added to the old value, a `js.Max` is compared with it, and a `js.Mean` (as total / weight) or any
+    other entry replaces it.
     """
     values = jax.tree.map(_value_of, new, is_leaf=is_declared)
     if not same_structure(old, values):

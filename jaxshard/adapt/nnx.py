@@ -135,7 +135,7 @@ class Nnx(Adapted):
     Attributes:
       make_module: makes the module from `nnx.Rngs`.
       loss_fn: the user's `loss(module, batch)`.
-      declared: how variables of the state are combined, by path.
+      declared: the argument `state` of `js.nnx`: {path of a variable: "sum" or "max"}.
     """
 
     make_module: Callable[[flax_nnx.Rngs], flax_nnx.Module]
@@ -181,7 +181,10 @@ class Nnx(Adapted):
 
     @property
     def contracted(self) -> dict[tuple[Any, ...], tuple[Any, ...]]:
-        """Return {path of a kernel: "contracted" or None for each dimension}, by which dimensions a layer sums over."""
+        """Return which dimensions of each kernel are contracted (summed over) by its layer.
+
+        The result is {path of a kernel: "contracted" or None for each dimension}.
+        """
         return self._form.contracted
 
     def bind(self, model: PyTree, key: jax.Array | None) -> Bound:
@@ -329,7 +332,10 @@ def _split(module: flax_nnx.Module) -> tuple[Any, Any, Any, Any]:
 
 
 def _check_arrays(module: flax_nnx.Module) -> None:
-    """Raise TypeError if a module has arrays outside of variables, which would be constants of the traced program."""
+    """Raise TypeError if a module has arrays that are not in an `nnx.Variable`.
+
+    They would become constants of the traced program, neither trained nor kept.
+    """
     flat = {path for path, _ in flax_nnx.to_flat_state(flax_nnx.state(module))}
     raise_all(
         (

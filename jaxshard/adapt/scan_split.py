@@ -96,7 +96,7 @@ class MovingVariables(NamedTuple):
 
 
 class BodyInput(NamedTuple):
-    """Where a block finds the value of one input of the scan's body.
+    """The place where a block finds the value of one input of the scan's body.
 
     Attributes:
       kind: "carry", "shared", "layered": in the field of `ScanCarry` with this name. "weight": among its parameters.

@@ -165,7 +165,10 @@ class Stacked(KnownModel):
 
 
 def check_block(x: PyTree, y: PyTree) -> None:
-    """Raise a ValueError that names every leaf in which a block's output `y` differs from its input `x`."""
+    """Raise a ValueError unless a block's output `y` has the tree, shapes and dtypes of its input `x`.
+
+    The message names every leaf that differs.
+    """
     check_same_tree(abstract(x), abstract(y), "block must return what it receives", "keep shapes and dtypes")
 
 

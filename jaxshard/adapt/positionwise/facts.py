@@ -23,7 +23,7 @@ from jaxshard.proofs.walk import Refused
 
 
 class Kind(Enum):
-    """How a value on one of n devices relates to the value that a single device would compute from all positions.
+    """The ways in which a value on one of n devices relates to the value that a single device would compute.
 
     Attributes:
       SAME: the same value, or the value divided by a power of n, such as a weight or `x.shape[1]`.
@@ -41,10 +41,10 @@ class Kind(Enum):
 
 
 class Fact(NamedTuple):
-    """How one value of the loss on a device relates to the same value computed by a single device from all positions.
+    """The relation of one value of the loss on a device to the same value computed by a single device from all positions.
 
     Attributes:
-      kind: the relation: SAME, ALONG, SUM, MAX or LOST.
+      kind: SAME, ALONG, SUM, MAX or LOST.
       dim: for ALONG, the dimension that has the positions.
       outer: for ALONG, how often the sequence of all positions is repeated in this dimension; 0 if the value is
         constant along the dimension, so that any order of its entries is right.

@@ -49,7 +49,10 @@ class Pair(NamedTuple):
         return self.one.outvars[result].aval.shape, self.two.outvars[result].aval.shape
 
     def grown(self, result: int = 0) -> list[int]:
-        """List the dimensions of a result whose size depends on the number of positions, and differs in the traces."""
+        """List the dimensions of a result whose size depends on the number of positions.
+
+        They differ between the traces for all positions and for one device's positions.
+        """
         return differing(*self.out_shapes(result))
 
     def is_whole(self, operand: int, dim: int, sizes: tuple[int, ...], other_sizes: tuple[int, ...]) -> bool:
@@ -67,7 +70,9 @@ class Pair(NamedTuple):
         return [name for name in one if name not in _LAYOUT and not _equal(one[name], two.get(name))]
 
     def check_unchanged(self, names: Set[str] | None = None) -> None:
-        """Raise `Mixes` if a parameter of the equation depends on the number of positions: the traces differ in it.
+        """Raise `Mixes` if a parameter of the equation differs between the two traces.
+
+        It then depends on the number of positions, and devices would compute something else than a single device.
 
         Args:
           names: the parameters to compare; by default all but sizes, such as `slice_sizes`, which may differ.

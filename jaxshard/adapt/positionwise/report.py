@@ -138,10 +138,10 @@ def _is_library(file: str) -> bool:
 
 
 def explain(findings: Sequence[Finding], axes: Sequence[str]) -> str:
-    """Make the error message of `js.context` that lists these operations.
+    """Make the error message of `js.context` for a loss with operations that mix sequence positions.
 
     Args:
-      findings: the operations that give wrong results on a part of the positions.
+      findings: the operations.
       axes: the mesh axes that split positions.
     """
     lines = "\n".join(f"  {finding}" for finding in findings)

@@ -83,7 +83,7 @@ class _Rows(Positions):
         return place.joined(LOST)
 
     def guess(self, one: Sequence[int], two: Sequence[int]) -> Fact:
-        """Return LOST (unknown) for a result of a refused operation, where `Positions` would guess from its shapes."""
+        """Return LOST (unknown) for a result of a refused operation; `Positions` would guess from its shapes."""
         return LOST
 
     def value(self, values: Sequence[Any], place: Place) -> Fact:
@@ -163,11 +163,11 @@ def find_unequal_means(
 
 
 def all_count_rows(program: Any, loss: Loss, rows: Sequence[Any]) -> bool:
-    """Return True if one trace shows already that all means of a loss and its metrics are right for parts of a batch.
+    """Return True if a jaxpr alone shows that all means of a loss and its metrics are right for parts of a batch.
 
     A mean is right if one of these is true: its weight is computed from the rows; its weight is a constant, equal to
     the number of terms in the sum that is its total; its weight is 1 and its total does not depend on the rows, as for
-    a penalty. If any mean is of another form, return False: two traces, for a part and for the full batch, must be
+    a penalty. If any mean is of another form, return False: the jaxprs for a part and for the full batch must be
     compared.
 
     Args:

@@ -41,7 +41,7 @@ def refuse(pair: Pair, share: Fact, how: str = "") -> Mixes:
 
 
 def combine_numbers(pair: Pair, facts: Sequence[Fact]) -> Fact:
-    """Return the fact about an elementwise function of values that do not vary with position, such as `x.shape[1]`.
+    """Return the fact about the result of an elementwise function of values that do not vary with position.
 
     All `facts` are of kind SAME: on n devices each device has the single-device value divided by n**degree. The
     result's degree follows from theirs: x.shape[1] has degree 1, and its square has degree 2.
@@ -69,9 +69,9 @@ def combine_numbers(pair: Pair, facts: Sequence[Fact]) -> Fact:
 
 
 def combine_shares(pair: Pair, facts: Sequence[Fact]) -> Fact:
-    """Return the fact about an elementwise function with at least one share (a device's part of a sum or maximum).
+    """Return the fact about the result of an elementwise function that has at least one share as operand.
 
-    The other operands must not vary with position (kind SAME).
+    A share is a device's part of a sum or maximum over positions. The other operands must not vary with position.
 
     Raises:
       Mixes: the function is not linear for shares of a sum, or is not a maximum for shares of a maximum.
@@ -112,7 +112,7 @@ def _is_integer(pair: Pair) -> bool:
 
 
 def sum_of(pair: Pair, facts: Sequence[Fact]) -> Fact:
-    """Return the fact about a sum of values, or a selection between them, of which some are shares.
+    """Return the fact about a value that is the sum of several values, or one of them (a select), if some are shares.
 
     A share is a device's part of a sum or maximum over positions.
 

@@ -41,9 +41,10 @@ from jaxshard.proofs.walk import Around, Domain, Place, Refused, walk
 
 @dataclass
 class Positions(Domain[Fact]):
-    """The proof that a loss treats sequence positions independently: rules for `proofs/walk.py`, and refused equations.
+    """The proof that a loss treats sequence positions independently, as a domain of `proofs/walk.py`.
 
-    A fact (see `Fact`) says how a value depends on the positions.
+    The walk goes through two traces of the loss, and asks this class how the results of each equation depend on the
+    positions (a fact). Equations that mix positions are refused and recorded as findings.
 
     Attributes:
       length: the number of all positions.
@@ -77,7 +78,7 @@ class Positions(Domain[Fact]):
         return Pair(place.equation, place.twin, self.length, self.parts, self.axes)
 
     def value(self, values: Sequence[Any], place: Place) -> Fact:
-        """Return the fact about a literal or constant: whether it depends on the number of positions.
+        """Return how a literal or constant depends on the number of positions, as a fact.
 
         Args:
           values: its values in the traces for all positions and for one device's positions.
@@ -105,13 +106,13 @@ class Positions(Domain[Fact]):
         return [self._with_cause(fact, place) for fact in apply_rule(self.pair(place), facts)]
 
     def refused(self, place: Place, facts: list[Fact], refusal: Refused) -> list[Fact]:
-        """Record an equation that its rule refused as a finding, and guess facts about its results to continue with."""
+        """Record an equation that its rule refused, and guess how its results depend on positions, to continue."""
         assert isinstance(refusal, Mixes)
         self.note(place, refusal)
         return self.after_refusal(place, facts)
 
     def after_refusal(self, place: Place, facts: Sequence[Fact]) -> list[Fact]:
-        """Return guessed facts about the results of a refused equation, with which the walk continues."""
+        """Guess how each result of a refused equation depends on positions, from its shapes, to continue the walk."""
         pair = self.pair(place)
         return [self.guess(*pair.out_shapes(index)) for index in range(len(place.equation.outvars))]
 
@@ -123,9 +124,9 @@ class Positions(Domain[Fact]):
         return guess(one, two, self.parts)
 
     def _with_cause(self, fact: Fact, place: Place) -> Fact:
-        """Return the fact; if it says that the equation at `place` made a sum or maximum over positions, note this.
+        """Return `fact`, with the equation at `place` as its `cause` if it says that this equation sums over positions.
 
-        The equation is stored in `fact.cause`, for error messages. A fact that already has a cause keeps it.
+        The same for a maximum. Error messages later name the cause. A fact that already has one keeps it.
         """
         if math.isnan(fact.degree):
             # Facts are compared, and NaN != NaN, but tuples compare identical objects as equal: use one NaN object.
@@ -141,10 +142,9 @@ class Positions(Domain[Fact]):
                 self.findings.append(finding)  # one per line and fix: a single softmax has two refused equations
 
     def join(self, place: Place, facts: Sequence[Fact]) -> Fact:
-        """Return a fact that holds for a value in all of several cases, such as the branches of a `cond`.
+        """Return how a value depends on the positions if it may come from several cases, as from a `cond`'s branches.
 
-        `facts` has the fact for each case. If the cases depend on the positions in different ways, add a finding and
-        return LOST (unknown).
+        `facts` has the fact for each case. If they can't be joined, add a finding and return LOST (unknown).
         """
         first, *others = facts
         for other in others:
@@ -189,9 +189,10 @@ class Positions(Domain[Fact]):
         return facts
 
     def enter(self, place: Place, facts: list[Fact]) -> list[Fact]:
-        """Turn facts about the operands of a call, branch, loop or `shard_map` into facts about its jaxpr's inputs.
+        """Return how the inputs of the jaxpr of a call, branch, loop or `shard_map` depend on the positions.
 
-        They differ only for a scan, whose body receives one row of each scanned array.
+        `facts` say so for the equation's operands. The two differ only for a scan, whose body receives one row of each
+        scanned array.
 
         Raises:
           Mixes: a scan over the positions, a condition that depends on them, or a `shard_map` that splits them.
@@ -210,9 +211,10 @@ class Positions(Domain[Fact]):
         return [*facts[:kept], *(_shift(fact, -1) for fact in over)]
 
     def leave(self, place: Place, facts: list[Fact]) -> list[Fact]:
-        """Turn facts about the results of the jaxpr of a scan or `shard_map` into facts about the equation's results.
+        """Return how the results of a scan or `shard_map` depend on the positions.
 
-        They differ only for a scan, which stacks a row of each iteration along a new first dimension.
+        `facts` say so for the results of its jaxpr. The two differ only for a scan, which stacks a row of each
+        iteration along a new first dimension.
         """
         if place.name == "shard_map":
             _check_split(facts, place.equation.params["out_specs"])
@@ -221,10 +223,15 @@ class Positions(Domain[Fact]):
         return [*facts[:carries], *(_shift(fact, 1) for fact in facts[carries:])]
 
     def conclude(self, place: Place, operands: list[Fact], results: list[Fact]) -> list[Fact]:
-        """Return the facts about an equation's results, or LOST (unknown) for all if a result's shape contradicts one.
+        """Return what is known about an equation's results, or LOST (unknown) if the results' shapes contradict it.
 
         For a `jax.custom_vjp`, check its backward pass too, if no other `jax.custom_vjp` calls it: otherwise JAX never
         runs this backward pass.
+
+        Args:
+          place: the equation.
+          operands: how its operands depend on the positions.
+          results: how its results depend on the positions.
         """
         if place.settled and is_custom_vjp(place.equation) and not any(is_custom_vjp(one) for one in _calls(place)):
             self.check_backward(place, operands, results)
@@ -260,7 +267,7 @@ class Positions(Domain[Fact]):
             self.note(place, Mixes("has a backward pass that is not right on a part of the positions"))
 
     def differ(self, place: Place, difference: Difference, results: Sequence[tuple[Any, Any]]) -> list[Fact]:
-        """Add a finding for the first difference between the two traces, and return guessed facts about the results.
+        """Add a finding for the first difference between the two traces, and guess how the results depend on positions.
 
         Args:
           place: where the traces differ, or the equations around this place.
