@@ -37,7 +37,7 @@ _LANES = 128
 
 @dataclass(frozen=True)
 class Chunks:
-    """How one weight is gathered chunk by chunk along a dimension, and its gradient reduced.
+    """The chunks into which one weight is split along a dimension, to be gathered one at a time.
 
     Each device stores an equal shard of the dimension. A chunk has the same number of elements of every shard.
 

@@ -42,11 +42,11 @@ Pair = tuple[jax.Array, jax.Array]
 
 
 class Starts(NamedTuple):
-    """Where this device's chunks of the sequence begin, if the sequence is split over devices.
+    """The positions in the full sequence at which this device's chunks begin, if the sequence is split over devices.
 
     Attributes:
-      queries: int[chunks], the positions in the full sequence at which its equal chunks of queries begin.
-      keys: int[chunks], the same for keys.
+      queries: int[chunks], the starts of its equal chunks of queries.
+      keys: int[chunks], the starts of its equal chunks of keys.
     """
 
     queries: jax.Array
@@ -147,9 +147,9 @@ def partial_gradients(
 
 
 def block_size(length: int, largest: int) -> int:
-    """Return the size of the fewest equal blocks of about `largest` positions or less that `length` positions fill.
+    """Return the block size that splits `length` positions into the fewest equal blocks of about `largest` at most.
 
-    The size is a multiple of 16, so it may exceed `largest` by up to 15. The last block is padded.
+    The size is a multiple of 16, so it may exceed `largest` by up to 15. The last block may be partly empty.
     """
     blocks = -(-length // largest)
     return -(-length // (16 * blocks)) * 16

@@ -63,7 +63,7 @@ class Blocks(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """Which blocks of keys the kernel loads, in order, for each of I blocks of queries (or the other way round).
+    """The blocks of keys that the kernel loads, in order, for each of I blocks of queries (or the other way round).
 
     Attributes:
       next: int32[I, width], the index of the block to load in each iteration.

@@ -29,7 +29,7 @@ _NONE: tuple[str, ...] = ()
 
 @dataclass(frozen=True)
 class Split:
-    """How one call of attention is split over the devices of the mesh.
+    """The sharding of one call of attention over the devices of the mesh, by the current layout.
 
     Attributes:
       mesh: the mesh around the call; None without a layout.

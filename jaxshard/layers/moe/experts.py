@@ -145,10 +145,10 @@ def _weigh(y_RC: jax.Array, choice: Choice, E: int) -> jax.Array:
 
 
 class Load(NamedTuple):
-    """How many rows the devices exchange, and in how many rounds.
+    """The rows that all devices exchange, and the number of rounds that this takes.
 
     Attributes:
-      counts: int32[devices, E], the rows that each device has for each expert.
+      counts: int32[devices, E], the number of rows that each device has for each expert.
       windows: the number of rounds in which the rows are exchanged.
     """
 
@@ -157,7 +157,7 @@ class Load(NamedTuple):
 
 
 class Share(NamedTuple):
-    """How experts are split over devices, how rows are exchanged, and how products are computed.
+    """The split of experts over devices, and the choices of how rows are exchanged and products are computed.
 
     Attributes:
       axes: the manual mesh axes over which experts are split.
@@ -302,7 +302,7 @@ def _empty(shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def _mask(x: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Set the rows of `x` after the first `sizes.sum()` rows, which were not received, to zero."""
+    """Set the unused rows of `x` to zero: all rows after the first `sizes.sum()`."""
     own = jnp.arange(x.shape[0]) < sizes.sum()
     return jnp.where(own.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
 

@@ -23,7 +23,7 @@ from jaxshard.core.counting import is_counting
 
 
 class Way(NamedTuple):
-    """How to compute grouped matrix products.
+    """The implementation of grouped matrix products to use.
 
     Attributes:
       platform: the platform of the devices: "tpu" for Pallas kernels, any other for a loop over blocks of rows.

@@ -179,7 +179,7 @@ def _axes_of_slices(mesh: Mesh, experts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class _Split:
-    """How one call of `moe` is split over devices by the current layout.
+    """The sharding of one call of `moe` over the devices of the mesh, by the current layout.
 
     If some mesh axes are not manual around the call, `apply` runs in a `shard_map` over these axes, and the
     PartitionSpecs here name only them.

@@ -89,7 +89,10 @@ def route(
 
 
 def room_of(capacity: float, tokens: int, k: int, experts: int) -> int:
-    """Return how many tokens of a row each expert accepts: `capacity` times a balanced load, rounded up."""
+    """Return how many tokens of a row each expert accepts: `capacity` times a balanced load, rounded up.
+
+    A row is one sequence of the batch; `tokens` is its length, and `k` the number of experts of a token.
+    """
     return math.ceil(capacity * tokens * k / experts)
 
 
