@@ -46,7 +46,7 @@ class Lora(NamedTuple):
 
     @property
     def model(self) -> Any:
-        """Return the model with low-rank factors, such as a `js.Stacked`, to which the loss belongs.
+        """Return the model that has the loss, such as a `js.Stacked`, with low-rank factors in its parameters.
 
         The base loss must be that of a model from js.models, js.linen, js.nnx or js.Stacked.
 

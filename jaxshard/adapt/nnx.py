@@ -438,7 +438,7 @@ class UnitCalls:
         return output
 
     def check_ran(self, units: Units) -> None:
-        """Raise a ValueError that names every class of `units` of which no instance ran in the loss."""
+        """Raise a ValueError that names every class in `units` that never ran in the loss."""
         raise_all(
             (f"{one.__name__}" for one in units if not any(issubclass(kind, one) for kind in self._ran)),
             ValueError,

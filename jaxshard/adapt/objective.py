@@ -76,9 +76,9 @@ Objective = Opaque | OfBlocks | OfModule
 
 
 def resolve(loss_fn: Callable[..., Any] | Objective) -> Objective:
-    """Return what is known about a loss function: the `js.Stacked` or Flax model whose loss it is, if any.
+    """Find out whether a loss function belongs to a `js.Stacked` model, to a Flax model, or to none.
 
-    An `Objective`, the result of an earlier call, is returned unchanged.
+    Return an `OfBlocks`, an `OfModule` or an `Opaque`. An argument that is one of these is returned unchanged.
     """
     if isinstance(loss_fn, Opaque):
         return loss_fn

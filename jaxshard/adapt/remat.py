@@ -56,7 +56,7 @@ def checkpoint_body(policy: RematPolicy, body: Callable[..., Any]) -> Callable[.
 
 
 def make_save_policy(policy: RematPolicy) -> Callable[..., Any]:
-    """Make the policy for `jax.checkpoint` that saves what a user's remat policy says, but never a gathered parameter.
+    """Make the `jax.checkpoint` policy for a user's remat policy, changed so that it saves no gathered parameter.
 
     The outputs of all-gathers, and of reshapes and casts, which turn a stored shard into a gathered parameter, are not
     saved. The backward pass gathers again, so that only one block's parameters are gathered at a time.
@@ -68,7 +68,7 @@ def make_save_policy(policy: RematPolicy) -> Callable[..., Any]:
 
 
 def save_no_weights(allows: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the `jax.checkpoint` policy that saves what the policy `allows` saves, except gathered parameters.
+    """Return the `jax.checkpoint` policy `allows`, changed so that it saves no gathered parameter.
 
     It excludes the primitives that make them, such as all-gathers, reshapes and casts.
     """

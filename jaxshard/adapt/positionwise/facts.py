@@ -41,7 +41,7 @@ class Kind(Enum):
 
 
 class Fact(NamedTuple):
-    """The relation of one value of the loss on a device to the same value computed by a single device from all positions.
+    """The relation of one value of the loss on a device to the value that a single device computes from all positions.
 
     Attributes:
       kind: SAME, ALONG, SUM, MAX or LOST.

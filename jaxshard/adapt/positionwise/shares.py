@@ -129,10 +129,10 @@ def sum_of(pair: Pair, facts: Sequence[Fact]) -> Fact:
 
 
 def number(one: Any, two: Any, parts: int) -> Fact:
-    """Return the fact about a constant: SAME, with the power of `parts` by which its values in both traces differ.
+    """Return the fact about a constant from its values in both traces: SAME, with the degree that relates them.
 
     For example, degree 1 if it is 128 in the trace for all positions (`one`) and 64 in the trace for one of two devices
-    (`two`). The degree is `ODD` if no such power is found.
+    (`two`): they differ by `parts` to the power of 1. The degree is `ODD` if no such power is found.
     """
     a, b = np.asarray(one), np.asarray(two)
     if a.dtype == b.dtype and (np.array_equal(a, b) or a.tobytes() == b.tobytes()):

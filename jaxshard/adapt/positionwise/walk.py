@@ -223,7 +223,7 @@ class Positions(Domain[Fact]):
         return [*facts[:carries], *(_shift(fact, 1) for fact in facts[carries:])]
 
     def conclude(self, place: Place, operands: list[Fact], results: list[Fact]) -> list[Fact]:
-        """Return what is known about an equation's results, or LOST (unknown) if the results' shapes contradict it.
+        """Return the facts about an equation's results, or LOST (unknown) for all if a shape contradicts its fact.
 
         For a `jax.custom_vjp`, check its backward pass too, if no other `jax.custom_vjp` calls it: otherwise JAX never
         runs this backward pass.
