@@ -157,7 +157,7 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 class _Terms(NamedTuple):
-    """The three numbers from which the loss and the accuracy of each of N labels are computed.
+    """Three numbers for each of N labels, which give its loss and the accuracy.
 
     Attributes:
       log_sum: f32[N], the log of the sum of exp(logits) over the vocabulary.
@@ -206,7 +206,7 @@ class _ChunkedHead(NamedTuple):
     with_best: bool
 
     def terms(self, x_NC: jax.Array, stored: jax.Array, sink: jax.Array | None, labels_N: jax.Array) -> _Terms:
-        """Compute, chunk by chunk, the numbers from which each label's loss follows; with a custom backward pass.
+        """Compute the logsumexp, own logit and best index of each label, chunk by chunk, with a custom backward pass.
 
         Args:
           x_NC: the output of the last block.

@@ -81,7 +81,7 @@ class Chunks:
         return jnp.where((inside >= index * self.width) & (numbers < self.size), numbers, -1).reshape(-1)
 
     def zeros(self, sink: jax.ShapeDtypeStruct) -> jax.Array:
-        """Return zeros in which to add up the gradients of all chunks, with the dimension split in two: [shards, part].
+        """Return zeros for summing the gradients of all chunks; the chunked dimension is split in two, [shards, part].
 
         `sink` has the shape and dtype of the stored gradient.
         """
@@ -114,7 +114,7 @@ class Chunks:
 
 
 class Offered(NamedTuple):
-    """A gathered weight that an engine passed to a loss, and what is needed to gather it in chunks instead.
+    """A gathered weight that an engine passed to a loss, and its stored shards, to gather it in chunks instead.
 
     Attributes:
       weight: the gathered weight.

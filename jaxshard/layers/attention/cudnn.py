@@ -27,7 +27,7 @@ def is_rocm(gpu: Any) -> bool:
 def why_not_cudnn(gpu: Any, q_BTHD: jax.Array, v_BSKE: jax.Array, extras: Extras, form: Form) -> str:
     """Return why cuDNN's fused kernel can't compute a call of attention; "" if it can.
 
-    Cases in which cuDNN would store all logits count as not possible.
+    It may not store all logits: calls for which cuDNN would store them are refused.
     """
     D, E = q_BTHD.shape[-1], v_BSKE.shape[-1]
     if float(gpu.compute_capability) < _OLDEST:
