@@ -100,7 +100,8 @@ def scatter(pair: Pair, facts: list[Fact]) -> list[Fact]:
       facts: how the array, the indices and the updates depend on the positions.
 
     Raises:
-      Mixes: the updates are written to only some of the positions, or one position's update overwrites another's.
+      Mixes: the updates are written to only some of the positions, or they vary by position and are written to an array
+        without positions, in any way but counting.
     """
     into, indices, updates = facts
     if found := plain(pair, facts):
