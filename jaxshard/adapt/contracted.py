@@ -17,10 +17,13 @@ from jaxshard.core.tree import CONTRACTED
 
 
 def contracted_in_calls(found: dict[Path, Names]) -> Callable[..., Any]:
-    """Make a Linen interceptor that stores the contracted dimensions of every kernel that it meets in `found`.
+    """Make a Linen interceptor that records which dimensions of each kernel are contracted (summed over) by its layer.
 
-    It handles DenseGeneral and Einsum. `found` maps the path of a kernel to a tuple with `CONTRACTED` or None for each
-    dimension.
+    Only DenseGeneral and Einsum layers are recorded. A kernel [embed, heads, head_dim] that contracts "embed" is
+    recorded as (CONTRACTED, None, None).
+
+    Args:
+      found: the dict {path of a kernel: `CONTRACTED` or None for each dimension}, which is filled while the model runs.
     """
 
     def intercept(next_fun: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
@@ -37,9 +40,15 @@ def contracted_in_calls(found: dict[Path, Names]) -> Callable[..., Any]:
 
 
 def contracted_in_modules(modules: Iterable[tuple[Path, Any]]) -> dict[Path, Names]:
-    """Return the contracted dimensions of the kernels of every LinearGeneral and Einsum among NNX modules.
+    """Return which dimensions of each kernel are contracted (summed over) by its NNX layer.
 
-    The result maps the path of a kernel to a tuple with `CONTRACTED` or None for each dimension.
+    Only LinearGeneral and Einsum layers are looked at.
+
+    Args:
+      modules: (path, module) of all submodules.
+
+    Returns:
+      {path of a kernel: `CONTRACTED` or None for each dimension}.
     """
     from flax import nnx  # imported lazily: it imports IPython, which Linen models do not need
 
@@ -62,7 +71,10 @@ def _count(dims: Any) -> int:
 
 
 def _names_in_equation(equation: str | None) -> Names:
-    """Return `CONTRACTED` or None for each dimension of an einsum's second operand, the kernel; () if it has "..."."""
+    """Return which dimensions of the kernel, the second operand of an einsum, are summed over; () if it has "...".
+
+    For example "BTD,DNH->BTNH" -> (CONTRACTED, None, None).
+    """
     operands, _, result = (equation or "").replace(" ", "").partition("->")
     _, _, kernel = operands.partition(",")
     return () if "." in kernel else tuple(None if letter in result else CONTRACTED for letter in kernel)

@@ -38,7 +38,10 @@ from jaxshard.core.types import PyTree
 
 
 def factor_products(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Wrap `fn(params, *args)` so that it may be called with `LowRank`s in params, which it sees as ordinary arrays."""
+    """Wrap `fn(params, *args)` so that matrices in `params` may be given as base and low-rank factors (`LowRank`).
+
+    `fn` still sees ordinary arrays, but its products with these matrices are computed from base and factors.
+    """
 
     def run(params: PyTree, *args: PyTree) -> PyTree:
         if not has_low_rank(params):
@@ -49,7 +52,10 @@ def factor_products(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def run_factored(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    """Call a function that makes weights by `bind_weight`, and compute products with these weights by their factors."""
+    """Call `fn`, and compute its products x @ (base + a b) as x @ base + (x @ a) @ b.
+
+    The matrices base + a b are the arrays that `fn` makes from a `LowRank` by `bind_weight`.
+    """
     program = Program.trace(fn, *args)
     return program.results([_whole(x) for x in evaluate(program.closed, jax.tree.leaves(args), _results)])
 
@@ -57,12 +63,12 @@ def run_factored(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Factored:
-    """A weight that has not been computed: a `LowRank`, and the transposes and casts applied to its weight so far.
+    """A matrix base + a b that has not been computed, with the transpose and cast to apply to it.
 
     Attributes:
       matrix: base and factors of a single matrix (not a stack of matrices).
-      order: for each dimension of the weight the corresponding dimension of the matrix.
-      dtype: the dtype of the weight after the casts.
+      order: for each dimension of the transposed matrix the dimension of `matrix` that it is.
+      dtype: the dtype after the cast.
     """
 
     matrix: LowRank
@@ -70,9 +76,9 @@ class _Factored:
     dtype: Any = field(metadata={"static": True})
 
     def may_become(self, dtype: Any) -> bool:
-        """Return True if the weight can be cast to `dtype` without computing it, by casting in the product.
+        """Return True if products with the matrix may cast base and factors to `dtype`, instead of the computed matrix.
 
-        A cast to more bits after a cast to fewer bits can't, since the first cast has rounded the weight.
+        False after a cast to fewer bits if `dtype` has more bits: the first cast rounds, and must not be skipped.
         """
         if not jnp.issubdtype(dtype, jnp.floating):
             return False
@@ -87,7 +93,10 @@ def _whole(x: Any) -> Any:
 
 
 def _results(eqn: Any, operands: list[Any]) -> list[Any]:
-    """Evaluate an equation; return a `_Factored` if the equation makes a weight, or transposes or casts one."""
+    """Evaluate an equation of a jaxpr, without computing matrices base + a b where this can be avoided.
+
+    A result is a `_Factored` (a matrix not yet computed) if the equation makes, transposes or casts such a matrix.
+    """
     name, params = eqn.primitive.name, eqn.params
     if eqn.primitive is WEIGHT:
         x = LowRank.tree_unflatten((params["gain"], params["cast"]), operands)
@@ -120,9 +129,14 @@ def _run_checkpoint(eqn: Any, operands: list[Any]) -> list[Any]:
 
 
 def _multiply(operands: list[Any], params: dict[str, Any]) -> Any:
-    """Multiply an array by a `_Factored` weight by base and factors, if this is possible; else compute the weight.
+    """Multiply an array by a matrix base + a b from base and factors: x @ base + (x @ a) @ b.
 
-    It is possible if the product contracts all input dimensions or all output dimensions of the weight, and no others.
+    This is possible if the product contracts all input dimensions or all output dimensions of the matrix, and no
+    others. Otherwise compute the matrix first.
+
+    Args:
+      operands: the two operands of a `dot_general`, one of them a `_Factored`.
+      params: the parameters of the `dot_general`.
     """
     side = next(i for i, x in enumerate(operands) if isinstance(x, _Factored))
     w, x, matrix = operands[side], _whole(operands[1 - side]), operands[side].matrix

@@ -106,7 +106,7 @@ class Linen(Adapted):
       module: the module, unbound.
       loss_fn: the user's `loss(model, batch)`.
       batch: the example batch on which `init` runs the loss.
-      declared: how arrays of the state are combined, by path.
+      declared: the argument `state` of `js.linen`: {path of an array of the state: "sum" or "max"}.
     """
 
     module: nn.Module
@@ -137,9 +137,10 @@ class Linen(Adapted):
         return LinenModel(self.module, model, None)(*args, **kwargs)
 
     def dim_names(self, params: PyTree) -> PyTree:
-        """Return for every parameter a tuple of names of its dimensions, from its metadata box or its layer.
+        """Return for every parameter a tuple of names of its dimensions, as `js.tensor` needs them.
 
-        A layer tells which dimensions of its kernel are contracted (`contracted.py`).
+        The names come from the parameter's metadata box. Without a box, a layer such as DenseGeneral says which
+        dimensions of its kernel are contracted (`contracted.py`).
         """
         contracted: dict[Path, Names] = {}
         boxed = jax.eval_shape(lambda key: self._boxed(key, contracted), jax.random.key(0))["params"]
@@ -148,7 +149,18 @@ class Linen(Adapted):
     def run(
         self, model: PyTree, batch: PyTree, key: jax.Array | None, *, units: Units = (), save: Save | None = None
     ) -> Any:
-        """Run the user's loss on the module; see `Adapted.run`."""
+        """Run the user's loss on the module.
+
+        Args:
+          model: parameters, or js.Model(params, state).
+          batch: the batch: a device's own rows under `js.explicit`, else the global batch.
+          key: the random key of the step; None in evaluation.
+          units: classes of submodules; each submodule of these classes runs inside of a `jax.checkpoint`.
+          save: the policy of these `jax.checkpoint`s.
+
+        Returns:
+          The output of the loss, with the module's new state if it has any.
+        """
         called = LinenModel(self.module, model, key)
         own = None if key is None else neighbour(key)
         with nn.intercept_methods(_checkpoint_units(units, save)), explain_missing_key("js.linen", self.loss_fn, key):
@@ -156,11 +168,12 @@ class Linen(Adapted):
         return attach_state("js.linen", output, split_model(model)[1], called.state, self.declared)
 
     def unit_params(self, units: Units, params: PyTree) -> PyTree:
-        """Return a tree of booleans: True for the parameters of the outermost units that the loss calls.
+        """Return a tree like `params`: True for each parameter of a unit, a submodule whose class is in `units`.
 
         Raises:
           TypeError: a class is not a Linen module.
-          ValueError: a unit never runs, has no parameters, or has stacked ones (`nn.scan`, `nn.vmap`).
+          ValueError: a unit never runs in the loss, or only inside another unit; it has no parameters, or stacked
+            parameters (`nn.scan`, `nn.vmap`).
         """
         raise_all(
             (one.__name__ for one in units if not issubclass(one, nn.Module)),
@@ -193,7 +206,7 @@ class Linen(Adapted):
     def _boxed(self, key: jax.Array, contracted: dict[Path, Names] | None = None) -> dict[str, Any]:
         """Initialise all variables, in their metadata boxes, by running the loss on zeros like the example batch.
 
-        The contracted dimensions of kernels are added to `contracted`, by path.
+        If `contracted` is a dict, add {path of a kernel: its contracted dimensions} for every layer that tells them.
         """
         fresh = LinenInit(self.module, key)
         call_loss(self.loss_fn, fresh, zeros_of(self.batch), train=True, key=neighbour(key))
@@ -225,7 +238,10 @@ class LinenModel:
         return self._params
 
     def __call__(self, *args: Any, method: Any = None, mutable: str | Sequence[str] = (), **kwargs: Any) -> Any:
-        """Return `module.apply(variables, *args, ...)`; with `mutable`, return (output, {name: collection})."""
+        """Return `module.apply(variables, *args, ...)`; with `mutable`, return (output, {name: collection}).
+
+        Collections of the state that the call changes are kept in `state`.
+        """
         asked = _collection_names(mutable)
         filters = [*self.state, *asked] or False
         try:
@@ -260,11 +276,11 @@ class LinenModel:
 
 
 class LinenInit:
-    """The model that a user's loss receives in `init`: each call initialises a module as `module.init` does.
+    """The model that a user's loss receives during initialisation: each call initialises modules as `module.init` does.
 
     Attributes:
       variables: the variables that the calls have made so far, in their metadata boxes.
-      contracted: the contracted dimensions of kernels of the layers that ran so far, by path.
+      contracted: {path of a kernel: `CONTRACTED` or None for each dimension}, for the layers that ran so far.
     """
 
     def __init__(self, module: nn.Module, key: jax.Array):
@@ -278,7 +294,10 @@ class LinenInit:
         return nn.unbox(self.variables.get("params", {}))
 
     def __call__(self, *args: Any, method: Any = None, mutable: str | Sequence[str] = (), **kwargs: Any) -> Any:
-        """Call the module, and add the variables that do not exist yet to `variables`."""
+        """Call the module, and add the variables that this call initialises to `variables`.
+
+        With `mutable`, return (output, {name: collection}).
+        """
         asked = _collection_names(mutable)
 
         def call(module: nn.Module) -> Any:
@@ -305,10 +324,14 @@ Interceptor = Callable[..., Any]
 
 
 def _outermost(units: Units, around: Callable[[Callable[[], Any], nn.Module, Any], Any]) -> Interceptor:
-    """Make a Linen interceptor that replaces each call of an outermost unit by `around(call, module, run_on)`.
+    """Make a Linen interceptor that replaces each call of a unit (a submodule whose class is in `units`).
 
-    Calls of units inside another unit are not replaced. `call()` makes the original call; `run_on(module)` makes the
-    same call on another copy of the module.
+    A unit that runs inside another unit is called as usual.
+
+    Args:
+      units: the classes.
+      around: `around(call, module, run_on)` replaces the call. `call()` makes the original call, and `run_on(module)`
+        the same call on another copy of the module.
     """
     inside = False
 
@@ -333,7 +356,10 @@ def _outermost(units: Units, around: Callable[[Callable[[], Any], nn.Module, Any
 
 
 def _checkpoint_units(units: Units, save: Save | None) -> Interceptor:
-    """Make a Linen interceptor that runs each outermost unit in a `jax.checkpoint` with the policy `save`."""
+    """Make a Linen interceptor that runs each unit (a submodule of a class in `units`) in a `jax.checkpoint`.
+
+    A unit inside another unit has no `jax.checkpoint` of its own. `save` is the policy.
+    """
 
     def around(call: Callable[[], Any], module: nn.Module, run_on: Callable[[nn.Module], Any]) -> Any:
         # An instance without parameters, in a class of which others have some, has nothing to gather again.

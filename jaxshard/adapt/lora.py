@@ -46,7 +46,9 @@ class Lora(NamedTuple):
 
     @property
     def model(self) -> Any:
-        """Return the model with factors, if the loss is that of a model from js.models, js.linen, js.nnx or js.Stacked.
+        """Return the model that has the loss, such as a `js.Stacked`, with low-rank factors in its parameters.
+
+        The base loss must be that of a model from js.models, js.linen, js.nnx or js.Stacked.
 
         Raises:
           AttributeError: the loss is a plain function.
@@ -57,7 +59,11 @@ class Lora(NamedTuple):
 
     @property
     def evaluate(self) -> Callable[..., Any]:
-        """Return the `eval_fn` of `model`, for `js.make_eval_step`."""
+        """Return the evaluation function of the model with factors, for `js.make_eval_step`.
+
+        Raises:
+          AttributeError: the loss is a plain function.
+        """
         evaluate: Callable[..., Any] = self.model.evaluate
         return evaluate
 
@@ -135,7 +141,16 @@ def lora(
 def _make_params(
     init_fn: InitFn, rank: int, match: tuple[str, ...], gain: float, base: BaseDtype | None, key: jax.Array
 ) -> PyTree:
-    """Make the base model's parameters, with a `LowRank` in place of each matched parameter."""
+    """Make the base model's parameters, with a `LowRank` (base and factors) for each matrix whose path fits a pattern.
+
+    Args:
+      init_fn: makes the base model.
+      rank: the rank of the factors.
+      match: the patterns of paths.
+      gain: the factor by which the product of the factors is multiplied, alpha / rank.
+      base: the dtype in which the base is stored; None for the matrix's own.
+      key: the random key.
+    """
     with models_run() as runs:
         params, state = split_model(init_fn(key))
     problems: list[str] = []
@@ -170,9 +185,12 @@ def _make_params(
 def _sides(leaf: Leaf) -> tuple[int, int]:
     """Return (the number of leading dimensions that stack matrices, the number of input dimensions of each matrix).
 
-    The second number is 0 if the parameter is no matrix. If the layer does not say which dimensions it contracts, a
-    matrix of more than two dimensions is divided so that inputs and outputs have the most similar sizes: [512, 8, 64]
-    after the first dimension, [8, 64, 512] after the second.
+    For example (1, 1) for 12 stacked blocks' matrices [12, 512, 2048]. The second number is 0 if the parameter is no
+    matrix.
+
+    If the layer does not say which dimensions it contracts, a matrix of more than two dimensions is divided so that
+    inputs and outputs have the most similar sizes: [512, 8, 64] after the first dimension, [8, 64, 512] after the
+    second.
     """
     named = Rules(RULES).name_dims(leaf).names
     is_stack = [BLOCKS, LAYERS, *EXPERTS]
@@ -190,7 +208,7 @@ def _sides(leaf: Leaf) -> tuple[int, int]:
 
 
 def _with_factors(known: KnownModel, make: Callable[[jax.Array], PyTree]) -> KnownModel:
-    """Return a copy of `known` whose parameters have factors, which the model's functions see as ordinary arrays.
+    """Return a copy of a model whose parameters have low-rank factors; the model's own functions see ordinary arrays.
 
     `make(key)` makes the parameters with factors.
     """
@@ -206,7 +224,11 @@ def _with_factors(known: KnownModel, make: Callable[[jax.Array], PyTree]) -> Kno
 
 
 def _of_module(known: Adapted) -> dict[str, Callable[..., Any]]:
-    """Return the methods of a Flax model that take its parameters, for parameters with factors."""
+    """Return replacements for the methods of a Flax model that take parameters, for parameters with low-rank factors.
+
+    Returns:
+      {name of a method: the function that replaces it}.
+    """
 
     def run(model: PyTree, batch: PyTree, key: jax.Array | None, **options: Any) -> Any:
         def run_merged(params: PyTree, *rest: PyTree) -> Any:

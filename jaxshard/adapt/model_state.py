@@ -28,7 +28,10 @@ from jaxshard.core.types import PyTree
 
 
 def is_declared(x: Any) -> bool:
-    """Return whether a node of a returned state is a contribution: `js.Sum`, `js.Max` or `js.Mean`."""
+    """Return True for a `js.Sum`, `js.Max` or `js.Mean` in a returned state: a contribution to the new state.
+
+    Contributions are combined over devices and micro-batches. Any other entry of the state replaces the old value.
+    """
     return isinstance(x, (Sum, Max, Mean))
 
 
@@ -57,7 +60,9 @@ def next_state(old: PyTree, loss: Loss) -> PyTree:
 
 
 def check_averages(old: PyTree, loss: Loss) -> None:
-    """Raise ValueError unless a loss returns each `js.Average` of the state unchanged.
+    """Raise ValueError unless a loss returns every `js.Average` in its state unchanged.
+
+    A `js.Average` is updated by the step itself, so that the loss must not change it.
 
     Args:
       old: the state that the loss received, in the same trace.
@@ -122,7 +127,11 @@ def _is_traced(value: Any) -> bool:
 
 
 def _merge(old: PyTree, new: PyTree) -> PyTree:
-    """Apply the contributions in a returned state (`js.Sum`, `js.Max`, `js.Mean`) to the old state."""
+    """Return the model's new state, from the old state and the state that a loss returned.
+
+    A `js.Sum` is added to the old value, a `js.Max` is compared with it, and a `js.Mean` (as total / weight) or any
+    other entry replaces it.
+    """
     values = jax.tree.map(_value_of, new, is_leaf=is_declared)
     if not same_structure(old, values):
         return values  # refused by its leaves

@@ -115,7 +115,7 @@ class ModuleForm(NamedTuple):
       random: shapes and dtypes of the streams' keys and counts, in the order of their leaves.
       modules: (path, class) of every submodule.
       names: {path of a parameter: names of its dimensions in its sharding metadata, () for none}.
-      contracted: {path of a kernel: which dimensions its layer contracts}, see `contracted.py`.
+      contracted: {path of a kernel: "contracted" or None for each dimension}: the dimensions that its layer sums over.
     """
 
     graph: Any
@@ -135,7 +135,7 @@ class Nnx(Adapted):
     Attributes:
       make_module: makes the module from `nnx.Rngs`.
       loss_fn: the user's `loss(module, batch)`.
-      declared: how variables of the state are combined, by path.
+      declared: the argument `state` of `js.nnx`: {path of a variable: "sum" or "max"}.
     """
 
     make_module: Callable[[flax_nnx.Rngs], flax_nnx.Module]
@@ -167,9 +167,10 @@ class Nnx(Adapted):
         return run_unchanged(run, params)
 
     def dim_names(self, params: PyTree) -> PyTree:
-        """Return for every parameter a tuple of names of its dimensions, from its sharding metadata or its layer.
+        """Return for every parameter a tuple of names of its dimensions, as `js.tensor` needs them.
 
-        A layer tells which dimensions of its kernel are contracted (`contracted.py`).
+        The names come from the parameter's sharding metadata. Without metadata, a layer such as LinearGeneral says
+        which dimensions of its kernel are contracted (`contracted.py`).
         """
         return dim_names_of("js.nnx", params, self.names, self.contracted)
 
@@ -180,7 +181,10 @@ class Nnx(Adapted):
 
     @property
     def contracted(self) -> dict[tuple[Any, ...], tuple[Any, ...]]:
-        """Return {path of a kernel: which dimensions its layer contracts}; see `contracted.py`."""
+        """Return which dimensions of each kernel are contracted (summed over) by its layer.
+
+        The result is {path of a kernel: "contracted" or None for each dimension}.
+        """
         return self._form.contracted
 
     def bind(self, model: PyTree, key: jax.Array | None) -> Bound:
@@ -217,7 +221,18 @@ class Nnx(Adapted):
     def run(
         self, model: PyTree, batch: PyTree, key: jax.Array | None, *, units: Units = (), save: Save | None = None
     ) -> Any:
-        """Run the user's loss on the module; see `Adapted.run`."""
+        """Run the user's loss on the module.
+
+        Args:
+          model: parameters, or js.Model(params, state).
+          batch: the batch: a device's own rows under `js.explicit`, else the global batch.
+          key: the random key of the step; None in evaluation.
+          units: classes of submodules; each submodule of these classes runs inside of a `jax.checkpoint`.
+          save: the policy of these `jax.checkpoint`s.
+
+        Returns:
+          The output of the loss, with the module's new state if it has any.
+        """
         params, state = split_model(model)
 
         def run(params: PyTree) -> tuple[Any, Values]:
@@ -235,7 +250,12 @@ class Nnx(Adapted):
         return run_unchanged(run, params)
 
     def unit_params(self, units: Units, params: PyTree) -> PyTree:
-        """Return a tree of booleans: True for the parameters of units; see `Adapted.unit_params`."""
+        """Return a tree like `params`: True for each parameter of a unit, a submodule whose class is in `units`.
+
+        Raises:
+          TypeError: a class is not an NNX module.
+          ValueError: the module has no submodule of a class, or none of them has parameters.
+        """
         raise_all(
             (one.__name__ for one in units if not issubclass(one, flax_nnx.Module)),
             TypeError,
@@ -292,12 +312,12 @@ class Nnx(Adapted):
 
 
 class Bound(NamedTuple):
-    """A module that holds given values, for one call of the loss.
+    """An NNX module with the values of one step, for one call of the loss.
 
     Attributes:
       module: the module.
-      after: to be called after the loss; returns (the new state, the values of all parameters), and raises a ValueError
-        if the module drew random numbers without a key.
+      after: to be called after the loss; returns (the new state, [(path, value)] of all parameters), and raises a
+        ValueError if the module drew random numbers without a key.
     """
 
     module: flax_nnx.Module
@@ -312,7 +332,10 @@ def _split(module: flax_nnx.Module) -> tuple[Any, Any, Any, Any]:
 
 
 def _check_arrays(module: flax_nnx.Module) -> None:
-    """Raise TypeError if a module has arrays outside of variables, which would be constants of the traced program."""
+    """Raise TypeError if a module has arrays that are not in an `nnx.Variable`.
+
+    They would become constants of the traced program, neither trained nor kept.
+    """
     flat = {path for path, _ in flax_nnx.to_flat_state(flax_nnx.state(module))}
     raise_all(
         (
@@ -344,7 +367,7 @@ def _seed_streams(shapes: list[Any], key: jax.Array | None) -> list[jax.Array]:
 
 
 def _values(params: Any) -> Values:
-    """Return (path, value) of every parameter of a state."""
+    """Return (path, value) of every parameter in an NNX state of `nnx.Param`s, such as ("layers/0/kernel", array)."""
     return [(path_str(path), x) for path, x in jax.tree_util.tree_leaves_with_path(flax_nnx.to_pure_dict(params))]
 
 
@@ -353,7 +376,9 @@ def _is_object(x: Any) -> bool:
 
 
 class UnitCalls:
-    """Run each call of an outermost unit inside of a `jax.checkpoint`.
+    """Wrapper that runs each call of a unit (a submodule of a class in `units`) in a `jax.checkpoint`.
+
+    A unit inside another unit has no `jax.checkpoint` of its own.
 
     Args:
       save: the policy of the `jax.checkpoint`.
@@ -364,7 +389,10 @@ class UnitCalls:
         self._ran: set[type] = set()
 
     def around(self, path: tuple[Any, ...], unit: flax_nnx.Module) -> Around:
-        """Return the function that replaces the call of the unit at this path, for `intercept_calls`."""
+        """Return the function `run(unit, call, args, kwargs)` that replaces calls of the unit at `path`.
+
+        It is passed to `intercept_calls`.
+        """
         shapes = _param_shapes(unit)
 
         def run(unit: flax_nnx.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -410,7 +438,7 @@ class UnitCalls:
         return output
 
     def check_ran(self, units: Units) -> None:
-        """Raise a ValueError that names every class of which no instance ran."""
+        """Raise a ValueError that names every class in `units` that never ran in the loss."""
         raise_all(
             (f"{one.__name__}" for one in units if not any(issubclass(kind, one) for kind in self._ran)),
             ValueError,

@@ -16,7 +16,7 @@ from jaxshard.core.known_model import KnownModel, known_loss
 
 @dataclass(frozen=True)
 class Opaque:
-    """A plain loss function, `loss_fn(model, batch, key)`, into which engines cannot look."""
+    """A plain loss function, `loss_fn(model, batch, key)`: an engine can only call it, with all parameters gathered."""
 
     loss_fn: Callable[..., Any]
 
@@ -27,7 +27,7 @@ class Opaque:
 
     @property
     def stacked_for_user(self) -> bool:
-        """True if jaxshard stacked the parameters of blocks for a user who did not stack them."""
+        """True if jaxshard stacked the parameters of separate blocks, as `js.stack` does, and not the user."""
         return False
 
     @property
@@ -43,7 +43,7 @@ class Opaque:
 
 @dataclass(frozen=True)
 class OfBlocks(Opaque):
-    """The loss of a `js.Stacked` model: engines gather one block's parameters at a time, or run blocks in stages."""
+    """The loss of a `js.Stacked` model, whose parameters can be gathered block by block or split into stages."""
 
     model: Stacked
 
@@ -58,7 +58,7 @@ class OfBlocks(Opaque):
 
 @dataclass(frozen=True)
 class OfModule(Opaque):
-    """The loss of a module from `js.linen` or `js.nnx`: engines gather the parameters of a unit just before it runs."""
+    """The loss of a `js.linen` or `js.nnx` module, whose submodules' parameters can be gathered while they run."""
 
     model: Adapted
 
@@ -76,7 +76,10 @@ Objective = Opaque | OfBlocks | OfModule
 
 
 def resolve(loss_fn: Callable[..., Any] | Objective) -> Objective:
-    """Find the model to which a loss function belongs, if any; return an `Objective` unchanged."""
+    """Find out whether a loss function belongs to a `js.Stacked` model, to a Flax model, or to none.
+
+    Return an `OfBlocks`, an `OfModule` or an `Opaque`. An argument that is one of these is returned unchanged.
+    """
     if isinstance(loss_fn, Opaque):
         return loss_fn
     known = known_loss(loss_fn)

@@ -25,15 +25,17 @@ from jaxshard.core.types import PyTree
 
 @dataclass
 class Offer:
-    """An engine's offer to run a known model on the stored shards, valid only for the parameters that a loss received.
+    """An engine's offer to run a known model (`js.Stacked`, `js.linen`, `js.nnx`) in a user's loss on stored shards.
+
+    It is valid only if the loss passes the parameters that it received to the model unchanged.
 
     Attributes:
       weights: the gathered parameters that the loss received.
       run: `run(known, model, batch, key) -> output of the model's loss`, computed from the stored shards.
       accepts: `accepts(known)` returns True if `run` can run the model.
       taken: the models that `run` ran; filled while the loss runs.
-      missed: the models that ran as written, since they received other arrays or `accepts` refused them; filled
-        likewise.
+      missed: the models that ran on gathered parameters, since they received other arrays or `accepts` refused them;
+        also filled while the loss runs.
     """
 
     weights: PyTree
@@ -43,7 +45,7 @@ class Offer:
     missed: list[KnownModel] = field(default_factory=list)
 
     def is_for(self, params: PyTree) -> bool:
-        """Return True if all parameters are the same objects (`is`) as the arrays in `weights`."""
+        """Return True if all of `params` are the same objects (`is`) as the parameters that the loss received."""
         if not same_structure(self.weights, params):
             return False
         return all(a is b for a, b in zip(jax.tree.leaves(self.weights), jax.tree.leaves(params), strict=True))
@@ -63,16 +65,16 @@ def offering(offer: Offer) -> Iterator[None]:
 
 
 def run_as_offered(known: KnownModel, model: PyTree, batch: PyTree, key: Any, plain: Callable[[], Any]) -> Any:
-    """Run a known model's loss by the current offer, if the offer is for these parameters; else return `plain()`.
+    """Run a known model's loss on stored shards if the engine offers this for these parameters; else return `plain()`.
 
-    The offer's `taken` or `missed` records the model.
+    The model is added to the offer's `taken` or `missed`.
 
     Args:
       known: the model.
       model: the model's parameters, or js.Model(params, state).
       batch: the batch: a device's own rows under `js.explicit`, else the global batch.
       key: the random key; None in evaluation.
-      plain: runs the model's loss as written.
+      plain: runs the model's loss on the given parameters.
     """
     offer = _current.get()
     if offer is None:

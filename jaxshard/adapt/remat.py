@@ -49,26 +49,29 @@ _MOVES = frozenset({
 
 
 def checkpoint_body(policy: RematPolicy, body: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the body of a scan over blocks in a `jax.checkpoint` that saves what `policy` says."""
+    """Wrap the body of a scan over blocks in a `jax.checkpoint` that saves the activations that `policy` chooses."""
     # Inside a scan the compiler can't merge the recomputation with the forward pass (CSE), so no barriers are needed.
     wrapped: Callable[..., Any] = jax.checkpoint(body, policy=make_save_policy(policy), prevent_cse=False)
     return wrapped
 
 
 def make_save_policy(policy: RematPolicy) -> Callable[..., Any]:
-    """Make the policy for `jax.checkpoint` that saves what `policy` says, but never a gathered parameter.
+    """Make the `jax.checkpoint` policy for a user's remat policy, changed so that it saves no gathered parameter.
 
-    The outputs of all-gathers, and of reshapes and casts, which happen between a stored shard and a gathered parameter,
-    are not saved. The backward pass gathers again, so that only one block's parameters are gathered at a time.
+    The outputs of all-gathers, and of reshapes and casts, which turn a stored shard into a gathered parameter, are not
+    saved. The backward pass gathers again, so that only one block's parameters are gathered at a time.
 
     Args:
-      policy: see `policy_function`.
+      policy: the user's policy, such as "dots" or {"attention_out": "save"}; see `policy_function`.
     """
     return save_no_weights(policy_function(policy))
 
 
 def save_no_weights(allows: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the `jax.checkpoint` policy that saves what the policy `allows` saves, except gathered parameters."""
+    """Return the `jax.checkpoint` policy `allows`, changed so that it saves no gathered parameter.
+
+    It excludes the primitives that make them, such as all-gathers, reshapes and casts.
+    """
 
     def save(prim: Any, *args: Any, **params: Any) -> Any:
         return prim.name not in _MOVES and allows(prim, *args, **params)
@@ -178,7 +181,7 @@ def _no_such_names(unknown: Collection[str], found: Collection[str]) -> str:
 
 
 def names_in(program: Any) -> set[str]:
-    """Return the names of activations in a jaxpr and in the jaxprs inside it.
+    """Return the names that `checkpoint_name` gave to activations in a jaxpr and in the jaxprs inside it.
 
     Names that the forward rule of a custom_vjp function gives to its residuals are only in the jaxpr of the gradient.
     """

@@ -66,13 +66,13 @@ class ScanCarry:
     """The activations of a scanned model: the values that are passed from the embedding through the blocks to the head.
 
     Attributes:
-      carry: the scan carry, which each block replaces.
+      carry: the carry of the scan, which each block replaces.
       shared: values that every block reads.
       layered: values [num_blocks, ...], of which each block reads one slice.
       drawn: random values that the embedding drew and the head reads.
       count: the number of blocks that have run, a scalar; None if there are no layered values.
-      form: static: (tree structure of parameters and batch, their shapes and dtypes, True if there is a random key),
-        from which a block traces the loss again.
+      form: static: (tree structure of parameters and batch, their shapes and dtypes, True if there is a random key). A
+        block needs it to trace the loss again.
     """
 
     carry: list[jax.Array]
@@ -84,7 +84,10 @@ class ScanCarry:
 
 
 class MovingVariables(NamedTuple):
-    """The variables of the loss's jaxpr whose values become the fields of `ScanCarry` with the same names."""
+    """The variables of the loss's jaxpr whose values are passed from the embedding to the blocks and the head.
+
+    At run time the values of each field become the field of `ScanCarry` with the same name.
+    """
 
     carry: list[Any]
     shared: list[Any]
@@ -93,12 +96,13 @@ class MovingVariables(NamedTuple):
 
 
 class BodyInput(NamedTuple):
-    """The source from which a block takes an input of the scan's body.
+    """The place where a block finds the value of one input of the scan's body.
 
     Attributes:
-      kind: the kind of input.
-      which: the index in the field of `ScanCarry` for "carry", "shared" and "layered"; the path of the parameter for
-        "weight"; for "key" an index that differs for every key; the variable or literal for "fixed".
+      kind: "carry", "shared", "layered": in the field of `ScanCarry` with this name. "weight": among its parameters.
+        "key": a random key made from the block's own key. "fixed": computed from literals alone.
+      which: the index in the field of `ScanCarry`; the path of the parameter for "weight"; for "key" an index that
+        differs for every key; the variable or literal for "fixed".
     """
 
     kind: Kind
@@ -106,7 +110,7 @@ class BodyInput(NamedTuple):
 
 
 class SplitLoss(NamedTuple):
-    """A traced loss, split at its scan.
+    """A traced loss, split at its scan over blocks into embedding, block and head.
 
     Attributes:
       program: the loss; its arguments are (parameters, batch, key or None).
@@ -114,7 +118,7 @@ class SplitLoss(NamedTuple):
       before: the equations before the scan.
       after: the equations after the scan.
       moving: the variables whose values are passed from the embedding to blocks and head.
-      inputs: the source of each input of the scan's body.
+      inputs: where a block finds each input of the scan's body.
     """
 
     program: Program
@@ -125,7 +129,7 @@ class SplitLoss(NamedTuple):
     inputs: list[BodyInput]
 
     def run_embed(self, rest: PyTree, batch: PyTree, key: jax.Array | None) -> MovingVariables:
-        """Run the embedding: return the values of the variables in `moving`.
+        """Run the equations before the scan; return the values to pass on to the blocks and the head.
 
         `rest` has the parameters outside of the blocks.
         """
@@ -133,7 +137,13 @@ class SplitLoss(NamedTuple):
         return values
 
     def run_block(self, weights: Mapping[Path, jax.Array], x: ScanCarry, key: jax.Array | None) -> list[jax.Array]:
-        """Run one iteration of the scan with the parameters of one block, by path; return the new scan carry."""
+        """Run one iteration of the scan with the parameters of one block; return the new carry of the scan.
+
+        Args:
+          weights: {path of a parameter in the module: its value for this block}.
+          x: the activations that the block receives.
+          key: the random key of this block; None in evaluation.
+        """
         fixed = [one.which for one in self.inputs if one.kind == "fixed"]
         # Keys are ids, since a Literal is not hashable.
         numbers = dict(zip(map(id, fixed), self.program.run(fixed, {}, self.before), strict=True))
@@ -160,14 +170,24 @@ class SplitLoss(NamedTuple):
         return carry
 
     def run_head(self, rest: PyTree, x: ScanCarry, batch: PyTree, key: jax.Array | None) -> Any:
-        """Run the head: return the result of the loss, given the `ScanCarry` after the last block."""
+        """Run the equations after the scan; return the result of the loss.
+
+        Args:
+          rest: the parameters outside of the blocks.
+          x: the activations after the last block.
+          batch: the batch.
+          key: the random key of the head; None in evaluation.
+        """
         given = self._arguments(rest, batch, key)
         given |= assign(list(self.scan.outvars[: len(x.carry)]), x.carry) | assign(self.moving.drawn, x.drawn)
         # Pass the equations before the scan, too: values that the head needs and that were not passed are recomputed.
         return self.program.run(self.program.out, given, [*self.before, *self.after])
 
     def _arguments(self, rest: PyTree, batch: PyTree, key: jax.Array | None) -> dict[Any, Any]:
-        """Return {variable: value} for the arguments of the loss's jaxpr, except the parameters of blocks."""
+        """Return {variable of the loss's jaxpr: value} for its arguments, except the parameters of blocks.
+
+        `rest` has the parameters outside of the blocks.
+        """
         params, batch_vars, key_var = self.program.args
         of_path = flatten_dict(params)
         values = {of_path[path]: x for path, x in flatten_dict(rest).items()} | assign(batch_vars, batch)
@@ -175,7 +195,7 @@ class SplitLoss(NamedTuple):
 
 
 def split_at_scan(program: Program) -> SplitLoss:
-    """Split a traced loss at its scan over stacked parameters.
+    """Split a traced loss at its scan over stacked parameters into an embedding, a block and a head.
 
     Raises:
       ValueError: there is no such scan or several, or the blocks can't be separated: they share a random key, their
@@ -205,7 +225,7 @@ def split_at_scan(program: Program) -> SplitLoss:
 def _sort_inputs(
     scan: Any, weights: dict[Any, Path], random: set[Any], dependent: set[Any]
 ) -> tuple[MovingVariables, list[BodyInput], list[str]]:
-    """Find the source from which a block takes each input of the scan's body.
+    """Decide for each input of the scan's body where a block, which runs by itself, finds its value.
 
     Args:
       scan: the equation. Its inputs are the consts, then the initial carry, then the arrays that it slices.
@@ -214,7 +234,7 @@ def _sort_inputs(
       dependent: the variables that depend on any argument of the loss.
 
     Returns:
-      (the variables to pass from the embedding to the blocks, the source of each input, error messages).
+      (the variables to pass from the embedding to the blocks, where a block finds each input, error messages).
     """
     consts, carries = scan_counts(scan.params)
     moving, inputs, problems, keys = MovingVariables([], [], [], []), [], [], 0
@@ -244,10 +264,10 @@ def _sort_inputs(
 
 
 def find_scan(program: Program) -> tuple[Any, frozenset[Path]]:
-    """Find the scan over stacked parameters among the equations of a loss.
+    """Find the scan over stacked parameters, as `nn.scan(variable_axes={"params": 0})` makes, among a loss's equations.
 
-    This scan slices parameters themselves, not values computed from parameters, as the scan of
-    `nn.scan(variable_axes={"params": 0})` does. Other scans (a recurrent layer) slice activations.
+    It slices parameters themselves. Other scans, as in a recurrent layer, slice activations or values computed from
+    parameters, and are ignored.
 
     Returns:
       (the equation of the scan, the paths of the parameters that it slices).

@@ -69,10 +69,10 @@ def scanned(module: nn.Module, loss: Callable[..., Any], batch: PyTree) -> Scann
 
 
 class Scanned(Stacked):
-    """A scanned Linen model as a `Stacked` model, made by `js.scanned`.
+    """A Linen model with an `nn.scan` over its blocks, as a `js.Stacked` model; made by `js.scanned`.
 
     Attributes:
-      adapter: the module with its loss.
+      adapter: the module with its loss, a `js.linen` pair.
     """
 
     stacked_for_user = True
@@ -96,7 +96,7 @@ class Scanned(Stacked):
         super().__init__(self._embed, self._block, self._head, split.scan.params["length"], adapter.make_params)
 
     def make_params(self, key: jax.Array) -> PyTree:
-        """Initialise the module; return its parameters with the scanned ones under "blocks"."""
+        """Initialise the module; return its parameters, with the scanned ones [num_blocks, ...] under "blocks"."""
         return self._to_stacked(self.adapter.make_params(key))
 
     def dim_names(self, params: PyTree) -> PyTree:
@@ -106,11 +106,11 @@ class Scanned(Stacked):
         return named | {BLOCKS: unflatten_dict(blocks)}
 
     def to_variables(self, params: PyTree) -> PyTree:
-        """Convert the parameters of this model to the variables {"params": ...} of the module's `apply`."""
+        """Convert this model's parameters, {"blocks": ..., ...}, to {"params": ...} for the module's `apply`."""
         return {"params": self._to_module(params)}
 
     def from_variables(self, variables: PyTree) -> PyTree:
-        """Convert the variables of the module's `init` to the parameters of this model."""
+        """Convert the result of the module's `init` to this model's parameters, {"blocks": ..., ...}."""
         return self._to_stacked(nn.unbox(variables)["params"])
 
     # The scanned module may be at any path. With the prefix ("decoder", "layers") the module's parameter
@@ -132,7 +132,13 @@ class Scanned(Stacked):
         return Program.trace(self.adapter.run, params, batch, key)
 
     def _split(self, rest: PyTree, batch: PyTree, *, train: bool) -> SplitLoss:
-        """Trace and split the loss, given shapes of the parameters outside of the blocks (`rest`) and of the batch."""
+        """Trace the loss for the given shapes, and split it into embedding, block and head.
+
+        Args:
+          rest: shapes of the parameters outside of the blocks.
+          batch: shapes of the batch.
+          train: True to trace the loss with a random key, False to trace it as in evaluation.
+        """
         flat = flatten_dict(rest)
         # An engine may have cast the parameters (compute_dtype). The embedding and the head do not receive the blocks'
         # parameters, so assume that these were cast like other parameters of the same dtype.
@@ -167,7 +173,7 @@ class Scanned(Stacked):
 
 
 def _common_module(found: frozenset[Path]) -> Path:
-    """Return the path of the innermost module that contains all these parameters."""
+    """Return the longest common path of these parameters' modules: {a/b/w, a/c/w} -> a."""
     first, last = min(found), max(found)  # in sorted order all paths between these two share their common prefix
     same = next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))
     return first[: min(same, len(first) - 1)]

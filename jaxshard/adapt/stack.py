@@ -121,7 +121,7 @@ class StackedModules(Stacked):
     """A `js.Stacked` model of Flax modules, made by `js.stack`.
 
     Attributes:
-      parts: the modules, block included.
+      parts: the block and the modules before and after the blocks.
       loss_fn: the user's `loss(model, batch)`.
     """
 
@@ -202,9 +202,10 @@ class StackedModules(Stacked):
 
 
 class PartsModel:
-    """The model that a user's loss receives: its parts as attributes, and `blocks`, which runs all blocks.
+    """The model that a user's loss receives: `model.blocks` runs all blocks, every other module has its own attribute.
 
-    Attributes that are not parts end in an underscore, so that parts may have any other name.
+    For example `model.embed` and `model.head`. Attributes of this class itself end in an underscore, so that modules
+    may have any other name.
     """
 
     def __init__(self, parts: dict[str, Any], blocks: Callable[..., Any]):
@@ -220,11 +221,11 @@ class PartsModel:
 
 
 class BoundModules:
-    """Modules bound to their parameters, for one call of the loss.
+    """The modules that one call of the loss uses, with their parameters.
 
     Args:
-      bound: {name: (the callable that the user's loss receives, a function that returns the module's parameters after
-        the loss)}.
+      bound: {name: (the callable that the user's loss receives, a function to call after the loss)}. The function
+        returns the module's parameters, which the loss must not have changed.
 
     Attributes:
       called: the callables, by name.
@@ -244,7 +245,7 @@ class BoundModules:
 
 
 class _BlocksReached(BaseException):
-    """Raised by `model.blocks` to leave the loss when the embedding is computed.
+    """Raised by `model.blocks` to end the user's loss there: the embedding is then computed.
 
     It is a BaseException, so that no `except Exception` in the user's loss catches it.
     """
@@ -259,10 +260,10 @@ class _BlocksReached(BaseException):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockArguments:
-    """The arguments of a block: `x`, which each block replaces, and further arguments, equal for all blocks.
+    """The arguments of a block: the activations, and further arguments, such as a mask, that all blocks receive alike.
 
     Attributes:
-      x: the activations.
+      x: the activations, which each block replaces.
       arrays: the arrays among the further arguments.
       form: static: (tree structure of the further arguments, their leaves with None in place of each array).
     """
@@ -273,7 +274,7 @@ class BlockArguments:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockArguments:
-        """Separate the arguments of `model.blocks` into arrays and static values.
+        """Make a `BlockArguments` from the arguments of `model.blocks(x, ...)`: separate arrays from static values.
 
         Raises:
           TypeError: an argument is neither an array nor hashable.
@@ -290,7 +291,7 @@ class BlockArguments:
         return cls(args[0], [leaf for array, leaf in zip(arrays, leaves, strict=True) if array], (tree, static))
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return (arguments, keyword arguments) with which a block is called."""
+        """Return (positional arguments, keyword arguments) with which to call a block."""
         tree, static = self.form
         arrays = iter(self.arrays)
         args, kwargs = tree.unflatten([next(arrays) if leaf is None else leaf for leaf in static])
@@ -299,14 +300,18 @@ class BlockArguments:
 
 @dataclass(frozen=True, eq=False)
 class _LinenParts:
-    """The block and the parts of a model of Linen modules, by name."""
+    """The Linen modules of a `js.stack` model by name: "block", and the modules before and after the blocks."""
 
     modules: dict[str, nn.Module]
     loss_fn: Callable[..., Any]
     batch: PyTree
 
     def init(self, key: jax.Array) -> PyTree:
-        """Initialise the parameters of every part, and of one block."""
+        """Initialise every module; return {name: its parameters}, with the parameters of one block under "block".
+
+        Raises:
+          ValueError: a module has state, or the block has no parameters.
+        """
         with without_box_placement():
             made = {name: nn.unbox(variables) for name, variables in self._boxed(key).items()}
         states = {name: {kind: x for kind, x in made[name].items() if kind != "params"} for name in made}
@@ -316,21 +321,28 @@ class _LinenParts:
         return {name: variables.get("params", {}) for name, variables in made.items()}
 
     def bind(self, name: str, params: PyTree, key: jax.Array | None) -> tuple[Any, Callable[[], Values]]:
-        """Return (the callable that the user's loss receives, a function that returns the parameters after the loss).
+        """Return (the callable that the user's loss receives for this module, a function to call after the loss).
 
-        The function returns an empty list, since a Linen module can't change its parameters.
+        For NNX the function returns parameters that the loss may have changed. A Linen module can't change its
+        parameters, so here it returns an empty list.
         """
         return LinenModel(self.modules[name], params, key), list
 
     def names(self) -> tuple[dict[Path, Names], dict[Path, Names]]:
-        """Return the names in the metadata of the parameters, and what their layers sum over, by path."""
+        """Return (the names of dimensions in parameters' metadata, the dimensions that layers sum over), by path.
+
+        The second is {path of a kernel: "contracted" or None for each dimension}.
+        """
         contracted: dict[str, dict[Path, Names]] = {}
         made = jax.eval_shape(lambda key: self._boxed(key, contracted), jax.random.key(0))
         boxed = {name: variables.get("params", {}) for name, variables in made.items()}
         return names_in_boxes(boxed), _join_paths(contracted)
 
     def _boxed(self, key: jax.Array, contracted: dict[str, dict[Path, Names]] | None = None) -> dict[str, Any]:
-        """Make all variables, in their metadata boxes; add the contracted dimensions of kernels to `contracted`."""
+        """Initialise every module; return {name: its variables, in their metadata boxes}.
+
+        If `contracted` is a dict, add {name: {path of a kernel: "contracted" or None for each dimension}} to it.
+        """
         keys = jax.random.split(key, len(self.modules))
         fresh = {name: LinenInit(self.modules[name], k) for name, k in zip(sorted(self.modules), keys)}
         parts = {name: one for name, one in fresh.items() if name != _BLOCK}
@@ -342,27 +354,34 @@ class _LinenParts:
 
 @dataclass(frozen=True, eq=False)
 class _NnxParts:
-    """The block and the parts of a model of NNX modules, by name."""
+    """The NNX modules of a `js.stack` model by name: "block", and the modules before and after the blocks."""
 
     modules: dict[str, Nnx]
 
     def init(self, key: jax.Array) -> PyTree:
-        """Initialise the parameters of every part, and of one block."""
+        """Initialise every module; return {name: its parameters}, with the parameters of one block under "block".
+
+        Raises:
+          ValueError: a module has state.
+        """
         keys = jax.random.split(key, len(self.modules))
         made = {name: self.modules[name].make_params(k) for name, k in zip(sorted(self.modules), keys)}
         _check_no_state({name: model.state for name, model in made.items() if isinstance(model, Model)})
         return made
 
     def bind(self, name: str, params: PyTree, key: jax.Array | None) -> tuple[Any, Callable[[], Values]]:
-        """Return (the callable that the user's loss receives, a function that returns the parameters after the loss).
+        """Return (the module that the user's loss receives, a function to call after the loss).
 
-        The function returns (path, value) of every parameter of the module.
+        The function returns (path, value) of every parameter, since the loss could have changed it.
         """
         module, after = self.modules[name].bind(params, key)
         return module, lambda: after()[1]
 
     def names(self) -> tuple[dict[Path, Names], dict[Path, Names]]:
-        """Return the names in the metadata of the parameters, and what their layers sum over, by path."""
+        """Return (the names of dimensions in parameters' metadata, the dimensions that layers sum over), by path.
+
+        The second is {path of a kernel: "contracted" or None for each dimension}.
+        """
         parts = self.modules.items()
         return (
             _join_paths({name: one.names for name, one in parts}),

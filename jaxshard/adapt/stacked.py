@@ -98,14 +98,20 @@ class Stacked(KnownModel):
         return rest | {BLOCKS: jax.vmap(lambda k: self.init_parts(k)["block"])(keys)}
 
     def dim_names(self, params: PyTree) -> PyTree:
-        """Return for every parameter a tuple with "blocks" for a dimension that stacks blocks, None for all others."""
+        """Return for every parameter a tuple of names of its dimensions: ("blocks", None, None) for stacked matrices.
+
+        Parameters outside of the blocks have only None.
+        """
         return jax.tree_util.tree_map_with_path(
             lambda path, x: tuple(BLOCKS if path[0].key == BLOCKS and dim == 0 else None for dim in range(x.ndim)),
             params,
         )
 
     def compute_loss(self, model: PyTree, batch: PyTree, key: jax.Array | None) -> Mean | Loss:
-        """Run the model on the batch and return the head's output; an engine may run it by an `Offer` (`offer.py`)."""
+        """Run the model on the batch and return the head's output.
+
+        Inside a user's own loss, an engine may run the model on its stored shards instead (`offer.py`).
+        """
         output: Mean | Loss = run_as_offered(self, model, batch, key, lambda: self.run(model, batch, key))
         return output
 
@@ -114,7 +120,7 @@ class Stacked(KnownModel):
         return evaluation(self.compute_loss(model, batch, None))
 
     def named_block(self, weights: PyTree, x: PyTree, key: jax.Array | None) -> PyTree:
-        """Run one block with the given parameters, and name its input "block_in" for `remat` policies."""
+        """Run one block with the given parameters; its input gets the name "block_in" for `jax.checkpoint` policies."""
         return self.block(weights, name_tree(x, BLOCK_IN), key)
 
     def run(
@@ -159,7 +165,10 @@ class Stacked(KnownModel):
 
 
 def check_block(x: PyTree, y: PyTree) -> None:
-    """Raise a ValueError that names every leaf in which a block's output `y` differs from its input `x`."""
+    """Raise a ValueError unless a block's output `y` has the tree, shapes and dtypes of its input `x`.
+
+    The message names every leaf that differs.
+    """
     check_same_tree(abstract(x), abstract(y), "block must return what it receives", "keep shapes and dtypes")
 
 

@@ -18,11 +18,18 @@ Values = list[tuple[str, Any]]
 
 
 def run_unchanged(run: Callable[[PyTree], tuple[Any, Values]], params: PyTree) -> Any:
-    """Call `run(params)`, which returns (output, parameters afterwards); return the output if none has changed.
+    """Call `run(params)`, and raise if it changed parameters: only the optimizer may change them.
 
     Flax's transforms (nnx.remat, nnx.jit, nnx.scan) replace the array in each variable by a result of their program, a
     new array with the same value. So if an array was replaced, `run` is traced as well, and the jaxpr shows whether the
     new array is an input that was returned unchanged.
+
+    Args:
+      run: returns (output, [(path, value)] of all parameters afterwards).
+      params: the parameters.
+
+    Returns:
+      The output.
 
     Raises:
       ValueError: `run` changed or made parameters; names each.
@@ -43,7 +50,7 @@ def run_unchanged(run: Callable[[PyTree], tuple[Any, Values]], params: PyTree) -
 
 
 def refuse_changes(problems: Any) -> None:
-    """Raise a ValueError that lists these descriptions of changed parameters, if there are any."""
+    """Raise a ValueError that lists the parameters that a loss changed, unless `problems` is empty."""
     raise_all(
         problems,
         ValueError,

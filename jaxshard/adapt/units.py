@@ -37,7 +37,7 @@ STACKED_UNIT = "its parameters are stacked ({}); describe such a model with js.S
 class Adapted(KnownModel):
     """A Flax module with its loss, which unpacks as the pair `init_fn, loss_fn`.
 
-    A subclass implements the abstract methods of `KnownModel`, `run` and `unit_params`.
+    A subclass implements `run`, `unit_params`, and the abstract methods of `KnownModel`.
 
     Attributes:
       loss_fn: the user's loss.
@@ -50,7 +50,10 @@ class Adapted(KnownModel):
         yield self.loss
 
     def compute_loss(self, model: PyTree, batch: PyTree, key: jax.Array | None) -> Any:
-        """Return the loss of a training batch, with the module's new state; an engine may run it by an `Offer`."""
+        """Return the loss of a training batch, with the module's new state.
+
+        Inside a user's own loss, an engine may run the module on its stored shards instead (`offer.py`).
+        """
         return run_as_offered(self, model, batch, key, lambda: self.run(model, batch, key))
 
     def compute_metrics(self, model: PyTree, batch: PyTree) -> dict[str, Mean | Sum | Max]:
@@ -82,7 +85,7 @@ class Adapted(KnownModel):
 
         Raises:
           TypeError: a class is not a module class of this library.
-          ValueError: no submodule of a class runs outside of other units, or none has parameters.
+          ValueError: for some class no submodule runs outside of other units, or none has parameters.
         """
         raise NotImplementedError
 
@@ -124,7 +127,11 @@ def check_loss(who: str, loss_fn: Any, options: Sequence[str]) -> None:
 
 @contextmanager
 def explain_missing_key(who: str, loss_fn: Callable[..., Any], key: jax.Array | None) -> Iterator[None]:
-    """Enter a context for calling a loss: in evaluation, add a note to its errors that its `key` or `rngs` is None."""
+    """Enter a context for calling a user's loss, which explains errors of a missing random key.
+
+    In evaluation a loss receives None as its `key` or `rngs`. If it then raises a TypeError or AttributeError, a note
+    that says so is added to the error.
+    """
     try:
         yield
     except (TypeError, AttributeError) as error:
@@ -157,7 +164,7 @@ def attach_state(who: str, output: Any, old: PyTree, new: dict[str, Any], declar
       output: the output of the loss.
       old: the state before the loss; () or {} if the module has no state.
       new: the state after the loss.
-      declared: how to combine arrays of the state over devices, by path.
+      declared: {path of an array of the state: "sum" or "max"}, how to combine its values over devices.
 
     Raises:
       ValueError: the loss returned a state itself, or `declared` names an array that the state lacks.

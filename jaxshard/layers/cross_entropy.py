@@ -66,7 +66,10 @@ def cross_entropy(
 
 
 def compute_nats(logits: Float32[Array, "*batch vocab"], labels: Int[Array, "*batch"]) -> Float32[Array, "*batch"]:
-    """Compute the loss of labels from 0 to vocab - 1, without checks and without a sharding constraint."""
+    """Compute the cross-entropy of each label, in nats: logsumexp(logits) - the label's own logit.
+
+    Labels must be from 0 to vocab - 1. Arguments are not checked, and no sharding constraint is added.
+    """
     # Not an index: looking a label up would make the partitioner move the logits. Not in the labels' dtype: bytes wrap.
     own = (
         jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == jnp.asarray(labels, jnp.int32)[..., None]
@@ -82,12 +85,25 @@ def in_vocabulary(labels: Int[Array, "*batch"], vocab: int) -> Bool[Array, "*bat
 
 
 def spoil(good: Bool[Array, "*batch"], nats: Float32[Array, "*batch"]) -> Float32[Array, "*batch"]:
-    """Return the losses with NaN where `good` is False; gradients pass unchanged, without work in the backward pass."""
+    """Return `nats` with NaN wherever `good` is False.
+
+    Only values change: the gradient passes as if this function were not there, and costs nothing.
+    """
     return nats + jnp.where(good, jnp.float32(0), jnp.float32(jnp.nan))
 
 
 def _find_counted(labels: jax.Array, where: Any, ignore_index: Any) -> jax.Array | None:
-    """Return True for each label that counts, in the labels' shape; None if all labels count."""
+    """Return a bool for each label, True if its loss counts; None if all labels count.
+
+    Args:
+      labels: the labels.
+      where: True for labels that count, or None.
+      ignore_index: a label that does not count, or None.
+
+    Raises:
+      ValueError: `where` is not boolean or does not broadcast to the labels.
+      TypeError: `ignore_index` is no integer.
+    """
     counts = None
     if where is not None:
         if jnp.result_type(where) != jnp.bool_:

@@ -122,7 +122,7 @@ def head_loss(
 def _whole(
     x_NC: jax.Array, kernel_CV: jax.Array, labels_N: jax.Array, z_loss: float, soft_cap: float | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute all logits at once; return (the loss of each label, True for each label that has the largest logit)."""
+    """Compute all logits at once; return (the loss of each label, True for each label with the largest logit)."""
     is_f32 = jnp.result_type(x_NC, kernel_CV) == jnp.float32
     logits_NV = _cap(x_NC @ kernel_CV if is_f32 else _product(x_NC, kernel_CV), soft_cap)
     if is_split("vocab", logits_NV.shape[-1]):
@@ -135,7 +135,10 @@ def _whole(
 
 @jax.custom_vjp
 def _product(x_NC: jax.Array, kernel_CV: jax.Array) -> jax.Array:
-    """Compute logits in f32 from bf16 inputs, and multiply bf16 gradients, not f32 as by JAX's own derivative."""
+    """Compute x @ kernel in f32 from bf16 inputs, with gradients computed from bf16 inputs as well.
+
+    JAX's own derivative would multiply f32 arrays in the backward pass, which is slower.
+    """
     return jnp.matmul(x_NC, kernel_CV, preferred_element_type=jnp.float32)
 
 
@@ -154,12 +157,12 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 class _Terms(NamedTuple):
-    """The terms of each label's loss.
+    """Three numbers for each of N labels, which give its loss and the accuracy.
 
     Attributes:
-      log_sum: the log of the sum of exp(logits) over the vocabulary.
-      own: the label's own logit; 0 for a label out of range.
-      best: the vocabulary index of the largest logit.
+      log_sum: f32[N], the log of the sum of exp(logits) over the vocabulary.
+      own: f32[N], the label's own logit; 0 for a label out of range.
+      best: int32[N], the vocabulary index of the largest logit.
     """
 
     log_sum: jax.Array
@@ -168,7 +171,9 @@ class _Terms(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """The carry of the loop over chunks, an online softmax: an entry for each label and part, [N, P].
+    """The carry of the loop over chunks of the vocabulary, an online softmax.
+
+    All fields are [N, P], for N labels and the P parts into which a tensor axis splits the vocabulary.
 
     Attributes:
       most: the largest logit of the chunks so far.
@@ -184,11 +189,11 @@ class _Running(NamedTuple):
 
 
 class _ChunkedHead(NamedTuple):
-    """A head that is computed in chunks.
+    """The head of a language model, computed in chunks of the vocabulary.
 
     Attributes:
       chunks: how the kernel is split into chunks.
-      parts: P, the parts over which a tensor axis splits the vocabulary.
+      parts: P, the number of devices over which a tensor axis splits the vocabulary.
       tied: True if the kernel is [V, C], False if it is [C, V].
       soft_cap: the soft cap of the logits; None for none.
       with_best: True to find the index of the largest logit, for the accuracy.
@@ -201,12 +206,13 @@ class _ChunkedHead(NamedTuple):
     with_best: bool
 
     def terms(self, x_NC: jax.Array, stored: jax.Array, sink: jax.Array | None, labels_N: jax.Array) -> _Terms:
-        """Compute the terms of each label's loss.
+        """Compute the logsumexp, own logit and best index of each label, chunk by chunk, with a custom backward pass.
 
         Args:
           x_NC: the output of the last block.
           stored: the kernel as it is stored, from which chunks are gathered.
-          sink: receives the gradient of the kernel as its own gradient; None if no gradient is asked for.
+          sink: an array whose gradient will be the gradient of the kernel, reduced over devices; its values are not
+            used. None if the kernel is frozen.
           labels_N: the labels.
         """
         like = None if sink is None else jax.ShapeDtypeStruct(sink.shape, sink.dtype)
@@ -256,7 +262,15 @@ class _ChunkedHead(NamedTuple):
     def _backward(
         self, saved: tuple[jax.Array, ...], cotangents: _Terms, sink: jax.ShapeDtypeStruct | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return (the gradient of `x_NC`, the gradient of the kernel, reduced over devices; None without a sink)."""
+        """Return (the gradient of `x_NC`, the gradient of the kernel, reduced over devices), computed chunk by chunk.
+
+        The second is None if the kernel is frozen.
+
+        Args:
+          saved: the residuals of the forward pass.
+          cotangents: the gradients with respect to the results of the forward pass.
+          sink: shape and dtype of the kernel's gradient; None if the kernel is frozen.
+        """
         x_NC, stored, labels_N, log_sum_N = saved
         labels_N11, log_sum_N11, d_log_sum_N11, d_own_N11 = (
             one[:, None, None] for one in (labels_N, log_sum_N, cotangents.log_sum, cotangents.own)
@@ -285,16 +299,25 @@ class _ChunkedHead(NamedTuple):
         return dx_PNC.sum(0).astype(x_NC.dtype), gradient
 
     def _numbers(self, index: jax.Array) -> jax.Array:
-        """Return the vocabulary indices of the columns of a chunk, int32[P, W]; -1 for padding."""
+        """Return the vocabulary indices of the W columns that chunk `index` has of each of P parts, int32[P, W].
+
+        A tensor axis splits the vocabulary into P parts. The index is -1 for padding.
+        """
         return self.chunks.numbers(index).reshape(self.parts, -1)
 
     def _weight(self, stored: jax.Array, index: jax.Array) -> jax.Array:
-        """Return a chunk of the kernel, with a dimension of parts: [C, P, W], or [P, W, C] if the kernel is tied."""
+        """Gather chunk `index` of the kernel, with a dimension for the P parts of the vocabulary.
+
+        The shape is [C, P, W], or [P, W, C] if the kernel is tied.
+        """
         weight, dim = self.chunks.take(stored, index), self.chunks.dim
         return weight.reshape(*weight.shape[:dim], self.parts, -1, *weight.shape[dim + 1 :])
 
     def _join(self, weight: jax.Array) -> jax.Array:
-        """Merge the dimensions P and W of a chunk: the inverse of the reshape in `_weight`."""
+        """Merge the dimensions P and W of a chunk of the kernel: [C, P, W] -> [C, P * W].
+
+        If the kernel is tied: [P, W, C] -> [P * W, C].
+        """
         dim = self.chunks.dim
         return weight.reshape(*weight.shape[:dim], -1, *weight.shape[dim + 2 :])
 
@@ -313,10 +336,14 @@ class _ChunkedHead(NamedTuple):
 
 
 def _devices_first(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Reorder and flatten rows and positions [B, T, ...] to [B * T, ...], so that each device's entries are contiguous.
+    """Flatten rows and positions, [B, T, ...] -> [B * T, ...], so that the entries of each device are contiguous.
 
     This is needed if the compiler splits the positions: after a plain reshape a device's entries would not be
-    contiguous, which no sharding of one dimension can express. If it does not, return `x` unchanged.
+    contiguous, which no sharding of one dimension can express. If positions are not split, return `x` unchanged.
+
+    Args:
+      x: the array.
+      shape: (B, T).
     """
     B, T = shape if len(shape) == 2 else (1, 1)
     over_rows, over_positions = split_count("batch", B), split_count("context", T)
@@ -332,7 +359,12 @@ def _cap(logits: jax.Array, soft_cap: float | None) -> jax.Array:
 
 
 def _default_count(x_NC: jax.Array, vocab: int) -> int:
-    """Return the default number of chunks if each device computes `vocab` columns; see `head_loss`."""
+    """Return into how many chunks `head_loss` splits the vocabulary by default.
+
+    Args:
+      x_NC: the output of the last block.
+      vocab: the number of columns that each device computes.
+    """
     N, C = x_NC.shape
     N = max(1, N // split_count(TOKENS, N))
     # Columns per chunk: N x 2 C logits are twice as large as x, and N x (_ONE_CHUNK / N) logits are always allowed.

@@ -21,7 +21,7 @@ from jaxshard.core.marks import is_marking, leave_mark, marked_length
 
 
 def positions(count: int) -> Int[Array, " count"]:
-    """Return the indices in their row of the `count` positions that the model computes here, int32[count].
+    """Return the indices in the sequence of the `count` positions that the model computes here, int32[count].
 
     Use it in a model that does not read positions from its batch, for rotary angles or a table of learned positions.
     Under `js.explicit` and `js.pipelined` with `js.context` these are this device's positions. In `js.generate` they
@@ -31,7 +31,7 @@ def positions(count: int) -> Int[Array, " count"]:
       count: the number of positions of the model's arrays here.
 
     Raises:
-      ValueError: a negative count, or an odd one where a device has two chunks of a row.
+      ValueError: a negative count, or an odd one where a device has two chunks of the sequence.
 
     Example:
         angles = js.positions(x.shape[1])[:, None] * rates      # x: [rows, positions, width]
@@ -56,7 +56,7 @@ def positions(count: int) -> Int[Array, " count"]:
 
 
 def count_in_row(count: int) -> int:
-    """Return the number of positions in a full row, given that this device has `count` of them."""
+    """Return the number of positions of the full sequence; `count` is the number that this device has."""
     if is_marking():
         return marked_length()
     axes = split_axes()
@@ -64,11 +64,11 @@ def count_in_row(count: int) -> int:
 
 
 def sum_in_row(x: jax.Array) -> jax.Array:
-    """Return the sum over all positions of a row, from the sum over this device's positions.
+    """Return the sum over all positions of the full sequence, from the sum over this device's positions.
 
     Needed only for expressions that are not linear in such sums, such as a product of two: `js.Mean` adds plain sums.
 
-    Collectives: an all-reduce of `x` over the axes of a context, where each device has its own positions.
+    Collectives: an all-reduce of `x` over the axes of `js.context`, if each device has its own positions.
     """
     if is_marking():
         return leave_mark("sum_in_row", (x,), ("sum",), [jax.ShapeDtypeStruct(x.shape, x.dtype)], (None,))[0]
@@ -77,7 +77,7 @@ def sum_in_row(x: jax.Array) -> jax.Array:
 
 
 def split_axes() -> tuple[str, ...]:
-    """Return the mesh axes over which the traced code sees split positions; () if it sees all positions of a row."""
+    """Return the mesh axes over which `js.context` has split the positions that the traced code sees; () if none."""
     activations = activations_in_force()
     context = None if activations is None else activations.layout.context
     if activations is None or context is None:
@@ -87,18 +87,24 @@ def split_axes() -> tuple[str, ...]:
 
 
 def has_part() -> bool:
-    """Return True if the traced code sees only this device's positions, or a proof traces it as if it did."""
+    """Return True if the traced code sees only this device's positions, not the full sequence.
+
+    Also True while a proof traces a loss as if its positions were split.
+    """
     return is_marking() or bool(split_axes())
 
 
 def take_part(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-    """Take this device's positions from an array that has all positions in dimension `dim`, inside a `shard_map`."""
+    """Take this device's positions from an array that has all positions in dimension `dim`, inside a `shard_map`.
+
+    Device i of n takes the chunks i and 2n - 1 - i of 2n equal chunks.
+    """
     size = x.shape[dim] // (2 * lax.axis_size(axes))
     halves = [lax.dynamic_slice_in_dim(x, number * size, size, dim) for number in chunks_of(axes)]
     return jnp.concatenate(halves, dim)
 
 
 def chunks_of(axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-    """Return the indices of the two chunks of a row that this device has."""
+    """Return the indices of this device's two chunks of the sequence: i and 2n - 1 - i, for device i of n."""
     index = lax.axis_index(axes)
     return index, 2 * lax.axis_size(axes) - 1 - index

@@ -37,16 +37,18 @@ _LANES = 128
 
 @dataclass(frozen=True)
 class Chunks:
-    """One weight in chunks along a dimension; see the drawing at the top of this file.
+    """The chunks into which one weight is split along a dimension, to be gathered one at a time.
+
+    Each device stores an equal shard of the dimension. A chunk has the same number of elements of every shard.
 
     Attributes:
       dim: the dimension.
       size: its size, without padding.
       parts: the number of shards in which the weight or its gradient is stored.
       part: the size of a shard along the dimension.
-      width: the elements of every shard that a chunk has.
+      width: the number of elements of every shard that a chunk has.
       gather: maps a stored chunk to the chunk of the weight, [..., parts * width, ...].
-      reduce: maps the cotangent of that chunk to the stored chunk of the gradient.
+      reduce: maps the gradient with respect to that chunk to the stored chunk of the gradient.
     """
 
     dim: int
@@ -63,30 +65,38 @@ class Chunks:
         return -(-self.part // self.width)
 
     def take(self, stored: jax.Array, index: jax.Array) -> jax.Array:
-        """Gather chunk `index` of the weight from its stored array. Issues the engine's collectives."""
+        """Return chunk `index` of the weight, gathered from its stored array by the engine's collectives."""
         shape, dim = stored.shape, self.dim
         parts = stored.reshape(*shape[:dim], -1, self.part, *shape[dim + 1 :])
         chunk = lax.dynamic_slice_in_dim(parts, self._start(index), self.width, dim + 1)
         return self.gather(chunk.reshape(*shape[:dim], -1, *shape[dim + 1 :]))
 
     def numbers(self, index: jax.Array) -> jax.Array:
-        """Return the index along the dimension of each element of a chunk, int32[parts * width].
+        """Return where the elements of chunk `index` are along the dimension of the full weight, int32[parts * width].
 
-        The index is -1 for padding, and for elements that an earlier chunk has.
+        The position is -1 for padding, and for elements that an earlier chunk has.
         """
         inside = self._start(index) + jnp.arange(self.width, dtype=jnp.int32)
         numbers = jnp.arange(self.parts, dtype=jnp.int32)[:, None] * self.part + inside
         return jnp.where((inside >= index * self.width) & (numbers < self.size), numbers, -1).reshape(-1)
 
     def zeros(self, sink: jax.ShapeDtypeStruct) -> jax.Array:
-        """Return zeros for the gradient of all chunks: like `sink`, with the dimension reshaped to [shards, part]."""
+        """Return zeros for summing the gradients of all chunks; the chunked dimension is split in two, [shards, part].
+
+        `sink` has the shape and dtype of the stored gradient.
+        """
         parts = -(-sink.shape[self.dim] // self.part)
         return jnp.zeros((*sink.shape[: self.dim], parts, self.part, *sink.shape[self.dim + 1 :]), sink.dtype)
 
     def add(self, total: jax.Array, cotangent: jax.Array, index: jax.Array) -> jax.Array:
-        """Reduce the cotangent of chunk `index` over devices and add it to the gradient `total`; return the new total.
+        """Reduce the gradient of chunk `index` over devices, and add it to the weight's gradient; return the new sum.
 
-        Issues the engine's collectives.
+        Collectives: the engine's, such as a reduce-scatter.
+
+        Args:
+          total: the sum so far, made by `zeros`.
+          cotangent: this device's gradient with respect to the gathered chunk.
+          index: the index of the chunk.
         """
         shape, start = total.shape, self._start(index)
         new = self.reduce(cotangent.astype(total.dtype)).astype(total.dtype)
@@ -95,7 +105,7 @@ class Chunks:
         return lax.dynamic_update_slice_in_dim(total, old + new, start, self.dim + 1)
 
     def finish(self, total: jax.Array, sink: jax.ShapeDtypeStruct) -> jax.Array:
-        """Return the accumulated gradient `total` in the shape of `sink`."""
+        """Return the accumulated gradient of all chunks in the shape of the stored gradient, that of `sink`."""
         whole = total.reshape(*sink.shape[: self.dim], -1, *sink.shape[self.dim + 1 :])
         return lax.slice_in_dim(whole, 0, sink.shape[self.dim], axis=self.dim)
 
@@ -104,12 +114,13 @@ class Chunks:
 
 
 class Offered(NamedTuple):
-    """A weight that an engine passed to a loss, and the way to gather it in chunks instead.
+    """A gathered weight that an engine passed to a loss, and its stored shards, to gather it in chunks instead.
 
     Attributes:
       weight: the gathered weight.
       stored: the stored parameter.
-      sink: zeros like the stored gradient, whose cotangent is the gradient; None if the parameter is frozen.
+      sink: an array like the stored gradient, whose gradient in the loss becomes the gradient of the parameter; None if
+        the parameter is frozen.
       param: the parameter's placement.
       grad: its gradient's placement; None if it is frozen.
       make_move: `make_move(param, grad)` returns an object with `gather` and `reduce`.
@@ -125,7 +136,7 @@ class Offered(NamedTuple):
     mesh: Mesh
 
     def cut(self, dim: int, count: int, parts: int) -> Chunks | None:
-        """Return the weight's chunks along a dimension; None if its shards can't be gathered chunk by chunk.
+        """Return how to gather the weight in chunks along a dimension; None if its shards do not allow it.
 
         Args:
           dim: the dimension.
@@ -156,7 +167,7 @@ _current: ContextVar[Mapping[int, Offered]] = ContextVar("chunks", default=Mappi
 
 @contextmanager
 def offer_chunks(offered: Iterable[Offered]) -> Iterator[None]:
-    """Make a context in which `cut_weight` finds these weights, so that layers can gather them in chunks."""
+    """Make a context in which layers can gather these weights in chunks, by `cut_weight`."""
     token = _current.set({id(one.weight): one for one in offered})
     try:
         yield
@@ -165,23 +176,28 @@ def offer_chunks(offered: Iterable[Offered]) -> Iterator[None]:
 
 
 def parts_in_use(weight: jax.Array, dim: int) -> int | None:
-    """Return the number of devices that split a weight's dimension in computation; None if no engine offers it."""
+    """Return over how many devices a dimension of a weight is split in computation, as by a tensor axis.
+
+    None if `weight` is not a gathered parameter of the current engine.
+    """
     offered = _current.get().get(id(weight))
     return None if offered is None else axis_size(offered.mesh, offered.param.use[dim])
 
 
 def cut_weight(weight: jax.Array, dim: int, count: int, parts: int) -> tuple[Chunks, jax.Array, jax.Array | None]:
-    """Cut a weight into chunks along a dimension, from the stored shards if an engine offers them for this array.
+    """Split a weight into chunks along a dimension, to be gathered one at a time where the engine allows it.
+
+    Otherwise, such as for a weight that the loss computed, the chunks are slices of the given array.
 
     Args:
-      weight: the gathered weight.
+      weight: the weight that the loss received.
       dim: the dimension.
       count: the number of chunks; the result may have fewer.
       parts: the number of devices that split the dimension in computation.
 
     Returns:
-      (the chunks, the array to take them from, an array whose cotangent is their gradient). The last has no meaningful
-      values, and is None if the weight is frozen.
+      (the chunks, the array to take them from, an array whose gradient becomes the weight's gradient). The values of
+      the last are not used. It is None if the weight is frozen.
     """
     offered = _current.get().get(id(weight))
     chunks = None if offered is None else offered.cut(dim, count, parts)

@@ -26,9 +26,10 @@ def is_float(dtype: Any) -> bool:
 
 
 def trace_backward(eqn: Any) -> Any:
-    """Trace the backward pass of a `jax.custom_vjp` call: a jaxpr (operands, cotangents) -> gradients.
+    """Trace the backward pass of a `jax.custom_vjp` call.
 
-    There are cotangents only of floating results, and gradients only of floating operands.
+    Returns:
+      A jaxpr (operands, cotangents of the floating-point results) -> gradients of the floating-point operands.
     """
     operands = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
     results = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.outvars]
@@ -48,12 +49,22 @@ def trace_backward(eqn: Any) -> Any:
 
 
 def fact_of_cotangent(fact: Fact) -> Fact:
-    """Return the fact that must hold for the gradient with respect to a value, given the fact about the value."""
+    """Return the fact that must hold for the gradient with respect to a value, given the fact about the value.
+
+    A fact says how a value depends on the sequence positions. If the value is a sum or maximum over positions, its
+    gradient is the same on all devices. If the value is the same on all devices, its gradient is a sum over positions.
+    If the value has an entry for each position, so has its gradient.
+    """
     return SAME if is_share(fact) else Fact(Kind.SUM) if fact.kind is Kind.SAME else fact
 
 
 def fits(fact: Fact, gradient: Fact) -> bool:
-    """Return True if the fact about a gradient is the one that must hold, given the fact about its value."""
+    """Return True if a gradient depends on the sequence positions as it must for a value with this fact.
+
+    Args:
+      fact: how the value depends on the positions.
+      gradient: how the gradient with respect to the value, by a hand-written backward pass, depends on them.
+    """
     if gradient.zero or gradient.kind is Kind.LOST:
         return True
     expected = fact_of_cotangent(fact)

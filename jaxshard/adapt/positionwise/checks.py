@@ -11,20 +11,30 @@ from jaxshard.proofs.dims import follow_dim
 
 
 def check_degrees(facts: Sequence[Fact]) -> None:
-    """Raise `Mixes` if any value depends on the number of positions; the caller combines the values with positions."""
+    """Raise `Mixes` if any value depends on how many positions there are, as `x.shape[1]` does.
+
+    Call it for the operands of an equation that combines them with per-position values.
+    """
     if any(fact.degree for fact in facts if fact.kind is Kind.SAME):
         raise Mixes("combines positions with a number that depends on how many there are", "number")
 
 
 def plain(pair: Pair, facts: list[Fact]) -> Fact | None:
-    """Return the fact about a result if neither an operand nor the result's shape depends on positions; else None."""
+    """Return the fact SAME (equal on all devices) if neither the operands nor the result's shape depend on positions.
+
+    Return None otherwise.
+
+    Args:
+      pair: the equation, in the traces for all positions and for one device's positions.
+      facts: how each operand depends on the positions.
+    """
     if all(fact.kind is Kind.SAME for fact in facts) and not pair.grown():
         return SAME if not any(fact.degree for fact in facts) else None
     return None
 
 
 def check_same(pair: Pair, facts: Sequence[Fact]) -> None:
-    """Raise `Mixes` if operands that select elements, such as the start of a slice, depend on positions."""
+    """Raise `Mixes` if an operand that selects elements, such as the start index of a slice, depends on positions."""
     for fact in facts:
         if is_share(fact):
             raise refuse(pair, fact)
@@ -35,10 +45,12 @@ def check_same(pair: Pair, facts: Sequence[Fact]) -> None:
 
 
 def moved(pair: Pair, facts: list[Fact]) -> Fact:
-    """Return how the result of an equation that only rearranges its first operand depends on positions.
+    """Return the fact about the result of an equation that only rearranges its first operand, such as a transpose.
+
+    The fact says in which dimension the result has the sequence positions.
 
     Raises:
-      Mixes: another operand, such as the indices of a gather, depends on positions.
+      Mixes: another operand, such as the start index of a slice, depends on positions.
     """
     fact, *others = facts
     check_same(pair, others)

@@ -23,7 +23,15 @@ from jaxshard.proofs.walk import Refused
 
 
 class Kind(Enum):
-    """The kinds of the table at the top of the file."""
+    """The ways in which a value on one of n devices relates to the value that a single device would compute.
+
+    Attributes:
+      SAME: the same value, or the value divided by a power of n, such as a weight or `x.shape[1]`.
+      ALONG: an array with entries for each position; the device has those of its own positions.
+      SUM: a sum over positions; the device has one of n summands.
+      MAX: a maximum over positions; the device has the maximum over its own positions.
+      LOST: unknown, because an equation was refused and reported.
+    """
 
     SAME = "same"
     ALONG = "along"
@@ -33,17 +41,18 @@ class Kind(Enum):
 
 
 class Fact(NamedTuple):
-    """The knowledge of the proof about one value.
+    """The relation of one value of the loss on a device to the value that a single device computes from all positions.
 
     Attributes:
-      kind: see the table at the top of the file.
-      dim: for ALONG, the dimension of the positions.
+      kind: SAME, ALONG, SUM, MAX or LOST.
+      dim: for ALONG, the dimension that has the positions.
       outer: for ALONG, how often the sequence of all positions is repeated in this dimension; 0 if the value is
         constant along the dimension, so that any order of its entries is right.
       inner: for ALONG, how many adjacent entries belong to one position.
-      degree: for SAME and SUM, see the table; `ODD` if the value depends on n otherwise than by a power of n.
-      zero: True if the value is zero, and so a valid share of any sum.
-      cause: for SUM and MAX, the place of the equation that made the value (a `report.Cause`).
+      degree: d, for SAME and SUM on n devices. SAME: the device has the single-device value divided by n**d. SUM: the
+        devices' values add up to n**d times the single-device value. `ODD` if no power of n describes the value.
+      zero: True if the value is zero, and so can be added to any device's part of a sum.
+      cause: for SUM and MAX, the equation that computed the sum or maximum, with its calls (a `report.Cause`).
     """
 
     kind: Kind
@@ -60,7 +69,10 @@ class Fact(NamedTuple):
 
     @property
     def shares(self) -> float:
-        """Return d if the values of n devices add up to n**d times the value on one device; for SAME and SUM."""
+        """Return d such that the values of all n devices add up to n**d times the single-device value.
+
+        For SAME and SUM: for example, 1 for a weight (n equal values), and 0 for `x.sum(1)` (n summands).
+        """
         return 1 - self.degree if self.kind is Kind.SAME else self.degree
 
 
@@ -72,22 +84,25 @@ LOST = Fact(Kind.LOST)
 
 
 def along(dim: int, outer: int = 1, inner: int = 1) -> Fact:
-    """Make the fact about a value with positions in a dimension; see `Fact` for the arguments."""
+    """Return the fact that a value has the sequence positions in dimension `dim`.
+
+    `outer` and `inner` are 1 for [B, T, C] with `dim` 1, and `outer` is B for [B * T, C] with `dim` 0; see `Fact`.
+    """
     return Fact(Kind.ALONG, dim, outer, inner)
 
 
 def constant_along(dim: int) -> Fact:
-    """Make the fact about a value that has positions in a dimension, and is constant along this dimension."""
+    """Return the fact that a value has the sequence positions in dimension `dim`, and equal entries for all of them."""
     return Fact(Kind.ALONG, dim, 0, 0)
 
 
 class Mixes(Refused):
-    """Raised for an equation that gives a wrong result on a part of the positions.
+    """Raised for an equation whose result is wrong if a device computes it from only its own sequence positions.
 
     Args:
       what: the predicate of an error message that begins with the operation, as in "reduce_max at model.py:12 ...".
       fix: a key of `report.FIXES`, for what the user should write instead.
-      cause: the place of another equation that the message should name instead (a `report.Cause`).
+      cause: another equation that the message should name instead, with its calls (a `report.Cause`).
     """
 
     def __init__(self, what: str, fix: str = "auto", cause: Any = None):
@@ -96,19 +111,24 @@ class Mixes(Refused):
 
 
 def differing(one: Sequence[int], two: Sequence[int]) -> list[int]:
-    """List the dimensions in which a value's shapes in the two traces differ, since they depend on the positions."""
+    """List the dimensions in which two shapes differ: (2, 8, 4) and (2, 4, 4) -> [1].
+
+    Args:
+      one: the shape of a value in the trace for all positions.
+      two: the shape of the same value in the trace for one device's positions.
+    """
     return [dim for dim, (a, b) in enumerate(zip(one, two, strict=True)) if a != b]
 
 
 def is_consistent(fact: Fact, one: Sequence[int], two: Sequence[int], parts: int, length: int = 0) -> bool:
-    """Return True if a fact about a value agrees with the value's shapes in the two traces.
+    """Return True if a fact (how a value depends on the sequence positions) agrees with the value's shapes.
 
     Args:
       fact: the fact.
-      one: the shape for all positions.
-      two: the shape for one of `parts` equal parts of the positions.
+      one: the shape of the value in the trace for all positions.
+      two: the shape of the value in the trace for one of `parts` equal parts of the positions.
       parts: the number of parts.
-      length: the number of all positions; 0 leaves out the check that needs it.
+      length: the number of all positions; 0 skips the check that the size is a multiple of it.
     """
     if fact.kind is Kind.LOST:
         return True
@@ -121,7 +141,17 @@ def is_consistent(fact: Fact, one: Sequence[int], two: Sequence[int], parts: int
 
 
 def guess(one: Sequence[int], two: Sequence[int], parts: int) -> Fact:
-    """Guess the fact about a value from its shapes in the two traces, to go on after an equation that was refused."""
+    """Guess from a value's shapes how it depends on positions, so that a proof can continue after a refused equation.
+
+    Args:
+      one: the shape of the value in the trace for all positions.
+      two: the shape of the value in the trace for one of `parts` equal parts of the positions.
+      parts: the number of parts.
+
+    Returns:
+      SAME for equal shapes; the fact that one dimension has the positions if only this dimension differs, by the factor
+      `parts`; otherwise LOST (unknown).
+    """
     if len(one) != len(two):
         return LOST
     dims = differing(one, two)
@@ -130,7 +160,9 @@ def guess(one: Sequence[int], two: Sequence[int], parts: int) -> Fact:
 
 
 def same_positions(facts: Sequence[Fact]) -> Fact:
-    """Return the fact about a value whose position t is computed from position t of all these ALONG values.
+    """Return the fact about a value that is computed position by position from these values, such as x + y.
+
+    All `facts` must be of kind ALONG (the value has entries for each position).
 
     Raises:
       Mixes: the values have their positions in different dimensions, or in different orders.
@@ -142,10 +174,12 @@ def same_positions(facts: Sequence[Fact]) -> Fact:
 
 
 def reshaped(fact: Fact, one: Sequence[int], new: Sequence[int], new_dims: Sequence[int], length: int) -> Fact | None:
-    """Return the fact about the result of a reshape of an ALONG value.
+    """Return where a value has its sequence positions after a reshape, as a fact about the result.
+
+    For example, from dimension 1 of [B, T, C] to dimension 0 of [B * T, C].
 
     Args:
-      fact: the fact about the operand.
+      fact: the fact about the operand, of kind ALONG.
       one: the shape of the operand.
       new: the shape of the result.
       new_dims: the dimensions of the result whose size depends on the number of positions.

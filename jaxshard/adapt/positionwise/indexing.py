@@ -10,7 +10,15 @@ from jaxshard.proofs.dims import follow_dim
 
 
 def gather(pair: Pair, facts: list[Fact]) -> list[Fact]:
-    """Return the fact of the result of a gather."""
+    """Return the fact about the result of `lax.gather`: how it depends on the sequence positions.
+
+    Args:
+      pair: the equation, in the traces for all positions and for one device's positions.
+      facts: how the operand and the indices depend on the positions.
+
+    Raises:
+      Mixes: the gather selects positions by their index or by the values of other positions.
+    """
     table, indices = facts
     numbers, sizes = pair.params["dimension_numbers"], pair.params["slice_sizes"]
     for fact in facts:
@@ -38,7 +46,15 @@ def gather(pair: Pair, facts: list[Fact]) -> list[Fact]:
 
 
 def slice_of(pair: Pair, facts: list[Fact]) -> list[Fact]:
-    """Return the fact of the result of a slice or dynamic_slice."""
+    """Return the fact about the result of `lax.slice` or `lax.dynamic_slice`: how it depends on the sequence positions.
+
+    Args:
+      pair: the equation, in the traces for all positions and for one device's positions.
+      facts: how the operand and the start indices depend on the positions.
+
+    Raises:
+      Mixes: the slice takes only some of the positions, or its start or size depends on how many there are.
+    """
     fact, *starts = facts
     if fact.kind is Kind.ALONG:
         if not pair.is_whole(0, fact.dim, *pair.out_shapes()):
@@ -53,7 +69,15 @@ def slice_of(pair: Pair, facts: list[Fact]) -> list[Fact]:
 
 
 def dynamic_update_slice(pair: Pair, facts: list[Fact]) -> list[Fact]:
-    """Return the fact of the result of a dynamic_update_slice."""
+    """Return the fact about the result of `lax.dynamic_update_slice`: how it depends on the sequence positions.
+
+    Args:
+      pair: the equation, in the traces for all positions and for one device's positions.
+      facts: how the array, the update and the start indices depend on the positions.
+
+    Raises:
+      Mixes: the update is written to only some of the positions.
+    """
     array, update, *starts = facts
     check_same(pair, starts)
     if is_share(array) or is_share(update):
@@ -69,7 +93,16 @@ def dynamic_update_slice(pair: Pair, facts: list[Fact]) -> list[Fact]:
 
 
 def scatter(pair: Pair, facts: list[Fact]) -> list[Fact]:
-    """Return the fact of the result of a scatter."""
+    """Return the fact about the result of `lax.scatter` or `lax.scatter_add`: how it depends on the sequence positions.
+
+    Args:
+      pair: the equation, in the traces for all positions and for one device's positions.
+      facts: how the array, the indices and the updates depend on the positions.
+
+    Raises:
+      Mixes: the updates are written to only some of the positions, or they vary by position and are written to an array
+        without positions, in any way but counting.
+    """
     into, indices, updates = facts
     if found := plain(pair, facts):
         return [found]
@@ -96,10 +129,10 @@ def scatter(pair: Pair, facts: list[Fact]) -> list[Fact]:
 
 
 def _count(pair: Pair, facts: list[Fact]) -> Fact:
-    """Return the fact about the result of a scatter into an array without positions.
+    """Return the fact about the result of a scatter into an array without sequence positions.
 
-    Only counting is allowed: adding an entry for each position to zeros, such as to the tokens of each expert, is a sum
-    over positions.
+    Only a scatter-add of one entry per position to zeros is allowed, such as counting the tokens of each expert. Its
+    result is a sum over positions, of which each device has a summand.
     """
     into, indices, updates = facts
     numbers = pair.params["dimension_numbers"]

@@ -15,7 +15,7 @@ _SIZES = frozenset({"shape", "new_sizes", "start_indices", "limit_indices", "sli
 
 
 class Pair(NamedTuple):
-    """An equation in both traces.
+    """One equation of the loss, as it was traced for all positions and as it was traced for one device's positions.
 
     Attributes:
       one: the equation in the trace for all positions.
@@ -41,32 +41,42 @@ class Pair(NamedTuple):
         return params
 
     def shapes(self, operand: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of an operand in both traces."""
+        """Return an operand's shape in the trace for all positions, and in the trace for one device's positions."""
         return self.one.invars[operand].aval.shape, self.two.invars[operand].aval.shape
 
     def out_shapes(self, result: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of a result in both traces."""
+        """Return a result's shape in the trace for all positions, and in the trace for one device's positions."""
         return self.one.outvars[result].aval.shape, self.two.outvars[result].aval.shape
 
     def grown(self, result: int = 0) -> list[int]:
-        """List the dimensions of a result whose size depends on the number of positions."""
+        """List the dimensions of a result whose size depends on the number of positions.
+
+        They differ between the traces for all positions and for one device's positions.
+        """
         return differing(*self.out_shapes(result))
 
     def is_whole(self, operand: int, dim: int, sizes: tuple[int, ...], other_sizes: tuple[int, ...]) -> bool:
-        """Return True if a slice covers a dimension of an operand completely, in both traces.
+        """Return True if a slice of an operand takes all of dimension `dim`, in both traces.
 
-        `sizes` and `other_sizes` are the slice's sizes along all dimensions in the first and second trace.
+        `sizes` and `other_sizes` are the sizes of the slice in the traces for all positions and for one device's
+        positions.
         """
         one, two = self.shapes(operand)
         return sizes[dim] == one[dim] and other_sizes[dim] == two[dim]
 
     def changed(self) -> list[str]:
-        """List the names of the equation's parameters that differ between the traces."""
+        """List the names of the equation's parameters that differ between the two traces."""
         one, two = self.one.params, self.two.params
         return [name for name in one if name not in _LAYOUT and not _equal(one[name], two.get(name))]
 
     def check_unchanged(self, names: Set[str] | None = None) -> None:
-        """Raise `Mixes` if any of these parameters differs between the traces; by default, all parameters but sizes."""
+        """Raise `Mixes` if a parameter of the equation differs between the two traces.
+
+        It then depends on the number of positions, and devices would compute something else than a single device.
+
+        Args:
+          names: the parameters to compare; by default all but sizes, such as `slice_sizes`, which may differ.
+        """
         found = [name for name in self.changed() if (name not in _SIZES if names is None else name in names)]
         if found:
             raise Mixes(f"has a parameter {found[0]!r} that depends on how many positions there are", "choice")

@@ -71,7 +71,7 @@ def find_mixing(
 
 
 def returning_loss(loss_fn: Callable[..., Any]) -> Callable[..., Loss]:
-    """Wrap a loss so that it returns a `js.Loss`, also if it returns a `js.Mean` or a dict of metrics."""
+    """Wrap a loss function that may return a `js.Mean` or a dict of metrics, so that it returns a `js.Loss`."""
 
     def run(*args: Any) -> Loss:
         output = loss_fn(*args)
@@ -93,11 +93,11 @@ def _common_length(args: PyTree, dims: Sequence[int | None], parts: int) -> int:
 
 
 def _check_results(positions: Positions, loss: Any) -> None:
-    """Add a finding for every result that can't be combined over devices.
+    """Add a finding (an operation to report) for every result of the loss that can't be combined over devices.
 
     Args:
-      positions: the domain, to whose findings they are added.
-      loss: a `js.Loss` with facts in place of arrays.
+      positions: the proof, to whose findings they are added.
+      loss: a `js.Loss` that has, in place of each array, the fact how this array depends on the positions.
     """
     for name, metric in ({"the loss": loss.value} | loss.metrics).items():
         for text, facts in _why_not_combined(metric):

@@ -31,10 +31,10 @@ FIXES = {
 
 
 class Cause:
-    """The place of an equation in a program, compared by identity.
+    """An equation to blame in an error message, and the calls that lead to it; compared by identity.
 
     Attributes:
-      pair: the equation.
+      pair: the equation, in the traces for all positions and for one device's positions.
       calls: the equations that call the programs around it, the outermost first.
     """
 
@@ -43,7 +43,7 @@ class Cause:
 
 
 class Finding(NamedTuple):
-    """An operation that gives a wrong result on a part of the positions.
+    """An operation that gives a wrong result if each device computes it from its own sequence positions.
 
     Attributes:
       operation: the name of the primitive.
@@ -68,7 +68,13 @@ class Finding(NamedTuple):
 
 
 def make_finding(pair: Pair, refusal: Mixes, calls: Sequence[Any]) -> Finding:
-    """Make a finding from a refused equation (`pair`), the exception, and the calls around it, the outermost first."""
+    """Make a finding (an operation to report, with its line in the user's code) from an equation that a rule refused.
+
+    Args:
+      pair: the refused equation.
+      refusal: the exception; its `cause`, if any, is reported in place of `pair`.
+      calls: the equations that call the programs around it, the outermost first.
+    """
     cause = refusal.cause or Cause(pair, tuple(calls))
     where, via = locate([cause.pair.one, *reversed(cause.calls)])
     return Finding(cause.pair.name, refusal.what, where, via, _shapes(cause.pair), FIXES[refusal.fix])
@@ -77,7 +83,7 @@ def make_finding(pair: Pair, refusal: Mixes, calls: Sequence[Any]) -> Finding:
 def _shapes(pair: Pair) -> str:
     """Format the shapes of an equation's operands and results, such as "f32[2,8] -> f32[2]".
 
-    Only shapes that depend on the number of positions are shown, if there are any, and at most three on each side.
+    Show at most three shapes on each side; if some depend on the number of positions, show only these.
     """
 
     def texts(side: str) -> str:
@@ -91,9 +97,9 @@ def _shapes(pair: Pair) -> str:
 
 
 def locate(equations: Sequence[Any]) -> tuple[str, str]:
-    """Find the source lines of an equation: (file:line in the user's code, file:line in the library called there).
+    """Find the source lines of an equation: (line in the user's code, line in a library that the user's line calls).
 
-    The second is "" if the user's code made the equation itself.
+    Both have the form file:line. The second is "" if the user's code made the equation itself.
 
     Args:
       equations: the equation, and the calls around it, the innermost first.
@@ -110,8 +116,9 @@ def locate(equations: Sequence[Any]) -> tuple[str, str]:
 def own_frames(eqn: Any) -> list[tuple[str, int]]:
     """List (file, line) of the stack frames in which an equation was traced, the innermost first, without JAX's frames.
 
-    The list ends where the tracing of the jaxpr around the equation began. JAX caches the jaxprs of jitted functions,
-    so outer frames belong to the first caller of the function, which need not be the caller here.
+    The list ends at the function whose tracing made the jaxpr that contains the equation. JAX caches the jaxprs of
+    jitted functions, so frames further out belong to the first caller of the function, which need not be the caller
+    here.
     """
     found = []
     for file, line, function in equation_frames(eqn):
@@ -131,7 +138,12 @@ def _is_library(file: str) -> bool:
 
 
 def explain(findings: Sequence[Finding], axes: Sequence[str]) -> str:
-    """Make the error message for these findings."""
+    """Make the error message of `js.context` for a loss with operations that mix sequence positions.
+
+    Args:
+      findings: the operations.
+      axes: the mesh axes that split positions.
+    """
     lines = "\n".join(f"  {finding}" for finding in findings)
     return (
         f"js.context over {list(axes)}: each device runs the loss on its own positions, which is right if everything "

@@ -53,19 +53,22 @@ _COLLECTIVES = frozenset(
 
 
 class _Rows(Positions):
-    """A domain that claims nothing about values computed by an operation that mixes rows, and records no findings."""
+    """The walk of the proof `Positions`, with rows of the batch in place of positions, that refuses nothing.
+
+    A value computed by an operation that mixes rows is LOST (unknown), and no findings are recorded.
+    """
 
     def rule(self, place: Place, facts: list[Fact]) -> list[Fact] | None:
-        """Return LOST for the results of a collective in the user's loss; else do as `Positions` does."""
+        """Return LOST (unknown) for the results of a collective in the user's loss; otherwise call `Positions.rule`."""
         if place.name in _COLLECTIVES and any(fact != SAME for fact in facts):
             return place.joined(LOST)
         return super().rule(place, facts)
 
     def after_refusal(self, place: Place, facts: Sequence[Fact]) -> list[Fact]:
-        """Return facts about the results of an operation that `Positions` refuses or does not know.
+        """Return facts about the results of an operation that `Positions` refuses or has no rule for.
 
-        Operations that number rows, or look something up by the index of a row, are taken to treat every row
-        independently. The results of all others are LOST.
+        Operations that number rows, draw random numbers, or look something up by the index of a row are taken to treat
+        every row independently. The results of all other operations are LOST (unknown).
         """
         pair = self.pair(place)
         made = [guess(*pair.out_shapes(index), self.parts) for index in range(len(place.equation.outvars))]
@@ -80,11 +83,18 @@ class _Rows(Positions):
         return place.joined(LOST)
 
     def guess(self, one: Sequence[int], two: Sequence[int]) -> Fact:
-        """Return LOST: unlike `Positions`, claim nothing about a value after an operation that was refused."""
+        """Return LOST (unknown) for a result of a refused operation; `Positions` would guess from its shapes."""
         return LOST
 
     def value(self, values: Sequence[Any], place: Place) -> Fact:
-        """Return the fact about a constant; integers and booleans such as `np.arange(rows)` have an entry per row."""
+        """Return the fact about a constant: integers and booleans whose size is the number of rows vary by row.
+
+        For example `np.arange(rows)`.
+
+        Args:
+          values: its values in the traces for all rows and for a part of the rows.
+          place: the equation that reads it.
+        """
         shapes = [np.shape(x) for x in values]
         if shapes[0] != shapes[1] and values[0].dtype.kind in "iub":
             found = guess(shapes[0], shapes[1], self.parts)
@@ -93,10 +103,10 @@ class _Rows(Positions):
         return super().value(values, place)
 
     def note(self, place: Place, refusal: Mixes) -> None:
-        """Record nothing: findings of this domain are not read."""
+        """Do nothing: this walk reports wrong means, not refused equations."""
 
     def check_backward(self, place: Place, facts: list[Fact], results: list[Fact]) -> None:
-        """Check nothing: a backward pass computes no totals or weights."""
+        """Do nothing: means are computed in the forward pass."""
 
 
 def find_unequal_means(
@@ -107,9 +117,11 @@ def find_unequal_means(
     *,
     manual: Mapping[str, int] | None = None,
 ) -> list[str]:
-    """Find `js.Mean`s of a loss, or of its metrics, that are wrong if the batch is computed in parts.
+    """Find each `js.Mean` of a loss or its metrics that is wrong if parts of the batch are computed separately.
 
-    An empty list is no proof that all means are right. The loss is traced twice and nothing is computed.
+    For example, `js.Mean(nats.sum(), 32)` has the weight 32 for any part of the batch, so that the mean is too small.
+    The loss is traced twice, for all rows and for a part of them; nothing is computed. An empty list is no proof that
+    all means are right.
 
     Args:
       loss_fn: returns a `js.Mean`, a `js.Loss` or, in an evaluation, metrics by name.
@@ -151,11 +163,12 @@ def find_unequal_means(
 
 
 def all_count_rows(program: Any, loss: Loss, rows: Sequence[Any]) -> bool:
-    """Return True if a single trace shows that all means of a loss and of its metrics are right for parts of a batch.
+    """Return True if a jaxpr alone shows that all means of a loss and its metrics are right for parts of a batch.
 
-    A mean is right if its weight is computed from the rows; if the weight is a constant, and equals the number of terms
-    in the sum that is its total; or if the weight is 1 and the total does not depend on the rows, as for a penalty. For
-    all other means the traces for a part and for the full batch have to be compared.
+    A mean is right if one of these is true: its weight is computed from the rows; its weight is a constant, equal to
+    the number of terms in the sum that is its total; its weight is 1 and its total does not depend on the rows, as for
+    a penalty. If any mean is of another form, return False: the jaxprs for a part and for the full batch must be
+    compared.
 
     Args:
       program: the jaxpr of the loss for a part of the rows.
@@ -197,10 +210,10 @@ def _reads(program: Any, atom: Any, rows: Sequence[Any]) -> bool:
 
 
 def _fitting_weights(program: Any, total: Any, rows: int) -> set[float]:
-    """Return the constant weights that make a right mean of a total: if it is a sum, the number of rows or of terms.
+    """Return the constants that are right weights of a `js.Mean` with this total, a variable of a jaxpr.
 
-    If the total is divided by the number of terms, the weight must be 1. The set is empty if it is not clear how the
-    total is computed.
+    If the total is a sum: the number of rows, and the number of terms. If it is a sum divided by the number of its
+    terms: 1. If the jaxpr does not show how it is computed: the empty set.
     """
     factor, divisor, eqn = 1.0, 1.0, _maker(program, total)
     while eqn is not None and eqn.primitive.name != "reduce_sum":
@@ -223,7 +236,7 @@ def _fitting_weights(program: Any, total: Any, rows: int) -> set[float]:
 
 
 def _number(program: Any, atom: Any) -> float | None:
-    """Return the value of a variable that is a constant or a sum such as `jnp.ones(5).sum()`; None for any other."""
+    """Return the value of a jaxpr's variable if it is a constant or a sum such as `jnp.ones(5).sum()`; else None."""
     jaxpr, consts = open_jaxpr(program)
     value = atom.val if isinstance(atom, Literal) else dict(zip(jaxpr.constvars, consts, strict=True)).get(atom)
     if value is not None:
@@ -239,12 +252,12 @@ def _number(program: Any, atom: Any) -> float | None:
 
 
 def _numbers(program: Any, mean: Mean) -> list[float | None]:
-    """Return the value of each weight of a mean that is a constant, None for other weights."""
+    """Return for each weight of a mean its value if it is a constant, else None."""
     return [_number(program, weight) for weight in mean.weights]
 
 
 def _maker(program: Any, atom: Any) -> Any | None:
-    """Return the equation that makes a variable; None for an argument or a constant."""
+    """Return the equation of a jaxpr that computes a variable; None for an argument or a constant."""
     return next((eqn for eqn in open_jaxpr(program)[0].eqns for var in eqn.outvars if var is atom), None)
 
 

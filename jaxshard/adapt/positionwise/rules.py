@@ -34,10 +34,16 @@ Rule = Callable[[Pair, list[Fact]], list[Fact]]
 
 
 def apply_rule(pair: Pair, facts: list[Fact]) -> list[Fact]:
-    """Return the facts about the results of an equation that contains no jaxpr.
+    """Return how the results of an equation depend on the sequence positions, by the rule of its primitive.
+
+    The equation must not contain a jaxpr, as calls, loops and branches do.
+
+    Args:
+      pair: the equation, in the traces for all positions and for one device's positions.
+      facts: how each operand depends on the positions.
 
     Raises:
-      Mixes: the results of the equation are wrong on a part of the positions, or its primitive has no rule.
+      Mixes: the results would be wrong on a device with only its own positions, or the primitive has no rule.
     """
     name = pair.name
     if name in WITHOUT_RESULT:
@@ -48,7 +54,7 @@ def apply_rule(pair: Pair, facts: list[Fact]) -> list[Fact]:
 
 
 def has_rule(name: str) -> bool:
-    """Return True if a primitive of this name has a rule."""
+    """Return True if the proof knows how the results of this primitive depend on the sequence positions."""
     return _rule_of(name) is not _unknown
 
 
@@ -303,10 +309,13 @@ def _convolution(pair: Pair, facts: list[Fact]) -> list[Fact]:
 
 
 def _sum_over_devices(pair: Pair, facts: list[Fact]) -> list[Fact]:
-    """Return the facts about the results of a psum in the user's code.
+    """Return the facts about the results of a `psum` that the user's loss calls.
 
-    A psum over mesh axes that do not split positions is allowed, and a psum of shares over all axes that split
-    positions.
+    Allowed are a `psum` over mesh axes that do not split positions, and a `psum` over all axes that do, of values of
+    which each device has a summand.
+
+    Raises:
+      Mixes: any other `psum`.
     """
     axes = set(pair.params["axes"])
     whole = bool(pair.axes) and axes >= set(pair.axes) and pair.params.get("axis_index_groups") is None

@@ -23,14 +23,17 @@ _SUMS = frozenset({"add", "sub", "add_any"})
 
 
 def is_share(fact: Fact) -> bool:
-    """Return True if each device has only a share of the value, a sum or maximum over positions."""
+    """Return True if each device has only its share of the value: one of n summands, or one of n candidate maxima."""
     return fact.kind in (Kind.SUM, Kind.MAX)
 
 
 def refuse(pair: Pair, share: Fact, how: str = "") -> Mixes:
-    """Make the exception for an operation that needs the complete sum or maximum, of which each device has a share.
+    """Make the exception for an operation that needs a complete sum or maximum, of which each device has only a share.
 
-    `how` says how the share is used, as a clause of the message.
+    Args:
+      pair: the refused equation.
+      share: the fact about the operand, of kind SUM or MAX.
+      how: a clause for the message that says how the operand is used, such as "which branch runs depends on it".
     """
     what = "sum" if share.kind is Kind.SUM else "maximum"
     how = how or f"{pair.name} needs all of it"
@@ -38,7 +41,11 @@ def refuse(pair: Pair, share: Fact, how: str = "") -> Mixes:
 
 
 def combine_numbers(pair: Pair, facts: Sequence[Fact]) -> Fact:
-    """Return the fact about an elementwise function of SAME values: its degree, computed from their degrees."""
+    """Return the fact about the result of an elementwise function of values that do not vary with position.
+
+    All `facts` are of kind SAME: on n devices each device has the single-device value divided by n**degree. The
+    result's degree follows from theirs: x.shape[1] has degree 1, and its square has degree 2.
+    """
     name = pair.name
     degrees = [fact.degree for fact in facts]
     if not any(degrees):
@@ -62,7 +69,9 @@ def combine_numbers(pair: Pair, facts: Sequence[Fact]) -> Fact:
 
 
 def combine_shares(pair: Pair, facts: Sequence[Fact]) -> Fact:
-    """Return the fact about an elementwise function of shares and SAME values.
+    """Return the fact about the result of an elementwise function that has at least one share as operand.
+
+    A share is a device's part of a sum or maximum over positions. The other operands must not vary with position.
 
     Raises:
       Mixes: the function is not linear for shares of a sum, or is not a maximum for shares of a maximum.
@@ -103,10 +112,13 @@ def _is_integer(pair: Pair) -> bool:
 
 
 def sum_of(pair: Pair, facts: Sequence[Fact]) -> Fact:
-    """Return the fact about a sum of values, or a choice between them (a select).
+    """Return the fact about a value that is the sum of several values, or one of them (a select), if some are shares.
+
+    A share is a device's part of a sum or maximum over positions.
 
     Raises:
-      Mixes: the values are not shares of the same kind and degree.
+      Mixes: the devices' values combine in different ways, such as a share of a sum and a value that is equal on all
+        devices, which would be added once for each device.
     """
     share = next(fact for fact in facts if is_share(fact))
     if share.kind is Kind.MAX and not all(fact.kind is Kind.MAX for fact in facts):
@@ -117,7 +129,11 @@ def sum_of(pair: Pair, facts: Sequence[Fact]) -> Fact:
 
 
 def number(one: Any, two: Any, parts: int) -> Fact:
-    """Return the fact about a literal or constant array, given its values in both traces and the number of devices."""
+    """Return the fact about a constant from its values in both traces: SAME, with the degree that relates them.
+
+    For example, degree 1 if it is 128 in the trace for all positions (`one`) and 64 in the trace for one of two devices
+    (`two`): they differ by `parts` to the power of 1. The degree is `ODD` if no such power is found.
+    """
     a, b = np.asarray(one), np.asarray(two)
     if a.dtype == b.dtype and (np.array_equal(a, b) or a.tobytes() == b.tobytes()):
         return SAME._replace(zero=a.dtype.kind in "iuf" and not a.any())

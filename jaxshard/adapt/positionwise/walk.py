@@ -41,7 +41,10 @@ from jaxshard.proofs.walk import Around, Domain, Place, Refused, walk
 
 @dataclass
 class Positions(Domain[Fact]):
-    """The domain of the proof, and the equations that were refused.
+    """The proof that a loss treats sequence positions independently, as a domain of `proofs/walk.py`.
+
+    The walk goes through two traces of the loss, and asks this class how the results of each equation depend on the
+    positions (a fact). Equations that mix positions are refused and recorded as findings.
 
     Attributes:
       length: the number of all positions.
@@ -56,7 +59,14 @@ class Positions(Domain[Fact]):
     findings: list[Finding] = field(default_factory=list)
 
     def walk(self, one: Any, two: Any, facts: Sequence[Fact], around: tuple[Around, ...] = ()) -> list[Fact]:
-        """Return the facts about the results of two closed jaxprs, after dead code elimination."""
+        """Return how the results of a loss depend on the sequence positions, as a fact for each result.
+
+        Args:
+          one: the closed jaxpr for all positions.
+          two: the closed jaxpr of the same function for one device's positions.
+          facts: how each input depends on the positions.
+          around: the equations that contain these jaxprs, the outermost first.
+        """
         (jaxpr, used), (other, other_used) = eliminate_dead_code(one), eliminate_dead_code(two)
         if used != other_used:
             return walk((one, two), facts, self, around=around)
@@ -64,11 +74,16 @@ class Positions(Domain[Fact]):
         return walk(programs, [fact for fact, keep in zip(facts, used, strict=True) if keep], self, around=around)
 
     def pair(self, place: Place) -> Pair:
-        """Return the equation at a place in both traces, as a `Pair`."""
+        """Return the equation at a place as a `Pair`: as traced for all positions, and for one device's positions."""
         return Pair(place.equation, place.twin, self.length, self.parts, self.axes)
 
     def value(self, values: Sequence[Any], place: Place) -> Fact:
-        """Return the fact about a literal or constant, given its values in both traces."""
+        """Return how a literal or constant depends on the number of positions, as a fact.
+
+        Args:
+          values: its values in the traces for all positions and for one device's positions.
+          place: the equation that reads it.
+        """
         one, other = values
         if one is other and (np.ndim(one) or isinstance(one, jax.core.Tracer)):
             return SAME
@@ -80,7 +95,10 @@ class Positions(Domain[Fact]):
         return self.guess(np.shape(one), np.shape(other))
 
     def rule(self, place: Place, facts: list[Fact]) -> list[Fact] | None:
-        """Return the facts about the results of an equation that contains no jaxpr."""
+        """Return how the results of an equation depend on the positions, given how its operands do.
+
+        The equation contains no jaxpr, except for a `shard_map`: return None for it, so that the walk enters its jaxpr.
+        """
         if place.name == "shard_map":
             return None
         if any(fact.kind is Kind.LOST for fact in facts):
@@ -88,22 +106,28 @@ class Positions(Domain[Fact]):
         return [self._with_cause(fact, place) for fact in apply_rule(self.pair(place), facts)]
 
     def refused(self, place: Place, facts: list[Fact], refusal: Refused) -> list[Fact]:
-        """Record an equation that its rule refused, and return facts about its results to continue with."""
+        """Record an equation that its rule refused, and guess how its results depend on positions, to continue."""
         assert isinstance(refusal, Mixes)
         self.note(place, refusal)
         return self.after_refusal(place, facts)
 
     def after_refusal(self, place: Place, facts: Sequence[Fact]) -> list[Fact]:
-        """Return the facts with which the walk continues after a refused equation."""
+        """Guess how each result of a refused equation depends on positions, from its shapes, to continue the walk."""
         pair = self.pair(place)
         return [self.guess(*pair.out_shapes(index)) for index in range(len(place.equation.outvars))]
 
     def guess(self, one: Sequence[int], two: Sequence[int]) -> Fact:
-        """Guess the fact about a value from its shapes in both traces, to continue after a refused equation."""
+        """Guess how a value depends on positions from its shapes, to continue after a refused equation.
+
+        `one` is its shape in the trace for all positions, `two` in the trace for one device's positions.
+        """
         return guess(one, two, self.parts)
 
     def _with_cause(self, fact: Fact, place: Place) -> Fact:
-        """Return the fact with the place of its equation as `cause`, if it is a new sum or maximum over positions."""
+        """Return `fact`, with the equation at `place` as its `cause` if it says that this equation sums over positions.
+
+        The same for a maximum. Error messages later name the cause. A fact that already has one keeps it.
+        """
         if math.isnan(fact.degree):
             # Facts are compared, and NaN != NaN, but tuples compare identical objects as equal: use one NaN object.
             fact = fact._replace(degree=ODD)
@@ -111,14 +135,17 @@ class Positions(Domain[Fact]):
         return fact._replace(cause=Cause(self.pair(place), _calls(place))) if new else fact
 
     def note(self, place: Place, refusal: Mixes) -> None:
-        """Add a refused equation to the findings, unless its line has a finding with the same fix."""
+        """Add a refused equation to the findings, unless its source line already has a finding with the same fix."""
         if place.settled:
             finding = make_finding(self.pair(place), refusal, _calls(place))
             if all((finding.where, finding.fix) != (known.where, known.fix) for known in self.findings):
                 self.findings.append(finding)  # one per line and fix: a single softmax has two refused equations
 
     def join(self, place: Place, facts: Sequence[Fact]) -> Fact:
-        """Return the fact about a value for which one of several facts holds, if it is not known which."""
+        """Return how a value depends on the positions if it may come from several cases, as from a `cond`'s branches.
+
+        `facts` has the fact for each case. If they can't be joined, add a finding and return LOST (unknown).
+        """
         first, *others = facts
         for other in others:
             first = self._join(place, first, other)
@@ -143,7 +170,16 @@ class Positions(Domain[Fact]):
         return LOST
 
     def choose(self, place: Place, choice: Fact, facts: list[Fact]) -> list[Fact]:
-        """Return the facts about results of a branch or loop; refuse a condition or index that depends on positions."""
+        """Check the condition of a branch or loop, and return the facts about its results unchanged.
+
+        Args:
+          place: the equation of the branch or loop.
+          choice: the fact about the condition or branch index.
+          facts: the facts about the results.
+
+        Raises:
+          Mixes: the condition or index depends on the positions.
+        """
         if is_share(choice):
             raise refuse(self.pair(place), choice, "which branch runs depends on it")
         if choice.kind is Kind.ALONG:
@@ -153,9 +189,13 @@ class Positions(Domain[Fact]):
         return facts
 
     def enter(self, place: Place, facts: list[Fact]) -> list[Fact]:
-        """Return the facts about the inputs of a call, branch, loop or `shard_map`.
+        """Return how the inputs of the jaxpr of a call, branch, loop or `shard_map` depend on the positions.
 
-        The body of a scan receives one row of each scanned array.
+        `facts` say so for the equation's operands. The two differ only for a scan, whose body receives one row of each
+        scanned array.
+
+        Raises:
+          Mixes: a scan over the positions, a condition that depends on them, or a `shard_map` that splits them.
         """
         self.pair(place).check_unchanged(_PROGRAM_PARAMS)
         if place.name == "cond":
@@ -171,7 +211,11 @@ class Positions(Domain[Fact]):
         return [*facts[:kept], *(_shift(fact, -1) for fact in over)]
 
     def leave(self, place: Place, facts: list[Fact]) -> list[Fact]:
-        """Return the facts about the results of a scan or `shard_map`, given those about its body's results."""
+        """Return how the results of a scan or `shard_map` depend on the positions.
+
+        `facts` say so for the results of its jaxpr. The two differ only for a scan, which stacks a row of each
+        iteration along a new first dimension.
+        """
         if place.name == "shard_map":
             _check_split(facts, place.equation.params["out_specs"])
             return facts
@@ -179,10 +223,15 @@ class Positions(Domain[Fact]):
         return [*facts[:carries], *(_shift(fact, 1) for fact in facts[carries:])]
 
     def conclude(self, place: Place, operands: list[Fact], results: list[Fact]) -> list[Fact]:
-        """Check that facts about results agree with the results' shapes, and check backward passes; return the facts.
+        """Return the facts about an equation's results, or LOST (unknown) for all if a shape contradicts its fact.
 
-        Only the backward pass of the outermost `jax.custom_vjp` is checked: those of `jax.custom_vjp` functions that it
-        calls never run.
+        For a `jax.custom_vjp`, check its backward pass too, if no other `jax.custom_vjp` calls it: otherwise JAX never
+        runs this backward pass.
+
+        Args:
+          place: the equation.
+          operands: how its operands depend on the positions.
+          results: how its results depend on the positions.
         """
         if place.settled and is_custom_vjp(place.equation) and not any(is_custom_vjp(one) for one in _calls(place)):
             self.check_backward(place, operands, results)
@@ -196,7 +245,13 @@ class Positions(Domain[Fact]):
         return results
 
     def check_backward(self, place: Place, facts: list[Fact], results: list[Fact]) -> None:
-        """Add findings for the equations in the backward pass of a `jax.custom_vjp` that mix positions."""
+        """Add a finding for each equation in the backward pass of a `jax.custom_vjp` that mixes sequence positions.
+
+        Args:
+          place: the call of the `jax.custom_vjp`.
+          facts: how its operands depend on the positions.
+          results: how its results depend on the positions.
+        """
         lost = any(fact.kind is Kind.LOST for fact in (*facts, *results))
         if lost or all(fact.kind is Kind.SAME for fact in facts):
             return
@@ -212,7 +267,13 @@ class Positions(Domain[Fact]):
             self.note(place, Mixes("has a backward pass that is not right on a part of the positions"))
 
     def differ(self, place: Place, difference: Difference, results: Sequence[tuple[Any, Any]]) -> list[Fact]:
-        """Add a finding for the first difference between both traces; return guesses about the program's results."""
+        """Add a finding for the first difference between the two traces, and guess how the results depend on positions.
+
+        Args:
+          place: where the traces differ, or the equations around this place.
+          difference: how they differ, such as in the equation or its operands.
+          results: the variables of each result, in both traces.
+        """
         cut = next((eqn for eqn in place.equations if eqn.primitive.name in _SLICES), None)
         if difference.what == "equation" and cut is not None:
             # With a table as long as a row, table[:T] is a slice only in the trace on a part of the positions.
@@ -231,7 +292,7 @@ class Positions(Domain[Fact]):
 
 
 def _calls(place: Place) -> tuple[Any, ...]:
-    """Return the equations that call the programs around a place, the outermost first."""
+    """Return the equations whose jaxprs contain the equation at this place, the outermost first."""
     return tuple(one.equation for one in place.around)
 
 
@@ -248,7 +309,10 @@ def _shift(fact: Fact, by: int) -> Fact:
 
 
 def _check_split(facts: Sequence[Fact], specs: Sequence[Any]) -> None:
-    """Refuse a `shard_map` of the user's code that splits the positions."""
+    """Raise `Mixes` if a `shard_map` in the user's code splits a dimension that has the sequence positions.
+
+    `facts` say in which dimension each array has positions, `specs` are the PartitionSpecs of the `shard_map`.
+    """
     for fact, spec in zip(facts, specs, strict=True):
         if fact.kind is Kind.ALONG and len(spec) > fact.dim and spec[fact.dim] is not None:
             raise Mixes("splits the positions itself")

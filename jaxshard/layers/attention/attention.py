@@ -180,7 +180,11 @@ def attention(
 
 
 def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[tuple[int, ...], int, int, int]:
-    """Return (batch dimensions, queries, heads, keys)."""
+    """Check that query, key and value fit together; return (batch dimensions, queries, heads, keys).
+
+    Raises:
+      ValueError: they do not; names their shapes.
+    """
     shapes = f"query {list(q.shape)}, key {list(k.shape)}, value {list(v.shape)}"
     if not q.ndim == k.ndim == v.ndim >= 3 or not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
         raise ValueError(
@@ -237,7 +241,13 @@ def _fit_windows(windows: Any, batch: tuple[int, ...], form: Form) -> jax.Array:
 
 
 def _fit(what: str, x: Any, shape: tuple[int, ...]) -> Any:
-    """Reshape a bias or mask to [1 or B, 1 or H, 1 or T, 1 or S]."""
+    """Reshape a bias or mask to four dimensions, [1 or B, 1 or H, 1 or T, 1 or S].
+
+    Args:
+      what: "bias" or "mask", for error messages.
+      x: the array.
+      shape: the shape [*batch, heads, queries, keys] to which it must broadcast.
+    """
     given = x.shape
     sizes = (1,) * (len(shape) - x.ndim) + given
     if len(sizes) != len(shape) or any(size not in (1, full) for size, full in zip(sizes, shape)):
@@ -267,7 +277,10 @@ def _draw(key: jax.Array | None, rate: float, broadcast: bool, shape: tuple[int,
 
 
 def _without_known_mask(extras: Extras, form: Form) -> tuple[Extras, Form]:
-    """Remove a constant mask that hides nothing; replace a constant causal mask by `causal=True` in the form."""
+    """Remove a mask that is a constant and hides nothing, and replace a constant causal mask by `causal=True`.
+
+    The kernels for TPUs and GPUs support `causal`, but no mask arrays.
+    """
     seen = extras.mask
     if not isinstance(seen, np.ndarray):
         return extras, form
@@ -282,7 +295,11 @@ def _without_known_mask(extras: Extras, form: Form) -> tuple[Extras, Form]:
 
 
 def _dispatch(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Extras, form: Form) -> jax.Array:
-    """Choose the platform's kernel, or blocks with a warning if it can't compute the call; run it on each shard."""
+    """Choose the kernel of the platform and run it on each device's shard.
+
+    If that kernel does not support the call, use the blockwise form, with a warning. Short sequences use the plain
+    formula.
+    """
     device = devices_in_force()[0]
     platform = device.platform
     split = Split.in_force(q_BTHD, k_BSKD, extras, form)

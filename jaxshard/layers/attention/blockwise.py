@@ -42,7 +42,12 @@ Pair = tuple[jax.Array, jax.Array]
 
 
 class Starts(NamedTuple):
-    """The start positions, in the full sequence, of this device's equal chunks of queries and of keys, int[chunks]."""
+    """The positions in the full sequence at which this device's chunks begin, if the sequence is split over devices.
+
+    Attributes:
+      queries: int[chunks], the starts of its equal chunks of queries.
+      keys: int[chunks], the starts of its equal chunks of keys.
+    """
 
     queries: jax.Array
     keys: jax.Array
@@ -58,9 +63,17 @@ def blockwise(
     block: int = 512,
     starts: Starts | None = None,
 ) -> jax.Array:
-    """Compute attention in blocks of at most `block` positions, without support for `jax.jvp`.
+    """Compute attention in blocks of at most `block` positions; differentiable by `jax.grad`, but not by `jax.jvp`.
 
-    With `starts`, bias, mask and dropout are supported only for a single chunk of queries and a single chunk of keys.
+    Args:
+      q_BTHD: queries.
+      k_BSKD: keys.
+      v_BSKE: values.
+      extras: optional arrays, such as bias and segment ids.
+      form: static arguments, such as `causal` and the window.
+      block: the largest block size.
+      starts: where this device's chunks of the sequence begin, if the sequence is split over devices. Bias, mask and
+        dropout are then supported only for a single chunk of queries and a single chunk of keys.
     """
     cut = Cut.of(q_BTHD, k_BSKD, block, starts)
     return cut.join(_attend(cut, form, *cut.arrays(q_BTHD, k_BSKD, v_BSKE), cut.extras(extras, k_BSKD), starts))
@@ -76,10 +89,13 @@ def partial_attention(
     starts: Starts,
     block: int = 512,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute attention to some of the keys; return (output [B, T, H, E], largest [B, T, H], total [B, T, H]).
+    """Compute attention to some of a sequence's keys, so that results for several sets of keys can be combined.
 
-    `largest` is each query's largest logit, and `total` its sum of exp(logit - largest) over these keys. Don't
-    differentiate this function: `partial_gradients` is its backward pass.
+    Not differentiable: `partial_gradients` is its backward pass.
+
+    Returns:
+      (output [B, T, H, E], largest [B, T, H], total [B, T, H]): `largest` is each query's largest logit, and `total`
+      its sum of exp(logit - largest) over these keys.
     """
     cut = Cut.of(q_BTHD, k_BSKD, block, starts)
     arrays = cut.arrays(q_BTHD, k_BSKD, v_BSKE)
@@ -102,9 +118,23 @@ def partial_gradients(
     starts: Starts,
     block: int = 512,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (the contribution of some of the keys to the gradient of q, the gradients of these k and v), in f32.
+    """Compute the gradients of attention that come from some of a sequence's keys.
 
-    `out`, `largest` and `total` are as in `partial_attention`, but combined over all keys.
+    Args:
+      q_BTHD: queries.
+      k_BSKD: some of the keys.
+      v_BSKE: their values.
+      extras: optional arrays, such as segment ids.
+      form: static arguments, such as `causal`.
+      out_BTHE: the output of attention to all keys.
+      largest_BTH: each query's largest logit over all keys.
+      total_BTH: each query's sum of exp(logit - largest) over all keys.
+      d_out_BTHE: the gradient with respect to the output.
+      starts: where these chunks of queries and keys begin in the full sequence.
+      block: the largest block size.
+
+    Returns:
+      (the part of q's gradient that comes from these keys, the gradients of these keys and values), in f32.
     """
     cut = Cut.of(q_BTHD, k_BSKD, block, starts)
     K = k_BSKD.shape[2]
@@ -117,16 +147,16 @@ def partial_gradients(
 
 
 def block_size(length: int, largest: int) -> int:
-    """Return the block size for splitting `length` into the fewest equal blocks of at most about `largest`.
+    """Return the block size that splits `length` positions into the fewest equal blocks of about `largest` at most.
 
-    The size is a multiple of 16, so it may exceed `largest` by up to 15.
+    The size is a multiple of 16, so it may exceed `largest` by up to 15. The last block may be partly empty.
     """
     blocks = -(-length // largest)
     return -(-length // (16 * blocks)) * 16
 
 
 class Cut(NamedTuple):
-    """The division of T queries into blocks of t, and of S keys into blocks of s.
+    """The division of T queries into blocks of t positions, and of S keys into blocks of s positions.
 
     Queries and keys each consist of equal chunks (one chunk by default) with blocks of their own; the last block of a
     chunk is padded. A `side` is 0 for queries and 1 for keys, and methods index the fields by it: self[side] is T or S,
@@ -150,17 +180,23 @@ class Cut(NamedTuple):
         return cls(T, S, block_size(T // chunks[0], block), block_size(S // chunks[1], block), *chunks)
 
     def arrays(self, q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array) -> tuple[jax.Array, ...]:
-        """Split q into [N, B, K, G, t, D], k into [M, B, K, s, D] and v into [M, B, K, s, E]."""
+        """Split q into N blocks [N, B, K, G, t, D], and k and v into M blocks [M, B, K, s, D] and [M, B, K, s, E].
+
+        K is the number of heads of keys, and G the number of query heads that share one of them.
+        """
         keys = (self.split(x.swapaxes(1, 2), 1) for x in (k_BSKD, v_BSKE))
         return self.queries(q_BTHD, k_BSKD.shape[2]), *keys
 
     def queries(self, x_BTHD: jax.Array, kv_heads: int) -> jax.Array:
-        """Split an array [B, T, H, D] into blocks of queries [N, B, K, G, t, D]."""
+        """Split an array of queries, [B, T, H, D], into N blocks: [N, B, K, G, t, D].
+
+        K is `kv_heads`, the number of heads of keys, and G = H / K query heads share one of them.
+        """
         B, T, H, D = x_BTHD.shape
         return self.split(x_BTHD.reshape(B, T, kv_heads, H // kv_heads, D).transpose(0, 2, 3, 1, 4), 0)
 
     def extras(self, extras: Extras, k_BSKD: jax.Array) -> Extras:
-        """Pad bias, mask, segments and dropout bits, so that `of_pair` can slice the part of a pair of blocks."""
+        """Pad bias, mask, segment ids and dropout bits to full blocks, so that `of_pair` can slice them."""
         K, keys = k_BSKD.shape[2], extras.of_keys()
         return Extras(
             segments=None if extras.segments is None else self.pad(extras.segments, 1, 0),
@@ -172,13 +208,13 @@ class Cut(NamedTuple):
         )
 
     def join(self, x_NBKGtE: jax.Array) -> jax.Array:
-        """Join the blocks of queries to [B, T, H, E], without padding."""
+        """Join blocks of queries, [N, B, K, G, t, E], to [B, T, H, E], without the padding."""
         x_BKGTE = self._join(x_NBKGtE, 0)
         B, K, G, T, E = x_BKGTE.shape
         return x_BKGTE.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, E)
 
     def join_keys(self, x_MBKsD: jax.Array) -> jax.Array:
-        """Join the blocks of keys to [B, S, K, D], without padding."""
+        """Join blocks of keys, [M, B, K, s, D], to [B, S, K, D], without the padding."""
         return self._join(x_MBKsD, 1).swapaxes(1, 2)
 
     def _join(self, x: jax.Array, side: int) -> jax.Array:
@@ -188,7 +224,13 @@ class Cut(NamedTuple):
         return x.reshape(*x.shape[:-3], length, x.shape[-1])
 
     def first(self, side: int, block: Any, starts: Starts | None) -> Any:
-        """Return the position, in the full sequence, of the first query or key of a block or of an array of blocks."""
+        """Return the position, in the full sequence, of the first query or key of a block.
+
+        Args:
+          side: 0 for a block of queries, 1 for a block of keys.
+          block: the index of the block, or an array of indices.
+          starts: where this device's chunks of the sequence begin; None if it has the full sequence.
+        """
         size = self[2 + side]
         if starts is None:
             return block * size
@@ -196,7 +238,10 @@ class Cut(NamedTuple):
         return starts[side][block // each] + block % each * size
 
     def pad(self, x: jax.Array, dim: int, side: int) -> jax.Array:
-        """Pad each chunk of a dimension with zeros to a multiple of the block size."""
+        """Pad each chunk along dimension `dim` with zeros to a multiple of the block size.
+
+        `side` is 0 if the dimension has queries, 1 if it has keys.
+        """
         chunks = self[4 + side]
         length = x.shape[dim] // chunks
         if not (missing := -length % self[2 + side]):
@@ -206,28 +251,31 @@ class Cut(NamedTuple):
         return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
 
     def split(self, x: jax.Array, side: int) -> jax.Array:
-        """Split [..., length, D] into [blocks, ..., block, D]."""
+        """Pad and split [..., length, D] into blocks, [blocks, ..., block size, D].
+
+        `side` is 0 if the length counts queries, 1 if it counts keys.
+        """
         x, size = self.pad(x, x.ndim - 2, side), self[2 + side]
         return jnp.moveaxis(x.reshape(*x.shape[:-2], x.shape[-2] // size, size, x.shape[-1]), -3, 0)
 
     def pad_pairs(self, x: jax.Array) -> jax.Array:
-        """Pad the last two dimensions [..., T or 1, S or 1] to multiples of the block sizes; a size of 1 stays."""
+        """Pad queries and keys of an array [..., T or 1, S or 1] to multiples of the block sizes; a size of 1 stays."""
         for side, dim in enumerate((x.ndim - 2, x.ndim - 1)):
             if x.shape[dim] > 1:
                 x = self.pad(x, dim, side)
         return x
 
     def of_pair(self, x: jax.Array, pair: Pair) -> jax.Array:
-        """Slice a pair of blocks out of a padded array [..., T or 1, S or 1]."""
+        """Slice the block of queries and the block of keys of `pair` out of a padded array [..., T or 1, S or 1]."""
         for side, dim in enumerate((x.ndim - 2, x.ndim - 1)):
             if x.shape[dim] > 1:
                 x = jax.lax.dynamic_slice_in_dim(x, pair[side] * self[2 + side], self[2 + side], dim)
         return x
 
     def add_to_pair(self, sum: jax.Array, x: jax.Array, pair: Pair) -> jax.Array:
-        """Add `x`, of one pair of blocks, to its slice of `sum` [..., T or 1, S or 1], padded as by `pad_pairs`.
+        """Return `sum`, a padded array [..., T or 1, S or 1], with `x` added at one pair (query block, key block).
 
-        Along dimensions in which `sum` has size 1, `x` is summed first.
+        Where `sum` has a dimension of size 1, `x` is summed over that dimension first.
         """
         dims = tuple(dim for dim, size in enumerate(sum.shape) if size == 1)
         x = x.sum(dims, keepdims=True)
@@ -237,10 +285,12 @@ class Cut(NamedTuple):
         return jax.lax.dynamic_update_slice(sum, part + x, starts)
 
     def pairs(self, form: Form, extras: Extras, starts: Starts | None = None) -> tuple[jax.Array, jax.Array | None]:
-        """Return (the pairs of blocks to compute, int32[pairs, 2], the number of pairs).
+        """List the pairs (block of queries, block of keys) in which some query sees some key.
 
-        Without `starts` the number is None: compute all listed pairs. With `starts` the number is traced, and only the
-        first so many pairs count; the list is padded to the length of all pairs.
+        Returns:
+          (int32[pairs, 2], the number of pairs to compute). Without `starts` the number is None: compute all listed
+          pairs. With `starts` the number is traced, since it differs between devices: compute only the first so many;
+          the rest is padding.
         """
         # With a mask, a query that sees no key takes the mean of all values, so no pair may be skipped.
         every = extras.mask is not None
@@ -291,7 +341,10 @@ def _attend_forward(
 def _forward(
     cut: Cut, form: Form, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, starts: Starts | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (out [N, B, K, G, t, E], the largest logit [N, B, K, G, t], the sum of exp(logit - largest), same)."""
+    """Compute attention in blocks; return (output, the largest logit, the sum of exp(logit - largest)) of each query.
+
+    The shapes, in N blocks of queries, are [N, B, K, G, t, E] for the output and [N, B, K, G, t] for the other two.
+    """
     per_query = q.shape[:-1]
 
     def add_pair(carry: tuple[jax.Array, ...], pair: Pair) -> tuple[jax.Array, ...]:
@@ -330,7 +383,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 def _gradients(
     cut: Cut, form: Form, kept: Any, d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Return the gradients of q, k, v and the bias, in f32; None for a missing bias."""
+    """Return the gradients of q, k, v and the bias, in f32; the last is None if there is no bias."""
     q, k, v, extras, starts, out, largest, total = kept
     # The sum over all keys of weights * d_weights, which the derivative of the softmax subtracts.
     dot = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1)
@@ -374,9 +427,11 @@ def _over_pairs(cut: Cut, form: Form, extras: Extras, starts: Starts | None, bod
 def _logits(
     cut: Cut, form: Form, q: jax.Array, k: jax.Array, extras: Extras, starts: Starts | None, pair: Pair
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Return (logits [B, K, G, t, s], the mask of seen keys, the derivative of the soft cap) of one pair of blocks.
+    """Compute the logits of one pair of a query block and a key block.
 
-    The mask is None if all keys are seen, the derivative None if there is no soft cap.
+    Returns:
+      (logits [B, K, G, t, s], the mask of the keys that each query sees, the derivative of the soft cap). The mask is
+      None if all keys are seen, and the derivative is None if there is no soft cap.
     """
     (n, m), (t, s) = pair, (cut.t, cut.s)
     logits, slope = cap(_product("bkgtd,bksd->bkgts", q[n], k[m], form) / q.shape[-1] ** 0.5, form)

@@ -26,11 +26,18 @@ from jaxshard.layers.attention.split import Split, heads_for
 
 
 def check_cached(cache: Cache, extras: Extras, form: Form, T: int, S: int) -> None:
-    """Check that attention can be computed from the cache.
+    """Check that a call of attention during generation can be computed from the KV cache.
+
+    Args:
+      cache: the current cache.
+      extras: the optional arrays of the call, such as a bias.
+      form: its static arguments, such as `causal`.
+      T: its number of queries.
+      S: its number of keys.
 
     Raises:
-      ValueError: T queries or S keys that are not the cache's new positions, a form that is not causal, or an extra
-        such as a mask or a bias.
+      ValueError: the queries or keys are not exactly the cache's new positions, attention is not causal, or there is a
+        mask, a bias or the like.
     """
     if T != S or cache.count != T:
         raise ValueError(
@@ -55,17 +62,18 @@ def attend_cached(
     attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     windows_B: jax.Array | None = None,
 ) -> jax.Array:
-    """Write the new keys and values to the cache and compute causal attention of the new positions over it.
+    """Write the new keys and values to the KV cache, and compute causal attention of the new positions over it.
 
-    Every call takes the slots of the next attention layer: it increments `cache.calls`. While the slots do not exist
-    yet, the call only appends the shape of its slots to `cache.found`.
+    Calls belong to the model's attention layers in order: each call uses the next layer's arrays in the cache, and
+    increments `cache.calls`. Before these arrays exist, a call appends their shape to `cache.found` and attends without
+    them.
 
     Args:
       cache: the current cache; changed in place.
       q_BTHD: the queries at the new positions.
       k_BTKD: the keys at the new positions.
       v_BTKE: the values at the new positions.
-      form: causal, with any window and soft cap.
+      form: static arguments: causal, with any window and soft cap.
       attend: (q, k, v) -> attention among the given positions only, for prefill.
       windows_B: the window of each row, if it is traced.
     """

@@ -47,13 +47,13 @@ _Attend = Callable[[jax.Array, jax.Array, jax.Array, Extras, Form], jax.Array]
 
 
 class Kernels(NamedTuple):
-    """The functions that compute attention on a platform.
+    """The functions that compute attention on one platform, for each way in which the sequence may be split.
 
     Attributes:
       whole: (q, k, v, extras, form) -> output, for queries and keys in the order of the sequence, or in any order if
         there is neither causality nor a window.
-      chunks: (q, k, v, extras, form, starts=Starts(...)) -> output, for all keys, and queries that are chunks of the
-        sequence, which begin at the positions `starts.queries`.
+      chunks: (q, k, v, extras, form, starts=Starts(...)) -> output, for all keys, and for queries that are some chunks
+        of the sequence, which begin at the positions `starts.queries`.
       parts: the functions for ring attention, which compute with one device's keys at a time.
     """
 
@@ -65,7 +65,12 @@ class Kernels(NamedTuple):
 def why_not_in_context(length: int, extras: Extras, form: Form, how: str, n: int) -> str:
     """Return why attention can't be computed on a sequence split over n devices; "" if it can.
 
-    `length` is the number of positions of each device, and `how` the form of context parallelism.
+    Args:
+      length: the number of positions of each device.
+      extras: the optional arrays of the call, such as a bias.
+      form: its static arguments, such as `causal`.
+      how: the form of context parallelism, such as "ring".
+      n: the number of devices.
     """
     if extras.bias is not None or extras.mask is not None:
         given = "bias" if extras.mask is None else "mask"
@@ -89,10 +94,9 @@ def why_not_in_context(length: int, extras: Extras, form: Form, how: str, n: int
 
 
 def chunk_length(length: int, form: Form, how: str, sizes: dict[str, int]) -> int | None:
-    """Return the number of positions of each chunk of queries that a kernel gets under context parallelism.
+    """Return how many positions each chunk of queries has that a device computes under context parallelism.
 
-    None if the kernel gets the full sequence, or all positions of a device in any order (`Kernels.whole`); else
-    `Kernels.chunks` or `Kernels.parts` computes the chunks.
+    None if the device's kernel needs no chunks: it gets the full sequence, or order does not matter.
 
     Args:
       length: the number of positions of each device.
@@ -152,7 +156,7 @@ def attend_in_context(
 
 
 def is_ordered(form: Form) -> bool:
-    """Return True if the result depends on positions: attention is causal or has a window."""
+    """Return True if attention depends on the order of positions: it is causal or has a window."""
     return form.causal or form.window is not None
 
 
@@ -187,7 +191,7 @@ def _with_gathered_keys(
 
 
 def _gather(x: jax.Array, axes: Axes, form: Form) -> jax.Array:
-    """All-gather dimension 1; if positions matter, undo the zigzag order of the result.
+    """All-gather the sequence, dimension 1 of `x`; for causal or windowed attention also undo its zigzag order.
 
     The array is gathered axis by axis, the last axis first, and as a matrix whose first dimension is the sequence: for
     other shapes the TPU compiler all-reduces the gradients instead of reduce-scattering them.
@@ -201,9 +205,13 @@ def _gather(x: jax.Array, axes: Axes, form: Form) -> jax.Array:
 
 
 def _group_count(kv_heads: int, size: int) -> int:
-    """Return the smallest number of equal groups of heads such that a group has at most `_MOST_GATHERED` bytes.
+    """Return into how many equal groups to split the heads, so that a group has at most `_MOST_GATHERED` bytes.
 
-    `size` is the number of bytes of all heads. If even a single head is larger, every head is a group.
+    Groups are gathered one at a time; the fewest are taken. If even a single head is larger, each head is a group.
+
+    Args:
+      kv_heads: the number of heads of keys and values.
+      size: the number of bytes of all gathered heads.
     """
     counts = (count for count in range(1, kv_heads + 1) if kv_heads % count == 0)
     return next((count for count in counts if size <= _MOST_GATHERED * count), kv_heads)

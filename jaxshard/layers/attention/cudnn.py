@@ -25,7 +25,10 @@ def is_rocm(gpu: Any) -> bool:
 
 
 def why_not_cudnn(gpu: Any, q_BTHD: jax.Array, v_BSKE: jax.Array, extras: Extras, form: Form) -> str:
-    """Return why cuDNN can't compute a call of attention without an array of all logits; "" if it can."""
+    """Return why cuDNN's fused kernel can't compute a call of attention; "" if it can.
+
+    It may not store all logits: calls for which cuDNN would store them are refused.
+    """
     D, E = q_BTHD.shape[-1], v_BSKE.shape[-1]
     if float(gpu.compute_capability) < _OLDEST:
         return f"compute capability {gpu.compute_capability}; it takes {_OLDEST} and up"
@@ -53,14 +56,17 @@ def why_not_cudnn(gpu: Any, q_BTHD: jax.Array, v_BSKE: jax.Array, extras: Extras
 
 
 def _is_elsewhere(gpu: Any) -> bool:
-    """Return True if the GPU is not in this machine, and a step is only compiled or planned for it."""
+    """Return True if the GPU is not in this machine: the program is only compiled or planned for it."""
     client = gpu.client
     compiles = getattr(client, "runtime_type", "") == "compile_only_runtime"
     return compiles or getattr(client, "platform", "") == "planned"
 
 
 def cudnn(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Extras, form: Form) -> jax.Array:
-    """Compute attention by cuDNN's fused kernels."""
+    """Compute attention on a GPU by cuDNN's fused kernel, through `jax.nn.dot_product_attention`.
+
+    Call it only if `why_not_cudnn` returns "": `extras` (bias, mask and the like) must be empty.
+    """
     del extras
     window = None if form.window is None else (form.window - 1, 0)
     out = jax.nn.dot_product_attention(

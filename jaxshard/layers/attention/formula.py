@@ -22,7 +22,7 @@ class Form(NamedTuple):
     """The static arguments of a call of attention.
 
     Attributes:
-      causal: query t sees keys up to t.
+      causal: query t sees only keys 0 to t.
       window: query t sees keys less than this many positions from t; None for no limit.
       soft_cap: logits x become soft_cap * tanh(x / soft_cap); None for no cap.
       dropout: the fraction of attention weights that are dropped; 0 without `Extras.keep`.
@@ -36,9 +36,14 @@ class Form(NamedTuple):
     precision: Any = None
 
     def sees(self, first: Any, last: Any, first_key: Any, last_key: Any) -> Any:
-        """Return True if any query at positions first..last may see any key at positions first_key..last_key.
+        """Return True if some query in a range of positions may see some key in another range, by causality and window.
 
-        The positions may be arrays, for many ranges; then so is the result.
+        Blocks for which it returns False can be skipped. The positions may be arrays, for many ranges; then so is the
+        result.
+
+        Args:
+          first, last: the first and last position of the queries.
+          first_key, last_key: the first and last position of the keys.
         """
         near = True if self.window is None else (first - last_key < self.window) & (first_key - last < self.window)
         return near & (last >= first_key) if self.causal else near
@@ -93,7 +98,10 @@ def formula(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Ext
 
 
 def cap(logits: jax.Array, form: Form) -> tuple[jax.Array, jax.Array | None]:
-    """Apply the soft cap to logits; return (the capped logits, the derivative of the cap, or None without a cap)."""
+    """Apply the soft cap to logits; return (capped logits, the cap's derivative at the logits).
+
+    Without a cap: the logits unchanged, and None.
+    """
     if form.soft_cap is None:
         return logits, None
     bent = jnp.tanh(logits / form.soft_cap)
@@ -111,7 +119,10 @@ def drop(weights: jax.Array, keep: jax.Array, form: Form) -> jax.Array:
 
 
 def by_group(x: jax.Array, kv_heads: int) -> jax.Array:
-    """Reshape [B or 1, H or 1, T or 1, S or 1] so that it broadcasts to logits [B, K, G, T, S]."""
+    """Reshape a bias or mask [B or 1, H or 1, T or 1, S or 1] so that it broadcasts to logits [B, K, G, T, S].
+
+    K = `kv_heads`, and G = H / K query heads share a head of keys and values.
+    """
     B, H, T, S = x.shape
     return x.reshape(B, 1, 1, T, S) if H == 1 else x.reshape(B, kv_heads, H // kv_heads, T, S)
 
@@ -124,7 +135,7 @@ def visible(
     mask: jax.Array | None,
     windows: jax.Array | None = None,
 ) -> jax.Array | None:
-    """Return the mask of seen keys, a bool that broadcasts to [B, K, G, T, S]; None if all keys are seen.
+    """Return which keys each query sees, as a bool that broadcasts to [B, K, G, T, S]; None if all keys are seen.
 
     Args:
       form: the call's static arguments; causality and the window are read.
@@ -132,7 +143,7 @@ def visible(
       keys_S: the positions of the keys in the sequence.
       segments: (int[B, T] of the queries, int[B, S] of the keys).
       mask: a bool that broadcasts to [B, K, G, T, S].
-      windows: int[B], see `Extras`.
+      windows: int[B], the window of each row, if it is traced.
     """
     seen = []
     distance_TS = queries_T[:, None] - keys_S[None, :]

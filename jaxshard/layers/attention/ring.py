@@ -33,13 +33,13 @@ from jaxshard.layers.attention.zigzag import Axes, chunk_starts
 
 
 class Turn(NamedTuple):
-    """One iteration of the ring.
+    """One iteration of ring attention on a device, in which its queries attend to one device's keys.
 
     Attributes:
       queries: the index of the device to which the queries belong (this device), traced.
       keys: the index of the device to which the keys belong, traced.
       devices: the number of devices.
-      own: True if both indices are equal, in the first iteration; static.
+      own: True in the first iteration, in which the keys are this device's own; static.
     """
 
     queries: jax.Array
@@ -49,13 +49,13 @@ class Turn(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The functions that compute one iteration of the ring on a platform.
+    """The functions that compute one iteration of ring attention on a platform, forward and backward.
 
     Attributes:
-      forward: (q, k, v, extras, form, turn) -> (output, largest [B, T, H], total [B, T, H]); the sum of a query's
-        exp(logits) is exp(largest) * total.
+      forward: (q, k, v, extras, form, turn) -> (output, largest [B, T, H], total [B, T, H]), for one device's keys. The
+        sum of a query's exp(logits) is exp(largest) * total.
       backward: (q, k, v, extras, form, out, largest, total, d_out, turn) -> contributions of this iteration to the
-        gradients of q, k and v; out, largest and total are those of all iterations together.
+        gradients of q, k and v. Here out, largest and total are the combined results of all iterations.
     """
 
     forward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
@@ -63,7 +63,10 @@ class Parts(NamedTuple):
 
 
 def blocks(block: int) -> Parts:
-    """Make `Parts` that compute an iteration in blocks of at most `block` positions."""
+    """Make the forward and backward function of one iteration of ring attention, computed in blocks, for any platform.
+
+    `block` is the largest block size, in positions.
+    """
 
     def starts(form: Form, q: jax.Array, k: jax.Array, turn: Turn) -> Starts:
         if not form.causal:
@@ -96,10 +99,20 @@ def ring_attention(
     parts: Parts,
     axes: Axes,
 ) -> jax.Array:
-    """Compute attention of this device's queries to the keys of all devices along `axes`.
+    """Compute attention of this device's queries to the keys of all devices along `axes`, inside `shard_map`.
 
     Collectives: n - 1 permutes of k, v and segments, forward and backward; in the backward pass also n permutes of the
     gradients of k and v.
+
+    Args:
+      q_BTHD: this device's queries.
+      k_BSKD: this device's keys, which are sent around the ring.
+      v_BSKE: this device's values, which are sent with the keys.
+      segments: int[B, T], the segment ids of the queries, or None.
+      key_segments: int[B, S], the segment ids of the keys, or None.
+      form: static arguments, such as `causal`.
+      parts: the functions that compute one iteration.
+      axes: the mesh axes over which the sequence is split.
     """
     return _forward(q_BTHD, k_BSKD, v_BSKE, segments, key_segments, form, parts, axes)[0]
 
@@ -129,9 +142,19 @@ def _go_around(
 ) -> tuple[Any, Any]:
     """Run n iterations of `carry, sums = take_turn(carry, sums, passing, turn)` on a ring of n devices.
 
-    Between iterations `passing` (keys and values) and `sums` (their gradients) are sent to the next device, while it
-    computes: `passing` is sent during the iteration that reads it, and `sums` during the computation of the values that
-    are added to it on arrival.
+    Between iterations `passing` (keys and values) and `sums` (their gradients) are sent to the next device. Both sends
+    overlap with computation: `passing` is sent during the iteration that reads it; `sums` is sent while the device
+    computes the values that it adds to `sums` on arrival.
+
+    Args:
+      take_turn: computes one iteration.
+      carry: arrays that stay on the device, such as the output so far.
+      sums: sums that are sent around with `passing`.
+      passing: the arrays that every device receives once.
+      axes: the mesh axes of the ring.
+
+    Returns:
+      The last `carry` and `sums`.
     """
     n, i = lax.axis_size(axes), lax.axis_index(axes)
 

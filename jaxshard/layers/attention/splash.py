@@ -39,7 +39,10 @@ def why_not_splash(q_BTHD: jax.Array, extras: Extras, form: Form) -> str:
 def splash(
     q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Extras, form: Form, *, interpret: bool = False
 ) -> jax.Array:
-    """Compute attention by the TPU kernel; `interpret` runs it without a TPU, slowly."""
+    """Compute attention by JAX's splash attention kernel for TPUs.
+
+    `interpret` runs the kernel without a TPU, slowly, for tests.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
     T, D, S, E = *q_BTHD.shape[1::2], k_BSKD.shape[1], v_BSKE.shape[-1]
@@ -71,7 +74,7 @@ def splash(
 
 
 def _block_size(length: int) -> int:
-    """Return 512 or 256 if blocks of this size pad the sequence by at most an eighth of its length; else 128."""
+    """Return the block size for a sequence: 512 or 256 if this pads it by at most an eighth of its length, else 128."""
     for block in (512, 256):
         if -length % block <= length // 8:
             return block
@@ -86,9 +89,17 @@ def _pad(x: jax.Array, dim: int, multiple: int) -> jax.Array:
 def _segments(
     T: int, S: int, padded: tuple[int, ...], padded_keys: int, extras: Extras, form: Form
 ) -> tuple[jax.Array, ...] | None:
-    """Return (segment ids of the padded queries, of the padded keys), in which the padding is a segment of its own.
+    """Return the segment ids of the padded queries and of the padded keys; padding gets a segment id of its own.
 
-    None if there are no segments and the kernel's mask hides the padding anyway.
+    So no query sees padding. None if there are no segments and the kernel's causal mask hides the padding anyway.
+
+    Args:
+      T: the number of queries.
+      S: the number of keys.
+      padded: the shape [B, heads, padded queries, width].
+      padded_keys: the number of padded keys.
+      extras: has the segment ids of the call, if any.
+      form: static arguments; causality is read.
     """
     B, _, padded_queries, _ = padded
     keys = extras.of_keys()

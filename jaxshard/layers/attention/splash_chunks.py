@@ -31,7 +31,13 @@ long as computing a block of 512 x 512 on a v5p, and a device skips about as man
 
 
 class Blocks(NamedTuple):
-    """The kernel's block sizes: queries, keys that are loaded together, keys that are computed together."""
+    """The block sizes of the TPU kernel.
+
+    Attributes:
+      queries: the queries of a block.
+      keys: the keys that are loaded together.
+      computed: the keys of them that are computed together.
+    """
 
     queries: int
     keys: int
@@ -39,12 +45,15 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, chunk: int, keys: int) -> Blocks:
-        """Choose block sizes that divide a chunk of `chunk` queries, and the number of keys."""
+        """Choose block sizes for the forward pass that divide a chunk of `chunk` queries, and the number of keys."""
         return cls._of(chunk, keys, _MOST)
 
     @classmethod
     def of_dq(cls, chunk: int, keys: int) -> Blocks:
-        """Choose such block sizes for the kernel that computes the gradient of the queries."""
+        """Choose block sizes for the kernel that computes the gradient of the queries.
+
+        They divide a chunk of `chunk` queries, and the number of keys.
+        """
         return cls._of(chunk, keys, _MOST_OF_DQ)
 
     @classmethod
@@ -54,7 +63,7 @@ class Blocks(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """The blocks that the kernel loads, in order, for each of I blocks on the other side.
+    """The blocks of keys that the kernel loads, in order, for each of I blocks of queries (or the other way round).
 
     Attributes:
       next: int32[I, width], the index of the block to load in each iteration.
@@ -66,7 +75,12 @@ class Visits(NamedTuple):
 
 
 class Sees(NamedTuple):
-    """The mask function of the kernel, causal or with a window: (positions of queries, positions of keys) -> bool."""
+    """The mask function of the TPU kernel: (positions of queries, positions of keys) -> bool, True for a seen key.
+
+    Attributes:
+      causal: a query sees no later keys.
+      window: a query sees keys less than this many positions away; None for no limit.
+    """
 
     causal: bool
     window: int | None
@@ -80,7 +94,7 @@ class Sees(NamedTuple):
 
 
 def why_not_chunks(chunk: int) -> str:
-    """Return why the kernel can't compute chunks of this many positions; "" if it can."""
+    """Return why the TPU kernel can't compute chunks of `chunk` positions; "" if it can."""
     return "" if chunk % _LANES == 0 else f"chunks of {chunk} positions; it takes multiples of {_LANES}"
 
 
@@ -94,9 +108,16 @@ def splash_chunks(
     starts: Starts,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute attention of chunks of queries to all keys, causal or with a window, by the TPU kernel.
+    """Compute attention of some chunks of queries to all keys, causal or with a window, by the TPU kernel.
 
-    `starts.queries` has the start positions of the chunks; `interpret` runs the kernel without a TPU, slowly.
+    Args:
+      q_BTHD: this device's chunks of the sequence of queries, concatenated.
+      k_BSKD: all keys, in the order of the sequence.
+      v_BSKE: all values, in the same order.
+      extras: segment ids or nothing.
+      form: static arguments, such as `causal`.
+      starts: `starts.queries` has the positions at which the chunks begin in the full sequence.
+      interpret: run the kernel without a TPU, slowly.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
@@ -125,7 +146,10 @@ def splash_chunks(
 
 
 def heads_first(x_BTHD: jax.Array, *, scale: bool = False) -> jax.Array:
-    """Transpose to the kernel's layout [B, H, T, D]; with `scale`, divide by sqrt(D), which the kernel does not do."""
+    """Transpose [B, T, H, D] to the TPU kernel's layout [B, H, T, D], with D padded to a multiple of 128.
+
+    With `scale`, also divide by sqrt(D), which the kernel does not do itself.
+    """
     D = x_BTHD.shape[-1]
     if scale:
         x_BTHD = (x_BTHD.astype(jnp.float32) / D**0.5).astype(x_BTHD.dtype)
@@ -142,15 +166,15 @@ def _largest(length: int, most: int) -> int:
 
 
 def visits(form: Form, starts: jax.Array, T: int, S: int, blocks: Blocks, *, of_keys: bool = False) -> Visits:
-    """List the blocks of keys that the kernel visits for each block of queries.
+    """List which blocks of keys the TPU kernel loads for each block of queries: those with a key that is seen.
 
     Args:
       form: the call's static arguments; causality and the window are read.
-      starts: the start positions of the chunks of queries.
+      starts: the positions in the full sequence at which the chunks of queries begin.
       T: the number of queries.
-      S: the number of keys, from position 0 on.
+      S: the number of keys, which begin at position 0.
       blocks: the block sizes.
-      of_keys: list instead the blocks of queries that the kernel visits for each block of keys.
+      of_keys: list instead which blocks of queries the kernel loads for each block of keys.
     """
     in_chunk = T // starts.size // blocks.queries
     first = (starts[:, None] + jnp.arange(in_chunk) * blocks.queries).reshape(-1)
@@ -179,7 +203,15 @@ def visits(form: Form, starts: jax.Array, T: int, S: int, blocks: Blocks, *, of_
 def tables(form: Form, starts: jax.Array, T: int, S: int, blocks: Blocks, of_dq: Blocks) -> tuple[Any, Any, Any]:
     """Return splash attention's tables for (the forward pass, the gradient of q, the gradients of k and v).
 
-    `blocks` are the block sizes of the forward pass and of the gradients of k and v, `of_dq` of the gradient of q.
+    A table (`MaskInfo`) says which blocks the kernel loads, in order, and which it computes.
+
+    Args:
+      form: the call's static arguments; causality and the window are read.
+      starts: the positions in the full sequence at which the chunks of queries begin.
+      T: the number of queries.
+      S: the number of keys.
+      blocks: the block sizes for the forward pass and for the gradients of k and v.
+      of_dq: the block sizes for the gradient of q.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
@@ -199,7 +231,10 @@ def tables(form: Form, starts: jax.Array, T: int, S: int, blocks: Blocks, of_dq:
 
 
 def block_sizes(blocks: Blocks, of_dq: Blocks) -> Any:
-    """Convert the block sizes to splash attention's `BlockSizes`."""
+    """Convert the block sizes to splash attention's own type, `BlockSizes`.
+
+    `of_dq` are the block sizes for the gradient of q, `blocks` all others.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import BlockSizes
 
     return BlockSizes(

@@ -25,7 +25,10 @@ _Results = tuple[jax.Array, ...]
 
 
 def splash_turns(*, interpret: bool = False) -> Parts:
-    """Make `Parts` that compute an iteration of the ring by the TPU kernel; `interpret` needs no TPU, but is slow."""
+    """Make the forward and backward function of one iteration of ring attention, computed by the TPU kernel.
+
+    `interpret` runs the kernel without a TPU, slowly.
+    """
 
     def forward(
         q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, form: Form, turn: Turn
@@ -50,10 +53,19 @@ def splash_turns(*, interpret: bool = False) -> Parts:
 
 
 def _by_turn(part: Any, put: Any, queries: Any, keys: Any, form: Form, turn: Turn) -> Any:
-    """Compute an iteration of the ring: call `part` on the chunks of queries and keys that see each other.
+    """Compute an iteration of causal ring attention: call `part` only on queries and keys that see each other.
 
-    `put(results, later)` pads the results of `part` to all queries and keys of the device; `later` is True if the keys
-    belong to a later device, and False for an earlier device.
+    With an earlier device's keys, all queries see the first half of the keys. With a later device's keys, the second
+    half of the queries sees all keys.
+
+    Args:
+      part: `part(queries, keys, causal=...) -> results`.
+      put: `put(results, later)` pads the results to all of the device's queries and keys; `later` is True for a later
+        device's keys.
+      queries: the queries, and arrays with an entry per query.
+      keys: the keys, and arrays with an entry per key.
+      form: static arguments of attention; causality is read.
+      turn: the iteration.
     """
     if turn.own or not form.causal:
         return part(queries, keys, causal=form.causal)
@@ -91,7 +103,10 @@ def _put_backward(found: _Results, later: bool) -> _Results:
 
 
 def _kernel_form(q: jax.Array, k: jax.Array, form: Form, causal: bool) -> tuple[Any, Any, Any]:
-    """Return the kernel's (block sizes, tables, mask function), for causal attention or else attention to all keys."""
+    """Return the TPU kernel's (block sizes, tables, mask function) for one iteration of ring attention.
+
+    Every query sees every key, unless `causal`. Without `causal` the tables are empty, and the mask function is None.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
     T, S = q.shape[1], k.shape[1]

@@ -29,18 +29,21 @@ _NONE: tuple[str, ...] = ()
 
 @dataclass(frozen=True)
 class Split:
-    """The sharding of one call of attention.
+    """The sharding of one call of attention over the devices of the mesh, by the current layout.
 
     Attributes:
       mesh: the mesh around the call; None without a layout.
       manual: the mesh axes that are manual already around the call.
-      rows: the axes over which the `shard_map` of `run` splits rows.
+      rows: the axes over which the `shard_map` of `run` splits rows of the batch.
       heads: the axes over which this `shard_map` splits heads of queries.
       kv_heads: the axes over which it splits heads of keys and values: the axes of `heads`, or none.
       context: the layout's context parallelism, if the call uses it; else None.
-      queries: the axes over which only the queries are split, if the call can't use the context parallelism.
-      length: the number of queries of the call: of this device if the axes of the sequence are manual already.
-      uneven_rows: why no axis can be made manual: the devices do not divide the rows; else "".
+      queries: if the call can't use the layout's context parallelism: the axes over which its queries, but not its
+        keys, are split.
+      length: the number of queries of the call; of this device's queries if the axes of the sequence are manual
+        already.
+      uneven_rows: if the devices do not divide the rows, so that no `shard_map` is possible: a message that says so;
+        else "".
       whole: why keys are replicated although the layout has context parallelism, or "".
       whole_over: the axes over which keys are then replicated.
     """
@@ -96,9 +99,13 @@ class Split:
         return cls(mesh, manual, batch, heads, kv_heads, context, queries, T, "", whole, whole_over)
 
     def why_not(self, why_not_chunks: Callable[[int], str], form: Form) -> str:
-        """Return why a kernel can't compute a device's chunks of the sequence; "" if it can or if there are none.
+        """Return why a kernel can't compute the chunks of the sequence that a device has; "" if it can.
 
-        `why_not_chunks` returns why the kernel can't compute chunks of a given length.
+        Without context parallelism there are no chunks, and the result is "".
+
+        Args:
+          why_not_chunks: returns why the kernel can't compute chunks of a given length, or "".
+          form: static arguments of attention, such as `causal`.
         """
         if self.context is None or self.mesh is None:
             return ""
@@ -111,7 +118,7 @@ class Split:
     def run(
         self, kernels: Kernels, q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Extras, form: Form
     ) -> jax.Array:
-        """Compute attention in a `shard_map` over all mesh axes that are not manual yet."""
+        """Compute attention with one of these kernels on each device, in a `shard_map` over all axes not manual yet."""
         mesh = self.mesh
         automatic = set() if mesh is None or self.uneven_rows else set(mesh.axis_names) - self.manual
         if mesh is None or not automatic or mesh.size == 1:
@@ -170,7 +177,15 @@ class Split:
 
 
 def _why_whole(T: int, S: int, n: int, extras: Extras, form: Form) -> str:
-    """Return why context parallelism over n devices can't compute T queries and S keys; "" if it can."""
+    """Return why the call can't use context parallelism over n devices; "" if it can.
+
+    Args:
+      T: the number of queries in the full sequence.
+      S: the number of keys in the full sequence.
+      n: the number of devices.
+      extras: the optional arrays of the call, such as a bias.
+      form: its static arguments, such as `causal`.
+    """
     if extras.bias is not None or extras.mask is not None:
         return f"a {'bias' if extras.mask is None else 'mask'} is given"
     if extras.keep is not None:
@@ -182,13 +197,13 @@ def _why_whole(T: int, S: int, n: int, extras: Extras, form: Form) -> str:
 
 
 def heads_for(x_BSKD: jax.Array, own: int, shared_by: int, axes: tuple[str, ...]) -> jax.Array:
-    """Select the heads of keys or values that this device's heads of queries use.
+    """Select the heads of keys or values that this device's query heads use, inside `shard_map`.
 
     Args:
       x_BSKD: keys or values with all heads.
-      own: the number of heads of queries on this device.
-      shared_by: the number of heads of queries that share a head of keys and values.
-      axes: the mesh axes over which heads of queries are split.
+      own: the number of query heads on this device.
+      shared_by: the number of query heads that share a head of keys and values.
+      axes: the mesh axes over which query heads are split.
     """
     first = jax.lax.axis_index(axes) * own
     if shared_by % own == 0:

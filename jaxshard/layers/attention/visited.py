@@ -12,7 +12,9 @@ from jaxshard.layers.attention.zigzag import chunk_starts
 
 
 def visited_blocks(form: Form, length: int, devices: int, *, block: int | None = None, ring: bool = False) -> list[int]:
-    """Count the pairs of blocks that each device visits in the forward pass, for one row and head.
+    """Count how many pairs (block of queries, block of keys) each device computes in the forward pass.
+
+    Under context parallelism, for one row and head.
 
     Args:
       form: the call's static arguments; causality and the window are read.
@@ -22,7 +24,7 @@ def visited_blocks(form: Form, length: int, devices: int, *, block: int | None =
       ring: count the blocks of ring attention; needs `block`.
 
     Returns:
-      The number of pairs (block of queries, block of keys) for each device.
+      The number of pairs for each device.
     """
     own = length // devices
     starts = jax.vmap(lambda i: chunk_starts(i, devices, own))(jnp.arange(devices))

@@ -26,29 +26,39 @@ Axes = tuple[str, ...]
 
 
 def chunk_starts(i: Any, n: int, length: int) -> jax.Array:
-    """Return the start positions of the two chunks of device i of n, int32[2]; both together have `length`."""
+    """Return the positions in the full sequence at which device i's two chunks begin, int32[2].
+
+    Device i of n has the chunks i and 2n - 1 - i of 2n equal chunks. `length` is the size of both together.
+    """
     return jnp.stack([jnp.asarray(i), jnp.asarray(2 * n - 1 - i)]).astype(jnp.int32) * (length // 2)
 
 
 def to_zigzag(x: Shaped[Array, "*dims"], n: int, dim: int) -> Shaped[Array, "*dims"]:
-    """Reorder dimension `dim` to the chunks 0, 2n-1, 1, 2n-2, ..., so that n equal parts are the devices' shards."""
+    """Reorder dimension `dim` from the order of the sequence to zigzag order: the chunks 0, 2n-1, 1, 2n-2, ...
+
+    Splitting the result into n equal parts gives device i the chunks i and 2n-1-i.
+    """
     chunks = x.reshape(*x.shape[:dim], 2, n, -1, *x.shape[dim + 1 :])
     low, high = (jnp.take(chunks, half, dim) for half in range(2))
     return jnp.stack([low, jnp.flip(high, dim)], dim + 1).reshape(x.shape)
 
 
 def from_zigzag(x: Shaped[Array, "*dims"], n: int, dim: int) -> Shaped[Array, "*dims"]:
-    """Reorder the concatenated shards of n devices to the order of the sequence: the inverse of `to_zigzag`."""
+    """Reorder dimension `dim` from zigzag order back to the order of the sequence: the inverse of `to_zigzag`."""
     chunks = x.reshape(*x.shape[:dim], n, 2, -1, *x.shape[dim + 1 :])
     low, high = (jnp.take(chunks, half, dim + 1) for half in range(2))
     return jnp.concatenate([low, jnp.flip(high, dim)], dim).reshape(x.shape)
 
 
 def exchange_to_zigzag(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """Exchange chunks between devices: device i sends the chunks 2i and 2i + 1, and gets i and 2n - 1 - i.
+    """Exchange chunks between n devices: device i sends the chunks 2i and 2i + 1, and gets i and 2n - 1 - i.
 
-    Collectives: two permutes, each of half of `x`, of all even chunks and of all odd chunks. In the result the chunk
-    with an even index is the first half on even devices, and the second half on odd devices.
+    Collectives: two permutes of half of `x`, one of all even chunks and one of all odd chunks.
+
+    Args:
+      x: the two chunks of this device.
+      axes: the mesh axes over which the sequence is split.
+      dim: the dimension of the sequence.
     """
     n = lax.axis_size(axes)
     halves = jnp.split(x, 2, axis=dim)
@@ -71,6 +81,6 @@ def exchange_from_zigzag(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
 
 
 def _moves(n: int, slot: int) -> list[tuple[int, int]]:
-    """Return, for every device i, (i, the device that has chunk 2i + slot in zigzag order)."""
+    """Return, for each device i, (i, the device that has chunk 2i + slot in zigzag order), for `lax.ppermute`."""
     chunks = [2 * i + slot for i in range(n)]
     return [(i, min(chunk, 2 * n - 1 - chunk)) for i, chunk in enumerate(chunks)]

@@ -31,9 +31,10 @@ _used = jax.make_user_context(default_value=None)
 
 
 class Slices(NamedTuple):
-    """A device's rows in an exchange: a slice for each pair (other device, expert of the receiver).
+    """The rows that a device sends (or receives) in an exchange, as slices of its array.
 
-    All fields are int32[devices * experts of a device]. An empty slice has the offset 0.
+    There is a slice for each pair (other device, expert of the receiver). All fields are int32[devices * experts of a
+    device]. An empty slice has the offset 0.
 
     Attributes:
       offsets: the first row of each slice in this device's array.
@@ -47,11 +48,11 @@ class Slices(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The slices that a device sends and receives in one round of the exchange.
+    """The rows that a device sends and receives in one round of the exchange.
 
     Attributes:
-      sent: slices of this device's rows (sorted by expert), for each receiver and expert.
-      received: slices of the array of received rows, for each sender and expert.
+      sent: the slices that it sends of its rows (sorted by expert), for each receiver and expert.
+      received: the slices of the received array that it gets, for each sender and expert.
       sizes: int32[experts of a device], the number of received rows of each expert; received rows are sorted by expert.
     """
 
@@ -61,19 +62,23 @@ class Window(NamedTuple):
 
 
 def use_form(form: Form) -> AbstractContextManager[None]:
-    """Make a context manager in which `form_for` returns this form, whatever the devices support or the user asks."""
+    """Make a context manager that fixes the form of exchange, "ragged" or "equal", whatever the devices support."""
     context: AbstractContextManager[None] = _used(form)
     return context
 
 
 def form_for(devices: Sequence[Any], asked: Form | None = None) -> Form:
-    """Return the form of exchange for a mesh of these devices: as set by `use_form`, else `asked`, else the best."""
+    """Return how devices exchange rows: "ragged" or "equal" all-to-alls.
+
+    Inside `use_form` the form that it sets; else `asked`, the user's choice; else the best form that the devices
+    support.
+    """
     used: Form | None = _used.value
     return used or asked or _best_form(devices)
 
 
 def _best_form(devices: Sequence[Any]) -> Form:
-    """Return the best form of exchange that the devices support.
+    """Return "ragged" if the devices support ragged all-to-alls, else "equal".
 
     CPUs have no ragged all-to-all. Neither have v5e slices of more than 16 chips: libtpu 0.0.42 and 0.0.52 say "not
     supported in limited ICI routing settings". Try again with later versions.
@@ -85,13 +90,19 @@ def _best_form(devices: Sequence[Any]) -> Form:
 
 
 def gather_counts(counts_E: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """All-gather the numbers of rows for each expert from all devices along the axes, int32[devices, E]."""
+    """All-gather how many rows each device has for each expert: int32[E] per device -> int32[devices, E]."""
     gathered: jax.Array = jax.lax.all_gather(counts_E, axes)
     return gathered
 
 
 def count_windows(counts_nE: jax.Array, rows: int, form: Form) -> jax.Array:
-    """Return the number of windows in which all rows are exchanged: as many as the busiest device needs."""
+    """Return the number of rounds in which all rows are exchanged: as many as the busiest device needs.
+
+    Args:
+      counts_nE: how many rows each device has for each expert.
+      rows: the most rows that a device receives in a round.
+      form: "ragged" or "equal" all-to-alls.
+    """
     n = counts_nE.shape[0]
     of_pairs = counts_nE.reshape(n, n, -1).sum(-1)
     most, room = (of_pairs.sum(0), rows) if form == "ragged" else (of_pairs, rows // n)
@@ -99,14 +110,14 @@ def count_windows(counts_nE: jax.Array, rows: int, form: Form) -> jax.Array:
 
 
 def plan_window(counts_nE: jax.Array, me: jax.Array, index: jax.Array, rows: int, form: Form) -> Window:
-    """Compute which slices of rows this device sends and receives in one window of the exchange.
+    """Compute which slices of rows this device sends and receives in one round of the exchange.
 
     Args:
       counts_nE: how many rows each device has for each expert.
       me: this device's index along the mesh axes.
-      index: the index of the window.
-      rows: the most rows that a device receives in a window.
-      form: the form of exchange.
+      index: the index of the round.
+      rows: the most rows that a device receives in a round.
+      form: "ragged" or "equal" all-to-alls.
     """
     n = counts_nE.shape[0]
     counts = counts_nE.reshape(n, n, -1)  # [sender, receiver, expert there]
@@ -128,9 +139,10 @@ def plan_window(counts_nE: jax.Array, me: jax.Array, index: jax.Array, rows: int
 
 
 def _pack(counts: jax.Array) -> jax.Array:
-    """Return the first row of each slice in the receiver's array, whose slices are in the order (expert, sender).
+    """Return where each slice of sent rows begins in its receiver's array, which is sorted by (expert, sender).
 
-    The argument, the number of rows of each slice, and the result are int32[sender, receiver, expert of the receiver].
+    `counts` has the number of rows of each slice. It and the result are int32[sender, receiver, expert of the
+    receiver].
     """
     arrived = counts.transpose(1, 2, 0)
     ends = jnp.cumsum(arrived.reshape(arrived.shape[0], -1), 1).reshape(arrived.shape)
@@ -140,13 +152,21 @@ def _pack(counts: jax.Array) -> jax.Array:
 def exchange(
     rows: jax.Array, into: jax.Array, sent: Slices, received: Slices, axes: tuple[str, ...], pair: int | None
 ) -> jax.Array:
-    """Send slices of `rows` to the devices along the axes; return `into` with the received slices written to it.
+    """Send slices of `rows` to other devices, and return `into` with the received slices written to it.
 
     Rows of `into` outside of the received slices stay as they are. To send received rows back, swap `sent` and
     `received`.
 
-    Collectives: a ragged all-to-all if `pair` is None; else an all-to-all of `pair` rows for each pair of devices,
-    none of which may have more rows to exchange.
+    Collectives: a ragged all-to-all if `pair` is None; else an all-to-all in which each device sends `pair` rows to
+    each.
+
+    Args:
+      rows: this device's rows.
+      into: the array for received rows.
+      sent: the slices of `rows` to send.
+      received: the slices of `into` to receive.
+      axes: the mesh axes over which experts are split.
+      pair: the most rows that one device sends to another, for all-to-alls of equal counts; None for ragged ones.
     """
     if pair is None:
         ragged: jax.Array = jax.lax.ragged_all_to_all(
@@ -160,7 +180,10 @@ def exchange(
 
 
 def _list_rows(slices: Slices, n: int, pair: int) -> jax.Array:
-    """Return the indices of the rows for the all-to-all: for each of n devices `pair` indices, padded with 0."""
+    """Return the indices of the rows to send in an all-to-all of equal counts: `pair` indices for each of n devices.
+
+    Unused places have the index 0.
+    """
     offsets, sizes = (x.reshape(n, -1) for x in slices[:2])
     ends = jnp.cumsum(sizes, 1)
     i = jnp.arange(pair)
@@ -171,7 +194,17 @@ def _list_rows(slices: Slices, n: int, pair: int) -> jax.Array:
 
 
 def _find_rows(slices: Slices, n: int, pair: int, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Return, for each of `rows` rows, (its index in the result of `_list_rows`, True if it is in that result)."""
+    """Find where the rows of an array are in the result of an all-to-all of equal counts.
+
+    Args:
+      slices: the slices of the array that are received.
+      n: the number of devices.
+      pair: the number of rows that each device sends to each.
+      rows: the number of rows of the array.
+
+    Returns:
+      (int32[rows], each row's index in the result of the all-to-all; bool[rows], True if the row is received).
+    """
     sizes = slices.sizes.reshape(n, -1)
     listed = jnp.cumsum(sizes, 1) - sizes + jnp.arange(n)[:, None] * pair
     within = jnp.arange(rows)[:, None] - slices.offsets

@@ -35,7 +35,7 @@ LARGEST = 4096
 
 
 class Order(NamedTuple):
-    """The permutation that sorts the R = N * k choices, the pairs of a token and one of its experts, by expert.
+    """The permutation that sorts R = N * k choices by expert. A choice is a pair of a token and one of its k experts.
 
     Attributes:
       of_rows: int32[R], the index of the choice for each sorted row.
@@ -49,7 +49,12 @@ class Order(NamedTuple):
 
 
 def sort_by_expert(experts_Nk: jax.Array, E: int) -> Order:
-    """Sort the choices by expert, and by token within an expert."""
+    """Sort all pairs (token, one of its k experts) by expert, and by token within an expert.
+
+    Args:
+      experts_Nk: int32[N, k], the experts of each token; E for a dropped choice.
+      E: the number of experts.
+    """
     flat = experts_Nk.ravel()
     of_rows = jnp.argsort(flat, stable=True).astype(jnp.int32)
     of_choices = jnp.argsort(of_rows).astype(jnp.int32)
@@ -62,7 +67,16 @@ def sort_by_expert(experts_Nk: jax.Array, E: int) -> Order:
 
 
 def apply_all(fn: Experts, params: PyTree, x_NC: jax.Array, choice: Choice, E: int, way: Way) -> jax.Array:
-    """Compute the weighted sum over each token's experts, all of which are on this device."""
+    """Compute the weighted sum over each token's experts, if every device has all experts. No collectives.
+
+    Args:
+      fn: the user's function, which computes the experts.
+      params: its parameters, with a first dimension of E experts.
+      x_NC: the tokens.
+      choice: the experts of each token and their weights.
+      E: the number of experts.
+      way: how grouped matrix products are computed.
+    """
     order = sort_by_expert(choice.experts, E)
     rows = _sort_tokens(choice.experts.shape[1], x_NC, order)
     y = fn(params, rows, Dot(rows.shape[0], order.counts, way))
@@ -71,7 +85,10 @@ def apply_all(fn: Experts, params: PyTree, x_NC: jax.Array, choice: Choice, E: i
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sort_tokens(k: int, x_NC: jax.Array, order: Order) -> jax.Array:
-    """Repeat each token for its k experts, and sort the rows by expert; differentiated without a slow scatter."""
+    """Repeat each token for its k experts, and sort the rows by expert: [N, C] -> [N * k, C].
+
+    Its backward pass sums the rows of each token by a gather, since JAX's own would be a slow scatter.
+    """
     return x_NC[order.of_rows // k]
 
 
@@ -87,7 +104,10 @@ _sort_tokens.defvjp(_sort_forward, _sort_backward)
 
 
 def _sum_choices(k: int, dx_RC: jax.Array, order: Order) -> jax.Array:
-    """Sum the k rows of each token, [R, C] -> [N, C]; rows of dropped choices are undefined and left out."""
+    """Sum the k rows of each token: rows sorted by expert [N * k, C] -> [N, C].
+
+    Rows of dropped choices have undefined values and are left out.
+    """
     own = order.of_choices < order.counts.sum()
     dx = jnp.where(own[:, None], dx_RC[order.of_choices], 0).reshape(-1, k, dx_RC.shape[1])
     return dx.sum(1, dtype=jnp.promote_types(dx.dtype, jnp.float32)).astype(dx_RC.dtype)
@@ -110,9 +130,9 @@ _unsort.defvjp(_unsort_forward, _unsort_backward)
 
 
 def _weigh(y_RC: jax.Array, choice: Choice, E: int) -> jax.Array:
-    """Sum the outputs of each token's k experts, multiplied by the router's weights, in f32: [R, C] -> [N, C].
+    """Sum the outputs of each token's k experts, multiplied by the router's weights, in f32: [N * k, C] -> [N, C].
 
-    The rows are in the order of the choices, not sorted by expert. Dropped choices count as zero.
+    The rows are in the order of the tokens, not sorted by expert. Dropped choices count as zero.
     """
     y_NkC = y_RC.reshape(*choice.experts.shape, -1)
     y_NkC = jnp.where((choice.experts < E)[..., None], y_NkC, 0)
@@ -125,11 +145,11 @@ def _weigh(y_RC: jax.Array, choice: Choice, E: int) -> jax.Array:
 
 
 class Load(NamedTuple):
-    """The numbers of rows that all devices exchange, and the number of windows that this takes.
+    """The rows that all devices exchange, and the number of rounds that this takes.
 
     Attributes:
-      counts: int32[devices, E], the rows that each device has for each expert.
-      windows: the number of windows in which the rows are exchanged.
+      counts: int32[devices, E], the number of rows that each device has for each expert.
+      windows: the number of rounds in which the rows are exchanged.
     """
 
     counts: jax.Array
@@ -137,15 +157,15 @@ class Load(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The split of experts over devices, the exchange of rows, and the computation of products.
+    """The split of experts over devices, and the choices of how rows are exchanged and products are computed.
 
     Attributes:
       axes: the manual mesh axes over which experts are split.
       devices: the number of devices along these axes.
       experts: the number of experts on all devices together.
-      window: the number of rows of a window.
+      window: the most rows that a device receives in one round of the exchange.
       way: how grouped matrix products are computed.
-      form: the form of the exchange of rows.
+      form: "ragged" or "equal" all-to-alls.
       others: the other manual mesh axes. At every index along them the devices along `axes` are a group of their own,
         which exchanges rows.
     """
@@ -159,9 +179,9 @@ class Share(NamedTuple):
     others: tuple[str, ...] = ()
 
     def count_windows(self, counts: jax.Array) -> jax.Array:
-        """Return the number of windows that the busiest group of devices needs, for all groups alike, by a pmax.
+        """Return the number of rounds that the busiest group of devices needs, the same on all groups, by a pmax.
 
-        A group of devices that needs fewer windows could stop earlier. But then the loop, which has collectives, would
+        A group of devices that needs fewer rounds could stop earlier. But then the loop, which has collectives, would
         run more iterations in other groups. That is safe only for collectives with device groups; a compiler may
         replace them by permutes, which have no groups and wait for all devices.
         """
@@ -170,24 +190,38 @@ class Share(NamedTuple):
         return most
 
     def inputs(self, x_NC: jax.Array) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """Return the shapes of (the rows of a window, the number of rows of each of this device's experts)."""
+        """Return the shapes of the inputs of the experts in one round of the exchange.
+
+        Returns:
+          (the received rows [window, C], the number of received rows of each expert of this device, int32[experts /
+          devices]).
+        """
         rows = jax.ShapeDtypeStruct((self.window, x_NC.shape[1]), x_NC.dtype)
         return rows, jax.ShapeDtypeStruct((self.experts // self.devices,), jnp.int32)
 
     def plan(self, counts: jax.Array, index: jax.Array) -> Window:
-        """Compute which rows this device sends and receives in a window, from the counts of all devices."""
+        """Compute which rows this device sends and receives in one round of the exchange.
+
+        Args:
+          counts: int32[devices, E], the rows that each device has for each expert.
+          index: the index of the round.
+        """
         return plan_window(counts, jax.lax.axis_index(self.axes), index, self.window, self.form)
 
     def exchange(self, rows: jax.Array, into: jax.Array, sent: Slices, received: Slices) -> jax.Array:
-        """Send and receive slices of rows along the axes of the experts; see the function `exchange`."""
+        """Exchange slices of `rows` between the devices that share the experts, by all-to-alls.
+
+        Return `into` with the received slices written to it. To send rows back, swap `sent` and `received`.
+        """
         pair = None if self.form == "ragged" else self.window // self.devices
         return exchange(rows, into, sent, received, self.axes, pair)
 
 
 def window_rows(rows: int, k: int, devices: int, experts_here: int) -> int:
-    """Return the number of rows of a window.
+    """Return the most rows that a device receives in one round of the exchange, which is the size of its buffer.
 
-    The smallest of: the most rows that a device can receive, `ROOM` times the rows of a balanced load, and `LARGEST`.
+    The smallest of: the most rows that a device can receive at all, `ROOM` times the rows of a balanced load, and a
+    limit (`LARGEST`, or half of it for each expert on the device if that is more); rounded up.
 
     Args:
       rows: the number of rows that each device sends, N * k.
@@ -203,11 +237,18 @@ def window_rows(rows: int, k: int, devices: int, experts_here: int) -> int:
 
 
 def apply_share(fn: Experts, params: PyTree, x_NC: jax.Array, choice: Choice, share: Share) -> jax.Array:
-    """Compute the weighted sum over each token's experts, which are split over the devices along the axes.
+    """Compute the weighted sum over each token's experts, which are split over devices.
 
     Collectives: an all-gather of the counts int32[E], and a pmax of a scalar over the other manual mesh axes. For each
-    window two exchanges of rows in the forward pass and five in the backward pass; two of the five send one scalar per
+    round two exchanges of rows in the forward pass and five in the backward pass; two of the five send one scalar per
     row.
+
+    Args:
+      fn: the user's function, which computes the experts.
+      params: its parameters, with a first dimension of this device's experts.
+      x_NC: this device's tokens.
+      choice: the experts of each token and their weights.
+      share: how experts are split, and how rows are exchanged.
     """
     order = sort_by_expert(choice.experts, share.experts)
     program = _close(fn, params, *share.inputs(x_NC), share.way)
@@ -218,12 +259,12 @@ def apply_share(fn: Experts, params: PyTree, x_NC: jax.Array, choice: Choice, sh
 
 
 class _Program(NamedTuple):
-    """The user's function with the arrays that it closes over as inputs, as `jax.custom_vjp` requires.
+    """The user's function, with all arrays that it reads as arguments, as `jax.custom_vjp` requires.
 
     Attributes:
       call: (floats, others, rows, number of rows of each expert) -> rows.
-      floats: the floating-point arrays among the parameters and the closed-over arrays.
-      others: all other arrays among the parameters and the closed-over arrays.
+      floats: the floating-point arrays among the parameters and the arrays that the function closes over.
+      others: all other arrays among these.
     """
 
     call: Callable[[Sequence[jax.Array], Sequence[Any], jax.Array, jax.Array], jax.Array]
@@ -261,7 +302,7 @@ def _empty(shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def _mask(x: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Zero the unused rows at the end of a window, after the rows that `sizes` counts."""
+    """Set the unused rows of `x` to zero: all rows after the first `sizes.sum()`."""
     own = jnp.arange(x.shape[0]) < sizes.sum()
     return jnp.where(own.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
 
@@ -293,7 +334,7 @@ def _apply_forward(share: Share, call: Any, *args: Any) -> tuple[jax.Array, Any]
 
 
 def _apply_backward(share: Share, call: Any, kept: Any, dout_NC: jax.Array) -> tuple[Any, ...]:
-    """Send the rows of each window again, recompute the experts' outputs, and send the gradients back.
+    """Compute the gradients: send each round's rows again, recompute the experts' outputs, and send the gradients back.
 
     The gradient of the router's weight w of a row, sum(dout * y), is computed on the device of the row's expert. So
     dout and w are sent, not w * dout.

@@ -23,10 +23,10 @@ from jaxshard.core.counting import is_counting
 
 
 class Way(NamedTuple):
-    """The choice of how to compute grouped products.
+    """The implementation of grouped matrix products to use.
 
     Attributes:
-      platform: the platform of the devices, such as "tpu", which determines the implementation.
+      platform: the platform of the devices: "tpu" for Pallas kernels, any other for a loop over blocks of rows.
       full: True if every row has a group, so that no result needs to be zeroed.
     """
 
@@ -89,7 +89,10 @@ class Dot:
 
 
 def group_of_rows(rows: int, sizes_G: jax.Array) -> jax.Array:
-    """Return the group of each row, int32[rows]; G for rows without a group."""
+    """Return the group of each row, int32[rows], if the rows are sorted by group: sizes [3, 1], 5 rows -> 0 0 0 1 2.
+
+    Rows without a group, at the end, get the index after the last group.
+    """
     ends = jnp.cumsum(sizes_G)
     return jnp.searchsorted(ends, jnp.arange(rows, dtype=ends.dtype), side="right", method="compare_all").astype(
         jnp.int32
@@ -110,7 +113,10 @@ def _take_forward(rows: int, b: jax.Array, sizes_G: jax.Array) -> tuple[jax.Arra
 
 
 def _take_backward(rows: int, sizes_G: jax.Array, dy: jax.Array) -> tuple[jax.Array, None]:
-    """Sum the gradient's rows of each group by a product with a one-hot matrix, since scatters are slow on TPUs."""
+    """Sum the rows of the gradient `dy` that belong to each group: [rows, ...] -> [groups, ...].
+
+    A product with a one-hot matrix, since scatters are slow on TPUs.
+    """
     groups = group_of_rows(rows, sizes_G)
     ones_GM = (groups == jnp.arange(sizes_G.shape[0])[:, None]).astype(dy.dtype)
     dy = jnp.where((groups < sizes_G.shape[0]).reshape(-1, *(1,) * (dy.ndim - 1)), dy, 0)
@@ -126,7 +132,7 @@ _take.defvjp(_take_forward, _take_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(way: Way, transposed: bool, x_MC: jax.Array, w: jax.Array, sizes_G: jax.Array) -> jax.Array:
-    """Multiply each row by the matrix of its group, w[group], or by the transpose of this matrix."""
+    """Multiply each row by the matrix of its group, x[i] @ w[group of i], or by its transpose if `transposed`."""
     if way.platform == "tpu":
         y = _by_megablox(x_MC, w, sizes_G, transposed)
         # The kernel does not write rows without a group, which are uninitialized memory.
@@ -157,7 +163,7 @@ def _pad(x_MC: jax.Array, multiple: int) -> jax.Array:
 
 
 def _tiling(rows: int, width: int, out: int, dtype: Any) -> tuple[int, int, int]:
-    """Return the tile sizes (rows, C, H) of the TPU kernels, whose double buffers then take 10 MB of VMEM."""
+    """Return the tile sizes (rows, C, H) of the TPU kernels, chosen so that the double buffers take 10 MB of VMEM."""
     side = 1024 if jnp.dtype(dtype).itemsize <= 2 else 512
     return min(512, -(-rows // 128) * 128), min(side, width), min(side, out)
 
@@ -172,7 +178,7 @@ def _by_megablox(x_MC: jax.Array, w: jax.Array, sizes_G: jax.Array, transposed: 
 
 
 def _outer_by_megablox(x_MC: jax.Array, y_MH: jax.Array, sizes_G: jax.Array, dtype: Any) -> jax.Array:
-    """Return for each group the sum over its rows of x^T y, [G, C, H]; zeros for a group without rows."""
+    """Return x^T y summed over the rows of each group, [G, C, H], by a TPU kernel; zeros for a group without rows."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     (M, C), H = x_MC.shape, y_MH.shape[1]
@@ -195,10 +201,11 @@ def _block_size(rows: int, groups: int) -> int:
 
 
 def _blocks(rows: int, sizes_G: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Divide each group's rows into blocks.
+    """Divide the rows of each group into blocks of `block` rows; the last block of a group may extend beyond it.
 
-    Return (the group of each block, the first row of each block, the end of each group [G], the number of blocks). The
-    blocks of a group begin at the group's first row; the last block may extend beyond the group.
+    Returns:
+      (the group of each block, the first row of each block, the end of each group [G], the number of blocks). The first
+      two are padded to the most blocks that any group sizes need.
     """
     ends = jnp.cumsum(sizes_G)
     count = -(-sizes_G // block)
@@ -235,7 +242,10 @@ def _in_blocks(x_MC: jax.Array, w: jax.Array, sizes_G: jax.Array, transposed: bo
 
 
 def _outer_in_blocks(x_MC: jax.Array, y_MH: jax.Array, sizes_G: jax.Array, dtype: Any) -> jax.Array:
-    """Return for each group the sum over its rows of x^T y, [G, C, H]; zeros for a group without rows."""
+    """Return x^T y summed over the rows of each group, [G, C, H], by a loop over blocks of rows.
+
+    Zeros for a group without rows.
+    """
     block = _block_size(x_MC.shape[0], sizes_G.shape[0])
     group, first, ends, count = _blocks(x_MC.shape[0], sizes_G, block)
     x, y = (jnp.pad(rows, ((0, block), (0, 0))) for rows in (x_MC, y_MH))

@@ -117,7 +117,12 @@ def moe(
 
 
 def _check_shapes(x: jax.Array, logits: jax.Array, k: int, scores: str, bias: Any, capacity: float | None) -> int:
-    """Check the arguments of `moe`; return the number of experts."""
+    """Check the arguments of `moe`; return the number of experts.
+
+    Raises:
+      ValueError: shapes that do not match, k outside of 1 to E, or a capacity that is not positive.
+      TypeError: k is not an int, or unknown `scores`.
+    """
     if x.ndim < 2 or logits.ndim != x.ndim or x.shape[:-1] != logits.shape[:-1]:
         raise ValueError(
             f"moe: x must be [*batch, tokens, width] and router_logits [*batch, tokens, experts] of the same tokens, "
@@ -167,16 +172,17 @@ def _checked(fn: Experts) -> Experts:
 
 
 def _axes_of_slices(mesh: Mesh, experts: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the mesh axes along which all devices are in one TPU slice, without the axes of the experts."""
+    """Return the mesh axes along which all devices are in one TPU slice, except the axes that split experts."""
     slices = slice_indices(mesh)
     within = [(slices == slices.take([0], dim)).all() for dim in range(slices.ndim)]
     return tuple(axis for axis, one in zip(mesh.axis_names, within) if one and axis not in experts)
 
 
 class _Split:
-    """The sharding of one call of `moe` by the current layout.
+    """The sharding of one call of `moe` over the devices of the mesh, by the current layout.
 
-    Its PartitionSpecs split over the mesh axes that are not manual around the call, for a `shard_map` over these.
+    If some mesh axes are not manual around the call, `apply` runs in a `shard_map` over these axes, and the
+    PartitionSpecs here name only them.
     """
 
     def __init__(self, activations: Activations | None, x: jax.Array, params: PyTree, E: int, hidden: PyTree) -> None:
@@ -285,9 +291,10 @@ class _Split:
 
 
 def _program_text(fn: Experts, params: PyTree, x: jax.Array) -> str:
-    """Return the jaxpr of `fn` for eight rows as text.
+    """Return the jaxpr of the user's function `fn` for eight rows, as text.
 
-    For programs traced with different numbers of positions the texts differ if what `fn` computes depends on them.
+    The proof of `js.context` traces a loss with different numbers of positions. If the texts differ, what `fn` computes
+    depends on the number of positions.
     """
     rows = jax.ShapeDtypeStruct((8, x.shape[-1]), x.dtype)
     sizes = jax.ShapeDtypeStruct((jax.tree.leaves(params)[0].shape[0],), jnp.int32)
@@ -296,7 +303,9 @@ def _program_text(fn: Experts, params: PyTree, x: jax.Array) -> str:
 
 
 def _check_experts(params: PyTree, E: int, devices: int, split_already: int) -> None:
-    """Check that the first dimension of every array is the number of experts that the caller sees.
+    """Check that the first dimension of every array of `params` is the number of experts.
+
+    Inside a `shard_map` over the axes of the experts, this is the number of this device's experts.
 
     Args:
       params: the experts' parameters.

@@ -16,7 +16,7 @@ Scores = Literal["softmax", "sigmoid"]
 
 
 class Routing(NamedTuple):
-    """The statistics of a call of `js.moe`, for losses and metrics: for each row, sums over the T tokens of the row.
+    """The statistics of a call of `js.moe`, for losses and metrics: sums over the T tokens of each row of the batch.
 
     Under `js.explicit` the rows are the device's own. If `js.context` splits positions there, the sums are over the
     device's own positions, and a loss that is not linear in these sums needs a `jax.lax.psum` of them over the context
@@ -38,9 +38,12 @@ class Routing(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The experts of every token, int32[..., T, k], and their weights, f32[..., T, k].
+    """The k experts of every token, and their weights in the token's output.
 
-    The index E, one more than the last expert, stands for a choice that was dropped.
+    Attributes:
+      experts: int32[..., T, k], indices of experts. The index E, after the last expert, stands for a dropped choice:
+        the expert had no room for the token.
+      weights: f32[..., T, k].
     """
 
     experts: jax.Array
@@ -50,16 +53,19 @@ class Choice(NamedTuple):
 def route(
     logits: jax.Array, k: int, scores: Scores, normalize: bool, scale: float, bias: jax.Array | None, room: int | None
 ) -> tuple[Choice, Routing]:
-    """Choose for each token the k experts with the largest scores; return (choices, statistics of each row).
+    """Choose for each token the k experts with the largest scores.
 
     Args:
       logits: the router's logits, [..., T, E].
       k: the number of experts of a token.
-      scores: the function from logits to scores.
+      scores: the function from logits to scores: "softmax" or "sigmoid".
       normalize: True to divide the weights of a token, the scores of its experts, by their sum.
       scale: a factor by which the weights are multiplied.
       bias: [E], added to the scores to choose the experts, but not to the weights.
       room: the largest number of tokens of a row that an expert accepts; None for no limit.
+
+    Returns:
+      (the experts of each token and their weights, statistics of each row).
     """
     logits = logits.astype(jnp.float32)
     score = jax.nn.softmax(logits) if scores == "softmax" else jax.nn.sigmoid(logits)
@@ -83,14 +89,17 @@ def route(
 
 
 def room_of(capacity: float, tokens: int, k: int, experts: int) -> int:
-    """Return how many of a row's tokens each expert accepts: `capacity` times a balanced load."""
+    """Return how many tokens of a row each expert accepts: `capacity` times a balanced load, rounded up.
+
+    A row is one sequence of the batch; `tokens` is its length, and `k` the number of experts of a token.
+    """
     return math.ceil(capacity * tokens * k / experts)
 
 
 def _largest(ranked: jax.Array, k: int) -> jax.Array:
-    """Return the indices of the k largest scores of each token, int32[..., T, k], in descending order, all different.
+    """Return the indices of each token's k largest scores, int32[..., T, k], in descending order, all different.
 
-    It uses k argmaxes: for `jax.lax.top_k` the compiler would all-gather rows that are split (CPU, JAX 0.12).
+    They are found by k argmaxes: for `jax.lax.top_k` the compiler would all-gather rows that are split (CPU, JAX 0.12).
     """
     ranked = jnp.maximum(ranked, jnp.finfo(ranked.dtype).min)  # scores of -inf stay above those already chosen
     chosen = []
@@ -106,15 +115,15 @@ def _over_sum(x: jax.Array) -> jax.Array:
 
 
 def _count(experts: jax.Array, E: int) -> jax.Array:
-    """Count the choices of each expert in a row: [..., T, k] -> int32[..., E]."""
+    """Count how many tokens of a row chose each expert: int32[..., T, k] -> int32[..., E]."""
     flat = experts.reshape(*experts.shape[:-2], -1)
     return jax.nn.one_hot(flat, E, dtype=jnp.int32).sum(-2)
 
 
 def _without_room(experts: jax.Array, E: int, room: int) -> jax.Array:
-    """Mark the choices to drop since an expert accepts only `room` tokens of a row, bool[..., T, k].
+    """Return True for each choice of an expert that has no room for the token, bool[..., T, k].
 
-    First choices have priority, then earlier positions.
+    An expert accepts `room` tokens of a row. Tokens' first choices have priority, then earlier positions.
     """
     *_, T, k = experts.shape
     by_priority = experts.swapaxes(-1, -2).reshape(*experts.shape[:-2], k * T)
