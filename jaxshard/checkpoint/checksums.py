@@ -203,7 +203,7 @@ def _compare_file(folder: Path, manifest: Manifest, name: str) -> list[str]:
 
 
 def _describe_arrays(manifest: Manifest, name: str, segments: Sequence[Segment]) -> str:
-    """Say in an error message which arrays have bytes in these segments of the file `name`."""
+    """Return the end of an error message, which names the arrays with bytes in these segments of the file `name`."""
     arrays = sorted({segment.array for segment in segments if segment.array is not None})
     if arrays:
         return "arrays: " + ", ".join(manifest.arrays[array].path for array in arrays)

@@ -98,7 +98,10 @@ def _entry(path: str, placement: Placement) -> Entry:
 
 
 def _of_count(entry: Entry, grad: Placement, count: int) -> Entry:
-    """Return the entry of a residual that `count` devices saved, f32[count, *shape], sharded like the gradient."""
+    """Return the entry of a residual that `count` devices saved: f32[count, *shape of the parameter].
+
+    It is sharded like the gradient of the parameter, and not along the first dimension.
+    """
     if entry.shape[0] == count:
         return entry
     store = PartitionSpec(None, *grad.store)

@@ -63,7 +63,7 @@ class Documents:
         return len(self.starts) - 1
 
     def where(self, number: int) -> str:
-        """Return a name of a document for error messages: "<name> line 7", or "<name> document 6" if lines are unknown."""
+        """Return a name of a document for error messages: "<name> line 7", or "<name> document 6" without lines."""
         return f"{self.name} document {number}" if self.lines is None else f"{self.name} line {self.lines[number]}"
 
     def part(self, first: int, last: int) -> Documents:

@@ -212,7 +212,7 @@ class Peers:
         return value
 
     def _say_missing(self, room: str, waiting: Waiting) -> None:
-        """Print the names of the missing processes, if this process has the lowest index of those that wait."""
+        """Print the names of the missing processes; only the waiting process with the lowest index does it."""
         there = {int(process) for process in list_keys(self.store, f"{room}/here/")}
         if self.process == min(there, default=self.process):
             missing = [self.name_of(other) for other in self.processes if other not in there] or ["an answer"]

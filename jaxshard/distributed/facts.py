@@ -57,8 +57,8 @@ def run_facts(layout: Layout) -> dict[str, str]:
 def layout_text(layout: Layout) -> str:
     """Describe a layout, with a line for each array: role, path, dtype, shape, and two PartitionSpecs.
 
-    The first PartitionSpec is the sharding in which the array is stored between steps, the second that of its use in a
-    step.
+    The first PartitionSpec is the sharding of the stored array between steps, the second its sharding where a step uses
+    it.
     """
     # Stored shapes too: padding and the order of pipeline stages are part of the program.
     lines = [

@@ -100,7 +100,10 @@ def list_failures(store: Any) -> dict[int, Failure]:
 
 
 def common_status(failures: Sequence[Failure]) -> int:
-    """Return the exit status of a process that ends because others failed: 2 if any of them has 2, else the largest."""
+    """Return the exit status of a process that ends because others failed: the largest of their statuses.
+
+    If any of them is 2 (wrong usage), it is 2, so that no supervisor restarts the processes in vain.
+    """
     statuses = [failure.status for failure in failures]
     return WRONG_USAGE if WRONG_USAGE in statuses else max(statuses)
 

@@ -182,7 +182,7 @@ class _Host:
     def _compare(self, arrival: Arrival) -> str | None:
         """Return an error message if a process expects another number of processes, or has another process's index.
 
-        Return None if it fits to the processes that came before.
+        Return None if neither is the case.
         """
         here = [self._me, *(guest.arrival for guest in self._guests.values())]
         if arrival.processes != self._me.processes:

@@ -107,8 +107,8 @@ def read_arguments(
 def make_config(model: Decoder, dtype: str) -> Config:
     """Make the config.json of a model in the format of Hugging Face.
 
-    If the model was built from a config.json, this file is the start. Otherwise it is made for the first model family
-    (Llama, Qwen, ...) that can represent the model.
+    If the model was built from a config.json, its family and entries are used as far as they still fit the model's
+    arguments. Otherwise the first model family (Llama, Qwen, ...) that can represent the model is used.
 
     Args:
       model: a model of `js.models` or `js.hf.model`.

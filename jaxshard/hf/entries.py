@@ -260,7 +260,7 @@ LAST_WINDOWS = Group(_read_last_windows, _write_last_windows)
 
 
 def windows_in_turn(every: int) -> Group:
-    """Make the group of entries for families in which every n-th block has full attention and the others a window.
+    """Make the `Group` for families in which every n-th block has full attention and the other blocks a window.
 
     Args:
       every: n, if config.json has no entry for it.

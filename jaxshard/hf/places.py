@@ -110,8 +110,7 @@ class Place(NamedTuple):
     def to_theirs(self, ours: Any) -> Any:
         """Transpose and reshape a part of the array to its tensor in the files, in NumPy or JAX.
 
-        `ours` is the part of one block (and expert), [c, h, d], without the counted dimensions; the result is [h * d,
-        c].
+        `ours` is the part of one block (and expert), without the counted dimensions. Example: [c, h, d] -> [h * d, c].
         """
         letters, order = "".join(self.ours), "".join(self.theirs)
         by_letter = ours.reshape([self.sizes[x] for x in letters])

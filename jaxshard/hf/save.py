@@ -133,7 +133,10 @@ def _write_config(folder: Path, config: Config, beside: dict[str, Path]) -> bool
 
 
 def _outputs(arrays: list[ModelArray], places: list[Place], mesh: Mesh) -> Iterator[Output]:
-    """Yield an `Output` for every tensor of a model; a stacked array has a tensor for each block (and each expert)."""
+    """Yield an `Output` (name, shape, and a function that returns the array) for every tensor to write.
+
+    A stacked array has a tensor for each block, or for each expert of each block.
+    """
 
     def convert(number: int) -> jax.Array:
         entry, stored = arrays[number]
@@ -164,7 +167,7 @@ def _jit_cut(
     theirs: tuple[str, ...],
     sizes: tuple[tuple[str, int], ...],
 ) -> Any:
-    """Return a jitted function `(array, (block, expert)) -> tensor`, which cuts a tensor in the files from an array.
+    """Return a jitted function `(array, (block, expert)) -> tensor` that extracts a tensor of the files from an array.
 
     The tensor is returned as unsigned integers with the same bits, so that NaNs are not changed.
 
@@ -188,8 +191,8 @@ def _jit_cut(
 def _spec(shape: tuple[int, ...], axes: Iterable[str], mesh: Mesh) -> PartitionSpec:
     """Choose a sharding of a tensor over these mesh axes.
 
-    Each axis splits the dimension that has the most elements per device so far, among those whose size it divides; an
-    axis that divides none is left out.
+    One axis after another splits the dimension with the most elements per device, of those that the axis divides
+    evenly. An axis that divides no dimension is not used.
     """
     kept: dict[int, tuple[str, ...]] = {}
     for axis in axes:

@@ -106,10 +106,10 @@ def recall(segments: Sequence[Segment], needed: Callable[[int], Set[str]], proce
 def _read(
     slots: Sequence[tuple[Segment, int, Record]], step: int, needed: Set[str]
 ) -> tuple[dict[str, Bytes], dict[Path, str]]:
-    """Read the needed blocks of a step from the segments that this process sees.
+    """Read the needed blocks (shards) of a step from the memory segments (files) that this process sees.
 
     Args:
-      slots: (segment, index of a slot in it, record of the slot), for every slot with a complete record.
+      slots: (segment, index of a slot in it, record of the slot), for every slot that contains a complete step.
       step: the number of the step.
       needed: the names of the blocks to read.
 

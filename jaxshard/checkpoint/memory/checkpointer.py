@@ -185,7 +185,7 @@ class MemoryCheckpointer:
         return segment
 
     def _find_segments(self) -> list[Segment]:
-        """Map the segments of all processes that share the folder, this process's segment first."""
+        """Memory-map the segments (files) of all processes that share the folder, this process's segment first."""
         count, found = jax.process_count(), [self._segment]
         for file in sorted(self.folder.iterdir()):
             match = _FILE.fullmatch(file.name)
@@ -200,7 +200,7 @@ class MemoryCheckpointer:
         return found
 
     def _check_same(self, segment: Segment, facts: dict[str, str]) -> None:
-        """Raise ValueError if a segment was written for another layout, mesh, process or number of processes."""
+        """Raise ValueError if a segment (file) was written for another layout, mesh, process or number of processes."""
         there, here = segment.header, self._header
         lines = [
             f"{name}: {there.facts.get(name)} there, {fact} here"
@@ -214,7 +214,7 @@ class MemoryCheckpointer:
         )
 
     def _begin(self) -> None:
-        """Choose a random name for this training run, the same in all processes, and clear the segment's slots."""
+        """Choose a random name for this training run, the same in all processes, and clear both slots of the segment."""
         self._run = gather_texts(secrets.token_hex(8), "js.MemoryCheckpointer.save")[0]
         for slot in range(SLOTS):
             self._segment.clear(slot)
@@ -248,7 +248,7 @@ class MemoryCheckpointer:
         return slot
 
     def _keep(self, recalled: Recalled) -> None:
-        """Store the step from which all processes continue in this process's segment, and clear later steps."""
+        """Store the restored step in this process's segment, unless it is intact there, and clear later steps."""
         records = [self._segment.record(slot) for slot in range(SLOTS)]
         for slot, record in enumerate(records):
             if record is not None and record.step > recalled.step:

@@ -128,9 +128,10 @@ def _place(held: Sequence[Block], numbers: Sequence[int]) -> list[tuple[Block, i
 
 
 def _overlap(start: int, size: int, at: int, length: int) -> tuple[slice, slice]:
-    """Return (slice of a chunk, slice of a block) that select the bytes of a buffer that are in both.
+    """Find the bytes of a buffer that are both in a chunk and in a block; return (slice of chunk, slice of block).
 
     The chunk is the `size` bytes of the buffer from offset `start`, the block the `length` bytes from offset `at`.
+    Example: _overlap(start=0, size=10, at=8, length=4) returns (slice(8, 10), slice(0, 2)).
     """
     low = max(start, at)
     high = max(low, min(start + size, at + length))

@@ -151,7 +151,7 @@ class Segment:
 
 
 def create_segment(file: Path, header: Header) -> Segment:
-    """Make a segment with empty slots, and reserve all of its memory; replace an existing file.
+    """Make a segment (file) with two empty slots, and reserve all of its memory; replace an existing file.
 
     Raises:
       OSError: there is not enough memory; the message says how many bytes are needed and how many are free.
