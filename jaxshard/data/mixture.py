@@ -154,8 +154,9 @@ def assign_slots(
 def count_rows(counts: tuple[int, ...], slots: Int[np.ndarray, " slots"]) -> Int[np.ndarray, "sources slots"]:
     """Return how many rows of each source come before each slot of the endless sequence, int64.
 
-    The list of sources is halved recursively: if the halves have the total weights a and b, the first half gets
-    floor(n a / (a + b)) of the first n slots. Every halving adds an error below 1, hence the bound in `mixture`.
+    The list of sources is halved recursively. If the halves have the total weights a and b, the first half gets
+    floor(n a / (a + b)) of the first n slots. Every halving adds an error below 1, and there are at most
+    log2(number of sources) halvings, rounded up.
     """
     if len(counts) == 1:
         return slots[None]

@@ -221,8 +221,7 @@ class Peers:
     def _wait_until_seen(self, room: str) -> None:
         """Report that this process has read the outcome; the first process then waits for the reports of all others.
 
-        If the first process ended earlier, the others could not read the outcome, since the store is in the first
-        process.
+        The store is in the first process, so the others could not read the outcome if the first process ended earlier.
         """
         if self.process != self._first:
             put_key(self.store, f"{room}/seen/{self.process}", "")

@@ -25,7 +25,7 @@ class Host(NamedTuple):
       address: the IP address at which other hosts reach the host.
       clock: seconds by which the host's clock is ahead of the clock of process 0's host, accurate to about a tenth.
       unreached: the indices of processes to which this process could not connect.
-      facts: {name: JSON value}, what the process itself said about its host in `survey`.
+      facts: {name: JSON value}, information about the host, from the argument of `survey` in this process.
     """
 
     process: int

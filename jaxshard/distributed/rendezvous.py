@@ -223,7 +223,7 @@ class _Host:
 
 
 def _visit(address: str, me: Arrival) -> tuple[str, str]:
-    """Connect to process 0 and wait for the outcome, in any other process; return (outcome, error message or "")."""
+    """Connect to process 0 and wait for its outcome; return (outcome, error message or ""). Not for process 0 itself."""
     host, _, port = address.rpartition(":")
     place, waiting = (host.strip("[]"), int(port)), Waiting(_POINT)
     while True:
@@ -245,7 +245,7 @@ def _visit(address: str, me: Arrival) -> tuple[str, str]:
 
 
 def _missed(missing: str, what: str, limit: float, here: Sequence[Arrival]) -> str:
-    """Return the error message of a `MissingProcess`."""
+    """Return the error message of a `MissingProcess`: "{missing} {what} within {limit} s; {names in here} waited"."""
     return (
         f"{_POINT}: {missing} {what} within {limit:g} s; {list_names([one.name for one in here])} waited. See what "
         f"became of it, or wait longer: initialization_timeout, or {LIMIT} in the environment"

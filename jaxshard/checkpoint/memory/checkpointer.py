@@ -214,7 +214,7 @@ class MemoryCheckpointer:
         )
 
     def _begin(self) -> None:
-        """Choose a random name for this training run, the same in all processes, and clear both slots of the segment."""
+        """Choose a random name for this training run, the same in all processes, and clear both slots in memory."""
         self._run = gather_texts(secrets.token_hex(8), "js.MemoryCheckpointer.save")[0]
         for slot in range(SLOTS):
             self._segment.clear(slot)
