@@ -26,7 +26,7 @@ _THREADS = 8
 
 
 class Damaged(ValueError):
-    """Raised if the files of a saved step are not as they were written.
+    """Raised if files of a saved step are missing, were added, or differ from the bytes that were written.
 
     Example:
         js.save("run", run, layout)

@@ -29,7 +29,7 @@ _FILE_SIZE = 1 << 28
 
 
 class Extent(NamedTuple):
-    """A byte range of a file, `size` bytes from `start`, that belongs to the array with the index `array`."""
+    """A byte range of a file, `size` bytes from `start`, that belongs to array number `array` of the manifest."""
 
     start: int
     size: int

@@ -223,7 +223,7 @@ class _Host:
 
 
 def _visit(address: str, me: Arrival) -> tuple[str, str]:
-    """Connect to process 0 and wait for its outcome; return (outcome, error message or ""). Not for process 0 itself."""
+    """Connect to process 0, from any other process, and wait for its outcome; return (outcome, error message or "")."""
     host, _, port = address.rpartition(":")
     place, waiting = (host.strip("[]"), int(port)), Waiting(_POINT)
     while True:

@@ -22,10 +22,11 @@ from jaxshard.hf.families import Family
 
 
 class Place(NamedTuple):
-    """How an array of jaxshard maps to tensors in the files, for reading and for writing.
+    """The mapping of an array of jaxshard to tensors in the files, for reading and for writing.
 
-    An array has a dimension for blocks (and one for experts), each of which has its own tensor: the counted dimensions.
-    A letter stands for a size. A dimension with several letters, such as "hd", is their product.
+    An array has a dimension for blocks (and one for experts). Each block (or expert) has a tensor of its own in the
+    files; these are the counted dimensions. A letter stands for a size, and several letters for their product: "hd" is
+    h * d.
 
     Attributes:
       name: the name of the tensors, with {} for the index along each counted dimension.

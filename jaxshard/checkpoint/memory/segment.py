@@ -84,7 +84,7 @@ class Segment:
             raise Damaged(f"{file}: {len(self._memory)} bytes, {start + SLOTS * self._size} are expected")
 
     def record(self, slot: int) -> Record | None:
-        """Return the record of a slot, which describes its step; None if the slot has no step, or an incomplete step."""
+        """Return the record of a slot, which describes its step; None if the slot has no complete step."""
         return _parse_record(self._slot(slot)[: self._places[0]].tobytes(), len(self._names))
 
     def clear(self, slot: int) -> None:

@@ -57,7 +57,7 @@ class Output(NamedTuple):
 
 
 def outputs_of(arrays: Iterable[ModelArray], mesh: Mesh) -> list[Output]:
-    """Return an `Output` for each array of a model, in the order of `arrays`."""
+    """Return an `Output` (a tensor to write: name, shape and a function that returns the array) for each array of a model."""
 
     def output(entry: Entry, stored: jax.Array) -> Output:
         spec = entry.shape_saved(mesh).sharding.spec
