@@ -159,7 +159,7 @@ def check_arrays(wanted: Sequence[Entry], saved: TrainState) -> list[tuple[Entry
     """Return (entry, array) for each leaf of `saved`, a run or a part of it.
 
     Raises:
-      ValueError: arrays can't be saved, because of their dtype or because they were donated; the message names each.
+      ValueError: arrays have a dtype that can't be saved, are not JAX arrays, or were donated; the message names each.
     """
     arrays: list[tuple[Entry, Any]] = list(zip(wanted, jax.tree.leaves(saved), strict=True))
     raise_all(

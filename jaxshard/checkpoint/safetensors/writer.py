@@ -57,7 +57,7 @@ class Output(NamedTuple):
 
 
 def outputs_of(arrays: Iterable[ModelArray], mesh: Mesh) -> list[Output]:
-    """Return an `Output` (a tensor to write: name, shape and a function that returns the array) for each array of a model."""
+    """Return an `Output` (a tensor to write: its name, shape and a function that makes it) for each array of a model."""
 
     def output(entry: Entry, stored: jax.Array) -> Output:
         spec = entry.shape_saved(mesh).sharding.spec
@@ -79,7 +79,8 @@ def save_safetensors(
 
     Arrays are copied to the host in pieces of at most 16 MiB, each by an all-reduce or all-gathers of its size, so a
     process needs host memory for one piece only. For each file that is being written, a device needs memory for a piece
-    and for a shard of one array in model order. Process k of n writes the files k, k + n, k + 2 n and so on.
+    and for its part of one array in model order, which is split over the mesh axes that divide the array's dimensions.
+    Process k of n writes the files k, k + n, k + 2 n and so on.
 
     Args:
       path: the file, ending in .safetensors, on a disk that all processes see.
