@@ -57,7 +57,7 @@ class Output(NamedTuple):
 
 
 def outputs_of(arrays: Iterable[ModelArray], mesh: Mesh) -> list[Output]:
-    """Return an `Output` (a tensor to write: its name, shape and a function that makes it) for each array of a model."""
+    """Return an `Output` (a tensor to write: name, shape and a function that makes it) for each array of a model."""
 
     def output(entry: Entry, stored: jax.Array) -> Output:
         spec = entry.shape_saved(mesh).sharding.spec
