@@ -78,7 +78,7 @@ class DeviceStep:
         )  # fmt: skip
 
     def with_loss_weights(self, embed_and_head: EmbedAndHead, loss: Program) -> EmbedAndHead:
-        """Return a copy of `embed_and_head` with its `loss_weights`, which are summed over all micro-batches and devices.
+        """Return a copy of `embed_and_head` with its `loss_weights`, summed over all micro-batches and devices.
 
         `loss` is the traced loss of a micro-batch. Collectives: for each term of the loss one all-reduce of a scalar,
         over the mesh axes that split rows or sequence positions.
@@ -214,7 +214,7 @@ class DeviceStep:
         return [add(*leaf) for leaf in zip(sums, new, moves, strict=True)]
 
     def _block_moves(self) -> list[tuple[Move, bool]]:
-        """Return one pair per parameter of the blocks: (the `Move` that gathers one block's weight, True if it is trained)."""
+        """Return for each parameter of the blocks (the `Move` that gathers one block's weight, whether it is trained)."""
         pairs = zip(jax.tree.leaves(self.layout.params[BLOCKS]), _leaves(self.layout.grads[BLOCKS]), strict=True)
         return [(self._move(p.drop_first(), None if g is None else g.drop_first()), g is not None) for p, g in pairs]
 

@@ -117,7 +117,7 @@ class EmbedAndHead:
         return _add_gradients(sums, grads, active)
 
     def add_metrics(self, microbatch: jax.Array, y: PyTree, metrics: Metrics, active: jax.Array) -> Metrics:
-        """Compute loss and metrics of a micro-batch from the last block's output `y`; add them to `metrics` if `active`.
+        """Compute loss and metrics of a micro-batch from the last block's output `y`; add them if `active`.
 
         For evaluation only. Return the new metrics.
         """
@@ -193,7 +193,7 @@ class EmbedAndHead:
         return loss
 
     def _with_sums(self, sums: PyTree) -> PyTree:
-        """Return the weights outside the blocks that have a gradient accumulator in `sums`; None for the other weights."""
+        """Return the weights outside the blocks with a gradient accumulator in `sums`; None for the other weights."""
         return jax.tree.map(lambda s, x: None if s is None else x, sums, self.params, is_leaf=lambda x: x is None)
 
 

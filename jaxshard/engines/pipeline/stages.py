@@ -169,7 +169,7 @@ class Stages:
     def _block(
         self, chunk: jax.Array, microbatch: jax.Array, turn: jax.Array
     ) -> tuple[jax.Array, PyTree, Any, jax.Array]:
-        """Return (index on this device, gathered weights, random key, False if it is padding) of block `turn` of a chunk."""
+        """Return (index on this device, gathered weights, random key, False if padding) of block `turn` of a chunk."""
         index = chunk * self.blocks_per_chunk + turn
         number, real = self.block_number(index)
         return index, self.fetch(index), self.key_of(number + 1, microbatch), real
