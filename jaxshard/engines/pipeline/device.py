@@ -214,7 +214,7 @@ class DeviceStep:
         return [add(*leaf) for leaf in zip(sums, new, moves, strict=True)]
 
     def _block_moves(self) -> list[tuple[Move, bool]]:
-        """Return for each parameter of the blocks (the `Move` that gathers one block's weight, whether it is trained)."""
+        """Return for each parameter of the blocks (the `Move` of one block's weight, True if it is trained)."""
         pairs = zip(jax.tree.leaves(self.layout.params[BLOCKS]), _leaves(self.layout.grads[BLOCKS]), strict=True)
         return [(self._move(p.drop_first(), None if g is None else g.drop_first()), g is not None) for p, g in pairs]
 
