@@ -104,14 +104,14 @@ def _find_streamed(grads: PyTree, state: PyTree, placements: PyTree) -> list[_St
 
 
 def _has_blocks(placement: Placement) -> bool:
-    """Return True if a stacked array is on the host, unpadded, and no mesh axis splits its first dimension."""
+    """Return True if an array is on the host, unpadded, and its first dimension, of blocks, is not split."""
     sizes = placement.view.stored
     whole = bool(sizes) and sizes[0] > 1 and placement.store[0] is None
     return bool(placement.memory) and not placement.view.is_padded and whole
 
 
 def _cut(tree: PyTree, chosen: Sequence[int]) -> PyTree:
-    """Return the shapes of a tree's arrays; for the leaves with indices `chosen`, the shape of a single block."""
+    """Return the shapes of a tree's arrays; leaves with indices in `chosen` get a first dimension of 1, one block."""
     leaves: list[Any]
     structure: Any
     leaves, structure = jax.tree.flatten(tree)
