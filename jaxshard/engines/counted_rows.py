@@ -18,7 +18,10 @@ from jaxshard.engines.just_in_time import cast_shapes
 
 
 class UnequalMeans(Unsuited):
-    """Raised if the means of a loss or metric over parts of a batch do not combine to the mean over the batch."""
+    """Raised if the means of a loss or metric over parts of a batch do not combine to the mean over the batch.
+
+    A part is the rows of one device, or of one of its micro-batches.
+    """
 
 
 def has_doubtful_mean(program: Program, loss: Loss, rows: PyTree) -> bool:

@@ -56,10 +56,10 @@ that places residuals (`Engine.residuals`) receives the residuals of the previou
 
 
 class BlockPasses(NamedTuple):
-    """How often a pipelined step gathers the weights of blocks, and reduces their gradients, at most.
+    """Upper bounds of how often a pipelined step gathers the blocks' weights and reduces their gradients.
 
-    The numbers hold per device and step, for each parameter of the blocks; every gather or reduction is of one block.
-    They are upper bounds, because conditionals decide at run time which operations run.
+    The numbers are per device and step, for each parameter of the blocks. Every gather or reduction is of a single
+    block. They are bounds, because conditionals decide at run time which operations run.
 
     Attributes:
       gathers: the number of times that a block's weights are gathered.
@@ -74,7 +74,7 @@ class BlockPasses(NamedTuple):
 class Engine:
     """The base class of all engines, which compute the loss and gradient of a step.
 
-    The step, the checks and the planner call the methods below; none of them tests which engine it is.
+    The step, the checks and the planner use only the methods below, and never test which engine it is.
 
     Args:
       microbatches: the number of micro-batches, which are computed one after another and whose gradients are added.
@@ -82,10 +82,9 @@ class Engine:
       compute_dtype: the dtype to which floating weights are cast before they are gathered; None leaves them.
       reduce_dtype: the dtype in which gradients are reduced, or the format of `js.wire` in which they are sent; None
         takes the parameter's dtype.
-      gather_dtype: the dtype or format of `js.wire` in which weights are gathered; None takes the dtype of
-        computation.
-      options: the user's compiler options, which override those for the chips of the mesh (`compiler_options.py`);
-        the value None removes one.
+      gather_dtype: the dtype or format of `js.wire` in which weights are gathered; None takes the dtype of computation.
+      options: the user's compiler options, which override those for the chips of the mesh (`compiler_options.py`); the
+        value None removes one.
     """
 
     microbatches: int = 1
@@ -140,9 +139,9 @@ class Engine:
         return False
 
     def make_call(self, objective: Objective, layout: Layout, make_move: MakeMove) -> Call:
-        """Make the function that computes the loss from stored parameters, gathering weights where this engine does.
+        """Make the function that gathers weights and computes the loss, each weight when this engine gathers it.
 
-        An engine with `block_passes` need not implement it, since a schedule runs the blocks there.
+        A pipelined engine need not implement it, since a schedule runs its blocks.
 
         Args:
           objective: the loss.
@@ -218,7 +217,7 @@ class Engine:
         return type(self).__name__.lower()
 
     def describe(self) -> dict[str, Any]:
-        """Return the engine's name and its choices, as commands print them and write them into JSON."""
+        """Return the engine's name and settings in a dict, for commands to print or write as JSON."""
         dtypes = {name: getattr(self, name) for name in ("compute_dtype", "reduce_dtype", "gather_dtype")}
         names = {
             name: dtype.name if isinstance(dtype, Format) else jnp.dtype(dtype).name
@@ -250,7 +249,7 @@ class WholeModelEngine(Engine):
         object.__setattr__(self, "units", _check_units(self.units))
 
     def make_call(self, objective: Objective, layout: Layout, make_move: MakeMove) -> Call:
-        """Make the function that runs the loss as this engine does; see `Engine.make_call`."""
+        """Make the function that computes the loss on weights gathered just in time; see `Engine.make_call`."""
         return make_call(objective, layout, make_move, self.remat, tuple(self.units))
 
     def needed_options(self, mesh: Mesh) -> Options:
@@ -261,7 +260,7 @@ class WholeModelEngine(Engine):
         return KEEP_REPEATED_GATHERS if self.units and cpu else {}
 
     def describe(self) -> dict[str, Any]:
-        """Return the engine's name and its choices, as commands print them and write them into JSON."""
+        """Return the engine's name and settings in a dict, for commands to print or write as JSON."""
         return super().describe() | {"remat": self.remat, "reduction": "native"}
 
 

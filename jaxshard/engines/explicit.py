@@ -107,7 +107,7 @@ class Explicit(WholeModelEngine):
         return ORDERED
 
     def describe(self) -> dict[str, Any]:
-        """Return the engine's name and its choices, as commands print them and write them into JSON."""
+        """Return the engine's name and settings in a dict, for commands to print or write as JSON."""
         return super().describe() | {"reduction": self.reduction}
 
     def residuals(self, layout: Layout) -> PyTree:
@@ -219,13 +219,13 @@ def explicit(
 
     Collectives of a step, for each parameter:
 
-    - an all-gather just before use, over the axes of its `store` that its `use` lacks: in the forward pass, and again
-      in the backward pass for blocks of a `Stacked` model and for units;
+    - an all-gather just before use, over the axes that split it as stored (its `store`) and not in use (its `use`). It
+      is issued in the forward pass, and for blocks of a `Stacked` model and for units again in the backward pass;
     - a reduce-scatter of its gradient over the batch axes in the gradient's `store`, then an all-reduce of the shard
-      over the other batch axes that `use` does not own. With scatter="each", as often as there are micro-batches.
+      over all other batch axes but those in its `use`. With scatter="each" both are issued for every micro-batch.
 
-    In addition, an all-reduce of a few scalars (the loss, its weights and the metrics), and one of each array of the
-    model's state that is not proven equal on all devices (see `js.Loss`).
+    Besides, there is an all-reduce of a few scalars (the loss, its weights and the metrics), and one of each array of
+    the model's state that is not proven equal on all devices (see `js.Loss`).
 
     Args:
       microbatches: the number of micro-batches, which are computed one after another and whose gradients are added. A

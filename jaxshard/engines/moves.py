@@ -182,5 +182,8 @@ def place_residual(layout: Layout, param: Placement, grad: Placement | None) -> 
 
 
 def stack_view(view: View, count: int) -> View:
-    """Return the view of a stack of `count` arrays, each with the view `view`, along a new first dimension."""
+    """Return the view of `count` arrays that are stacked along a new first dimension, each of them with the view `view`.
+
+    A view says how an array is padded and reshaped for storage.
+    """
     return View((count, *view.logical), (count, *view.padded), (count, *view.stored), view.extra_dims)

@@ -91,9 +91,9 @@ class Sharing:
         return self.microbatches > 1 or bool(self.facts[3])
 
     def facts_of_leaves(self) -> list[Axes]:
-        """Return the leaves of `facts` in a flat list, one set of mesh axes for each input of the loss.
+        """Return for each input of the loss, in order, the set of mesh axes over which it differs between devices.
 
-        Arrays that differ between micro-batches too (those with rows, and the index of the first row) also have the
+        Inputs that differ between micro-batches too (arrays with rows, and the index of the first row) also have the
         pseudo axis `_ROWS` in their set.
         """
         params, state, batch, row = self.facts
@@ -103,14 +103,14 @@ class Sharing:
 
 @dataclass(frozen=True)
 class StateRules:
-    """The rules for the arrays of the state that a loss returns, and how to apply them.
+    """How to combine, over micro-batches and devices, the arrays of the model state that a loss returns.
 
     Attributes:
       tree: the structure of the returned state; None if the loss returns no state.
       paths: the path of each array, in the order of leaves.
-      rules: the rule of each array.
+      rules: the rule of each array: "kept", "sum", "max", "once" or "mean".
       like: the shape and dtype of each array.
-      update: the loss's own `update`; None without one.
+      update: the function that the loss passed as `js.Loss(update=)`; None without one.
     """
 
     tree: Any
@@ -288,7 +288,7 @@ def _by_path(tree: PyTree) -> dict[str, Any]:
 
 
 def _rules_declared(state: PyTree) -> list[Rule | None]:
-    """Return for each leaf of a state the rule declared by `js.Sum`, `js.Mean` or `js.Max`; None without one."""
+    """Return for each leaf of a model's state the rule declared by `js.Sum`, `js.Mean` or `js.Max`, or None."""
     found: list[Rule | None] = []
     for node in jax.tree.leaves(state, is_leaf=is_declared):
         rule: Rule | None = "max" if isinstance(node, Max) else "sum" if isinstance(node, (Sum, Mean)) else None

@@ -201,7 +201,7 @@ def run_shapes(layout: Layout, residuals: PyTree = ()) -> Any:
 
 
 def residual_shapes(layout: Layout, placements: PyTree) -> PyTree:
-    """Return the stored shapes and shardings of residuals, as ShapeDtypeStructs."""
+    """Return ShapeDtypeStructs with the stored shapes and shardings of residuals (rounding errors of gradients)."""
 
     def stored(placement: Placement) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(placement.view.stored, jnp.float32, sharding=placement.sharding(layout.mesh))

@@ -125,7 +125,7 @@ def _stream(
     """Compute the update of one parameter and its new state block by block, in a loop of the compiled program.
 
     Args:
-      block: the program of `tx.update` for shapes in which streamed arrays have a single block.
+      block: the jaxpr of `tx.update`, traced for arrays of which the streamed ones have a single block.
       one: the parameter, and the arrays of its state.
       ok: bool[]; if False, the returned state is the old state.
       grads: all gradients.

@@ -132,7 +132,7 @@ def make_update(
 def _update_with_kept_state(
     tx: optax.GradientTransformation, ok: jax.Array, grads: PyTree, old_state: PyTree, params: PyTree, layout: Layout
 ) -> tuple[PyTree, PyTree]:
-    """Run `tx.update`; unless `ok`, keep the old optimizer state, by a selection right where each new array is computed.
+    """Run `tx.update`; unless `ok`, keep the old optimizer state, by a selection right after each new array.
 
     Return (updates, new state); the updates of a bad step are not used.
 

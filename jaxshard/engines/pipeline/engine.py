@@ -145,7 +145,7 @@ class Pipelined(Engine):
         return BlockPasses(passes * (2 + recomputes + table.splits_backward), passes * (1 + table.splits_backward))
 
     def describe(self) -> dict[str, Any]:
-        """Return the engine's name and its choices, as commands print them and write them into JSON."""
+        """Return the engine's name and settings in a dict, for commands to print or write as JSON."""
         name = self.schedule if isinstance(self.schedule, str) else self.schedule.name
         return super().describe() | {"schedule": name, "stash": self.stash}
 
