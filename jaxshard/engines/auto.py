@@ -58,7 +58,7 @@ class Auto(WholeModelEngine):
         return self.microbatches == 1
 
     def manual_axes(self, layout: Layout) -> frozenset[str]:
-        """Return an empty set: the loss is a global-view program, in which no mesh axis is manual."""
+        """Return an empty set: no mesh axis is manual, since the loss is a global-view program."""
         return frozenset()
 
     def state_rules(self, objective: Objective, layout: Layout, batch: PyTree) -> StateRules | None:

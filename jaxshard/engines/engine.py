@@ -139,7 +139,7 @@ class Engine:
         return False
 
     def make_call(self, objective: Objective, layout: Layout, make_move: MakeMove) -> Call:
-        """Make the function that gathers weights and computes the loss, each weight when this engine gathers it.
+        """Make the function that gathers the weights, as this engine does it, and computes the loss.
 
         A pipelined engine need not implement it, since a schedule runs its blocks.
 

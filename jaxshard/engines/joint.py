@@ -40,7 +40,7 @@ class Joint:
     def weigh(self, weights: Weights) -> Weights:
         """Sum the weights of a loss over all replicas in a warm-up step; otherwise return them without communication.
 
-        Each call appends to `asked`.
+        Each call appends to `asked` whether there were weights.
         """
         self.asked.append(bool(weights))
         if not weights:
@@ -77,7 +77,7 @@ def joint_in_force() -> Joint | None:
 
 @contextmanager
 def joining(joint: Joint) -> Iterator[None]:
-    """Make a context in which engines pass a loss's weights to `joint.weigh` before they divide the loss by them."""
+    """Make a context in which each engine passes a loss's weights to `joint.weigh` before it divides by them."""
     token = _joint.set(joint)
     try:
         yield

@@ -176,10 +176,11 @@ Run = Callable[[PyTree, PyTree, PyTree, PyTree, Any, Any], Any]
 def make_opaque_run(
     fn: Callable[..., Any], layout: Layout, make_move: MakeMove, remat: RematPolicy | None, units: Units = ()
 ) -> Run:
-    """Make a function that gathers all weights and calls `fn(model, batch, key)`, which belongs to no known model.
+    """Make a function that gathers all weights and passes them to `fn(model, batch, key)`, which may be any function.
 
-    If `fn` passes these weights unchanged to a known model, that model gathers its weights just in time instead. If
-    `fn` passes other arrays to it, and gathering all weights at once costs memory, warn once. The result is a `Run`.
+    If `fn` passes these weights unchanged to a known model (`js.Stacked`, `js.linen`, `js.nnx`), that model gathers its
+    weights just in time instead. If `fn` passes other arrays to it, and gathering all weights at once costs memory,
+    warn once. The result is a `Run`.
 
     Raises:
       TypeError: when the result runs, if `units` were given and `fn` ran no model with modules.
@@ -334,10 +335,10 @@ def why_not_by_block(layout: Layout) -> str:
 
 @contextmanager
 def users_code(layout: Layout, what: str = "the loss") -> Iterator[None]:
-    """Make a context in which to call the user's functions.
+    """Make a context for calls of the user's functions.
 
-    In it, `js.constrain` constrains activations as the layout says, and JAX's errors about axis names and shardings are
-    raised again with an explanation. `what` names the function in these errors.
+    Inside it, `js.constrain` constrains activations as the layout says, and JAX's errors about axis names and shardings
+    are raised again with an explanation. `what` names the function in these errors.
     """
     with follow_layout(layout):
         try:

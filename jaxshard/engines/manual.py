@@ -50,12 +50,12 @@ def _manual_axes_outside() -> frozenset[str]:
 
 
 def stored_specs(placements: PyTree, axes: Set[str]) -> PyTree:
-    """Return the `PartitionSpec` in which each array is stored, leaving out mesh axes that are not in `axes`."""
+    """Return the `PartitionSpec` of each array as stored, leaving out mesh axes that are not in `axes`."""
     return jax.tree.map(lambda placement: only_axes(placement.store, axes), placements)
 
 
 def used_specs(placements: PyTree, axes: Set[str]) -> PyTree:
-    """Return the `PartitionSpec` in which each array is used, leaving out mesh axes that are not in `axes`."""
+    """Return the `PartitionSpec` of each array as computation uses it, leaving out mesh axes that are not in `axes`."""
     return jax.tree.map(lambda placement: only_axes(placement.use, axes), placements)
 
 

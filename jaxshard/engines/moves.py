@@ -130,7 +130,10 @@ def _reduce_encoded(
 
 
 class _Reduced(NamedTuple):
-    """A reduced gradient as stored, and the rounding error of what this device sent; None for a frozen parameter."""
+    """A reduced gradient as stored, and the rounding error that this device made in sending its share.
+
+    `error` is None for a gradient without rounding errors.
+    """
 
     total: jax.Array
     error: jax.Array | None
@@ -182,7 +185,7 @@ def place_residual(layout: Layout, param: Placement, grad: Placement | None) -> 
 
 
 def stack_view(view: View, count: int) -> View:
-    """Return the view of `count` arrays that are stacked along a new first dimension, each of them with the view `view`.
+    """Return the view of a stack of `count` arrays with the view `view`, along a new first dimension.
 
     A view says how an array is padded and reshaped for storage.
     """

@@ -69,7 +69,7 @@ def _is_pending(x: Any) -> bool:
 
 
 def _run(program: Any, args: Sequence[Any]) -> list[Any]:
-    """Evaluate a jaxpr of which some arguments are `Pending` weights, and gather each where an equation uses it.
+    """Evaluate a jaxpr with `Pending` weights among its arguments, and gather each weight where an equation uses it.
 
     If the jaxpr returns such an argument unchanged, the result is `Pending` too.
     """

@@ -54,7 +54,7 @@ _ROWS = "the rows of a part of the batch"
 
 @dataclass(frozen=True)
 class Sharing:
-    """How the rows of a batch are divided over devices and micro-batches, and which arrays differ between devices.
+    """The division of a batch's rows over devices and micro-batches, and the arrays that differ between devices.
 
     Attributes:
       facts: trees for the loss's arguments: parameters, state, batch, and the index of the first row. Each leaf is the
@@ -103,7 +103,7 @@ class Sharing:
 
 @dataclass(frozen=True)
 class StateRules:
-    """How to combine, over micro-batches and devices, the arrays of the model state that a loss returns.
+    """Rules to combine, over micro-batches and devices, the arrays of the model state that a loss returns.
 
     Attributes:
       tree: the structure of the returned state; None if the loss returns no state.
@@ -125,7 +125,7 @@ class StateRules:
         return [jnp.asarray(x) for rule, x in zip(self.rules, leaves, strict=True) if rule != "kept"]
 
     def start(self) -> list[jax.Array]:
-        """Return the initial totals, to which micro-batches are added: zeros, or the lowest value for a maximum.
+        """Return the initial totals, before the first micro-batch: zeros, or the lowest value for a maximum.
 
         Sums and means of floats are in f32 at least.
         """
@@ -217,7 +217,7 @@ def trace_step(value_and_grad: ValueAndGrad, layout: Layout, batch: PyTree) -> N
 
 
 def find_state_rules(part: Part, sharing: Sharing) -> StateRules:
-    """Find the rule by which each array of the state that a loss returns is combined over the parts of a batch.
+    """Find the rule for every array of the model state that a loss returns, by which the parts of a batch are combined.
 
     If an array does not depend on the data of the rows, the loss is traced once more with twice the rows, to see
     whether the array depends on their number.

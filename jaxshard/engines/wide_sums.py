@@ -166,9 +166,9 @@ def _widen_program(inner: Any, ins: Dtypes, outs: Dtypes) -> Any:
 
 
 def _find_wanted(jaxpr: Any, outs: Dtypes) -> dict[Any, Any]:
-    """Return {variable: dtype} for variables of a jaxpr to compute in another dtype, given the results' `outs`.
+    """Return {variable: dtype} for the variables of a jaxpr that should be computed in another dtype.
 
-    Arguments of the jaxpr may be among them.
+    `outs` are the dtypes in which the results are wanted (None: unchanged). Arguments of the jaxpr may be included.
     """
     used = [atom for eqn in jaxpr.eqns for atom in eqn.invars] + list(jaxpr.outvars)
     uses = Counter(atom for atom in used if not isinstance(atom, Literal))
@@ -201,7 +201,7 @@ def _is_narrower(dtype: Any, atom: Any) -> bool:
 
 
 def _wanted_inputs(eqn: Any, outs: Dtypes) -> list[Any]:
-    """Return the dtypes in which a call or scan should receive its operands, given the dtypes `outs` of its results."""
+    """Return the dtype that each operand of a call or scan should have, given the dtypes `outs` of its results."""
     jaxpr, _ = open_jaxpr(eqn.params[_CALLS[eqn.primitive.name]])
     wanted = _find_wanted(jaxpr, outs)
     ins = [wanted.get(var) for var in jaxpr.invars]

@@ -87,8 +87,8 @@ def attribution(
       params: a `TrainState`, or parameters (or a `js.Model`) in model order, which are placed as the layout says.
       inputs: floating arrays [B, ...], or a tree with some floating arrays; integers do not change.
       layout: the layout of the parameters.
-      target: the output to explain. For outputs [B, classes], a class (an integer) or a class for each row (int[B]). For
-        all others, a function `target(outputs) -> f[B]`; None if the outputs are f[B] already.
+      target: the output to explain. For outputs [B, classes], a class (an integer) or a class for each row (int[B]).
+        For others, a function `target(outputs) -> f[B]`; None if the outputs are f[B] already.
       method: "integrated_gradients" or "gradient_x_input".
       steps: the number of points at which integrated gradients compute a gradient.
       baseline: a neutral input: a number for every element, or a tree of arrays that broadcast to the inputs. For

@@ -263,7 +263,10 @@ def _add_results(total: Results, found: Results) -> Results:
 
 
 def _number(name: str, metric: Mean | Sum | Max) -> float:
-    """Convert a metric on the host to a number; a `Mean` is the sum of total / weight, without terms of weight 0."""
+    """Convert a metric on the host to a number.
+
+    A `js.Mean` may have several terms: its number is the sum of total / weight over all terms whose weight is not 0.
+    """
     if isinstance(metric, Mean):
         terms = zip(metric.totals, metric.weights, strict=True)
         return sum((float(total) / float(weight) for total, weight in terms if weight != 0), start=0.0)

@@ -98,7 +98,7 @@ def find_extra_args(tx: optax.GradientTransformation, params: PyTree) -> ExtraAr
 def take_fast_gradients(tx: optax.GradientTransformation, params: PyTree) -> optax.GradientTransformation:
     """Wrap `optax.lookahead` so that its update takes the gradients of all parameters, as steps compute them.
 
-    The update of `optax.lookahead` itself takes the gradients of the fast parameters alone, not those of the slow ones.
+    The update of `optax.lookahead` itself takes only the gradients of the fast parameters, not of the slow ones.
 
     Args:
       tx: an optax transform; returned unchanged unless its parameters are an `optax.LookaheadParams`.

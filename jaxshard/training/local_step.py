@@ -99,7 +99,7 @@ def take_local_step(
 def _synchronise(layout: Layout, local: Local, run: TrainState, own: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     """Run the outer optimizer if replicas synchronise after this step; otherwise return the arrays unchanged.
 
-    After a warm-up step, in which the parameters of all replicas stay equal, copy those of any replica to the shared
+    After a warm-up step the parameters of all replicas are equal. Then copy any replica's parameters to the shared
     parameters instead.
 
     Args:

@@ -170,7 +170,7 @@ def run_key(key: jax.Array) -> jax.Array:
 
 
 def run_shardings(layout: Layout, residuals: PyTree = ()) -> Any:
-    """Return a TrainState in which each array is replaced by its sharding.
+    """Return a TrainState of shardings: the sharding of each array in place of the array.
 
     `residuals` are the placements of the gradients' rounding errors, () for none.
     """
@@ -181,7 +181,7 @@ def run_shardings(layout: Layout, residuals: PyTree = ()) -> Any:
 
 
 def run_shapes(layout: Layout, residuals: PyTree = ()) -> Any:
-    """Return a TrainState in which each array is replaced by a ShapeDtypeStruct with its stored shape and sharding.
+    """Return a TrainState of ShapeDtypeStructs: the stored shape and sharding of each array in place of the array.
 
     `residuals` are the placements of the gradients' rounding errors, () for none.
     """

@@ -113,7 +113,7 @@ class DeviceStep:
         return self._stages(forward_only(self.model.block), False)
 
     def zero_grad_sums(self) -> GradSums:
-        """Return zeros to which the gradients of this device's blocks are added, one array per trained weight.
+        """Return zeros as accumulators for the gradients of this device's blocks, one array per trained weight.
 
         Their first dimension counts the blocks of this device. With scatter="each" every gradient is reduced over
         devices before it is added, so they have the shape of the stored gradient. With scatter="end" the sum is
@@ -132,7 +132,7 @@ class DeviceStep:
         return [zeros(param, grad, dtype) for param, grad, dtype in leaves if param is not None and grad is not None]
 
     def zero_totals(self, embed_and_head: EmbedAndHead) -> Totals:
-        """Return zeros to which micro-batches add their loss, metrics and gradients of embedding and head."""
+        """Return zeros as accumulators for the loss, the metrics, and the gradients of embedding and head."""
 
         def zeros(x: Any, param: Placement, trained: bool) -> jax.Array | None:
             return jnp.zeros(used_shape(self.layout, param), x.dtype) if trained else None
@@ -243,9 +243,10 @@ class DeviceStep:
         return row_count(select(self.layout.rows_mask(self.batch), self.batch)) // self.engine.microbatches
 
     def _key(self, call: jax.Array | int, microbatch: jax.Array) -> jax.Array | None:
-        """Return the random key of one call for a micro-batch: embedding (call 0), block i (i + 1) or head.
+        """Return the random key of one call of the model for a micro-batch; None in evaluation.
 
-        It gives each row the same random numbers as on a single device. None in evaluation.
+        Call 0 is the embedding, call i + 1 the block i, the last call the head. Each row draws the same random numbers
+        as on a single device.
         """
         if self.key is None:
             return None

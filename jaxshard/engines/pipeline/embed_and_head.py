@@ -142,7 +142,7 @@ class EmbedAndHead:
         return by_embed, is_read(lambda params: self._loss(params, x, zero).value.totals)
 
     def zero_totals(self, grads: PyTree) -> Totals:
-        """Return zero loss and metrics, to which micro-batches add, with `grads` as the zero gradients."""
+        """Return accumulators for loss, metrics and gradients; `grads` are the zeros for the gradients."""
         metrics = self.zero_metrics()
         value = metrics.pop("loss")
         return Totals(jnp.zeros((), jnp.result_type(jnp.float32, *jax.tree.leaves(value))), metrics, grads)

@@ -56,8 +56,9 @@ _SAVED: dict[str, RematPolicy] = {
 class Pipelined(Engine):
     """An engine that runs a pipeline schedule in one `shard_map` over the pipeline, batch and shard axes.
 
-    A schedule is a table of the operation (forward or backward of a micro-batch) that each device runs in each tick.
-    See `pipelined`, which makes the engine, for `schedule` and `stash`; the other fields are those of all engines.
+    A schedule is a table: for each device and tick, one operation (the forward or backward of a micro-batch). The
+    fields `schedule` and `stash` are the arguments of `pipelined`, which makes the engine; all engines have the other
+    fields.
     """
 
     schedule: str | Schedule = "interleaved"

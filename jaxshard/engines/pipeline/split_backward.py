@@ -122,7 +122,7 @@ def _cut_backward(
 ) -> tuple[Callable[..., tuple[list[Any], PyTree, Arrays]], Callable[..., list[Any]]]:
     """Split a block's `backward` into the functions `input_backward` and `weight_backward` of a `SplitBlock`.
 
-    The other arguments are those of `backward`, or their shapes.
+    `weights`, `key`, `kept` and `dy` are arguments of `backward`, or their shapes.
     """
 
     def whole(weights: PyTree, key: Any, kept: Arrays, dy: PyTree) -> tuple[Arrays, PyTree]:

@@ -33,7 +33,7 @@ GradSums = list[jax.Array]
 
 
 class Slot(NamedTuple):
-    """One slot of a buffer, in which a chunk (a group of consecutive blocks) saved values.
+    """One slot of a buffer, with the values that a chunk (a group of consecutive blocks) saved.
 
     The values are read where they are used, one block at a time: reading all of them first would need the memory twice.
 

@@ -302,7 +302,7 @@ class _TickLoop:
     def embed_grad(self, at: Tick, outbox: PyTree, sums: PyTree) -> tuple[tuple[()], PyTree]:
         """Run the embedding backward for one micro-batch on each device, and add its weights' gradients to `sums`.
 
-        The cotangents of its outputs are in the first device's outbox, from which they are sent. Return ((), the new
+        The first device sends each device the cotangent of its embedding's output, from its outbox. Return ((), the new
         sums).
         """
         run = self._run("embed_grad", at)
@@ -324,7 +324,7 @@ class _TickLoop:
         return jax.tree.map(lambda leaf: jnp.zeros((self.sizes[name], *leaf.shape), leaf.dtype), like)
 
     def _empty_value(self, buffer: PyTree) -> PyTree:
-        """Return zeros with the shapes of one slot of the buffer, for a tick in which no value is computed."""
+        """Return zeros with the shapes of one slot of the buffer: the value of a tick that computes none."""
         return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), buffer)
 
     def _run(self, name: str, at: Tick) -> _RunMember:
