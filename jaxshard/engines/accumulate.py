@@ -45,23 +45,27 @@ def accumulate(
     sum_over_devices: Callable[[Any], Any],
     read: Read | None,
 ) -> tuple[Outcome, PyTree, StateRules | None]:
-    """Compute the loss over all micro-batches, and its gradient with respect to the sinks.
+    """Compute the loss of a batch and its gradient, one micro-batch after another.
 
-    The loss is traced once, or twice with several micro-batches, whose loss weights need a separate pass.
+    With several micro-batches the loss is traced twice. The first pass computes only the weights of the loss, whose sum
+    over all micro-batches must be known before the second pass can compute gradients.
 
     Args:
-      loss_of: the loss of some rows.
-      sinks: zeros in the shape of the gradients, which are derived with respect to them (see `just_in_time`).
+      loss_of: computes the loss of some rows of the batch; see `LossOf`.
+      sinks: zeros, one array per parameter with the shape of its gradient. The loss is differentiated with respect to
+        them, because a gradient may have another shape than its stored parameter (see `just_in_time.py`).
       params: the stored parameters.
-      state: the model's state.
+      state: the model's state, such as the statistics of BatchNorm.
       cut: the batch, cut into micro-batches.
-      sum_over_devices: sums a scalar over the devices that hold other rows, once for each weight of the loss.
-      read: reads the trace of one part; None if the loss sees the global batch.
+      sum_over_devices: sums a scalar over the devices that hold other rows of the batch; called once for each weight of
+        the loss.
+      read: receives the traced loss of one micro-batch, checks it, and returns the rules that combine the model states
+        of all micro-batches and devices; None if the loss sees the global batch at once.
 
     Returns:
-      (outcome, gradients, rules). The outcome is that of this device's rows: the caller combines its value and metrics
-      over devices. The gradients have the shapes of `sinks`. The rules come from `read`: with rules, the outcome's
-      state is the arrays that they combine, otherwise the new state.
+      (outcome, gradients, rules). `outcome` has the loss, metrics and state of this device's rows; the caller combines
+      them over devices. `gradients` have the shapes of `sinks`. `rules` is the result of `read`, or None. With rules,
+      `outcome.state` is a list of arrays that the rules must still combine; without, it is the model's new state.
 
     Raises:
       Unsuited: several micro-batches of a loss that is no `js.Mean`.
@@ -69,7 +73,7 @@ def accumulate(
     if len(cut.first_rows) > 1:
         assert read is not None, "no micro-batch is the whole batch"
         with taking_turns():
-            return _accumulate_turns(loss_of, sinks, params, state, cut, sum_over_devices, read)
+            return _accumulate_in_scan(loss_of, sinks, params, state, cut, sum_over_devices, read)
 
     def differentiate(*args: Any) -> tuple[Loss, jax.Array, PyTree]:
         def objective(sinks: PyTree) -> tuple[jax.Array, Loss]:
@@ -90,7 +94,7 @@ def accumulate(
     return Outcome(value, loss.metrics, states.parts(loss)), grads, states
 
 
-def _accumulate_turns(
+def _accumulate_in_scan(
     loss_of: LossOf,
     sinks: PyTree,
     params: PyTree,
@@ -99,7 +103,7 @@ def _accumulate_turns(
     sum_over_devices: Callable[[Any], Any],
     read: Read,
 ) -> tuple[Outcome, PyTree, StateRules]:
-    """Implement `accumulate` for several micro-batches, in a scan."""
+    """Scan over the micro-batches twice: to sum the weights of the loss, then to add gradients; see `accumulate`."""
 
     def only_loss(*args: Any) -> tuple[Loss]:
         loss = loss_of(sinks, *args)
@@ -136,7 +140,7 @@ def _accumulate_turns(
 
     # The sinks are zeros, so the sum of the gradients starts from them.
     (grads, combined), (values, metrics) = jax.lax.scan(add, (sinks, states.start()), turns)
-    metrics = {name: _combine_turns(metric) for name, metric in metrics.items()}
+    metrics = {name: _combine_stacked(metric) for name, metric in metrics.items()}
     return Outcome(values.sum(), metrics, combined), grads, states
 
 
@@ -153,8 +157,8 @@ def _share_of_mean(loss: Loss, weights: Weights) -> jax.Array:
     return weighted_sum(loss.value, weights) if isinstance(loss.value, Mean) else loss.value
 
 
-def _combine_turns(metric: Mean | Sum | Max) -> Mean | Sum | Max:
-    """Combine a metric whose values are stacked over micro-batches, [micro-batches, ...], into a single metric."""
+def _combine_stacked(metric: Mean | Sum | Max) -> Mean | Sum | Max:
+    """Combine a metric stacked over micro-batches, [micro-batches, ...], by a sum or maximum along that dimension."""
     if isinstance(metric, Max):
         return Max(metric.value.max(0))
     combined: Mean | Sum = jax.tree.map(lambda x: x.sum(0, dtype=sum_dtype(x.dtype)), metric)

@@ -49,20 +49,20 @@ class Auto(WholeModelEngine):
 
     @property
     def compiler_chooses(self) -> bool:
-        """True: the compiler inserts the collectives."""
+        """Return True: under `js.auto` the compiler inserts the collectives."""
         return True
 
     @property
     def shows_whole_batch(self) -> bool:
-        """True without micro-batches."""
+        """True if the loss sees the global batch at once, which it does unless there are micro-batches."""
         return self.microbatches == 1
 
     def manual_axes(self, layout: Layout) -> frozenset[str]:
-        """Return no axes: the loss is a global-view program."""
+        """Return an empty set: no mesh axis is manual, since the loss is a global-view program."""
         return frozenset()
 
     def state_rules(self, objective: Objective, layout: Layout, batch: PyTree) -> StateRules | None:
-        """Find how to combine the model states that micro-batches return; None without micro-batches."""
+        """Return the rules that combine the model states of several micro-batches; None for a single micro-batch."""
         if self.microbatches == 1:
             return None
         found: list[StateRules] = []
@@ -76,7 +76,7 @@ class Auto(WholeModelEngine):
     def _value_and_grad(
         self, objective: Objective, layout: Layout, report: Callable[[StateRules], None]
     ) -> ValueAndGrad:
-        """Implement `value_and_grad`; call `report` with the rules for the model's state while the loss is traced."""
+        """Make the result of `value_and_grad`. When traced, it calls `report` with the rules for the model's state."""
         call = self.make_call(objective, layout, make_move(layout, self))
         check_means = make_mean_check(
             layout, objective.loss_fn, self.microbatches, frozenset(), compute_dtype=self.compute_dtype
@@ -90,7 +90,7 @@ class Auto(WholeModelEngine):
             doubts: list[bool] = []
             batch = constrain_batch(layout, objective.known, batch)
             mask = layout.rows_mask(batch)
-            cut = Cut(batch, mask, *_turns(layout, select(mask, batch), self.microbatches))
+            cut = Cut(batch, mask, *_cut_rows(layout, select(mask, batch), self.microbatches))
 
             def loss_of(sinks: PyTree, params: PyTree, state: PyTree, batch: PyTree, row: Any) -> Loss:
                 with row_stride(self.microbatches):
@@ -168,9 +168,10 @@ def auto(
 
 
 def make_move(layout: Layout, engine: Engine) -> MakeMove:
-    """Return the function that makes the moves of `js.auto`: sharding constraints on weights and gradients.
+    """Return a function that makes the `Move` of one weight: how `js.auto` gathers it and reduces its gradient.
 
-    A weight is constrained to the sharding in its placement's `use`, a gradient to the sharding in `store`.
+    Both are sharding constraints, for which the compiler inserts the collectives. A weight is constrained to the
+    sharding in its placement's `use`, a gradient to the sharding in its placement's `store`.
     """
 
     # The compiler decides the order of a cast and an all-gather. A constraint to the stored sharding after the cast
@@ -194,15 +195,20 @@ def make_move(layout: Layout, engine: Engine) -> MakeMove:
 
 
 def constrain(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Constrain `x` to the sharding `spec`, whose axes must divide its dimensions, as they divide padded arrays."""
+    """Constrain an array to the sharding `spec` on the layout's mesh.
+
+    The axes of `spec` must divide the dimensions of `x`. They do if `x` was padded as for storage.
+    """
     constrained: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(mesh_inside(layout.mesh), spec))
     return constrained
 
 
 def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
-    """Make the zeros with respect to which the loss is differentiated: global arrays, sharded like the gradients.
+    """Make zeros with the shapes of the gradients; the loss is differentiated with respect to them.
 
-    With `scatter="end"` they have the logical shapes and no constraint, for cotangents that are not reduced yet.
+    With scatter="each" they have the shapes and shardings of the stored gradients. With scatter="end" they have the
+    logical shapes and no sharding constraint, since gradients are reduced only after all micro-batches. Frozen
+    parameters have None.
     """
 
     def sink(x: Any, grad: Placement | None) -> jax.Array | None:
@@ -215,10 +221,11 @@ def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
     return jax.tree.map(sink, layout.shapes.params, layout.grads)
 
 
-def _turns(layout: Layout, batch: PyTree, count: int) -> tuple[PyTree, jax.Array]:
+def _cut_rows(layout: Layout, batch: PyTree, count: int) -> tuple[PyTree, jax.Array]:
     """Cut the batch into `count` micro-batches without communication; micro-batch j has the rows j, j + count, ...
 
-    Return (the batch as [micro-batches, rows, ...], the index of the first row of each micro-batch).
+    Returns:
+      (the batch as arrays [micro-batches, rows, ...], the index in the batch of each micro-batch's first row).
     """
 
     def split(path: Any, x: jax.Array) -> jax.Array:

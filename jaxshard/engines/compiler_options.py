@@ -71,11 +71,12 @@ _NOT_WITH_BYTES = (f"{_FUSION}_fuse_kloop_fusions",)
 
 
 def overlap_options(mesh: Mesh | AbstractMesh, *, with_bytes: bool = False) -> dict[str, Any]:
-    """Return the options that overlap collectives on the chips of a mesh; {} for a single device and for CPUs.
+    """Return the compiler options that overlap collectives with computation on the chips of a mesh.
 
     Args:
-      mesh: the mesh of the step.
-      with_bytes: True if weights of one byte per element are gathered, which must not overlap elementwise operations.
+      mesh: the mesh of the step. For a single device, for CPUs and for an abstract mesh the result is {}.
+      with_bytes: True if weights of one byte per element are gathered, whose gathers must not overlap elementwise
+        operations.
     """
     if isinstance(mesh, AbstractMesh) or mesh.size == 1:
         return {}
@@ -110,7 +111,10 @@ def merge_options(*options: Options) -> dict[str, Any]:
 
 
 def describe_options(own: Options) -> list[str]:
-    """Return lines for `print(engine)`: the options for each kind of chip, then the options for all other chips."""
+    """Return the lines that `print(engine)` shows: the compiler options for each kind of chip, and for all other chips.
+
+    The user's `own` options are merged into each line.
+    """
     rows = {chip: merge_options(options, own) for chip, options in OVERLAP.items()} | {"others": merge_options(own)}
     return [f"  {chip}: {', '.join(map(_option, options.items())) or 'none'}" for chip, options in rows.items()]
 

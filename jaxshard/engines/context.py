@@ -20,14 +20,16 @@ from jaxshard.layers.positions import take_part
 
 
 def split_batch(layout: Layout, model: KnownModel | None, batch: PyTree) -> PyTree:
-    """Take this device's part of the positions of every row, inside a `shard_map` over the axes of `js.context`.
+    """Take this device's part of the sequence positions of every row, inside a `shard_map`.
 
-    Return the batch itself without a `js.context`, or with one over a single device. Nothing is communicated, as
-    batches are stored replicated over the axes.
+    `js.context` splits positions over mesh axes: over 4 devices, tokens [rows, 64] become [rows, 16] on each device.
+    Nothing is communicated, since batches are stored replicated over these axes. Without a `js.context`, or with one
+    over a single device, return the batch unchanged.
 
     Args:
-      layout: has the `js.context`.
-      model: separates inputs from labels (`KnownModel.separate_labels`); None for a loss of no known model.
+      layout: the layout, whose `js.context` names the axes.
+      model: the known model of the loss, which separates inputs from labels before they are split
+        (`KnownModel.separate_labels`); None for a loss of no known model.
       batch: this device's rows.
     """
     context = _in_force(layout)
@@ -37,7 +39,7 @@ def split_batch(layout: Layout, model: KnownModel | None, batch: PyTree) -> PyTr
 
 
 def split_shapes(layout: Layout, model: KnownModel | None, batch: PyTree) -> PyTree:
-    """Return the shapes of the result of `split_batch`."""
+    """Return the shapes of the arrays that `split_batch` returns for this batch, without computing them."""
     context = _in_force(layout)
     if context is None:
         return batch
@@ -50,7 +52,10 @@ def split_shapes(layout: Layout, model: KnownModel | None, batch: PyTree) -> PyT
 
 
 def constrain_batch(layout: Layout, model: KnownModel | None, batch: PyTree) -> PyTree:
-    """Constrain the positions of a global batch to be split over the axes of `js.context`, in their natural order."""
+    """Constrain a global batch so that the axes of `js.context` split its sequence positions, in contiguous slices.
+
+    Inputs are separated from labels first; see `prepare`. Without a `js.context` return the batch unchanged.
+    """
     context = _in_force(layout)
     if context is None:
         return batch
@@ -70,18 +75,24 @@ def constrain_batch(layout: Layout, model: KnownModel | None, batch: PyTree) -> 
 
 
 def position_entries(layout: Layout, path: Any, ndim: int) -> list[Any]:
-    """Return the PartitionSpec entries of a batch array: the context axes for its positions, None elsewhere."""
+    """Return the PartitionSpec entries of a batch array: the axes of `js.context` for its positions, None elsewhere.
+
+    For tokens [rows, positions], for example, `[None, "context"]`.
+    """
     context = _in_force(layout)
     dim = None if context is None else context.dim_of(path_str(path), ndim)
     return [spec_entry(context.axis) if context is not None and dim == one else None for one in range(ndim)]
 
 
 def prepare(layout: Layout, model: KnownModel | None, batch: PyTree) -> PyTree:
-    """Separate inputs from labels, and check that positions can be split; without `js.context` return the batch.
+    """Separate inputs from labels, and check that `js.context` can split the sequence positions of the batch.
+
+    Without a `js.context` return the batch unchanged.
 
     Raises:
-      ValueError: no array has positions, the devices do not divide them, or an array that the context does not name has
-        a dimension of that size; the message names all such arrays.
+      ValueError: no array has positions; their number is no multiple of twice the number of devices; or an array that
+        `js.context` does not name has a dimension of the same size, so that it may have positions too. The message
+        names all such arrays.
     """
     context = _in_force(layout)
     if context is None:
@@ -97,7 +108,7 @@ def _has_shapes(batch: PyTree) -> bool:
 
 
 def _in_force(layout: Layout) -> Context | None:
-    """Return the `js.context` of a layout if it splits positions over several devices; else None."""
+    """Return the layout's `js.context` if it splits positions over several devices, else None."""
     context = layout.context
     return context if context is not None and axis_size(layout.mesh, context.axis) > 1 else None
 

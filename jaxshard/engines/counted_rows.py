@@ -18,16 +18,22 @@ from jaxshard.engines.just_in_time import cast_shapes
 
 
 class UnequalMeans(Unsuited):
-    """Raised if the means of a loss or metric over parts of a batch do not combine to the mean over the batch."""
+    """Raised if the means of a loss or metric over parts of a batch do not combine to the mean over the batch.
+
+    A part is the rows of one device, or of one of its micro-batches.
+    """
 
 
 def has_doubtful_mean(program: Program, loss: Loss, rows: PyTree) -> bool:
-    """Return True unless the trace of a part of the batch proves its means right; then `make_mean_check` must run.
+    """Return False if the trace of a part of the batch proves that its means combine to the means of the batch.
+
+    It proves it, for example, if every `js.Mean` has a weight that is computed from the part's rows. True means that
+    the trace alone proves nothing, and that the check of `make_mean_check` has to run.
 
     Args:
-      program: computes the loss of a part of the batch.
-      loss: the loss, a tree of variables of the program.
-      rows: the inputs of the program that have rows, a tree of variables.
+      program: the jaxpr of the loss of a part of the batch.
+      loss: the result of the loss, with variables of the jaxpr in place of arrays.
+      rows: the input variables that have rows, a tree.
     """
     inputs: list[Any] = jax.tree.leaves(rows)
     # A shape of size 1 in the trace of a single row may or may not be the number of rows.
@@ -45,14 +51,18 @@ def make_mean_check(
 ) -> Callable[[PyTree], None]:
     """Make `check(batch)`, which raises if the means of `fn` over parts of a batch do not combine to the batch's mean.
 
-    It compares the jaxprs of `fn` for the rows of a part and for all rows. It takes about as long as tracing `fn`
-    twice, and no time for a single part or for shapes that passed before. An engine calls `has_doubtful_mean` first.
+    A part is the rows of one device, or of one of its micro-batches. A mean is wrong, for example, if its weight is the
+    constant number of rows of the batch, of which a part has fewer.
+
+    The check compares the jaxprs of `fn` for the rows of a part and for all rows. It takes about as long as tracing
+    `fn` twice, and no time for a single part or for shapes that passed before. An engine calls `has_doubtful_mean`
+    first.
 
     Args:
-      layout: says which arrays have rows.
+      layout: the layout, which knows which arrays of a batch have rows.
       fn: `fn(model, batch, key)` returns a `js.Mean` or `js.Loss`; `fn(model, batch)` metrics if `with_key` is False.
       parts: the number of parts: the devices that split the rows, times the micro-batches of each.
-      manual: the mesh axes that `fn` may name.
+      manual: the mesh axes whose names `fn` may use in collectives.
       compute_dtype: the dtype of the weights; None for the parameters' own.
       with_key: whether `fn` takes a random key.
 

@@ -56,10 +56,10 @@ that places residuals (`Engine.residuals`) receives the residuals of the previou
 
 
 class BlockPasses(NamedTuple):
-    """Upper bounds of the collectives that a pipeline's schedule issues for the weights of its blocks in a step.
+    """Upper bounds of how often a pipelined step gathers the blocks' weights and reduces their gradients.
 
-    Per device and step, each stacked parameter is gathered and its gradient reduced at most this often, one block at a
-    time. These are bounds, because the operations of a tick are conditional.
+    The numbers are per device and step, for each parameter of the blocks. Every gather or reduction is of a single
+    block. They are bounds, because conditionals decide at run time which operations run.
 
     Attributes:
       gathers: the number of times that a block's weights are gathered.
@@ -74,7 +74,7 @@ class BlockPasses(NamedTuple):
 class Engine:
     """The base class of all engines, which compute the loss and gradient of a step.
 
-    The step, the checks and the planner call the methods below; none of them tests which engine it is.
+    The step, the checks and the planner use only the methods below, and never test which engine it is.
 
     Args:
       microbatches: the number of micro-batches, which are computed one after another and whose gradients are added.
@@ -82,10 +82,9 @@ class Engine:
       compute_dtype: the dtype to which floating weights are cast before they are gathered; None leaves them.
       reduce_dtype: the dtype in which gradients are reduced, or the format of `js.wire` in which they are sent; None
         takes the parameter's dtype.
-      gather_dtype: the dtype or format of `js.wire` in which weights are gathered; None takes the dtype of
-        computation.
-      options: the user's compiler options, which override those for the chips of the mesh (`compiler_options.py`);
-        the value None removes one.
+      gather_dtype: the dtype or format of `js.wire` in which weights are gathered; None takes the dtype of computation.
+      options: the user's compiler options, which override those for the chips of the mesh (`compiler_options.py`); the
+        value None removes one.
     """
 
     microbatches: int = 1
@@ -123,12 +122,15 @@ class Engine:
         return "\n".join([repr(self), "compiler options:", *describe_options(self.options)])
 
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
-        """Make the function that computes loss and gradient; see `ValueAndGrad`."""
+        """Make the function that computes the loss and gradient of a batch; its signature is `ValueAndGrad`."""
         raise NotImplementedError(f"{type(self).__name__} has no value_and_grad")
 
     @property
     def shows_whole_batch(self) -> bool:
-        """True if the loss sees the global batch at once, so that it does not matter which arrays have rows."""
+        """True if the loss sees the global batch at once.
+
+        Then the engine need not know which arrays of the batch have rows, because it never splits a batch into parts.
+        """
         return False
 
     @property
@@ -137,46 +139,54 @@ class Engine:
         return False
 
     def make_call(self, objective: Objective, layout: Layout, make_move: MakeMove) -> Call:
-        """Make the function that computes the loss as this engine does.
+        """Make the function that gathers the weights, as this engine does it, and computes the loss.
 
-        `make_move` makes the functions that gather each parameter for its use and reduce its gradient. The engine
-        passes its own, and the audit of collectives passes functions that only count. An engine with `block_passes`
-        need not implement it, as there a schedule runs the blocks.
+        A pipelined engine need not implement it, since a schedule runs its blocks.
+
+        Args:
+          objective: the loss.
+          layout: the layout.
+          make_move: makes, for each parameter, the functions that gather its weight and reduce its gradient. The engine
+            itself passes functions that issue collectives; the audit of collectives passes functions that only count.
         """
         raise NotImplementedError(f"{type(self).__name__} has no make_call")
 
     def state_rules(self, objective: Objective, layout: Layout, batch: PyTree) -> Any:
-        """Return the `StateRules` that combine the model states returned for the parts of a batch.
+        """Return the `StateRules` that combine the model states of all devices and micro-batches into one new state.
 
-        Return None if the loss sees the global batch, or if the engine refuses a state.
+        A model's state is, for example, the statistics of BatchNorm. Return None if the loss sees the global batch at
+        once, or if the engine supports no model with a state.
         """
         return None
 
     def manual_axes(self, layout: Layout) -> frozenset[str]:
-        """Return the mesh axes over which the loss runs once per device, on that device's rows."""
+        """Return the mesh axes over which the loss runs once per device, on that device's rows, in a `shard_map`."""
         raise NotImplementedError(f"{type(self).__name__} has no manual_axes")
 
     def row_axes(self, layout: Layout) -> tuple[str, ...]:
-        """Return the axes over which the loss, and the gradients of parameters outside the blocks, must be summed.
+        """Return the mesh axes over which the loss and the gradients of parameters outside the blocks are summed.
 
-        These are the axes of rows and of the context, and the axis of a pipeline, on whose devices embedding and head
-        compute different micro-batches.
+        They are the axes that split rows or sequence positions, and the axis of a pipeline, whose devices compute
+        embedding and head for different micro-batches.
         """
         return layout.sum_axes
 
     def sums(self, layout: Layout) -> Sums:
-        """Return the functions that add the devices' shares of a loss, a gradient or a metric."""
+        """Return the functions that sum a loss, a gradient or a metric over devices, natively or in a fixed order."""
         return NATIVE
 
     def residuals(self, layout: Layout) -> PyTree:
         """Return the placements of the gradients' rounding errors, which the training state carries to the next step.
 
-        A tree like the parameters, with None where nothing is rounded; () for an engine without feedback.
+        The result is a tree like the parameters, with None for frozen parameters; () for an engine without `feedback`.
         """
         return ()
 
     def block_passes(self, layout: Layout) -> BlockPasses | None:
-        """Return how often a schedule uses the blocks' weights; None if a trace of the loss shows it exactly."""
+        """Return how often a schedule gathers and reduces the blocks' weights in a step, at most.
+
+        Return None for an engine without a schedule: there a trace of the loss shows the exact numbers.
+        """
         return None
 
     def compiler_options(self, mesh: Mesh, params: PyTree = ()) -> dict[str, Any] | None:
@@ -193,12 +203,12 @@ class Engine:
         return merge_options(overlap, self.needed_options(mesh), self.options) or None
 
     def needed_options(self, mesh: Mesh) -> Options:
-        """Return the options without which the compiler would undo what the engine does."""
+        """Return the options without which the compiler would undo the engine's work; {} if it needs none."""
         return {}
 
     @property
     def feedback(self) -> bool:
-        """True if a step adds the rounding errors of the gradients of the step before."""
+        """True if each step adds the rounding errors of the last step's gradients (`js.wire` with feedback=True)."""
         return isinstance(self.reduce_dtype, Format) and self.reduce_dtype.feedback
 
     @property
@@ -207,7 +217,7 @@ class Engine:
         return type(self).__name__.lower()
 
     def describe(self) -> dict[str, Any]:
-        """Return the engine's name and its choices, as commands print them and write them into JSON."""
+        """Return the engine's name and settings in a dict, for commands to print or write as JSON."""
         dtypes = {name: getattr(self, name) for name in ("compute_dtype", "reduce_dtype", "gather_dtype")}
         names = {
             name: dtype.name if isinstance(dtype, Format) else jnp.dtype(dtype).name
@@ -225,7 +235,8 @@ class WholeModelEngine(Engine):
       remat: the activations that the forward pass of a block or unit saves: "nothing", "dots", "everything", a
         checkpoint policy, or {name of an activation: what to do with it}; None takes the model's own choice, which is
         "everything" for most models.
-      units: classes of modules of `js.linen` or `js.nnx` whose parameters are gathered while each of them runs.
+      units: classes of modules of `js.linen` or `js.nnx`, such as [Block]. Each module of these classes gathers its
+        parameters just before it runs.
     """
 
     remat: RematPolicy | None = None
@@ -238,18 +249,18 @@ class WholeModelEngine(Engine):
         object.__setattr__(self, "units", _check_units(self.units))
 
     def make_call(self, objective: Objective, layout: Layout, make_move: MakeMove) -> Call:
-        """Make the function that runs the loss as this engine does; see `Engine.make_call`."""
+        """Make the function that computes the loss on weights gathered just in time; see `Engine.make_call`."""
         return make_call(objective, layout, make_move, self.remat, tuple(self.units))
 
     def needed_options(self, mesh: Mesh) -> Options:
-        """Return the options without which the compiler would undo what the engine does."""
+        """Return the option that stops the CPU compiler from merging a unit's gathers in forward and backward pass."""
         # The CPU compiler of JAX 0.10 drops the barrier before a unit's gather in the backward pass, and merges it with
         # the gather of the forward pass.
         cpu = mesh.devices.flat[0].platform == "cpu"
         return KEEP_REPEATED_GATHERS if self.units and cpu else {}
 
     def describe(self) -> dict[str, Any]:
-        """Return the engine's name and its choices, as commands print them and write them into JSON."""
+        """Return the engine's name and settings in a dict, for commands to print or write as JSON."""
         return super().describe() | {"remat": self.remat, "reduction": "native"}
 
 
@@ -283,7 +294,7 @@ def _check_dtype(name: str, dtype: Any) -> None:
 
 
 def precision_dtypes(precision: Precision | None, compute_dtype: Any, reduce_dtype: Any) -> tuple[Any, Any]:
-    """Return (compute_dtype, reduce_dtype) of an engine with the argument `precision`.
+    """Return an engine's (compute_dtype, reduce_dtype), given its argument `precision` and the two dtype arguments.
 
     Args:
       precision: "bf16", or "bfloat16", computes and reduces gradients in bfloat16; None keeps both dtype arguments.
@@ -307,7 +318,7 @@ def precision_dtypes(precision: Precision | None, compute_dtype: Any, reduce_dty
 
 
 def check_engine(engine: Any) -> None:
-    """Raise TypeError unless this is an engine."""
+    """Raise TypeError unless the argument is an engine, such as the result of `js.auto()`."""
     if isinstance(engine, Engine):
         return
     got, name = type(engine).__name__, getattr(engine, "__name__", "")

@@ -79,14 +79,15 @@ class Explicit(WholeModelEngine):
             )
 
     def manual_axes(self, layout: Layout) -> frozenset[str]:
-        """Return the mesh axes over which the loss runs once per device."""
+        """Return the mesh axes over which the loss runs once per device, in a `shard_map`."""
         return layout.manual_axes
 
     def sums(self, layout: Layout) -> Sums:
-        """Return the functions that add the devices' shares.
+        """Return the functions that sum over devices, in a native or a fixed order, as the argument `reduction` says.
 
         Raises:
-          ValueError: the sums are "ordered", but over axes that the compiler handles.
+          ValueError: reduction="ordered" for a layout with sums whose order the compiler chooses: over tensor axes,
+            over a pipeline, or of the keys and values that `js.context` gathers.
         """
         if self.reduction == "native":
             return NATIVE
@@ -106,17 +107,20 @@ class Explicit(WholeModelEngine):
         return ORDERED
 
     def describe(self) -> dict[str, Any]:
-        """Return the engine's name and its choices, as commands print them and write them into JSON."""
+        """Return the engine's name and settings in a dict, for commands to print or write as JSON."""
         return super().describe() | {"reduction": self.reduction}
 
     def residuals(self, layout: Layout) -> PyTree:
-        """Return the placements of the gradients' residuals: one f32 array per device, of the size of its share."""
+        """Return the placements of the gradients' rounding errors; () unless `reduce_dtype` has feedback.
+
+        Each rounding error is one f32 array per device, with the shape of the device's gradient before its reduction.
+        """
         if not self.feedback:
             return ()
         return jax.tree.map(partial(place_residual, layout), layout.params, layout.grads)
 
     def state_rules(self, objective: Objective, layout: Layout, batch: PyTree) -> StateRules:
-        """Find how to combine the model states that devices and micro-batches return."""
+        """Return the rules that combine the model states of all devices and micro-batches."""
         found: list[StateRules] = []
         trace_step(self._value_and_grad(objective, layout, found.append), layout, batch)
         return found[0]
@@ -128,7 +132,7 @@ class Explicit(WholeModelEngine):
     def _value_and_grad(
         self, objective: Objective, layout: Layout, report: Callable[[StateRules], None]
     ) -> ValueAndGrad:
-        """Implement `value_and_grad`; call `report` with the rules for the model's state while the loss is traced."""
+        """Make the result of `value_and_grad`. When traced, it calls `report` with the rules for the model's state."""
         axes, sums = layout.sum_axes, self.sums(layout)
         manual = self.manual_axes(layout)
         call = self.make_call(objective, layout, make_move(layout, self))
@@ -150,7 +154,7 @@ class Explicit(WholeModelEngine):
         ) -> tuple[Outcome, PyTree]:
             batch = split_batch(layout, objective.known, batch)
             mask = layout.rows_mask(batch)
-            cut = Cut(batch, mask, *_turns(select(mask, batch), self.microbatches, layout.batch_axes))
+            cut = Cut(batch, mask, *_cut_rows(select(mask, batch), self.microbatches, layout.batch_axes))
 
             def loss_of(sinks: PyTree, params: PyTree, state: PyTree, batch: PyTree, row: Any) -> Loss:
                 return _check_mean(call(params, sinks, state, batch, key, row))
@@ -215,13 +219,13 @@ def explicit(
 
     Collectives of a step, for each parameter:
 
-    - an all-gather just before use, over the axes of its `store` that its `use` lacks: in the forward pass, and again
-      in the backward pass for blocks of a `Stacked` model and for units;
+    - an all-gather just before use, over the axes that split it as stored (its `store`) and not in use (its `use`). It
+      is issued in the forward pass, and for blocks of a `Stacked` model and for units again in the backward pass;
     - a reduce-scatter of its gradient over the batch axes in the gradient's `store`, then an all-reduce of the shard
-      over the other batch axes that `use` does not own. With scatter="each", as often as there are micro-batches.
+      over all other batch axes but those in its `use`. With scatter="each" both are issued for every micro-batch.
 
-    In addition, an all-reduce of a few scalars (the loss, its weights and the metrics), and one of each array of the
-    model's state that is not proven equal on all devices (see `js.Loss`).
+    Besides, there is an all-reduce of a few scalars (the loss, its weights and the metrics), and one of each array of
+    the model's state that is not proven equal on all devices (see `js.Loss`).
 
     Args:
       microbatches: the number of micro-batches, which are computed one after another and whose gradients are added. A
@@ -288,7 +292,12 @@ def explicit(
 
 
 def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
-    """Make the zeros with respect to which this device's loss is differentiated; see `just_in_time`."""
+    """Make zeros with the shapes of this device's gradients; its loss is differentiated with respect to them.
+
+    With scatter="each" they have the shapes of this device's shards of the stored gradients. With scatter="end" they
+    have the shapes of the weights in use, since gradients are reduced only after all micro-batches. Frozen parameters
+    have None.
+    """
     manual = layout.manual_axes
 
     def sink(x: Any, param: Placement, grad: Placement | None) -> jax.Array | None:
@@ -303,10 +312,11 @@ def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
     return jax.tree.map(sink, layout.shapes.params, layout.params, layout.grads)
 
 
-def _turns(batch: PyTree, count: int, axes: tuple[str, ...]) -> tuple[PyTree, jax.Array]:
-    """Cut this device's rows into micro-batches.
+def _cut_rows(batch: PyTree, count: int, axes: tuple[str, ...]) -> tuple[PyTree, jax.Array]:
+    """Cut this device's rows into `count` micro-batches of consecutive rows; `axes` are the mesh axes that split rows.
 
-    Return (the arrays as [micro-batches, rows, ...], the index in the global batch of each micro-batch's first row).
+    Returns:
+      (the arrays as [micro-batches, rows, ...], the index in the global batch of each micro-batch's first row).
     """
     rows = row_count(batch)
 
@@ -327,7 +337,7 @@ def _check_mean(loss: Loss) -> Loss:
 
 
 def combine_over(metric: Mean | Sum | Max, axes: tuple[str, ...], sums: Sums = NATIVE) -> Mean | Sum | Max:
-    """Combine a metric of each device's rows to the metric of all rows, by one all-reduce of each of its values."""
+    """Combine a metric of one device's rows into the metric of all rows, by an all-reduce of each of its arrays."""
     if isinstance(metric, Max):
         return Max(all_max(metric.value, axes))
     combined: Mean | Sum = jax.tree.map(lambda x: sum_scalar(x.astype(sum_dtype(x.dtype)), axes, sums), metric)

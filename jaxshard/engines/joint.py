@@ -22,12 +22,15 @@ Weights = tuple[jax.Array, ...]
 
 @dataclass(frozen=True)
 class Joint:
-    """Replicas of `js.local` that divide their losses by a common weight in some steps.
+    """Sums the weights of a loss over the replicas of `js.local` in warm-up steps.
+
+    Each replica then divides its loss by the total weight of all replicas, so that the sum of their losses is the mean
+    over all rows.
 
     Attributes:
-      now: bool[], True if the current step is such a step.
+      now: bool[], True if the current step is a warm-up step.
       axes: the mesh axes of the replicas.
-      asked: recorded for each call of `weigh`: True if the loss had weights.
+      asked: one entry for each call of `weigh` so far: True if the loss had weights.
     """
 
     now: jax.Array
@@ -35,9 +38,9 @@ class Joint:
     asked: list[bool] = field(default_factory=list)
 
     def weigh(self, weights: Weights) -> Weights:
-        """Sum the loss weights over all replicas if `now`; otherwise return them unchanged, without communication.
+        """Sum the weights of a loss over all replicas in a warm-up step; otherwise return them without communication.
 
-        Each call is recorded in `asked`.
+        Each call appends to `asked` whether there were weights.
         """
         self.asked.append(bool(weights))
         if not weights:
@@ -51,9 +54,10 @@ class Joint:
         return weighed
 
     def inside(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Convert `fn(*given)` to a function of `(now, *given)`, for a nested `shard_map`.
+        """Convert `fn(*args)` into a function of `(now, *args)`, for a nested `shard_map`.
 
-        The `shard_map` can't close over the array `now`, so that it has to be an argument.
+        A nested `shard_map` can't close over the array `self.now`, so `now` is passed to it as an argument. `fn` then
+        runs with a `Joint` that has this `now`.
         """
 
         def call(now: jax.Array, *given: Any) -> Any:
@@ -67,13 +71,13 @@ _joint: ContextVar[Joint | None] = ContextVar("joint", default=None)
 
 
 def joint_in_force() -> Joint | None:
-    """Return the `Joint` of the innermost `joining`; None outside of it."""
+    """Return the `Joint` of the innermost `with joining(...)` block; None outside of such a block."""
     return _joint.get()
 
 
 @contextmanager
 def joining(joint: Joint) -> Iterator[None]:
-    """Make a context in which engines call `joint.weigh` on the weights of a loss before they divide by them."""
+    """Make a context in which each engine passes a loss's weights to `joint.weigh` before it divides by them."""
     token = _joint.set(joint)
     try:
         yield

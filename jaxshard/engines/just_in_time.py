@@ -59,9 +59,13 @@ MakeMove = Callable[[Placement, Placement | None], Move]
 
 
 def use_weight(move: Move, stored: jax.Array, sink: jax.Array | None) -> jax.Array:
-    """Gather a weight, and send its reduced cotangent to the sink in the backward pass.
+    """Gather a weight for use. In the backward pass, reduce its gradient and return it as the gradient of `sink`.
 
-    Issues the collectives of `move.gather` in the forward pass, and those of `move.reduce` in the backward pass.
+    JAX requires that the gradient of an argument has the argument's shape. But a gradient may be stored in another
+    shape than its parameter: under ZeRO-2 the parameter is replicated and the gradient sharded. So `sink` has the shape
+    of the stored gradient and receives it, and the gradient of `stored` is zero.
+
+    Collectives: those of `move.gather` in the forward pass, and those of `move.reduce` in the backward pass.
 
     Args:
       move: how to gather this weight and reduce its gradient.
@@ -90,19 +94,27 @@ def use_weight(move: Move, stored: jax.Array, sink: jax.Array | None) -> jax.Arr
 
 
 def use_weights(make_move: MakeMove, params: PyTree, grads: PyTree, stored: PyTree, sinks: PyTree) -> PyTree:
-    """Gather the weights of a tree; `params` and `grads` are placements, `grads` and `sinks` are None if frozen."""
+    """Gather all weights of a tree for use, each by `use_weight`.
+
+    Args:
+      make_move: makes the `Move` of a weight from the placements of parameter and gradient.
+      params: the placements of the parameters.
+      grads: the placements of the gradients; None for frozen parameters.
+      stored: the stored parameters.
+      sinks: zeros in the shapes of the stored gradients; None for frozen parameters.
+    """
     return jax.tree.map(lambda p, g, x, sink: use_weight(make_move(p, g), x, sink), params, grads, stored, sinks)
 
 
 def list_offered(
     layout: Layout, make_move: MakeMove, weights: PyTree, params: PyTree, grads: PyTree, stored: PyTree, sinks: PyTree
 ) -> list[Offered]:
-    """List the weights that a layer may gather chunk by chunk: matrices that no batch axis splits in use.
+    """List the weights that a layer may gather chunk by chunk instead: matrices that no batch axis splits in use.
 
     Args:
       layout: the layout.
       make_move: makes the engine's `Move` of each weight.
-      weights: the gathered weights that the loss receives.
+      weights: the gathered weights that the loss receives. A layer recognises a listed weight by its identity.
       params, grads, stored, sinks: the arguments of `use_weights` for the same parameters.
     """
 
@@ -126,19 +138,19 @@ def make_call(
 ) -> Call:
     """Make the function that runs the user's loss on weights that are gathered just in time.
 
-    For a `Stacked` model, each block's weights are gathered inside the scan body, and again in the backward pass; for
-    `js.linen` and `js.nnx` the same holds for each of the `units`. For any other loss all weights are gathered at once,
-    except weights that it passes unchanged to a model that the library knows (see `adapt/offer.py`).
+    For a `Stacked` model, each block's weights are gathered inside the scan over blocks, and again in the backward
+    pass. For `js.linen` and `js.nnx` the same holds for each of the `units`. For any other loss all weights are
+    gathered at once, except weights that it passes unchanged to a model that the library knows (see `adapt/offer.py`).
 
     Args:
       objective: the loss.
       layout: the layout.
       make_move: makes the engine's `Move` of each weight.
       remat: the activations that the forward pass of a block or unit saves; None for the model's own choice.
-      units: classes of modules that gather their own parameters.
+      units: classes of modules, such as [Block], that gather their own parameters.
 
     Raises:
-      TypeError: `units` for a loss that has none.
+      TypeError: `units` for a `Stacked` model, which has no modules.
       ValueError: the loss closes over arrays on devices that are not the mesh's, or the layout splits the stacked
         dimension of the blocks.
     """
@@ -164,13 +176,15 @@ Run = Callable[[PyTree, PyTree, PyTree, PyTree, Any, Any], Any]
 def make_opaque_run(
     fn: Callable[..., Any], layout: Layout, make_move: MakeMove, remat: RematPolicy | None, units: Units = ()
 ) -> Run:
-    """Make the `Run` of a function `fn(model, batch, key)` that belongs to no known model: pass it gathered weights.
+    """Make a function that gathers all weights and passes them to `fn(model, batch, key)`, which may be any function.
 
-    If `fn` runs a known model on these same arrays, the model gathers its weights just in time instead. If `fn` runs it
-    on other arrays, and that costs memory, warn once.
+    If `fn` passes these weights unchanged to a known model (`js.Stacked`, `js.linen`, `js.nnx`), that model gathers its
+    weights just in time instead. If `fn` passes other arrays to it, and gathering all weights at once costs memory,
+    warn once. The result is a `Run`.
 
     Raises:
-      TypeError: when it runs, if no model used the `units`.
+      TypeError: when the result runs, if `units` were given and `fn` ran no model with modules.
+      Unsuited: when the result runs, if `remat` names activations and `fn` ran no known model.
     """
     warned: list[KnownModel] = []
 
@@ -201,14 +215,14 @@ def make_opaque_run(
             )
         if offer.missed and not warned:
             warned.extend(offer.missed)
-            _warn_of_whole_weights(layout, [known for known in offer.missed if isinstance(known, Stacked)])
+            _warn_of_gathered_weights(layout, [known for known in offer.missed if isinstance(known, Stacked)])
         return output
 
     return run
 
 
-def _warn_of_whole_weights(layout: Layout, missed: list[Stacked]) -> None:
-    """Warn, if it costs memory, that models ran on weights that were all gathered at once."""
+def _warn_of_gathered_weights(layout: Layout, missed: list[Stacked]) -> None:
+    """Warn that the weights of models were gathered all at once, not block by block, if this costs memory."""
     gathered = [
         (x, placement)
         for x, placement in zip(jax.tree.leaves(layout.shapes.params), jax.tree.leaves(layout.params), strict=True)
@@ -237,13 +251,12 @@ def _make_known_run(
             raise TypeError(
                 "units: a js.Stacked model has no modules for units; it gathers block by block without them"
             )
-        return _make_stacked_run(known, layout, make_move, _first(remat, known.remat, "everything"))
+        return _make_stacked_run(known, layout, make_move, _first_given(remat, known.remat, "everything"))
     assert isinstance(known, Adapted), "models are described in adapt/"
-    return _make_units_run(known, layout, make_move, _first(remat, "everything"), units)
+    return _make_units_run(known, layout, make_move, _first_given(remat, "everything"), units)
 
 
-def _first(*policies: RematPolicy | None) -> RematPolicy:
-    """Return the first policy that is not None."""
+def _first_given(*policies: RematPolicy | None) -> RematPolicy:
     return next(policy for policy in policies if policy is not None)
 
 
@@ -310,7 +323,7 @@ def _make_stacked_run(stacked: Stacked, layout: Layout, make_move: MakeMove, rem
 
 
 def why_not_by_block(layout: Layout) -> str:
-    """Return why one block's weights can't be gathered by themselves from the stacked arrays; "" if they can."""
+    """Return why the weights of a `js.Stacked` model can't be gathered one block at a time; "" if they can."""
     if layout.pipeline is not None:
         return f"the layout places the blocks in a pipeline over {layout.pipeline.axis!r}"
     if not isinstance(layout.params, dict) or BLOCKS not in layout.params:
@@ -322,7 +335,11 @@ def why_not_by_block(layout: Layout) -> str:
 
 @contextmanager
 def users_code(layout: Layout, what: str = "the loss") -> Iterator[None]:
-    """Make a context for the user's functions: `js.constrain` follows the layout, errors about axes are explained."""
+    """Make a context for calls of the user's functions.
+
+    Inside it, `js.constrain` constrains activations as the layout says, and JAX's errors about axis names and shardings
+    are raised again with an explanation. `what` names the function in these errors.
+    """
     with follow_layout(layout):
         try:
             yield
@@ -349,7 +366,10 @@ def users_code(layout: Layout, what: str = "the loss") -> Iterator[None]:
 
 
 def check_stacked(layout: Layout) -> None:
-    """Raise ValueError if a layout reorders or splits the stacked dimension, over which the scan over blocks runs."""
+    """Raise ValueError if the layout does not allow a scan over the blocks of a `js.Stacked` model.
+
+    It does not if it places them in a pipeline, has no blocks, or splits or pads their stacked dimension.
+    """
     if layout.pipeline is not None:
         raise ValueError(
             f"the layout places blocks in a pipeline over {layout.pipeline.axis!r}, which this engine does not run: "
@@ -366,7 +386,7 @@ def check_stacked(layout: Layout) -> None:
 
 
 def _split_stacks(layout: Layout) -> list[str]:
-    """List the stacked parameters whose first dimension is split or padded."""
+    """List the parameters of the blocks whose stacked dimension, the first, is split or padded."""
     problems: list[str] = []
 
     def check(path: Any, placement: Placement) -> None:
@@ -383,7 +403,7 @@ def _tails(placements: PyTree) -> PyTree:
 
 
 def without_blocks(tree: PyTree) -> PyTree:
-    """Return a tree of parameters without the stacked blocks."""
+    """Return the parameters of a `js.Stacked` model without the entry of the stacked blocks."""
     return {name: part for name, part in tree.items() if name != BLOCKS}
 
 
@@ -393,5 +413,5 @@ def cast_floats(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def cast_shapes(shapes: PyTree, dtype: Any) -> PyTree:
-    """Return the shapes of a tree of arrays after `cast_floats`, by a single trace."""
+    """Return the shapes of a tree of arrays after `cast_floats`, with `dtype` in place of other floating dtypes."""
     return jax.eval_shape(lambda tree: jax.tree.map(lambda x: cast_floats(x, dtype), tree), shapes)

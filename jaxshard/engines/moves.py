@@ -25,7 +25,11 @@ from jaxshard.engines.manual import nest_in_shard_map
 
 
 def make_move(layout: Layout, engine: Engine) -> MakeMove:
-    """Return the function that makes moves of manual collectives: all-gathers of weights, and `reduce_gradient`."""
+    """Return a function that makes the `Move` of one weight: an all-gather of the weight, a reduction of its gradient.
+
+    These are manual collectives, in the dtypes or wire formats of the engine. With scatter="end" a `Move` leaves the
+    gradient unreduced, for `reduce_all`.
+    """
 
     def make(param: Placement, grad: Placement | None) -> Move:
         def gather_weight(stored: jax.Array) -> jax.Array:
@@ -55,10 +59,11 @@ def make_move(layout: Layout, engine: Engine) -> MakeMove:
 def reduce_gradient(
     layout: Layout, engine: Engine, grad: Placement, x: jax.Array, param: Placement, also: tuple[str, ...] = ()
 ) -> jax.Array:
-    """Sum a device's share of a gradient over the axes of rows and context that the weight's `use` does not own.
+    """Sum a gradient over devices, and return this device's shard of the sum.
 
-    The sum is reduce-scattered over the axes in the gradient's `store`. This comes first, so that the all-reduce over
-    the other axes moves a shard, not the full array. For HSDP on (replica=2, data=4) and a gradient [64]
+    The sum is over the mesh axes that split rows or sequence positions, except axes that split the weight itself in
+    use. It is a reduce-scatter over the axes in the gradient's `store`, then an all-reduce over the others, which so
+    moves a shard and not the full array. For HSDP on (replica=2, data=4) and a gradient [64]
 
         [64] on each device  --reduce-scatter over data-->  [16]  --all-reduce over replica-->  [16]
 
@@ -66,7 +71,7 @@ def reduce_gradient(
       layout: the layout.
       engine: says in which dtype and order to add.
       grad: the gradient's placement.
-      x: this device's share, in the weight's logical shape.
+      x: the gradient of this device's rows, in the weight's logical shape.
       param: the parameter's placement.
       also: further mesh axes to sum over.
 
@@ -99,9 +104,19 @@ def _reduce_encoded(
     free: Sequence[str],
     residual: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Implement `reduce_gradient` for a format of `js.wire`; return the shard and the rounding error, f32[share].
+    """Sum a gradient over devices like `reduce_gradient`, but send it in a format of `js.wire`.
 
-    `residual` is the rounding error of the previous step, which is added before rounding.
+    Args:
+      layout: the layout.
+      wire: the format.
+      grad: the gradient's placement.
+      x: the gradient of this device's rows.
+      owned: the mesh axes that split the weight in use, over which nothing is summed.
+      free: the mesh axes to sum over.
+      residual: the rounding error of the previous step, which is added before rounding; None without feedback.
+
+    Returns:
+      (this device's shard of the sum, the rounding error of what this device sent, in f32).
     """
 
     def scatter(share: jax.Array, residual: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
@@ -115,24 +130,27 @@ def _reduce_encoded(
 
 
 class _Reduced(NamedTuple):
-    """A reduced gradient as stored, and the rounding error of this device's share."""
+    """A reduced gradient as stored, and the rounding error that this device made in sending its share.
+
+    `error` is None for a gradient without rounding errors.
+    """
 
     total: jax.Array
     error: jax.Array | None
 
 
 def reduce_all(layout: Layout, engine: Engine, grads: PyTree, residuals: PyTree) -> tuple[PyTree, PyTree]:
-    """Reduce all gradients after the last micro-batch.
+    """Sum all gradients over devices, after the last micro-batch.
 
     Args:
       layout: the layout.
       engine: says in which dtype or wire format, and in which order, to add.
-      grads: this device's shares of the gradients.
-      residuals: the rounding errors of the previous step, f32[1, *share], None where nothing was rounded; () without
-        feedback.
+      grads: the gradients of this device's rows, summed over its micro-batches.
+      residuals: the rounding errors of the previous step, f32[1, ...] for each gradient and None for frozen parameters;
+        () without feedback.
 
     Returns:
-      (the gradients as stored, the new residuals).
+      (this device's shards of the gradients, the new rounding errors).
     """
     params = select(layout.trainable, layout.params)
     if not engine.feedback:
@@ -153,9 +171,10 @@ def reduce_all(layout: Layout, engine: Engine, grads: PyTree, residuals: PyTree)
 
 
 def place_residual(layout: Layout, param: Placement, grad: Placement | None) -> Placement | None:
-    """Return the placement of a gradient's residual, f32[devices that add, *stored shape]; None if frozen.
+    """Return the placement of a gradient's rounding error, f32[devices that add, ...]; None for a frozen parameter.
 
-    Every device that contributes to the sum has a residual of the size of its share, before the reduce-scatter.
+    Every device that contributes to the sum stores its own rounding error, which has the shape of its gradient before
+    the reduce-scatter.
     """
     if grad is None:
         return None
@@ -166,5 +185,8 @@ def place_residual(layout: Layout, param: Placement, grad: Placement | None) -> 
 
 
 def stack_view(view: View, count: int) -> View:
-    """Return the view of a stack of `count` arrays, each with the view `view`, along a new first dimension."""
+    """Return the view of a stack of `count` arrays with the view `view`, along a new first dimension.
+
+    A view says how an array is padded and reshaped for storage.
+    """
     return View((count, *view.logical), (count, *view.padded), (count, *view.stored), view.extra_dims)

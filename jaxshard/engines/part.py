@@ -38,7 +38,7 @@ class Cut(NamedTuple):
     first_rows: jax.Array
 
     def part(self, rows: PyTree) -> PyTree:
-        """Return one micro-batch: `rows`, its slice of `turns`, together with the arrays that have no rows."""
+        """Return one micro-batch: its arrays with rows, given as `rows`, and the arrays that have no rows."""
         return put_back(self.mask, rows, self.batch)
 
     def first(self) -> tuple[PyTree, jax.Array]:
@@ -47,12 +47,12 @@ class Cut(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The loss of a part of the batch (a micro-batch, or the rows of one device), with its trace.
+    """The loss of a part of the batch (one device's rows, or one micro-batch of them), with its trace.
 
     Attributes:
       fn: `fn(params, state, batch, row) -> (js.Loss, *others)`; `row` is the global index of the part's first row.
-      args: its arguments, arrays or their shapes.
-      program: the trace.
+      args: the arguments of `fn`, arrays or their shapes.
+      program: the trace of `fn`, a jaxpr.
     """
 
     fn: Callable[..., tuple[Any, ...]]
@@ -61,26 +61,30 @@ class Part(NamedTuple):
 
     @classmethod
     def trace(cls, fn: Callable[..., tuple[Any, ...]], *args: Any) -> Part:
-        """Trace `fn(*args)`, and keep the function and its arguments with the trace."""
+        """Trace `fn(*args)`; return the trace together with `fn` and `args`."""
         return cls(fn, args, Program.trace(fn, *args))
 
     @property
     def loss(self) -> Loss:
-        """The loss, as variables of the program."""
+        """The loss that `fn` returns, with variables of the jaxpr in place of arrays."""
         loss: Loss = self.program.out[0]
         return loss
 
     def rows(self, mask: PyTree) -> PyTree:
-        """Return the variables of batch arrays with rows, None for other arrays."""
+        """Return the jaxpr's input variables for batch arrays that have rows (`mask` is True), None for the others."""
         return select(mask, self.program.args[2])
 
     def run(self) -> tuple[Any, ...]:
-        """Compute the function's results; JAX finds the trace in its cache."""
+        """Compute `fn(*args)` under jit, which finds the trace in JAX's cache instead of tracing again."""
         results: tuple[Any, ...] = jax.jit(self.fn)(*self.args)
         return results
 
     def of_twice_the_rows(self, mask: PyTree) -> Program | None:
-        """Trace the function again with twice as many rows; return None if it does not support them."""
+        """Trace `fn` for a batch with twice as many rows; return None if `fn` does not support them.
+
+        Args:
+          mask: True for every array of the batch that has rows.
+        """
 
         def twice(x: Any, has_rows: bool) -> jax.ShapeDtypeStruct:
             shape = jnp.shape(x)

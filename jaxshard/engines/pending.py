@@ -48,16 +48,16 @@ class Pending:
 
     @property
     def shape(self) -> Any:
-        """The shape and dtype of the weight."""
+        """The shape and dtype of the gathered weight, as a ShapeDtypeStruct."""
         return jax.eval_shape(self.make, *self.parts)
 
 
 def run_on_pending(fn: Callable[[PyTree], PyTree], weights: PyTree) -> PyTree:
-    """Run `fn(weights)`, and gather each `Pending` weight where the jaxpr of `fn` uses it.
+    """Run `fn(weights)`, and gather each `Pending` weight only where the jaxpr of `fn` uses it.
 
     Args:
-      fn: receives the weights as arrays.
-      weights: arrays and `Pending`s.
+      fn: a function of the weights; it is traced with arrays in place of `Pending`s.
+      weights: a tree of arrays and `Pending`s (weights that are not gathered yet).
     """
     shapes = jax.tree.map(lambda x: x.shape if _is_pending(x) else x, weights, is_leaf=_is_pending)
     program = Program.trace(fn, shapes)
@@ -69,7 +69,10 @@ def _is_pending(x: Any) -> bool:
 
 
 def _run(program: Any, args: Sequence[Any]) -> list[Any]:
-    """Evaluate a program on arguments, some of them `Pending`; a result that is an argument may stay `Pending`."""
+    """Evaluate a jaxpr with `Pending` weights among its arguments, and gather each weight where an equation uses it.
+
+    If the jaxpr returns such an argument unchanged, the result is `Pending` too.
+    """
     gathered: dict[Pending, jax.Array] = {}
 
     def weight(x: Any) -> Any:
@@ -108,7 +111,11 @@ def _run(program: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def _run_checkpoint(eqn: Any, operands: list[Any], computed: list[int]) -> list[Any]:
-    """Evaluate a `jax.checkpoint`, gather inside of it, and never save gathered weights, whatever its policy."""
+    """Evaluate a `jax.checkpoint` equation, with the gathers of its `Pending` operands inside the checkpoint.
+
+    So the backward pass gathers again: gathered weights are never saved, whatever the checkpoint's policy. Return only
+    the results with the indices `computed`.
+    """
 
     def body(*operands: Any) -> list[Any]:
         return _gather(_chosen(_run(eqn.params["jaxpr"], operands), computed))
@@ -118,7 +125,10 @@ def _run_checkpoint(eqn: Any, operands: list[Any], computed: list[int]) -> list[
 
 
 def _run_control(eqn: Any, operands: list[Any], computed: list[int]) -> list[Any]:
-    """Evaluate a loop or branch; gather the weights that it uses before it runs, and again for the backward pass."""
+    """Evaluate a loop or branch; gather its `Pending` weights before it runs, and again for its backward pass.
+
+    Return only the results with the indices `computed`.
+    """
 
     def body(*operands: Any) -> list[Any]:
         return _chosen(bind(eqn, _gather(operands)), computed)

@@ -28,15 +28,16 @@ def make_position_check(
     compute_dtype: Any = None,
     with_key: bool = True,
 ) -> Callable[[PyTree], None]:
-    """Make `check(batch)`, which raises if the jaxpr of `fn` mixes positions that `js.context` would split.
+    """Make `check(batch)`, which raises if `fn` mixes sequence positions that `js.context` puts on different devices.
 
-    It takes about as long as tracing `fn` twice, once for each shape of a batch, and no time without `js.context`.
+    The check reads the jaxpr of `fn`. It takes about as long as tracing `fn` twice, once for each shape of a batch, and
+    no time without `js.context`.
 
     Args:
-      layout: has the `js.context`.
+      layout: the layout, whose `js.context` names the arrays with positions.
       fn: `fn(model, batch, key)` returns a `js.Mean` or `js.Loss`; `fn(model, batch)` metrics if `with_key` is False.
       known: the known model of `fn`, which separates inputs from labels.
-      manual: the mesh axes that `fn` may name.
+      manual: the mesh axes whose names `fn` may use in collectives.
       microbatches: the number of micro-batches into which a device's rows are cut.
       compute_dtype: the dtype of the weights; None for the parameters' own.
       with_key: whether `fn` takes a random key.
@@ -51,7 +52,7 @@ def make_position_check(
     def check(batch: PyTree) -> None:
         if context is None or parts == 1:
             return
-        rows = _rows_of_a_turn(layout, prepare(layout, known, abstract(batch)), microbatches)
+        rows = _microbatch_shapes(layout, prepare(layout, known, abstract(batch)), microbatches)
         leaves = jax.tree_util.tree_leaves_with_path(rows)
         shapes = tuple((path_str(path), x.shape, x.dtype) for path, x in leaves)
         if shapes in passed:
@@ -69,8 +70,8 @@ def make_position_check(
     return check
 
 
-def _rows_of_a_turn(layout: Layout, batch: PyTree, microbatches: int) -> PyTree:
-    """Return the shapes of one device's micro-batch of a batch; arrays whose rows do not divide keep all rows."""
+def _microbatch_shapes(layout: Layout, batch: PyTree, microbatches: int) -> PyTree:
+    """Return the shapes of one micro-batch of one device. An array whose rows do not divide keeps all of them."""
     count = axis_size(layout.mesh, layout.batch_axes) * microbatches
 
     def shrink(x: Any, has_rows: bool) -> Any:

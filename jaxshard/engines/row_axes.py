@@ -12,7 +12,7 @@ _in_turns = jax.make_user_context(default_value=False)
 
 
 def taking_turns() -> AbstractContextManager[None]:
-    """Make a context that says that the loss sees only one of several micro-batches, so that `row_axes` raises."""
+    """Make a context in which `row_axes` raises, because the loss is computed one micro-batch after another."""
     context: AbstractContextManager[None] = _in_turns(True)
     return context
 

@@ -54,11 +54,11 @@ _ROWS = "the rows of a part of the batch"
 
 @dataclass(frozen=True)
 class Sharing:
-    """The division of a batch's rows over devices and micro-batches.
+    """The division of a batch's rows over devices and micro-batches, and the arrays that differ between devices.
 
     Attributes:
-      facts: for every leaf of parameters, state, batch and index of the first row, the mesh axes over which it differs
-        between devices.
+      facts: trees for the loss's arguments: parameters, state, batch, and the index of the first row. Each leaf is the
+        set of mesh axes over which that array differs between devices.
       mask: True for every array of the batch that has rows.
       manual: the manual axes of the `shard_map` around the loss.
       microbatches: the number of micro-batches of each device.
@@ -73,7 +73,7 @@ class Sharing:
 
     @classmethod
     def of(cls, engine: Engine, layout: Layout, mask: PyTree) -> Sharing:
-        """Describe how an engine divides the rows of a batch; `mask` is True for arrays that have rows."""
+        """Describe how an engine divides the rows of a batch; `mask` is True for the arrays that have rows."""
         manual = frozenset(axis for axis in engine.manual_axes(layout) if layout.mesh.shape[axis] > 1)
         rows = manual.intersection(layout.sum_axes)
         positions = rows.difference(layout.batch_axes)  # of a context, which may split an array without rows
@@ -87,11 +87,15 @@ class Sharing:
 
     @property
     def has_parts(self) -> bool:
-        """True if there is more than one part of the batch."""
+        """True if the batch is divided at all: over several devices or into several micro-batches."""
         return self.microbatches > 1 or bool(self.facts[3])
 
     def facts_of_leaves(self) -> list[Axes]:
-        """Return for every input of the loss the axes over which it differs, with `_ROWS` for arrays with rows."""
+        """Return for each input of the loss, in order, the set of mesh axes over which it differs between devices.
+
+        Inputs that differ between micro-batches too (arrays with rows, and the index of the first row) also have the
+        pseudo axis `_ROWS` in their set.
+        """
         params, state, batch, row = self.facts
         batch = jax.tree.map(lambda fact, has_rows: fact | {_ROWS} if has_rows else fact, batch, self.mask)
         return [*jax.tree.leaves((params, state, batch)), row | {_ROWS}]
@@ -99,14 +103,14 @@ class Sharing:
 
 @dataclass(frozen=True)
 class StateRules:
-    """The rules for the arrays of the state that a loss returns, and how to apply them.
+    """Rules to combine, over micro-batches and devices, the arrays of the model state that a loss returns.
 
     Attributes:
       tree: the structure of the returned state; None if the loss returns no state.
       paths: the path of each array, in the order of leaves.
-      rules: the rule of each array.
+      rules: the rule of each array: "kept", "sum", "max", "once" or "mean".
       like: the shape and dtype of each array.
-      update: the loss's own `update`; None without one.
+      update: the function that the loss passed as `js.Loss(update=)`; None without one.
     """
 
     tree: Any
@@ -116,12 +120,15 @@ class StateRules:
     update: Callable[[PyTree, PyTree], PyTree] | None
 
     def parts(self, loss: Loss) -> list[jax.Array]:
-        """Return the arrays of a returned state that must be combined."""
+        """Return the arrays of the state in `loss` that must be combined: all but those with the rule "kept"."""
         leaves = jax.tree.leaves(loss.state) if self.rules else []
         return [jnp.asarray(x) for rule, x in zip(self.rules, leaves, strict=True) if rule != "kept"]
 
     def start(self) -> list[jax.Array]:
-        """Return the totals to which the first micro-batch is added; floats in at least f32."""
+        """Return the initial totals, before the first micro-batch: zeros, or the lowest value for a maximum.
+
+        Sums and means of floats are in f32 at least.
+        """
 
         def identity(rule: Rule, x: jax.ShapeDtypeStruct) -> jax.Array:
             if rule == "max":
@@ -134,7 +141,7 @@ class StateRules:
         return [identity(rule, x) for rule, x in self._combined()]
 
     def add(self, total: Sequence[jax.Array], new: Sequence[jax.Array]) -> list[jax.Array]:
-        """Add the arrays of another micro-batch to the totals, each by its rule; return the new totals."""
+        """Combine the arrays `new` of another micro-batch with the totals, each by its rule; return the new totals."""
 
         def add(rule: Rule, a: jax.Array, b: jax.Array) -> jax.Array:
             return b if rule == "once" else jnp.maximum(a, b) if rule == "max" else a + b
@@ -142,18 +149,18 @@ class StateRules:
         return [add(rule, a, b) for (rule, _), a, b in zip(self._combined(), total, new, strict=True)]
 
     def combine(self, total: Sequence[jax.Array], count: int, axes: tuple[str, ...], sums: Sums = NATIVE) -> PyTree:
-        """Combine the arrays of all micro-batches and devices, each by its rule.
+        """Combine the totals of all devices, each by its rule, into the arrays of the new state.
 
-        Collectives: an all-reduce for each array that is not equal on all devices.
+        Collectives: an all-reduce for each array with the rule "sum", "max" or "mean".
 
         Args:
           total: the totals of this device's micro-batches.
           count: the number of its micro-batches.
-          axes: the mesh axes of devices with other rows.
+          axes: the mesh axes over whose devices the rows differ.
           sums: how to add over them.
 
         Returns:
-          The combined arrays in the order of the state's leaves; None for an array that the loss returned unchanged.
+          A list in the order of the state's leaves; None for an array that the loss returned unchanged.
         """
 
         def over_all(rule: Rule, like: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
@@ -171,7 +178,7 @@ class StateRules:
         return [None if rule == "kept" else next(combined) for rule in self.rules]
 
     def new_state(self, old: PyTree, combined: Sequence[jax.Array | None]) -> PyTree:
-        """Make the new state from the old state and the result of `combine`."""
+        """Make the model's new state from its old state and `combined`, the result of the method `combine`."""
         if self.tree is None:
             return old
         before = _by_path(old)
@@ -184,7 +191,7 @@ class StateRules:
         return [(path, x) for rule, path, x in every if rule in ("sum", "max", "mean")]
 
     def describe(self) -> list[str]:
-        """Return a line for each rule with the arrays of the state that have it."""
+        """Return a line of text for each rule that occurs, with the paths of the state's arrays that have it."""
         return [
             f"state, {text}: {first_words([path for path, one in zip(self.paths, self.rules) if one == rule], 4)}"
             for rule, text in _DESCRIPTIONS.items()
@@ -200,7 +207,7 @@ NO_STATE = StateRules(None, (), (), (), None)
 
 
 def trace_step(value_and_grad: ValueAndGrad, layout: Layout, batch: PyTree) -> None:
-    """Trace loss and gradient of a batch, or of its shapes, to make the engine report its `StateRules`."""
+    """Trace the loss and gradient of a batch without computing them, so that the engine reports its `StateRules`."""
 
     def stored(x: Any, placement: Placement) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(placement.view.stored, x.dtype)
@@ -210,9 +217,14 @@ def trace_step(value_and_grad: ValueAndGrad, layout: Layout, batch: PyTree) -> N
 
 
 def find_state_rules(part: Part, sharing: Sharing) -> StateRules:
-    """Find the rule for every array of the state that a loss returns.
+    """Find the rule for every array of the model state that a loss returns, by which the parts of a batch are combined.
 
-    The loss is traced once more, with twice the rows, if an array does not depend on their data.
+    If an array does not depend on the data of the rows, the loss is traced once more with twice the rows, to see
+    whether the array depends on their number.
+
+    Args:
+      part: the traced loss of a part of the batch: one device's rows, or one micro-batch of them.
+      sharing: how the rows of the batch are divided into parts.
 
     Raises:
       Unsuited: an array has no rule: an integer that may differ between the parts of the batch, or an array that
@@ -262,7 +274,10 @@ _DIFFERS = (
 
 
 def _facts_of(program: Program, results: list[Any], sharing: Sharing) -> list[Axes]:
-    """Return for each result the axes over which its value may differ between devices or parts of the batch."""
+    """Return for each result the mesh axes over which its value may differ between devices.
+
+    They include the pseudo axis `_ROWS` if it may differ between micro-batches.
+    """
     alone, used = results_alone(program.closed, results)
     facts = [fact for fact, needed in zip(sharing.facts_of_leaves(), used, strict=True) if needed]
     return differing(alone, facts, sharing.manual)
@@ -273,7 +288,7 @@ def _by_path(tree: PyTree) -> dict[str, Any]:
 
 
 def _rules_declared(state: PyTree) -> list[Rule | None]:
-    """Return the declared rule of each array of a state, in the order of leaves; None without one."""
+    """Return for each leaf of a model's state the rule declared by `js.Sum`, `js.Mean` or `js.Max`, or None."""
     found: list[Rule | None] = []
     for node in jax.tree.leaves(state, is_leaf=is_declared):
         rule: Rule | None = "max" if isinstance(node, Max) else "sum" if isinstance(node, (Sum, Mean)) else None
@@ -288,7 +303,10 @@ def _rule_of(var: Any, fact: Axes, microbatches: int) -> Rule | None:
 
 
 def _depend_on_row_count(part: Part, mask: PyTree, which: Sequence[int]) -> list[int]:
-    """Return those indices in `which` whose state array is computed by another jaxpr for twice as many rows."""
+    """Return those indices in `which` whose state array changes with the number of rows.
+
+    It does if its equations in the jaxpr for twice as many rows are not the same.
+    """
     more = part.of_twice_the_rows(mask) if which else None
     if more is None:
         return []  # the loss supports only this number of rows

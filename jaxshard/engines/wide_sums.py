@@ -65,13 +65,16 @@ Dtypes = Sequence[Any]
 
 
 def sum_in(gradient: jax.Array, dtype: Any) -> jax.Array:
-    """Cast a gradient to a dtype; inside `widen_sums` also make the sum over devices in that dtype."""
+    """Cast a gradient to a dtype. Inside `widen_sums`, also sum the gradient over devices in that dtype."""
     marked: jax.Array = _mark.bind(gradient, dtype=jnp.dtype(dtype))
     return marked
 
 
 def widen_sums(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `fn` with every gradient that it passes to `sum_in(gradient, dtype)` summed over devices in that dtype."""
+    """Wrap `fn` so that each gradient that it passes to `sum_in(gradient, dtype)` is summed over devices in that dtype.
+
+    The jaxpr of `fn` is rewritten: the product or sum that makes the gradient gets results of that dtype.
+    """
 
     def run(*args: Any) -> Any:
         program = Program.trace(fn, *args)
@@ -82,7 +85,10 @@ def widen_sums(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run(program: Any, args: Sequence[Any], outs: Dtypes) -> list[Any]:
-    """Evaluate a program with results in the wanted dtypes; arguments may have other dtypes than their variables."""
+    """Evaluate a jaxpr whose results are wanted in the dtypes `outs` (None: unchanged).
+
+    The arguments may have other dtypes than the jaxpr's variables.
+    """
     jaxpr, _ = open_jaxpr(program)
     wanted = _find_wanted(jaxpr, outs)
 
@@ -93,7 +99,7 @@ def _run(program: Any, args: Sequence[Any], outs: Dtypes) -> list[Any]:
 
 
 def _cast(atoms: Sequence[Any], values: Sequence[Any], dtypes: Dtypes) -> list[Any]:
-    """Cast the values of variables, which may have other dtypes than these, to the wanted or else their own dtypes."""
+    """Cast each value to its dtype in `dtypes`, or, if that is None, to the dtype of its variable in the jaxpr."""
 
     def cast(atom: Any, value: Any, dtype: Any) -> Any:
         if dtype is not None and _is_float(atom):
@@ -105,7 +111,7 @@ def _cast(atoms: Sequence[Any], values: Sequence[Any], dtypes: Dtypes) -> list[A
 
 
 def _evaluate(eqn: Any, values: Sequence[Any], wanted: Dtypes) -> list[Any]:
-    """Return the results of an equation, in the wanted dtypes if its primitive is supported."""
+    """Evaluate one equation, with results in the dtypes `wanted` if its primitive allows it (None: unchanged)."""
     primitive, params = eqn.primitive, eqn.params
 
     def read(dtypes: Dtypes) -> list[Any]:
@@ -140,7 +146,7 @@ def _evaluate(eqn: Any, values: Sequence[Any], wanted: Dtypes) -> list[Any]:
 
 
 def _narrow_sum(x: jax.Array, dims: Sequence[int], dtype: Any) -> jax.Array:
-    """Sum over dimensions; in the smaller dtype only over the first of them, the rows that devices split."""
+    """Sum over `dims`, and only over the first of them, the rows that devices split, in the smaller `dtype`."""
     rows, *rest = sorted(dims)
     zero = np.zeros((), x.dtype)
     partial = lax.convert_element_type(lax.reduce(x, zero, lax.add, rest) if rest else x, dtype)
@@ -149,7 +155,7 @@ def _narrow_sum(x: jax.Array, dims: Sequence[int], dtype: Any) -> jax.Array:
 
 
 def _widen_program(inner: Any, ins: Dtypes, outs: Dtypes) -> Any:
-    """Return the jaxpr `inner` with arguments in the dtypes `ins` and results in `outs`, closed if `inner` is."""
+    """Trace the jaxpr `inner` again with arguments in the dtypes `ins` and results in `outs`; None keeps a dtype."""
     jaxpr, _ = open_jaxpr(inner)
     avals = [x if dtype is None else x.update(dtype=dtype) for x, dtype in zip(jaxpr.in_avals, ins, strict=True)]
     widened = jax.make_jaxpr(lambda *args: _run(inner, args, outs))(*avals)
@@ -160,7 +166,10 @@ def _widen_program(inner: Any, ins: Dtypes, outs: Dtypes) -> Any:
 
 
 def _find_wanted(jaxpr: Any, outs: Dtypes) -> dict[Any, Any]:
-    """Find {variable: dtype} of a program's variables, arguments included, that are wanted in another dtype."""
+    """Return {variable: dtype} for the variables of a jaxpr that should be computed in another dtype.
+
+    `outs` are the dtypes in which the results are wanted (None: unchanged). Arguments of the jaxpr may be included.
+    """
     used = [atom for eqn in jaxpr.eqns for atom in eqn.invars] + list(jaxpr.outvars)
     uses = Counter(atom for atom in used if not isinstance(atom, Literal))
     made_by = {var: eqn.primitive.name for eqn in jaxpr.eqns for var in eqn.outvars}
@@ -192,7 +201,7 @@ def _is_narrower(dtype: Any, atom: Any) -> bool:
 
 
 def _wanted_inputs(eqn: Any, outs: Dtypes) -> list[Any]:
-    """Return the dtypes in which a call or scan should receive its operands, to have results in the dtypes `outs`."""
+    """Return the dtype that each operand of a call or scan should have, given the dtypes `outs` of its results."""
     jaxpr, _ = open_jaxpr(eqn.params[_CALLS[eqn.primitive.name]])
     wanted = _find_wanted(jaxpr, outs)
     ins = [wanted.get(var) for var in jaxpr.invars]
@@ -203,7 +212,7 @@ def _wanted_inputs(eqn: Any, outs: Dtypes) -> list[Any]:
 
 
 def _only_drops_ones(eqn: Any) -> bool:
-    """Return True for a sum over dimensions of size one, which is how JAX undoes broadcasting."""
+    """Return True for a `reduce_sum` over dimensions of size 1 only; JAX uses it to undo broadcasting."""
     return eqn.primitive.name == "reduce_sum" and bool(eqn.invars[0].aval.size == eqn.outvars[0].aval.size)
 
 

@@ -87,8 +87,8 @@ def attribution(
       params: a `TrainState`, or parameters (or a `js.Model`) in model order, which are placed as the layout says.
       inputs: floating arrays [B, ...], or a tree with some floating arrays; integers do not change.
       layout: the layout of the parameters.
-      target: the output to explain. An integer is a class of outputs [B, classes], an array int[B] a
-        class for each row, a function `target(outputs) -> f[B]` anything else; None for outputs f[B].
+      target: the output to explain. For outputs [B, classes], a class (an integer) or a class for each row (int[B]).
+        For others, a function `target(outputs) -> f[B]`; None if the outputs are f[B] already.
       method: "integrated_gradients" or "gradient_x_input".
       steps: the number of points at which integrated gradients compute a gradient.
       baseline: a neutral input: a number for every element, or a tree of arrays that broadcast to the inputs. For
@@ -147,7 +147,10 @@ def attribution(
 
 @dataclass(frozen=True, eq=False)
 class _Question:
-    """The static arguments of `_answer`: equal for the same functions and options, so that jit compiles once."""
+    """The static arguments of the jitted `_answer`.
+
+    Two are equal if their functions and options are, and their layout is the same object, so that jit compiles once.
+    """
 
     apply: Callable[[PyTree, PyTree], PyTree]
     embed: Callable[[PyTree, PyTree], PyTree] | None
@@ -157,7 +160,7 @@ class _Question:
     layout: Layout
 
     def parts(self) -> tuple[Any, ...]:
-        """Return the values that determine equality and the hash."""
+        """Return the values by which `_Question`s are compared and hashed."""
         return self.apply, self.embed, self.target, self.method, self.steps, id(self.layout)
 
     def __hash__(self) -> int:
@@ -171,7 +174,17 @@ class _Question:
 def _answer(
     question: _Question, stored: PyTree, state: PyTree, inputs: PyTree, start: PyTree, classes: Any, scale: Any
 ) -> Attribution:
-    """Compute the attribution of inputs on devices: gather the weights as the layout says, then call `_explain`."""
+    """Compute the attribution of a padded batch under jit: gather the weights, then call `_explain`.
+
+    Args:
+      question: the functions and options.
+      stored: the parameters as stored.
+      state: the model's state as stored.
+      inputs: the inputs to explain.
+      start: a baseline array for each input; None if `scale` is the baseline.
+      classes: the class of outputs to explain for each row, or None.
+      scale: a number that is the baseline of every element if `start` is None.
+    """
     layout = question.layout
     frozen = jax.tree.map(lambda _: None, layout.shapes.params)
     run = make_opaque_run(
@@ -187,7 +200,7 @@ def _answer(
 def _explain(
     question: _Question, model: PyTree, inputs: PyTree, start: PyTree, classes: Any, scale: Any
 ) -> Attribution:
-    """Compute the attribution with gathered weights, in global-view code."""
+    """Compute the attribution with gathered weights, in global-view code; for the arguments see `_answer`."""
     if question.embed is not None:
         inputs, start = (None if x is None else question.embed(model, x) for x in (inputs, start))
         if not any(map(_is_float, jax.tree.leaves(inputs))):

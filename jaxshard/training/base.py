@@ -26,7 +26,7 @@ from jaxshard.training.state import TrainState
 
 
 def merge_stored(params: PyTree, layout: Layout) -> tuple[PyTree, Layout]:
-    """Merge low-rank factors of stored parameters into matrices; the compiler chooses the collectives.
+    """Merge each matrix's base weights and low-rank factors into one array; the compiler chooses the collectives.
 
     Args:
       params: the parameters of a TrainState.
@@ -56,7 +56,10 @@ def merge_stored(params: PyTree, layout: Layout) -> tuple[PyTree, Layout]:
 
 
 def merge_given(params: PyTree, layout: Layout) -> PyTree:
-    """Merge low-rank factors of parameters, stored or in model order, into matrices; keep other parameters."""
+    """Merge each matrix's base weights and low-rank factors into one array; keep other parameters.
+
+    The parameters may be stored or in model order.
+    """
     if not has_low_rank(params):
         return params
     views = jax.tree.leaves(jax.tree.map(lambda placement: placement.view, layout.params))
@@ -77,7 +80,7 @@ def matrix_layout(layout: Layout) -> Layout:
 
 
 def without_base(run: TrainState, layout: Layout) -> TrainState:
-    """Replace the frozen base weights of a TrainState by None."""
+    """Replace the frozen base weights of a TrainState by None, so that a checkpoint leaves them out."""
     saved = jax.tree.map(lambda given: not given, layout.base)
     return run._replace(params=select(saved, run.params))
 

@@ -1,4 +1,4 @@
-"""Convert the optimizer state between a layout that splits it into shards and one that stores it at matrix owners."""
+"""Convert optimizer state between a layout that shards it and one that stores it on the devices that own matrices."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from jaxshard.training.state import TrainState
 
 
 def convert_optimizer(run: TrainState, source: Layout, target: Layout) -> TrainState:
-    """Convert the optimizer state of a TrainState to another layout of the same model, such as `layout.without_owners`.
+    """Convert the optimizer state of a TrainState to another layout of the same model.
 
-    Parameters and all other arrays are shared with `run`. The compiler chooses the collectives: an all-to-all of the
-    optimizer state that the owners of matrices store. If both layouts store the state alike, return `run` itself.
+    A layout may give each matrix to one device, its owner, which stores the optimizer state of the matrix; `target` may
+    be the same layout without owners (`layout.without_owners`). Parameters and all other arrays are shared with `run`.
+    The compiler chooses the collectives: an all-to-all of the optimizer state that owners store. If both layouts store
+    the state alike, return `run` itself.
     """
     if source.carried == target.carried:
         return run

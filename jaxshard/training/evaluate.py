@@ -263,7 +263,10 @@ def _add_results(total: Results, found: Results) -> Results:
 
 
 def _number(name: str, metric: Mean | Sum | Max) -> float:
-    """Convert a metric on the host to a number; a `Mean` is the sum of total / weight, without terms of weight 0."""
+    """Convert a metric on the host to a number.
+
+    A `js.Mean` may have several terms: its number is the sum of total / weight over all terms whose weight is not 0.
+    """
     if isinstance(metric, Mean):
         terms = zip(metric.totals, metric.weights, strict=True)
         return sum((float(total) / float(weight) for total, weight in terms if weight != 0), start=0.0)
@@ -281,7 +284,7 @@ Evaluate = Callable[..., Results]
 
 
 def _make_device_evaluation(eval_fn: EvalFn, layout: Layout, engine: Engine | None) -> Evaluate | None:
-    """Make the evaluation in a `shard_map`, which ordered sums and pipelines need; return None for other layouts."""
+    """Make the evaluation that runs in a `shard_map`, for sums in a fixed order and for pipelines; otherwise None."""
     sums = NATIVE if engine is None else engine.sums(layout)
     if sums.in_order:
         return _make_ordered(eval_fn, layout, sums)
@@ -325,13 +328,13 @@ def _make_ordered(eval_fn: EvalFn, layout: Layout, sums: Sums) -> Evaluate:
 
 
 def make_compute(eval_fn: EvalFn, layout: Layout, make_move: MakeMove) -> Callable[[PyTree, PyTree, PyTree], Results]:
-    """Make `fn(stored parameters, model state, batch) -> results`, for use under jit.
+    """Make `fn(stored parameters, model state, batch) -> results`, which gathers weights and runs `eval_fn` under jit.
 
     Args:
       eval_fn: the user's function. The `evaluate` of a `Stacked` model, called by itself or inside `eval_fn`, gathers
         one block at a time; for any other function all weights are gathered at once.
       layout: the layout of the stored parameters.
-      make_move: makes the functions by which an engine gathers weights.
+      make_move: makes, for each parameter, the function that gathers its weight.
     """
     nothing_trained = jax.tree.map(lambda _: None, layout.shapes.params)
     run = make_opaque_run(lambda model, batch, key: eval_fn(model, batch), layout, make_move, "everything")

@@ -36,14 +36,18 @@ class ExtraArgs(NamedTuple):
     uses_loss: bool = False
 
     def make(self, grads: PyTree, loss: jax.Array, loss_at: LossAt) -> dict[str, Any]:
-        """Return {name: value} of the arguments, made from this step's loss and gradients and from `loss_at`."""
+        """Return {name: value} of the arguments, made from this step's loss and gradients.
+
+        `loss_at(parameters)` computes (loss, gradients) at other parameters, for `value_fn`.
+        """
         made = {"value": loss, "grad": grads, "value_fn": _make_value_fn(loss_at)}
         return {name: made[name] for name in self.names}
 
     def fill_in(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Return a transform that calls `tx` with placeholder arguments, for proofs that read the jaxpr of its update.
+        """Return a transform that calls `tx` with placeholders for the extra arguments.
 
-        The placeholder for the loss function sums the squares of all parameters, since a loss depends on all of them.
+        Proofs that read the jaxpr of an update trace this transform. The placeholder for the loss function sums the
+        squares of all parameters, since a loss depends on all of them.
         """
         if not self.names:
             return tx
@@ -92,7 +96,9 @@ def find_extra_args(tx: optax.GradientTransformation, params: PyTree) -> ExtraAr
 
 
 def take_fast_gradients(tx: optax.GradientTransformation, params: PyTree) -> optax.GradientTransformation:
-    """Adapt `optax.lookahead`, whose update takes gradients of the fast parameters alone, to gradients of all.
+    """Wrap `optax.lookahead` so that its update takes the gradients of all parameters, as steps compute them.
+
+    The update of `optax.lookahead` itself takes only the gradients of the fast parameters, not of the slow ones.
 
     Args:
       tx: an optax transform; returned unchanged unless its parameters are an `optax.LookaheadParams`.
@@ -130,7 +136,7 @@ def _refuse_lookahead(tx: optax.GradientTransformation, params: PyTree) -> None:
 
 
 def _make_value_fn(loss_at: LossAt) -> Callable[[PyTree], jax.Array]:
-    """Make a loss function of parameters for line searches, which can be differentiated once, in either mode."""
+    """Make a loss function of parameters for line searches. It has a first derivative, in forward and reverse mode."""
 
     # A custom derivative: the engine computes value and gradient together, with its own collectives.
     @jax.custom_jvp

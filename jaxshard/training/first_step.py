@@ -83,7 +83,7 @@ class FirstStep:
         self._expected: Evidence | None = None
 
     def compile(self, run: PyTree, batch: PyTree) -> None:
-        """Compile the reference program, unless an earlier call did, and set the allowed difference by its dtypes."""
+        """Compile the reference program once, and set from its dtypes the difference that `check` allows."""
         if self._compiled is None:
             traced = self._jitted.trace(run, batch)
             self._allowed = max(_NORMS, _ROUNDINGS * _rounding(traced.jaxpr))

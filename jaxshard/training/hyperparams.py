@@ -14,9 +14,11 @@ from jaxshard.core.types import PyTree
 def find_hyperparams(opt_state: PyTree) -> dict[str, Any]:
     """Find the scalars that `optax.inject_hyperparams` keeps in an optimizer's state.
 
-    A transform made without it keeps its learning rate in a Python closure, where it can't be found:
+    For example the learning rate of
 
         tx = optax.inject_hyperparams(optax.adamw)(learning_rate=schedule)
+
+    A transform made without `inject_hyperparams` keeps it in a Python closure, where it can't be found.
 
     Args:
       opt_state: an optimizer's state, or its shapes.

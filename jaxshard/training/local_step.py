@@ -97,14 +97,15 @@ def take_local_step(
 
 
 def _synchronise(layout: Layout, local: Local, run: TrainState, own: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-    """Apply the outer optimizer if this step is a synchronisation step; do nothing after other steps.
+    """Run the outer optimizer if replicas synchronise after this step; otherwise return the arrays unchanged.
 
-    After a step of the warm-up, copy any replica's parameters to the shared parameters instead.
+    After a warm-up step the parameters of all replicas are equal. Then copy any replica's parameters to the shared
+    parameters instead.
 
     Args:
       layout: the layout of the TrainState.
       local: the `js.local` of the layout's strategy.
-      run: the TrainState before the step.
+      run: the TrainState before the step, which has the shared parameters and the outer optimizer's state.
       own: each replica's trained parameters after its ordinary step, [replicas, ...].
 
     Returns:
@@ -125,39 +126,40 @@ def _synchronise(layout: Layout, local: Local, run: TrainState, own: PyTree) -> 
 
 
 def _make_sync(layout: Layout, local: Local) -> Callable[..., tuple[PyTree, PyTree, PyTree]]:
-    """Make `sync(own, shared, outer)`: average the replicas' parameters and apply the outer optimizer.
+    """Make `sync(own, shared, outer)`, which averages the replicas' parameters and runs the outer optimizer.
 
-    The outer optimizer's gradient is the shared parameters minus the average. The function returns the new shared
-    parameters twice, copied to each replica and once for all, and the new state of the outer optimizer.
+    `own` are each replica's parameters, `shared` the parameters after the last synchronisation, `outer` the state of
+    the outer optimizer. Its gradient is the shared parameters minus the average. The function returns (the new
+    parameters copied to each replica, the new shared parameters, the new state).
     """
     trained, seen, (places,) = layout.trainable, layout.opt_params, layout.opt_state.outer
-    rests, shapes = select(trained, layout.params), select(trained, layout.shapes.params)
+    stored, shapes = select(trained, layout.params), select(trained, layout.shapes.params)
     # As for the inner optimizer: run on stored arrays if it is proven to give the same result as on logical ones.
     proof = check_stored(local.outer, shapes, seen, places)
     view = STORED if proof is None or proof else LOGICAL
 
     def sync(own: PyTree, shared: PyTree, outer: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        old = move_stored(layout, shared, rests, seen)
-        mean = _mean_over_replicas(layout, local, own, rests, seen)
+        old = move_stored(layout, shared, stored, seen)
+        mean = _mean_over_replicas(layout, local, own, stored, seen)
         gradient = jax.tree.map(jnp.subtract, view.enter(seen, old), view.enter(seen, mean))
         updates, state = local.outer.update(gradient, view.enter(places, outer), view.enter(seen, old))
         fresh = view.leave(seen, optax.apply_updates(view.enter(seen, old), updates))
-        new = move_stored(layout, hold_stored(layout, fresh, seen), seen, rests)
+        new = move_stored(layout, hold_stored(layout, fresh, seen), seen, stored)
         copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (local.replicas(layout.mesh), *x.shape)), new)
         return hold_stored(layout, copies, layout.opt_state.params), new, view.leave(places, state)
 
     return sync
 
 
-def _mean_over_replicas(layout: Layout, local: Local, own: PyTree, rests: PyTree, seen: PyTree) -> PyTree:
+def _mean_over_replicas(layout: Layout, local: Local, own: PyTree, stored: PyTree, seen: PyTree) -> PyTree:
     """Average the replicas' parameters by one all-reduce of each device's shard, adding bf16 and f16 in f32.
 
     Args:
       layout: the layout of the TrainState.
       local: the `js.local` of the layout's strategy.
       own: each replica's trained parameters, [replicas, ...].
-      rests: the placements of the shared parameters.
-      seen: the placements in which the outer optimizer receives them, which the result has.
+      stored: the placements in which the shared parameters are stored.
+      seen: the placements of the result: those in which the outer optimizer receives the parameters.
     """
 
     def lift(placement: Placement) -> Placement:
@@ -165,7 +167,7 @@ def _mean_over_replicas(layout: Layout, local: Local, own: PyTree, rests: PyTree
 
     # Take the sharding of the outer optimizer's state, which may split arrays further (ZeRO-1 and 2).
     lifted = jax.tree.map(lift, seen)
-    own = move_stored(layout, own, jax.tree.map(lift, rests), lifted)
+    own = move_stored(layout, own, jax.tree.map(lift, stored), lifted)
 
     def mean(own: PyTree) -> PyTree:
         return jax.tree.map(lambda x: sum_scalar(x[0], local.axis) / local.replicas(layout.mesh), own)
@@ -180,7 +182,7 @@ def _mean_over_replicas(layout: Layout, local: Local, own: PyTree, rests: PyTree
 
 
 def _of_any_replica(layout: Layout, own: PyTree) -> PyTree:
-    """Return the parameters of one replica, given that all replicas' are equal: without communication.
+    """Return the parameters of one replica, without communication. All replicas must have equal parameters.
 
     Every device takes its own shard of its own replica's parameters.
     """
@@ -188,9 +190,9 @@ def _of_any_replica(layout: Layout, own: PyTree) -> PyTree:
     def specs(placements: PyTree) -> PyTree:
         return jax.tree.map(lambda placement: placement.store, placements)
 
-    rests = select(layout.trainable, layout.params)
+    stored = select(layout.trainable, layout.params)
     taken: PyTree = jax.shard_map(
-        _first, mesh=layout.mesh, in_specs=(specs(layout.opt_state.params),), out_specs=specs(rests), check_vma=False
+        _first, mesh=layout.mesh, in_specs=(specs(layout.opt_state.params),), out_specs=specs(stored), check_vma=False
     )(own)
     return taken
 

@@ -17,7 +17,10 @@ from jaxshard.training.update import make_update
 
 
 class Optimizer:
-    """An optax transform and the arrays on which a step runs it: stored arrays, logical arrays, or matrices at owners.
+    """An optax transform and the arrays on which a step runs it.
+
+    They are the stored arrays, or logical arrays (without padding, in model order), or, for a layout with owners, full
+    matrices, each on the one device that updates it.
 
     Args:
       tx: the optax transform.
@@ -99,8 +102,8 @@ class Optimizer:
     def check_stacking(self) -> None:
         """Raise ValueError if the optimizer updates stacked blocks differently from the same blocks as separate arrays.
 
-        Only the first call checks. The step calls this before compiling: when it is made, if layout or loss show that
-        the library stacked blocks, otherwise when it is traced and the loss calls a model with stacked blocks.
+        An optimizer that uses the norm of each array, for example, does. Only the first call checks. The step calls
+        this before it compiles, if the library stacked the blocks for the user.
         """
         if self._checked_stacking:
             return

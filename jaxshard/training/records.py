@@ -67,7 +67,7 @@ class Reader:
 
     @waits_for_devices
     def read(self, *, all: bool) -> list[Record]:
-        """Wait for queued steps and return their records: all steps, or on accelerators all but the latest."""
+        """Wait for queued steps and return their records; on accelerators the latest step stays queued unless `all`."""
         records = []
         while len(self._unread) > (self._late and not all):
             step, metrics, rows = self._unread.popleft()

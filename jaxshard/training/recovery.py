@@ -75,7 +75,7 @@ class Recovery:
             feed.check_can_go_back()
 
     def leave_out(self, run: TrainState) -> tuple[TrainState, Metrics]:
-        """Return the run with its step count raised by 1, and NaN metrics: the step of a skipped batch."""
+        """Skip a batch: return the run with its step count raised by 1, and metrics that are NaN."""
         return run._replace(step=run.step + 1), dict.fromkeys(("loss", "grad_norm", "update_norm"), math.nan) | {
             "bad": 1.0
         }

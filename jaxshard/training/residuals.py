@@ -17,7 +17,9 @@ from jaxshard.training.state import TrainState, check_is_run, residual_shapes
 
 
 def with_residuals(run: TrainState, layout: Layout, placements: PyTree) -> TrainState:
-    """Add zero residuals to a run without residuals, if the engine keeps residuals; otherwise return the run itself.
+    """Add zero residuals (rounding errors of gradients) to a run without them, if the engine keeps residuals.
+
+    Otherwise return the run itself.
 
     Args:
       run: the TrainState.
@@ -38,7 +40,10 @@ def with_residuals(run: TrainState, layout: Layout, placements: PyTree) -> Train
 
 
 def check_residuals(run: TrainState, layout: Layout, placements: PyTree) -> None:
-    """Raise ValueError if a run's residuals do not have the engine's `placements`; name every array that differs."""
+    """Raise ValueError if a run's residuals (rounding errors of gradients) differ from the engine's `placements`.
+
+    The message names every array that differs.
+    """
     wanted, found = (bool(jax.tree.leaves(tree)) for tree in (placements, run.residuals))
     if wanted and not found:
         raise ValueError(
@@ -56,7 +61,7 @@ def check_residuals(run: TrainState, layout: Layout, placements: PyTree) -> None
 
 
 def zero_residuals(layout: Layout, placements: PyTree) -> PyTree:
-    """Make residuals that are zero, for a run without residuals, each array created with its sharding."""
+    """Make zero residuals (rounding errors of gradients) for a run without them, each created with its sharding."""
 
     def zeros() -> PyTree:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), residual_shapes(layout, placements))

@@ -170,7 +170,10 @@ def run_key(key: jax.Array) -> jax.Array:
 
 
 def run_shardings(layout: Layout, residuals: PyTree = ()) -> Any:
-    """Return a TrainState with the sharding of each array in its place; `residuals` are placements, () for none."""
+    """Return a TrainState of shardings: the sharding of each array in place of the array.
+
+    `residuals` are the placements of the gradients' rounding errors, () for none.
+    """
     on_every_device = jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec())
     trees = (layout.params, layout.opt_state, layout.state, residuals)
     params, opt_state, state, rest = map(layout.shardings, trees)
@@ -178,9 +181,9 @@ def run_shardings(layout: Layout, residuals: PyTree = ()) -> Any:
 
 
 def run_shapes(layout: Layout, residuals: PyTree = ()) -> Any:
-    """Return a TrainState with the stored shape and sharding of each array, as ShapeDtypeStructs for `lower`.
+    """Return a TrainState of ShapeDtypeStructs: the stored shape and sharding of each array in place of the array.
 
-    `residuals` are the placements of the residuals, () for none.
+    `residuals` are the placements of the gradients' rounding errors, () for none.
     """
 
     def stored(x: Any, placement: Placement) -> jax.ShapeDtypeStruct:
@@ -198,7 +201,7 @@ def run_shapes(layout: Layout, residuals: PyTree = ()) -> Any:
 
 
 def residual_shapes(layout: Layout, placements: PyTree) -> PyTree:
-    """Return the stored shapes and shardings of residuals, as ShapeDtypeStructs."""
+    """Return ShapeDtypeStructs with the stored shapes and shardings of residuals (rounding errors of gradients)."""
 
     def stored(placement: Placement) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(placement.view.stored, jnp.float32, sharding=placement.sharding(layout.mesh))
@@ -207,7 +210,7 @@ def residual_shapes(layout: Layout, placements: PyTree) -> PyTree:
 
 
 def _run_of(step: Any, params: PyTree, opt_state: PyTree, state: PyTree, key: Any, residuals: PyTree) -> TrainState:
-    """Make a TrainState that has shapes or shardings in place of arrays; its field types allow only arrays."""
+    """Make a TrainState of shapes or shardings; the types of its fields would allow only arrays."""
     return TrainState(step, params, opt_state, state, key, residuals)
 
 

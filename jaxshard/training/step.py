@@ -199,7 +199,7 @@ class Step:
     # What a step computes: traced under jit, in global view.
 
     def _take(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        """Take one step; under `js.local` take one in each replica, and synchronise the replicas if it is due."""
+        """Take one step. Under `js.local` take it in each replica, then synchronise the replicas if that is due."""
         if self._local is None:
             return self._take_one(run, batch)[:2]
         return take_local_step(self.layout, self._local, lambda *given: self._take_one(*given)[:2], run, batch)
@@ -243,16 +243,19 @@ class Step:
         return Evidence(outcome.value, self._sum_squares(grads))
 
     def _cut_first(self, params: PyTree) -> tuple[PyTree, PyTree | None]:
-        """Return (parameters for the loss, the slices that this device updates, or None); see `views.cut_first`."""
+        """Slice, where it saves memory, the part of each parameter that this device updates; see `views.cut_first`.
+
+        Return (the parameters for the loss, the slices, or None if nothing was sliced).
+        """
         layout = self._own
         trained, placements = select(layout.trainable, params), select(layout.trainable, layout.params)
         trained, parts = cut_first(layout, trained, placements, layout.opt_params)
         return put_back(layout.trainable, trained, params), parts
 
     def _loss_and_grads(self, run: TrainState, params: PyTree, batch: PyTree) -> tuple[Outcome, PyTree]:
-        """Compute the loss of `params` and its gradients; in the warm-up of `js.local` for the rows of all replicas.
+        """Compute the loss at `params` and its gradients; in the warm-up of `js.local`, over the rows of all replicas.
 
-        If the loss called a model whose blocks the library stacked, check the optimizer for stacked blocks.
+        If the loss ran a model whose blocks the library stacked, check the optimizer for stacked blocks.
         """
         state = use_stored(self._own, self._own.state, run.state)
         # Derived by fold_in, not split from a carried key: a restored or repeated step has the same key, bit for bit.
@@ -269,7 +272,10 @@ class Step:
         return found
 
     def _sum_squares(self, grads: PyTree) -> jax.Array:
-        """Compute the sum of squares of each parameter's gradient, f32[trained parameters]; padding is zero."""
+        """Compute the sum of squares of each parameter's gradient, f32[trained parameters].
+
+        Padding adds nothing, since it is zero.
+        """
         specs = [placement.store for placement in jax.tree.leaves(self._own.grads)]
         return self._sums.stack_totals(sum_of_squares, jax.tree.leaves(grads), specs, self._own.mesh)
 
@@ -398,7 +404,7 @@ class Step:
         return compiled
 
     def _call_inside(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        """Trace one step as a part of the user's program, without compiling, donating or waiting."""
+        """Trace one step as a part of the user's own jitted program, without compiling, donating or waiting."""
         self._check_run(run)
         self.layout.plan_batch(batch).check(self.engine.microbatches, whole=self.engine.shows_whole_batch)
         shardings = run_shardings(self.layout, self._residuals)
@@ -409,7 +415,7 @@ class Step:
         return after
 
     def _start(self, run: TrainState, batch: PyTree) -> None:
-        """Compile the step for the first call, after a check that all processes have the same batch and program."""
+        """Compile the step for its first call; first check that all processes have the same batch and program."""
         lowered = None if self._compiled is not None else self.lower(batch, run)
         self._check_same(abstract(batch))
         peers = peers_of(self.layout.mesh)
@@ -429,7 +435,7 @@ class Step:
     def _prepare(self, run: TrainState, shapes: PyTree) -> None:
         """Check the batch and the run, and make the jitted step for batches of these shapes.
 
-        Also make the `FirstStep` that checks the first call, if it is to be checked.
+        If tokens are sent to experts by ragged all-to-alls, also make the `FirstStep` that checks the first call.
         """
         warn_of_patterns(self.layout.strategy, shapes)
         self.layout.plan_batch(shapes).check(self.engine.microbatches, whole=self.engine.shows_whole_batch)

@@ -104,14 +104,14 @@ def _find_streamed(grads: PyTree, state: PyTree, placements: PyTree) -> list[_St
 
 
 def _has_blocks(placement: Placement) -> bool:
-    """Return True if a stacked array is on the host, unpadded, and no mesh axis splits its first dimension."""
+    """Return True if an array is on the host, unpadded, and its first dimension, of blocks, is not split."""
     sizes = placement.view.stored
     whole = bool(sizes) and sizes[0] > 1 and placement.store[0] is None
     return bool(placement.memory) and not placement.view.is_padded and whole
 
 
 def _cut(tree: PyTree, chosen: Sequence[int]) -> PyTree:
-    """Return the shapes of a tree's arrays; for the leaves with indices `chosen`, the shape of a single block."""
+    """Return the shapes of a tree's arrays; leaves with indices in `chosen` get a first dimension of 1, one block."""
     leaves: list[Any]
     structure: Any
     leaves, structure = jax.tree.flatten(tree)
@@ -125,7 +125,7 @@ def _stream(
     """Compute the update of one parameter and its new state block by block, in a loop of the compiled program.
 
     Args:
-      block: the program of `tx.update` for shapes in which streamed arrays have a single block.
+      block: the jaxpr of `tx.update`, traced for arrays of which the streamed ones have a single block.
       one: the parameter, and the arrays of its state.
       ok: bool[]; if False, the returned state is the old state.
       grads: all gradients.

@@ -43,11 +43,11 @@ def make_update(
     extra: ExtraArgs = NO_EXTRA_ARGS,
     owned: OwnedUpdate | None = None,
 ) -> Update:
-    """Make `update(params, parts, grads, opt_state, ok, loss, loss_at)`, which returns `(params, opt_state, changes)`.
+    """Make `update(params, parts, grads, opt_state, ok, loss, loss_at)`, which runs the optimizer on stored arrays.
 
-    All arguments and results are stored arrays. For `tx.update`, gradients (placed as `layout.grads` says) and trained
-    parameters are resharded like their optimizer state. `parts` are the trained parameters in that sharding, if they
-    were sliced before, or None. Afterwards the new parameters are resharded to the placements of `layout.params`.
+    The function reshards gradients and trained parameters like their optimizer state, calls `tx.update`, and reshards
+    the new parameters to the placements of `layout.params`. `parts` are the trained parameters in the sharding of the
+    optimizer state, if the step sliced them before, or None.
 
     Args:
       tx: an optax transform.
@@ -56,17 +56,17 @@ def make_update(
       stored: True if `tx` runs on the stored arrays; otherwise on logical arrays, unpadded and in model order.
       streamed: True if optimizer state in the host's memory is copied to the device block by block; `tx` must be
         elementwise.
-      extra: the extra arguments that `tx` uses. They are made from `loss`, a scalar, and
-        `loss_at(stored parameters) -> (loss, stored gradients)`.
+      extra: the extra arguments that `tx` uses. They are made from `loss`, a scalar, and `loss_at(stored parameters) ->
+        (loss, stored gradients)`.
       owned: the update in which each matrix is updated by the device that owns it, in place of `tx.update`: it takes
         logical gradients and parameters, and the stored optimizer state. With None, state that owners store is
         converted to logical arrays for the update.
 
     Returns:
-      The function. If `ok`, a bool on the device, is False, it returns the old arrays bit for bit. The selection comes
-      before the all-gather of parameters, so that the gather can write into the donated array. `changes`,
-      f32[trained parameters], is the sum of squares of each parameter's change, or NaN if the update made a finite
-      element infinite or NaN.
+      The function, which returns `(params, opt_state, changes)`, stored arrays. If `ok`, a bool on the device, is
+      False, `params` and `opt_state` are the old arrays bit for bit. They are selected before the all-gather of
+      parameters, so that the gather can write into the donated array. `changes`, f32[trained parameters], is the sum of
+      squares of each parameter's change, or NaN if the update made a finite element infinite or NaN.
     """
     tx = tx if extra.names else as_transform(tx)
     old_params, seen = select(layout.trainable, layout.params), layout.opt_params
@@ -81,11 +81,11 @@ def make_update(
         state_view = View(UNCHANGED.enter, STORED.leave)
 
     def to_optimizer(tree: PyTree, placements: PyTree) -> PyTree:
-        """Reshard stored parameters or gradients like the optimizer state, by a slice if it is split further (ZeRO)."""
+        """Reshard stored parameters or gradients like the optimizer state: by a slice if it is split more (ZeRO)."""
         return view.enter(seen, move_stored(layout, tree, placements, seen))
 
     def from_optimizer(tree: PyTree) -> PyTree:
-        """Convert parameters that the optimizer returned to stored arrays, in the sharding of the optimizer state."""
+        """Convert parameters as the optimizer returns them to stored arrays, still sharded like the optimizer state."""
         return hold_stored(layout, view.leave(seen, tree), seen)
 
     def update(
@@ -132,12 +132,13 @@ def make_update(
 def _update_with_kept_state(
     tx: optax.GradientTransformation, ok: jax.Array, grads: PyTree, old_state: PyTree, params: PyTree, layout: Layout
 ) -> tuple[PyTree, PyTree]:
-    """Run `tx.update`, and select the old array of its state unless `ok`, right where each new array is computed.
+    """Run `tx.update`; unless `ok`, keep the old optimizer state, by a selection right after each new array.
 
-    Return (updates, new state); the updates of a bad step are not used. The selection could also follow `tx.update`,
-    but then the compiled program would keep two values of each new moment (`mu`), before and after the selection. It
-    would compute the first from the old moment, whose memory is overwritten by the second, and so would copy the old
-    moment of every parameter.
+    Return (updates, new state); the updates of a bad step are not used.
+
+    If the selection came after all of `tx.update`, the compiled program would keep two values of each new moment
+    (`mu`), before and after the selection. It would compute the first from the old moment, whose memory is overwritten
+    by the second, and so would copy the old moment of every parameter.
     """
     program = Program.trace(tx.update, grads, old_state, params)
     if shares_threads(layout.mesh):

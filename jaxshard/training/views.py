@@ -45,7 +45,7 @@ UNCHANGED = View(lambda placements, tree: tree, lambda placements, tree: tree)
 
 
 def move_stored(layout: Layout, tree: PyTree, source: PyTree, target: PyTree) -> PyTree:
-    """Reshard stored arrays from `source` to `target` placements: by a slice if `target` splits more, else a gather."""
+    """Reshard stored arrays from placements `source` to `target`: by a slice if `target` splits more, else a gather."""
 
     def move(x: jax.Array, old: Placement, new: Placement) -> jax.Array:
         x = x if old.view == new.view else new.view.apply(old.view.invert(x))
@@ -88,7 +88,7 @@ def gather_updated(layout: Layout, tree: PyTree, source: PyTree, target: PyTree)
 
 
 def cut_first(layout: Layout, tree: PyTree, source: PyTree, target: PyTree) -> tuple[PyTree, PyTree | None]:
-    """On TPUs, slice the part of each parameter that a device updates (ZeRO) at the start of the step.
+    """Slice, on TPUs, the part of each parameter that a device updates (ZeRO) at the start of the step.
 
     XLA copies parameters that loops read. After the slice no operation needs the original parameter, so XLA can use its
     memory for gradients until the new parameter is gathered. If instead the update sliced the parameters, the originals
@@ -103,8 +103,8 @@ def cut_first(layout: Layout, tree: PyTree, source: PyTree, target: PyTree) -> t
       target: the placements of the parts.
 
     Returns:
-      (the parameters to compute the loss with, the parts). The parts are None if no parameter needs a slice, or the
-      mesh has no TPUs, where the update slices.
+      (the parameters to compute the loss with, the parts). The parts are None if no parameter needs a slice, or if the
+      mesh has no TPUs: there the update slices.
     """
     cut = jax.tree.map(lambda old, new: old.store != new.store, source, target)
     if not any(jax.tree.leaves(cut)) or not is_tpu(device_kind(layout.mesh)):

@@ -47,16 +47,17 @@ from jaxshard.engines.pipeline.stages import GradSums, Stages
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """One device's part of a step, inside `shard_map`.
+    """One device's part of a pipelined step, inside `shard_map`.
 
     Attributes:
       engine: the engine, with its dtypes and its number of micro-batches.
       layout: the layout.
-      pipe: the strategy of the pipeline: its axis and chunks.
+      pipe: the strategy of the pipeline, which names its mesh axis and the number of chunks (groups of consecutive
+        blocks) per device.
       model: the blocks, embedding and head.
       params: this device's shards of the parameters.
       batch: this device's rows.
-      key: the step's key; None in evaluation.
+      key: the step's random key; None in evaluation.
     """
 
     engine: Engine
@@ -68,7 +69,7 @@ class DeviceStep:
     key: jax.Array | None
 
     def embed_and_head(self) -> EmbedAndHead:
-        """Gather the weights of embedding and head, and return the functions that run on them."""
+        """Gather the weights of embedding and head, and return an `EmbedAndHead` that runs both on them."""
         params, grads, stored = map(without_blocks, (self.layout.params, self.layout.grads, self.params))
         weights = jax.tree.map(lambda p, g, x: self._move(p, g).gather(x), params, grads, stored)
         return EmbedAndHead(
@@ -77,9 +78,10 @@ class DeviceStep:
         )  # fmt: skip
 
     def with_loss_weights(self, embed_and_head: EmbedAndHead, loss: Program) -> EmbedAndHead:
-        """Return `embed_and_head` with `loss_weights`: the loss's weights, summed over micro-batches and devices.
+        """Return a copy of `embed_and_head` with its `loss_weights`, summed over all micro-batches and devices.
 
-        Collectives: one all-reduce of a scalar over the axes of rows and context per term of the loss.
+        `loss` is the traced loss of a micro-batch. Collectives: for each term of the loss one all-reduce of a scalar,
+        over the mesh axes that split rows or sequence positions.
         """
         weights_of, x = loss.only(loss.out.value.weights), loss.args[2]  # no weight depends on `x`
         each = jax.vmap(lambda one: weights_of(*embed_and_head.rows_and_key(one), x))(
@@ -89,9 +91,13 @@ class DeviceStep:
         return replace(embed_and_head, loss_weights=weights)
 
     def training_stages(self, embed_and_head: EmbedAndHead, policy: RematPolicy, *, recompute: bool = False) -> Stages:
-        """Return this device's blocks for training, which save what the policy says for the backward.
+        """Return this device's blocks for training.
 
-        With `recompute` they save only the input of a chunk.
+        Args:
+          embed_and_head: gives the shape of the blocks' activations.
+          policy: the activations that a block's forward saves for its backward.
+          recompute: save only the input of a chunk (a group of consecutive blocks); its backward then runs the chunk's
+            forward again.
         """
         zero = jnp.int32(0)
         weights, x = jax.eval_shape(self._fetch_weights, zero), jax.eval_shape(embed_and_head.run_embed, zero)
@@ -103,14 +109,15 @@ class DeviceStep:
         return self._stages(split_block(block, weights, x, key, trained), recompute)
 
     def evaluation_stages(self) -> Stages:
-        """Return this device's blocks for evaluation, which save nothing for a backward."""
+        """Return this device's blocks for evaluation, whose forward saves nothing."""
         return self._stages(forward_only(self.model.block), False)
 
     def zero_grad_sums(self) -> GradSums:
-        """Return zeros to which the gradients of this device's blocks are added, one array per trained leaf.
+        """Return zeros as accumulators for the gradients of this device's blocks, one array per trained weight.
 
-        With scatter="end" they have the unreduced shape, since the sum is reduced; otherwise the stored shape, since
-        each gradient is reduced before it is added.
+        Their first dimension counts the blocks of this device. With scatter="each" every gradient is reduced over
+        devices before it is added, so they have the shape of the stored gradient. With scatter="end" the sum is
+        reduced, so they have the shape before the reduction.
         """
         axes, (chunks, each) = self.layout.manual_axes, self._chunks()
 
@@ -125,7 +132,7 @@ class DeviceStep:
         return [zeros(param, grad, dtype) for param, grad, dtype in leaves if param is not None and grad is not None]
 
     def zero_totals(self, embed_and_head: EmbedAndHead) -> Totals:
-        """Return zeros for the loss, the metrics and the gradients outside the blocks, to which micro-batches add."""
+        """Return zeros as accumulators for the loss, the metrics, and the gradients of embedding and head."""
 
         def zeros(x: Any, param: Placement, trained: bool) -> jax.Array | None:
             return jnp.zeros(used_shape(self.layout, param), x.dtype) if trained else None
@@ -134,11 +141,13 @@ class DeviceStep:
         return embed_and_head.zero_totals(jax.tree.map(zeros, *map(without_blocks, of_all)))
 
     def reduce_gradients(self, sums: GradSums, rest: PyTree) -> PyTree:
-        """Return all stored gradients, summed over the devices that have a share of them.
+        """Sum the gradients over devices, and return this device's shards of all gradients as stored.
 
         Args:
-          sums: gradients of the blocks, one array per trained leaf.
-          rest: gradients of embedding and head, a tree with None for frozen leaves; also summed over the pipeline.
+          sums: this device's gradients of the blocks, one array per trained weight. They are reduced here only with
+            scatter="end"; otherwise they were reduced before they were added.
+          rest: this device's gradients of embedding and head, a tree with None for frozen weights. They are summed over
+            the pipeline's axis too.
         """
         grads = iter(sums)
 
@@ -179,7 +188,7 @@ class DeviceStep:
         return chunks, each
 
     def _fetch_weights(self, index: jax.Array) -> PyTree:
-        """Gather the weights of this device's block at a local index."""
+        """Gather the weights of one block; `index` counts the blocks of this device."""
 
         def fetch(move: Move, x: jax.Array) -> jax.Array:
             stack = x.reshape(-1, *x.shape[3:])
@@ -190,7 +199,10 @@ class DeviceStep:
         return jax.tree.unflatten(tree, [fetch(*pair) for pair in zip(moves, leaves, strict=True)])
 
     def _add_gradients(self, sums: GradSums, index: jax.Array, new: list[Any], active: jax.Array) -> GradSums:
-        """Add a block's gradients to the sums; reduce each first unless scatter="end"."""
+        """Add the gradients `new` of this device's block `index` to the sums, or zeros if `active` is False.
+
+        Each gradient is reduced over devices first, unless scatter="end".
+        """
 
         def add(sums: jax.Array, x: Any, move: Move) -> jax.Array:
             if x is None:
@@ -202,12 +214,12 @@ class DeviceStep:
         return [add(*leaf) for leaf in zip(sums, new, moves, strict=True)]
 
     def _block_moves(self) -> list[tuple[Move, bool]]:
-        """Return for each leaf of the blocks (the `Move` of one block's weight, whether it is trained)."""
+        """Return for each parameter of the blocks (the `Move` of one block's weight, True if it is trained)."""
         pairs = zip(jax.tree.leaves(self.layout.params[BLOCKS]), _leaves(self.layout.grads[BLOCKS]), strict=True)
         return [(self._move(p.drop_first(), None if g is None else g.drop_first()), g is not None) for p, g in pairs]
 
     def _block_number(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return (index in the model of the block at a local index, whether it is a block and not padding)."""
+        """Return (the index in the model of this device's block `index`, False if this block is padding)."""
         _, each = self._chunks()
         chunk, place = index // each, index % each
         stage = chunk * axis_size(self.layout.mesh, self.pipe.axis) + lax.axis_index(self.pipe.axis)
@@ -231,7 +243,11 @@ class DeviceStep:
         return row_count(select(self.layout.rows_mask(self.batch), self.batch)) // self.engine.microbatches
 
     def _key(self, call: jax.Array | int, microbatch: jax.Array) -> jax.Array | None:
-        """Return the key of a call of the model for a micro-batch's rows, the same as on a single device."""
+        """Return the random key of one call of the model for a micro-batch; None in evaluation.
+
+        Call 0 is the embedding, call i + 1 the block i, the last call the head. Each row draws the same random numbers
+        as on a single device.
+        """
         if self.key is None:
             return None
         return advance(jax.random.fold_in(self.key, call), self.first_row(microbatch))

@@ -36,9 +36,12 @@ Metrics = dict[str, Mean | Sum | Max]
 
 
 class Totals(NamedTuple):
-    """Sums over ticks of the results of embedding and head: this device's share of loss, metrics and gradients.
+    """This device's share of the loss, the metrics and the gradients of embedding and head, summed over micro-batches.
 
-    `grads` has an array per trained parameter outside the blocks, None for the others.
+    Attributes:
+      value: the loss.
+      metrics: the metrics by name.
+      grads: an array per trained weight outside the blocks, None for the others.
     """
 
     value: jax.Array
@@ -48,16 +51,17 @@ class Totals(NamedTuple):
 
 @dataclass(frozen=True)
 class EmbedAndHead:
-    """Embedding and head, on gathered weights.
+    """The embedding and head of a pipelined model, as functions of a micro-batch, on gathered weights.
 
     Attributes:
       embed: `embed(params, rows, key) -> x`.
       head: `head(params, x, rows, key) -> js.Mean | js.Loss`.
       params: the weights outside the blocks.
-      trained: for each of these weights whether it is trained.
+      trained: for each of these weights True if it is trained.
       rows_of: `rows_of(microbatch) -> rows` of the batch.
-      key_of: `key_of(call, microbatch) -> key`.
-      head_call: the index of the head's call; the embedding's is 0.
+      key_of: `key_of(call, microbatch)` returns the random key of a call: 0 for the embedding, `head_call` for the
+        head.
+      head_call: the number of the head's call, which follows those of the blocks.
       loss_weights: the weight of each term of the loss, summed over the global batch; () before it is known.
     """
 
@@ -75,9 +79,17 @@ class EmbedAndHead:
         return self._embed(self.params, microbatch)
 
     def run_head(self, microbatch: jax.Array, y: PyTree, totals: Totals, active: jax.Array) -> tuple[PyTree, Totals]:
-        """Return (the cotangent of the last stage's output `y`, the totals with the micro-batch added).
+        """Compute the loss of a micro-batch and its gradients.
 
-        Nothing is added if `active` is False. Only weights with an array in `totals.grads` get a gradient.
+        Args:
+          microbatch: the index of the micro-batch.
+          y: the output of the last block.
+          totals: the loss, metrics and gradients of earlier micro-batches. Only weights with an array in `totals.grads`
+            get a gradient.
+          active: if False, nothing is added to the totals.
+
+        Returns:
+          (the gradient of the loss with respect to `y`, the new totals).
         """
 
         def objective(own: PyTree, floats: PyTree) -> tuple[jax.Array, Loss]:
@@ -92,7 +104,10 @@ class EmbedAndHead:
         return fill(dy, y), Totals(value, metrics, _add_gradients(totals.grads, grads, active))
 
     def add_embed_gradients(self, microbatch: jax.Array, dx: PyTree, sums: PyTree, active: jax.Array) -> PyTree:
-        """Add the embedding's gradients for a micro-batch to `sums`, if `active`; return the new sums."""
+        """Compute the gradients of the embedding's weights for a micro-batch, and add them to `sums` if `active`.
+
+        `dx` is the gradient with respect to the embedding's output. Return the new sums.
+        """
 
         def forward(own: PyTree) -> PyTree:
             return floats_of(self._embed(fill(own, self.params), microbatch))
@@ -102,14 +117,17 @@ class EmbedAndHead:
         return _add_gradients(sums, grads, active)
 
     def add_metrics(self, microbatch: jax.Array, y: PyTree, metrics: Metrics, active: jax.Array) -> Metrics:
-        """Add a micro-batch's loss and metrics to `metrics`, if `active`; return the new metrics. Evaluation only."""
+        """Compute loss and metrics of a micro-batch from the last block's output `y`; add them if `active`.
+
+        For evaluation only. Return the new metrics.
+        """
         return _add_metrics(metrics, evaluation(self._loss(self.params, y, microbatch)), active)
 
     def readers(self) -> tuple[PyTree, PyTree]:
-        """Return two trees of booleans: which trained weights the embedding reads, and which of them the head reads.
+        """Return (which trained weights the embedding reads, which the head reads), two trees of booleans.
 
-        The gradient of a weight that is not read is zero, so that its accumulator need not pass through a conditional
-        of the tick loop.
+        The gradient of a weight that is not read is zero, so its accumulator need not pass through the conditional in
+        which the tick loop runs embedding or head.
         """
         own = jax.tree.map(lambda x, trained: x if trained else None, self.params, self.trained)
         leaves, tree = jax.tree.flatten(own)
@@ -124,7 +142,7 @@ class EmbedAndHead:
         return by_embed, is_read(lambda params: self._loss(params, x, zero).value.totals)
 
     def zero_totals(self, grads: PyTree) -> Totals:
-        """Return the totals to which the first micro-batch is added; `grads` are zeros for the gradients."""
+        """Return accumulators for loss, metrics and gradients; `grads` are the zeros for the gradients."""
         metrics = self.zero_metrics()
         value = metrics.pop("loss")
         return Totals(jnp.zeros((), jnp.result_type(jnp.float32, *jax.tree.leaves(value))), metrics, grads)
@@ -136,10 +154,11 @@ class EmbedAndHead:
         return {name: jax.tree.map(_nothing(metric), metric) for name, metric in example.items()}
 
     def trace_loss(self) -> Program:
-        """Trace the loss of a micro-batch, `fn(rows, key, x) -> js.Loss`, where `x` is the last block's output.
+        """Trace the loss of one micro-batch, a function of (rows, key, the last block's output).
 
         Raises:
-          Unsuited: a weight of the loss depends on `x`; weights are summed before any block has computed `x`.
+          Unsuited: a weight of the loss depends on the last block's output. A pipeline needs the weights before any
+            block has run.
         """
         zero = jnp.int32(0)
         x = jax.eval_shape(self.run_embed, zero)
@@ -153,7 +172,7 @@ class EmbedAndHead:
         return program
 
     def rows_and_key(self, microbatch: jax.Array) -> tuple[PyTree, Any]:
-        """Return the head's arguments for a micro-batch, without the activations."""
+        """Return (the rows, the random key) of the head's call for a micro-batch."""
         return self.rows_of(microbatch), self.key_of(self.head_call, microbatch)
 
     def _embed(self, params: PyTree, microbatch: jax.Array) -> PyTree:
@@ -174,7 +193,7 @@ class EmbedAndHead:
         return loss
 
     def _with_sums(self, sums: PyTree) -> PyTree:
-        """Return the model weights whose gradient has an accumulator in `sums`; None for all other weights."""
+        """Return the weights outside the blocks with a gradient accumulator in `sums`; None for the other weights."""
         return jax.tree.map(lambda s, x: None if s is None else x, sums, self.params, is_leaf=lambda x: x is None)
 
 

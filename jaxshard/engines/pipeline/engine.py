@@ -54,9 +54,11 @@ _SAVED: dict[str, RematPolicy] = {
 
 @dataclass(frozen=True)
 class Pipelined(Engine):
-    """An engine that runs a schedule's table in one `shard_map` over the pipeline, batch and shard axes.
+    """An engine that runs a pipeline schedule in one `shard_map` over the pipeline, batch and shard axes.
 
-    See `pipelined`, which makes it, for `schedule` and `stash`; the other fields are those of all engines.
+    A schedule is a table: for each device and tick, one operation (the forward or backward of a micro-batch). The
+    fields `schedule` and `stash` are the arguments of `pipelined`, which makes the engine; all engines have the other
+    fields.
     """
 
     schedule: str | Schedule = "interleaved"
@@ -93,11 +95,11 @@ class Pipelined(Engine):
 
     @property
     def saved(self) -> RematPolicy:
-        """The remat policy of a block: the residuals that it saves for its own backward."""
+        """The remat policy of a block: which activations its forward saves for its backward."""
         return _SAVED[self.stash] if isinstance(self.stash, str) else self.stash
 
     def table(self, layout: Layout) -> Schedule:
-        """Return the schedule for the pipeline of a layout.
+        """Return the schedule: the named schedule for the layout's number of stages, or the user's own.
 
         Raises:
           ValueError: the layout has no pipeline, or its stages and chunks are not those of the schedule.
@@ -125,13 +127,17 @@ class Pipelined(Engine):
         return layout.manual_axes | {_pipeline(layout).axis}
 
     def row_axes(self, layout: Layout) -> tuple[str, ...]:
-        """Return the axes of rows and context, and the pipeline's axis, over which embedding and head are divided."""
+        """Return the mesh axes over which the loss, and the gradients of embedding and head, are summed.
+
+        They are the axes that split rows or sequence positions, and the pipeline's axis, whose devices compute
+        embedding and head for different micro-batches.
+        """
         return (*layout.sum_axes, _pipeline(layout).axis)
 
     def block_passes(self, layout: Layout) -> BlockPasses:
-        """Return how often a step uses a block's weights at most: as if every operation of every tick ran.
+        """Return how often a step gathers and reduces the blocks' weights if every operation of every tick runs.
 
-        Conditionals decide at run time which operations run, so a compiled program does not show the exact number.
+        Conditionals decide at run time which operations run, so a compiled program does not show the exact numbers.
         """
         table = self.table(layout)
         blocks = jax.tree.leaves(layout.shapes.params[BLOCKS])[0].shape[0]
@@ -140,12 +146,12 @@ class Pipelined(Engine):
         return BlockPasses(passes * (2 + recomputes + table.splits_backward), passes * (1 + table.splits_backward))
 
     def describe(self) -> dict[str, Any]:
-        """Return the engine's name and its choices, as commands print them and write them into JSON."""
+        """Return the engine's name and settings in a dict, for commands to print or write as JSON."""
         name = self.schedule if isinstance(self.schedule, str) else self.schedule.name
         return super().describe() | {"schedule": name, "stash": self.stash}
 
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
-        """Make the function that computes loss and gradient, in which each device runs its stages."""
+        """Make the function that computes loss and gradient, in which each device runs its blocks by the schedule."""
         if not isinstance(objective, OfBlocks):
             raise Unsuited(
                 f"js.pipelined: {objective.name} is opaque: where its blocks begin and end can't be seen. Describe the "

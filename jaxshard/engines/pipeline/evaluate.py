@@ -38,13 +38,14 @@ MICROBATCHES_PER_DEVICE = 4
 def make_evaluate(model: Stacked, layout: Layout) -> Callable[..., Metrics]:
     """Make the function that evaluates a pipelined model on a batch.
 
+    Collectives over the pipeline's axis: one permute of activations per tick; per micro-batch one permute of the
+    embedding's output to the first device, and one of the last block's output from the last device; one all-reduce of
+    the metrics.
+
     Returns:
       `fn(stored parameters, batch, rows=None) -> {"loss": js.Mean, ...}` with the head's metrics, of global arrays,
       under jit. With `rows`, a global int32 scalar, only the first `rows` rows of the batch count; micro-batches then
       have one row each.
-
-    Collectives over the pipeline's axis: one permute of activations per tick, one activation per micro-batch to bring
-    inputs to the first device and outputs from the last, one all-reduce of the metrics.
     """
     pipe = layout.pipeline
     assert pipe is not None, "the layout has a pipeline"

@@ -42,12 +42,19 @@ Block = Callable[[PyTree, PyTree, Any], PyTree]
 
 
 class SplitBlock(NamedTuple):
-    """The programs of a block for zero-bubble schedules: its forward, its backward, and the two halves of its backward.
+    """A block as four programs, for zero-bubble schedules: forward, backward, and the two halves of the backward.
 
-    `weights`, `x` and `key` are the block's arguments; `dy` and `dx` are cotangents, trees like `x` in which only the
-    floating leaves are used. `kept` are the residuals that the forward keeps for the backward, `carried` the arrays
-    that the input half passes to the weight half: lists of plain arrays (random keys as their words). Gradients are
-    lists with one entry per trained weight, None if the other half of the backward computes it.
+    Attributes:
+      forward: computes the output `y`, a tree like `x`, and `kept`: the residuals for the backward.
+      backward: computes from `kept` and the output's cotangent `dy` all gradients of weights, and the input's cotangent
+        `dx`.
+      input_backward: computes `dx`, the gradients of weights that are computed together with `dx`, and `carried`: the
+        arrays that `weight_backward` needs.
+      weight_backward: computes the other gradients of weights.
+
+    `kept` and `carried` are lists of plain arrays (random keys as integers), so that they can wait in buffers. `dy` and
+    `dx` are trees like `x`, of which only floating leaves are used. Gradients are lists with one entry per trained
+    weight; each half has None for a gradient that the other half computes.
     """
 
     forward: Callable[[PyTree, PyTree, Any], tuple[PyTree, Arrays]]
@@ -61,15 +68,15 @@ class SplitBlock(NamedTuple):
 
 
 def split_block(block: Block, weights: PyTree, x: PyTree, key: Any, trained: Sequence[bool]) -> SplitBlock:
-    """Trace a block, and split it and its derivative into the programs of a `SplitBlock`.
+    """Trace a block, and split it into the programs of a `SplitBlock`: its forward and the parts of its backward.
 
-    The residuals that `jax.vjp` of the block saves are kept: wrap the block in a `jax.checkpoint` to keep fewer. Call
-    this where the block runs (inside `shard_map`), since the block may name axes.
+    The forward keeps the residuals that `jax.vjp` of the block saves. To keep fewer, wrap the block in a
+    `jax.checkpoint`. Call this where the block runs (inside `shard_map`), since the block may use axis names.
 
     Args:
       block: `block(weights, x, key) -> y`, a tree like `x`.
       weights, x, key: the arguments, or their shapes.
-      trained: for each leaf of the weights whether it has a gradient.
+      trained: for each leaf of the weights True if it has a gradient.
 
     Raises:
       ValueError: the block returns another tree, shapes or dtypes than it receives.
@@ -113,7 +120,10 @@ def split_block(block: Block, weights: PyTree, x: PyTree, key: Any, trained: Seq
 def _cut_backward(
     backward: Callable[..., tuple[Arrays, PyTree]], weights: PyTree, key: Any, kept: Sequence[Any], dy: PyTree
 ) -> tuple[Callable[..., tuple[list[Any], PyTree, Arrays]], Callable[..., list[Any]]]:
-    """Return (`input_backward`, `weight_backward`) of a block, from its backward and the shapes of its arguments."""
+    """Split a block's `backward` into the functions `input_backward` and `weight_backward` of a `SplitBlock`.
+
+    `weights`, `key`, `kept` and `dy` are arguments of `backward`, or their shapes.
+    """
 
     def whole(weights: PyTree, key: Any, kept: Arrays, dy: PyTree) -> tuple[Arrays, PyTree]:
         grads, dx = backward(weights, key, kept, dy)
@@ -151,7 +161,7 @@ def _cut_backward(
 
 
 def forward_only(block: Block) -> SplitBlock:
-    """Return a block for evaluation, whose forward saves nothing and whose backward programs raise."""
+    """Make a `SplitBlock` for evaluation: its forward keeps nothing, and its backward programs raise."""
 
     def forward(weights: PyTree, x: PyTree, key: Any) -> tuple[PyTree, Arrays]:
         y = block(weights, x, key)
@@ -168,6 +178,6 @@ def forward_only(block: Block) -> SplitBlock:
 
 
 def _with_keys(names: Sequence[Any], values: Arrays) -> dict[Any, jax.Array]:
-    """Return {variable: value}, with words converted back to random keys."""
+    """Return {variable of the jaxpr: array}, converting integers back to random keys where the variable is a key."""
 
     return {var: keys_of(x, var.aval.dtype) for var, x in zip(names, values, strict=True)}

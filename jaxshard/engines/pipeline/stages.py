@@ -33,20 +33,23 @@ GradSums = list[jax.Array]
 
 
 class Slot(NamedTuple):
-    """A slot of a buffer (a tree of arrays [slots, ...]) in which a chunk saved values.
+    """One slot of a buffer, with the values that a chunk (a group of consecutive blocks) saved.
 
-    Each value is read where it is used, one block at a time: reading all first would need the memory twice.
+    The values are read where they are used, one block at a time: reading all of them first would need the memory twice.
+
+    Attributes:
+      buffer: a tree of arrays [slots, ...].
+      slot: the index of the slot.
     """
 
     buffer: PyTree
     slot: jax.Array
 
     def whole(self) -> PyTree:
-        """Return the value in the slot."""
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, self.slot, keepdims=False), self.buffer)
 
     def of_block(self, turn: jax.Array) -> PyTree:
-        """Return one block's slice of a value whose leaves are stacks [blocks of a chunk, ...]."""
+        """Read the values of one block, the chunk's `turn`-th, from a slot with arrays [blocks of a chunk, ...]."""
 
         def read(x: jax.Array) -> jax.Array:
             start: list[Any] = [self.slot, turn, *[0] * (x.ndim - 2)]
@@ -57,13 +60,13 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Stages:
-    """This device's blocks, as functions of a chunk and a micro-batch (int32 scalars).
+    """This device's blocks, as functions of a chunk (a group of consecutive blocks) and a micro-batch, int32 scalars.
 
     Attributes:
       block: the programs of one block.
-      fetch: `fetch(index) -> weights`: gathers the weights of the device's block at that local index.
-      block_number: `block_number(index) -> (index of that block in the model, whether it is not padding)`.
-      key_of: `key_of(call, microbatch) -> key` of a call of the model; the first block's call is 1.
+      fetch: `fetch(index)` gathers the weights of a block; `index` counts the blocks of this device.
+      block_number: `block_number(index) -> (index of that block in the model, False if it is padding)`.
+      key_of: `key_of(call, microbatch)` returns a random key; the call of the model's block i is i + 1.
       add_gradients: `add_gradients(sums, index, gradients, active) -> sums`; gradients that are None are skipped.
       blocks_per_chunk: the number of blocks of a chunk.
       recompute: keep only the chunk's input, and run the chunk's forward again in its backward.
@@ -78,14 +81,26 @@ class Stages:
     recompute: bool
 
     def forward(self, chunk: jax.Array, microbatch: jax.Array, x: PyTree) -> tuple[PyTree, Arrays]:
-        """Run a chunk forward; return (its output, a tree like `x`; the residuals for its backward)."""
+        """Run a chunk forward. Return (its output, a tree like `x`; the residuals for its backward)."""
         y, kept = self._forward(chunk, microbatch, x)
         return y, jax.tree.leaves(x) if self.recompute else kept
 
     def backward(
         self, chunk: jax.Array, microbatch: jax.Array, kept: Slot, dy: PyTree, sums: GradSums, active: jax.Array
     ) -> tuple[PyTree, GradSums]:
-        """Run a chunk backward; return (the cotangent of its input, the sums with its gradients added if `active`)."""
+        """Run a chunk backward.
+
+        Args:
+          chunk: the index of the chunk on this device.
+          microbatch: the index of the micro-batch.
+          kept: the residuals that `forward` returned.
+          dy: the cotangent of the chunk's output.
+          sums: accumulators for the gradients of the blocks' weights.
+          active: if False, nothing is added to `sums`.
+
+        Returns:
+          (the cotangent of the chunk's input, the new sums).
+        """
 
         def whole(weights: PyTree, key: Any, kept: Arrays, dy: PyTree) -> tuple[list[Any], PyTree, Arrays]:
             return *self.block.backward(weights, key, kept, dy), []
@@ -96,16 +111,19 @@ class Stages:
     def input_backward(
         self, chunk: jax.Array, microbatch: jax.Array, kept: Slot, dy: PyTree, sums: GradSums, active: jax.Array
     ) -> tuple[PyTree, GradSums, Arrays]:
-        """Run a chunk's backward without the weight gradients that can wait, which `weight_backward` computes.
+        """Run a chunk backward like `backward`, but leave gradients of weights that can wait to `weight_backward`.
 
-        Return (the cotangent of its input, the sums as in `backward`, the values that `weight_backward` needs).
+        Return (the cotangent of the chunk's input, the new sums, the values that `weight_backward` needs).
         """
         return self._backward(self.block.input_backward, chunk, microbatch, kept, dy, sums, active)
 
     def weight_backward(
         self, chunk: jax.Array, microbatch: jax.Array, carried: Slot, sums: GradSums, active: jax.Array
     ) -> GradSums:
-        """Add the gradients that `input_backward` left out to the sums, if `active`; return the new sums."""
+        """Compute the gradients of weights that `input_backward` left out, and add them to `sums` if `active`.
+
+        `carried` are the values that `input_backward` returned. Return the new sums.
+        """
 
         def block(sums: GradSums, turn: jax.Array) -> tuple[GradSums, None]:
             index, weights, key, real = self._block(chunk, microbatch, turn)
@@ -126,9 +144,10 @@ class Stages:
         self, block_backward: Callable[..., tuple[list[Any], PyTree, Arrays]], chunk: jax.Array,
         microbatch: jax.Array, kept: Slot, dy: PyTree, sums: GradSums, active: jax.Array,
     ) -> tuple[PyTree, GradSums, Arrays]:  # fmt: skip
-        """Run the backward of a chunk's blocks, the last block first.
+        """Run `block_backward` for each block of a chunk, the last block first; for the arguments see `backward`.
 
-        Return (the cotangent of the chunk's input, the new sums, the blocks' carried values [blocks of a chunk, ...]).
+        Return (the cotangent of the chunk's input, the new sums, the values that the blocks carry to `weight_backward`,
+        each [blocks of a chunk, ...]).
         """
         if self.recompute:
             # Only the chunk's input was kept; compute the residuals of each block again.
@@ -150,7 +169,7 @@ class Stages:
     def _block(
         self, chunk: jax.Array, microbatch: jax.Array, turn: jax.Array
     ) -> tuple[jax.Array, PyTree, Any, jax.Array]:
-        """Return (local index, weights, key, whether it is not padding) of block `turn` of a chunk."""
+        """Return (index on this device, gathered weights, random key, False if padding) of block `turn` of a chunk."""
         index = chunk * self.blocks_per_chunk + turn
         number, real = self.block_number(index)
         return index, self.fetch(index), self.key_of(number + 1, microbatch), real

@@ -56,7 +56,17 @@ Tick = dict[str, jax.Array]
 
 
 class Carry(NamedTuple):
-    """The carry of the scan over ticks: the buffers, every leaf [slots, ...], and the accumulators."""
+    """The carry of the scan over ticks: four buffers, trees of arrays [slots, ...], and the accumulators.
+
+    Attributes:
+      inbox: inputs of chunks (groups of consecutive blocks), until their forward.
+      kept: residuals of chunks, from the forward until the backward.
+      outbox: outputs of the last chunk until the head runs, and cotangents until a chunk or the embedding runs
+        backward.
+      carried: values that the backward for inputs leaves to the backward for weights.
+      grads: the gradients of this device's blocks.
+      totals: loss, metrics, and gradients of embedding and head.
+    """
 
     inbox: PyTree
     kept: PyTree
@@ -71,17 +81,19 @@ def run_ticks(
 ) -> tuple[GradSums, Totals]:
     """Run a schedule's table for training, inside `shard_map` over `axis`.
 
-    Collectives over `axis`: per tick one permute of activations along the ring in each direction; per run of
-    micro-batches their inputs to the first device, their outputs from the last one and back, and the inputs' gradients
-    from the first one, each one activation long.
+    Collectives over `axis`, each of one micro-batch's activation:
+
+    - per tick, one permute along the ring in each direction;
+    - per micro-batch, one permute of the embedding's output to the first device, and one of its cotangent back;
+    - per micro-batch, one permute of the last block's output from the last device, and one of its cotangent back.
 
     Args:
-      plan: the table with a slot for every value.
+      plan: the table, with a buffer slot for every value that waits for a later tick.
       axis: the mesh axis whose devices are the pipeline.
       stages: this device's blocks.
       embed_and_head: the embedding and the head.
-      grads: zeros, to sum the blocks' gradients in.
-      totals: zeros, for the totals of embedding and head.
+      grads: zeros, to which the blocks' gradients are added.
+      totals: zeros, to which loss, metrics and gradients of embedding and head are added.
 
     Returns:
       (the gradients of the blocks, the totals of embedding and head) after all ticks: this device's share.
@@ -103,9 +115,9 @@ def run_ticks(
 def run_forwards(
     plan: BufferPlan, axis: str, stages: Stages, embed_and_head: EmbedAndHead, counts: Callable[[jax.Array], jax.Array]
 ) -> Metrics:
-    """Evaluate micro-batches by a schedule's table without backwards, inside `shard_map` over `axis`.
+    """Evaluate micro-batches by the forward operations of a schedule's table, inside `shard_map` over `axis`.
 
-    Return this device's share of the metrics of the micro-batches for which `counts(microbatch)` is True. Collectives
+    Return this device's share of the metrics, of the micro-batches for which `counts(microbatch)` is True. Collectives:
     as in `run_ticks`, without those of the backward.
     """
     loop = _TickLoop.of(plan, axis, stages, embed_and_head)
@@ -116,7 +128,7 @@ def run_forwards(
 
 
 class _Operation(NamedTuple):
-    """What a device does in a tick: a forward (F), or a backward for the input (B) or for the weights (W).
+    """The operation of one device in a tick: the forward or backward of one chunk (some blocks) for one micro-batch.
 
     If `active` is False, the device computes on meaningless data, and the result is discarded.
     """
@@ -132,7 +144,11 @@ class _Operation(NamedTuple):
 
 
 class _RunMember(NamedTuple):
-    """A device's part of a run (micro-batches that embedding or head compute together): its micro-batch, if any."""
+    """The micro-batch for which one device runs the embedding or head in a tick.
+
+    Each device of the pipeline has another micro-batch. If `active` is False there is none for this device, and its
+    result is discarded.
+    """
 
     microbatch: jax.Array
     active: jax.Array
@@ -142,14 +158,19 @@ class _RunMember(NamedTuple):
 class _TickLoop:
     """A schedule's table as one device runs it, with the functions for its operations.
 
+    A run is a group of micro-batches, at most one per device, for which the devices compute embedding or head at once.
+
     Attributes:
       ring: the devices of the pipeline.
       device: the index of this device on the ring.
+      stages: this device's blocks.
+      embed_and_head: the embedding and the head.
       sizes: the number of slots of each buffer.
-      splits_backward: whether the table has W operations.
+      splits_backward: True if the table has separate operations for the gradients of weights (W).
       rows: the table, packed, as arrays [ticks, ...] to scan over.
       read: `read(row of one tick) -> Tick` of this device.
-      runs: for each kind of run, its members [runs + 1, devices] and slots [runs + 1, devices, devices].
+      runs: for "embed", "head" and "embed_grad", (the micro-batch of each device, [runs + 1, devices]; the buffer slot
+        of each micro-batch on each device, [runs + 1, devices, devices]).
     """
 
     ring: Ring
@@ -217,7 +238,7 @@ class _TickLoop:
     def forward_tick(
         self, counts: Callable[[jax.Array], jax.Array], carry: tuple[PyTree, PyTree, Metrics], row: Any
     ) -> tuple[tuple[PyTree, PyTree, Metrics], None]:
-        """Run one tick of evaluation; micro-batches add to the metrics where `counts` is True."""
+        """Run one tick of evaluation; micro-batches for which `counts` is True add to the metrics."""
         at, (inbox, outbox, metrics) = self.read(row), carry
         no_x = self._empty_value(inbox)
         inputs, _ = run_if(at["embed"] >= 0, partial(self.embed, at), [no_x] * self.ring.size)
@@ -230,17 +251,23 @@ class _TickLoop:
     # The events. The last argument of each is the sums that it adds to; each returns (new values, these sums).
 
     def embed(self, at: Tick, sums: tuple[()]) -> tuple[list[PyTree], tuple[()]]:
-        """Embed a run of micro-batches, one on each device, and collect the results on the first device."""
+        """Embed one micro-batch on each device, and collect the results on the first device.
+
+        Return (the results, `sums` unchanged).
+        """
         run = self._run("embed", at)
         return self.ring.gather_to(self.embed_and_head.run_embed(run.microbatch), to=0), sums
 
     def forward(self, at: Tick, inbox: PyTree, sums: tuple[()]) -> tuple[tuple[PyTree, PyTree], tuple[()]]:
-        """Run a chunk forward on every device; the new values are (output, residuals)."""
+        """Run one chunk of blocks forward on every device. Return ((its output, its residuals), `sums` unchanged)."""
         chunk, microbatch, _ = _Operation.of(at, "f")
         return self.stages.forward(chunk, microbatch, Slot(inbox, at["f_inbox"]).whole()), sums
 
     def head(self, at: Tick, outbox: PyTree, totals: Totals) -> tuple[list[PyTree], Totals]:
-        """Apply the head to a run of micro-batches; the new values are the outputs' cotangents, on the last device."""
+        """Compute head and loss of one micro-batch on each device, and collect the cotangents on the last device.
+
+        Return (the cotangents of the head's inputs, the new totals).
+        """
         run = self._run("head", at)
         dy, totals = self.embed_and_head.run_head(run.microbatch, self._outputs(at, outbox), totals, run.active)
         return self.ring.gather_to(dy, to=self.ring.size - 1), totals
@@ -248,7 +275,10 @@ class _TickLoop:
     def add_metrics(
         self, at: Tick, outbox: PyTree, counts: Callable[[jax.Array], jax.Array], metrics: Metrics
     ) -> tuple[tuple[()], Metrics]:
-        """Compute the metrics of a run of micro-batches and add them to `metrics`. Evaluation only."""
+        """Compute the metrics of one micro-batch on each device, and add them to `metrics` where `counts` is True.
+
+        For evaluation only. Return ((), the new metrics).
+        """
         run = self._run("head", at)
         active = run.active & counts(run.microbatch)
         y = self._outputs(at, outbox)
@@ -257,7 +287,10 @@ class _TickLoop:
     def backward(
         self, at: Tick, kept: PyTree, outbox: PyTree, grads: GradSums
     ) -> tuple[tuple[PyTree, PyTree], GradSums]:
-        """Run a chunk backward on every device; the new values are (the input's cotangent, the values for W)."""
+        """Run one chunk of blocks backward on every device, and add the gradients of its weights to `grads`.
+
+        Return ((the cotangent of the chunk's input, the values that `weight_backward` needs), the new gradients).
+        """
         chunk, microbatch, active = _Operation.of(at, "b")
         residuals, dy = Slot(kept, at["b_kept"]), Slot(outbox, at["b_outbox"]).whole()
         if self.splits_backward:
@@ -267,24 +300,31 @@ class _TickLoop:
         return (dx, []), grads
 
     def embed_grad(self, at: Tick, outbox: PyTree, sums: PyTree) -> tuple[tuple[()], PyTree]:
-        """Add the embedding's gradients of a run of micro-batches, whose dx are in the first device's outbox."""
+        """Run the embedding backward for one micro-batch on each device, and add its weights' gradients to `sums`.
+
+        The first device sends each device the cotangent of its embedding's output, from its outbox. Return ((), the new
+        sums).
+        """
         run = self._run("embed_grad", at)
         values = read_slots(outbox, self._run_slots("embed_grad", at), self.ring.size)
         dx = self.ring.scatter_from(values, source=0)
         return (), self.embed_and_head.add_embed_gradients(run.microbatch, dx, sums, run.active)
 
     def weight_backward(self, at: Tick, carried: PyTree, grads: GradSums) -> tuple[tuple[()], GradSums]:
-        """Add, on every device, the gradients of weights that a B left to W."""
+        """Compute the gradients of weights that a chunk's backward postponed, and add them to `grads`, on every device.
+
+        Return ((), the new gradients).
+        """
         chunk, microbatch, active = _Operation.of(at, "w")
         values = Slot(carried, at["w_carried"])
         return (), self.stages.weight_backward(chunk, microbatch, values, grads, active)
 
     def empty_buffer(self, name: str, like: PyTree) -> PyTree:
-        """Return the buffer `name` filled with zeros, for values like `like`: every leaf [slots, ...]."""
+        """Return zeros for the buffer `name`: one slot is like `like`, so each leaf is [slots, ...]."""
         return jax.tree.map(lambda leaf: jnp.zeros((self.sizes[name], *leaf.shape), leaf.dtype), like)
 
     def _empty_value(self, buffer: PyTree) -> PyTree:
-        """Return the value for a tick without the event that computes it: zeros like one slot of the buffer."""
+        """Return zeros with the shapes of one slot of the buffer: the value of a tick that computes none."""
         return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), buffer)
 
     def _run(self, name: str, at: Tick) -> _RunMember:
@@ -292,17 +332,17 @@ class _TickLoop:
         return _RunMember(jnp.maximum(mine, 0), mine >= 0)
 
     def _run_slots(self, name: str, at: Tick) -> jax.Array:
-        """Return the slot of each micro-batch of a run, [devices]; -1 in a tick without a run."""
+        """Return the buffer slot of each device's micro-batch, [devices], for embedding or head; -1 for no slot."""
         return self.runs[name][1][at[name], self.device]
 
     def _outputs(self, at: Tick, outbox: PyTree) -> PyTree:
-        """Fetch this device's micro-batch of a run from the outbox of the last device: the output of the last block."""
+        """Fetch the last block's output for this device's micro-batch, from the outbox of the last device."""
         values = read_slots(outbox, self._run_slots("head", at), self.ring.size)
         return self.ring.scatter_from(values, source=self.ring.size - 1)
 
 
 def run_if(condition: jax.Array, fn: Callable[[Any], tuple[Any, Any]], nothing: Any, sums: Any = ()) -> tuple[Any, Any]:
-    """Return `fn(sums)`, a pair (new values, sums), if the condition holds; else (`nothing`, `sums`).
+    """Return `fn(sums)`, a pair (new values, new sums), if the condition holds; otherwise (`nothing`, `sums`).
 
     The condition must be the same on all devices.
     """
@@ -326,12 +366,12 @@ def write_slot(buffer: PyTree, slot: jax.Array, value: PyTree) -> PyTree:
 
 
 def read_slots(buffer: PyTree, slots: jax.Array, count: int) -> list[PyTree]:
-    """Return the values in the first `count` of the slots [devices]."""
+    """Read the values in the first `count` of the slots with indices `slots`, [devices]."""
     return [Slot(buffer, slots[i].astype(jnp.int32)).whole() for i in range(count)]
 
 
 def write_slots(buffer: PyTree, slots: jax.Array, values: list[PyTree]) -> PyTree:
-    """Return the buffer with each value written into the slot of the same index."""
+    """Return the buffer with `values[i]` written into the slot `slots[i]`, for each i; -1 writes nothing."""
     for i, value in enumerate(values):
         buffer = write_slot(buffer, slots[i].astype(jnp.int32), value)
     return buffer
@@ -348,9 +388,9 @@ class Ring(NamedTuple):
         return self._permute(x, [(i, (i + by) % self.size) for i in range(self.size)])
 
     def gather_to(self, x: PyTree, *, to: int) -> list[PyTree]:
-        """Collect all devices' values in order on the device `to`; other devices get zeros. size - 1 permutes.
+        """Collect the values of all devices, in order, on the device `to`; other devices get zeros.
 
-        Instead of one all-gather, which would send every value to every device.
+        Collectives: size - 1 permutes. One all-gather would send every value to every device.
         """
         return [x if i == to else self._permute(x, [(i, to)]) for i in range(self.size)]
 

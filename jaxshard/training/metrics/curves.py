@@ -60,7 +60,7 @@ def loss_figure(runs: Mapping[str, Curve], *, reference: str | None = None, titl
         axes.grid(axis="y")
         for number, (name, points) in enumerate(losses.items()):
             colour = look.lines[number % len(look.lines)]
-            style = _turn(number, len(losses)) if reference else _STYLES[number % len(_STYLES)]
+            style = _dashes(number, len(losses)) if reference else _STYLES[number % len(_STYLES)]
             axes.plot(*zip(*points.items(), strict=True), linestyle=style, color=colour, label=name)
             held_out = _evaluations(runs[name])
             if held_out:
@@ -128,8 +128,8 @@ _STYLES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 1.5, 1.5, 1.5)))
 """Line styles by which runs can be told apart without colours."""
 
 
-def _turn(number: int, count: int) -> Any:
-    """Return the dash pattern of curve `number` of `count`: where curves overlap, each shows in the others' gaps."""
+def _dashes(number: int, count: int) -> Any:
+    """Return the dash pattern of curve number `number` of `count`, with gaps through which overlapping curves show."""
     return "-" if count == 1 else (number * _DASH, (_DASH, (count - 1) * _DASH))
 
 

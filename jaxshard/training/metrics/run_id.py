@@ -22,7 +22,10 @@ class RunId(NamedTuple):
     folder: Path | None
 
     def find(self) -> str | None:
-        """Return the id of the run to resume, or None to begin a new run, also if no checkpoint was saved yet."""
+        """Return the id of the run to resume, passed by the user or kept in the folder; None for a new run.
+
+        A kept id is ignored if the folder has no checkpoint yet.
+        """
         if self.given is not None or self._file is None or not self._file.exists():
             return self.given
         if not any(path.name.isdecimal() for path in self._file.parent.iterdir()):
