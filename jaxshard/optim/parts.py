@@ -31,7 +31,7 @@ from jaxshard.optim.proof.trace import param_at_end
 
 
 class Split(NamedTuple):
-    """How an array is split over devices along one dimension.
+    """The dimension along which an array is split over devices, and its sizes.
 
     Attributes:
       dim: the dimension.
@@ -69,7 +69,7 @@ def shard_shape(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
 
 
 class Parts(NamedTuple):
-    """How arrays are split inside `shard_map`: into one part for each device along some mesh axes.
+    """The devices over which arrays are split inside `shard_map`, one part for each device.
 
     Attributes:
       axes: the mesh axes.

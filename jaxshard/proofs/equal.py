@@ -47,7 +47,7 @@ EXCHANGES = frozenset(
 
 
 class Difference(NamedTuple):
-    """What is known about one value of a program: over which mesh axes it may differ between devices.
+    """The mesh axes over which a value of a program may differ between devices, and what is known of its shards.
 
     Attributes:
       over: the mesh axes over which the value may differ; along all other axes it is equal on all devices.

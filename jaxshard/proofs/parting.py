@@ -137,7 +137,7 @@ def check_together(program: Any, what: str) -> tuple[Choice, ...]:
 
     Returns:
       The branches and loops into which the compiler may insert collectives that hang: check these in the compiled
-        program.
+      program.
 
     Raises:
       ValueError: there is such a collective; the message names the line of each branch and the collectives in it.

@@ -58,7 +58,7 @@ def lay_rows(kinds: Sequence[tuple[Sequence[int], int, int]]) -> Rows:
 
 
 class Split(NamedTuple):
-    """How the matrices of a stack (matrices of equal shape) are sharded, and which device owns each.
+    """The sharding of the matrices of a stack (matrices of equal shape), and the device that owns each.
 
     Each device has the same number of slots, one for each matrix that it can own; some devices have empty slots.
 

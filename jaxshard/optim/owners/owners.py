@@ -160,9 +160,9 @@ class Owners:
 
 @dataclass(frozen=True)
 class OwnedState:
-    """How the optimizer state is made, stored and saved if each matrix has an owner: the only device that updates it.
+    """Make, store and save the optimizer state of a layout in which each matrix has an owner.
 
-    It implements `core.carried.Carried`.
+    The owner of a matrix is the only device that updates it. This class implements `core.carried.Carried`.
 
     Attributes:
       owners: the owners.

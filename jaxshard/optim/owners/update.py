@@ -317,7 +317,15 @@ def _each(stack: OwnedStack, values: list[jax.Array], sliced: bool) -> jax.Array
 
 
 def _for_each_slot(stack: OwnedStack, core: Callable[..., Any], whole: Any, rows: Any, states: Any) -> list[jax.Array]:
-    """Run `core` for each matrix that this device owns, one after another, but not for empty slots."""
+    """Run `core` for each matrix that this device owns, one after another; return its results, each [slots, ...].
+
+    Every device has as many slots as the device that owns the most matrices. For empty slots `core` does not run.
+
+    Args:
+      stack: the matrices of equal shape, and the device that owns each.
+      core: `core(matrices, rows, states)` computes the update of one matrix.
+      whole, rows, states: its arguments for all slots of this device, trees of arrays [slots, ...].
+    """
     given = whole, rows, states
     if stack.slots == 1 and min(stack.counts) == 1:
         results = core(*jax.tree.map(lambda x: x[0], given))

@@ -61,7 +61,7 @@ class _Elements(Domain[Fact]):
     def value(self, values: Sequence[Any], place: Place) -> Fact:
         """Return the fact about a literal or constant, given its values in both traces.
 
-        It is UNIFORM if all its elements are the same number, in both traces: then it does not depend on shapes.
+        It is UNIFORM (equal on all devices, for all shapes) if all its elements are the same number in both traces.
         """
         if all(np.shape(x) == () for x in values):
             a, b = values
@@ -93,14 +93,17 @@ class _Elements(Domain[Fact]):
         return transfer(place, facts, self.context)
 
     def conclude(self, place: Place, operands: list[Fact], results: list[Fact]) -> list[Fact]:
-        """Return the results' facts, but UNIFORM instead of INDEPENDENT for results that are a single number."""
+        """Return the facts about the results, with UNIFORM in place of INDEPENDENT for a result of shape ().
+
+        Both mean that a value is equal on all devices: UNIFORM for scalars, INDEPENDENT for arrays.
+        """
         return [_as_number(fact, x.aval.shape) for fact, x in zip(results, place.equation.outvars, strict=True)]
 
     def choose(self, place: Place, choice: Fact, facts: list[Fact]) -> list[Fact]:
         """Return the facts about the results of a branch or loop, given the fact `choice` about its predicate.
 
-        If the predicate is UNIFORM, all devices decide alike. If it depends on an element, every result depends on this
-        element.
+        If the predicate is UNIFORM, all devices decide alike. Otherwise every result is a function of the predicate,
+        too.
         """
         if choice.kind is Kind.UNIFORM:
             return [fact._replace(influences=fact.influences | choice.influences) for fact in facts]
@@ -131,7 +134,8 @@ class _Elements(Domain[Fact]):
     def _unlike(self, place: Place, fact: Fact) -> Fact:
         """Return the fact about a row of an array, or about an array of stacked rows, given the fact of the other.
 
-        An ELEMENTWISE fact becomes MIXED, since the new array no longer has the shape of the parameter.
+        An ELEMENTWISE fact (element i belongs to element i of a parameter) becomes MIXED, which claims nothing, since
+        the shape is no longer that of the parameter.
         """
         if fact.kind is not Kind.ELEMENTWISE:
             return fact
@@ -153,7 +157,10 @@ class _Elements(Domain[Fact]):
         return one.keys() == two.keys() and all(repr(one[key]) == repr(two[key]) for key in keys)
 
     def differ(self, place: Place, difference: Difference, results: Sequence[tuple[Any, Any]]) -> list[Fact]:
-        """Return MIXED for every result of a body that differs between the traces: it depends on the shapes."""
+        """Return MIXED (nothing is known) for every result of a body that depends on the shapes of the parameters.
+
+        The two traces, at different shapes, show it: their equations differ.
+        """
         why = origin_of(place, self.context, "belongs to a program that depends on the shape of the parameters")
         return [mixed(range(len(self.context.names)), why)] * len(results)
 

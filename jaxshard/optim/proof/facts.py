@@ -77,7 +77,7 @@ class Origin(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """What is known about one value of an optimizer's program, such as "element i depends only on element i of w".
+    """A claim about one value of an optimizer's program, such as "element i depends only on element i of w".
 
     Attributes:
       kind: The claim, such as ELEMENTWISE; the table at the top of the file explains the kinds.
@@ -104,7 +104,7 @@ class Fact(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What is known about an optimizer's program as a whole.
+    """The parameters of an optimizer's program and the mesh axes that split them, to which facts and messages refer.
 
     Attributes:
       names: The path of each parameter.

@@ -184,7 +184,7 @@ def _state_array(path: Any, pair: Any, context: Context, paths: list[Any]) -> Tr
 
 
 def param_at_end(path: tuple[Any, ...], params: Sequence[tuple[Any, ...]]) -> int | None:
-    """Return the index of the parameter whose path is the longest suffix of `path`, as "dense/w" of "0/mu/dense/w".
+    """Return the index of the parameter whose path is the longest suffix of `path`: "dense/w" for "0/mu/dense/w".
 
     None if there is no such parameter.
     """
@@ -195,7 +195,8 @@ def param_at_end(path: tuple[Any, ...], params: Sequence[tuple[Any, ...]]) -> in
 def fact_of_array(index: int, padding: float | None, context: Context) -> Fact:
     """Return the fact about an array that belongs to parameter `index`, element by element: its gradient, or a moment.
 
-    It is ELEMENTWISE. But inside `shard_map` (the context has axes) a scalar is UNIFORM, since scalars are replicated.
+    It is ELEMENTWISE: element i depends only on element i of this parameter's arrays. But inside `shard_map` (the
+    context has axes) a scalar is UNIFORM, that is, equal on all devices, since scalars are replicated.
 
     Args:
       index: The index of the parameter.
