@@ -182,9 +182,11 @@ class Router:
         return {name: factor for name, factor in (("balance", self.balance), ("z", self.z)) if factor}
 
     def start(self, rows: int, depth: int) -> PyTree:
-        """Return the routing statistics before the first block: zeros, such as {"balance": f32[rows], "load": ...}.
+        """Return the routing statistics of each row before the first block: zeros.
 
-        The top of this file lists the statistics; `depth` is the number of blocks with experts.
+        They are the losses "balance" and "z" and the numbers "dropped" and "bias", each f32[rows], and "load",
+        f32[rows, depth, experts], where `depth` is the number of blocks with experts. The top of this file explains
+        them.
         """
         names = [*self.losses, "dropped", *(["bias"] if self.bias_rate else [])]
         numbers = {name: jnp.zeros(rows, jnp.float32) for name in names}

@@ -53,7 +53,8 @@ def adam8bit(
 ) -> optax.GradientTransformationExtraArgs:
     """Make AdamW with its moments in 8 bits: 2.1 bytes of state per parameter instead of 8.
 
-    It is `optax.adamw` with `js.optim.scale_by_adam8bit` in place of `optax.scale_by_adam`; see there for the rounding.
+    It is `optax.adamw` with `js.optim.scale_by_adam8bit` in place of `optax.scale_by_adam`. See
+    `js.optim.scale_by_adam8bit` for the rounding.
 
     Args:
       learning_rate: A number or a schedule.

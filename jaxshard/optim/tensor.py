@@ -36,7 +36,7 @@ def tensor(
     partial: PyTree | Callable[[str], bool] | None = None,
     extra_args: Mapping[str, Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Update parameters of which a tensor axis splits some, inside `shard_map`.
+    """Wrap an optimizer for parameters that a tensor axis splits or replicates, inside `shard_map`.
 
     Pass `update` each device's gradient of its share of the loss (the loss is the sum of the shares over the axis),
     with the shapes of the device's own parameters:

@@ -94,8 +94,9 @@ def differing_results(fn: Callable[..., PyTree], args: tuple[PyTree, ...], facts
       A tree like the results, with a frozenset of mesh axes for each array.
 
     Example:
-        facts = differing_results(new_state, (state, rows), (EQUAL, frozenset({"data"})), frozenset({"data"}))
-        is_equal = jax.tree.map(lambda axes: not axes, facts)      # True for leaves that are equal on all devices
+        data = frozenset({"data"})      # inside shard_map over "data": rows differ between devices, the state does not
+        facts = differing_results(new_state, (state, rows), (frozenset(), data), data)
+        is_equal = jax.tree.map(lambda axes: not axes, facts)      # True for results that are equal on all devices
     """
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     found = differing(closed, jax.tree.leaves(jax.tree.broadcast(facts, args)), manual)

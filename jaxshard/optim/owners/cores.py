@@ -272,7 +272,10 @@ def _bound(made: TracedUpdate, numbers: set[int], leaf: int, shape: tuple[int, .
 
 
 def _extract(made: TracedUpdate, known: Mapping[Any, Reach], leaf: int, part: _Part) -> Core | str:
-    """Build the core from its equations; if it would read arrays of other parameters, return the reason, as text."""
+    """Build the core of a parameter's update from a set of equations, the candidate `part`.
+
+    If it would read arrays of other parameters, return this reason, as text.
+    """
     jaxpr, own = made.jaxpr, bit(leaf)
     states = [made.state_inputs()[number] for number in part.states]
     # Scalars that depend on other parameters (a global norm) are computed outside and passed in.

@@ -87,7 +87,10 @@ class Split(NamedTuple):
         return [unit_at[device * self.slots + slot] for device in devices for slot in range(self.owned[device])]
 
     def parts_to_whole(self, rows: jax.Array) -> jax.Array:
-        """Assemble the shards received from all devices, [devices, slots * size], into full matrices [slots, ...]."""
+        """Assemble the shards received from all devices, [devices, slots * size], into full matrices [slots, ...].
+
+        A device owns up to `slots` matrices; a shard of one has `size` elements.
+        """
         rank = len(self.part)
         x = rows.reshape(*self.counts, self.slots, *self.part)
         # [counts..., slots, part...] -> [slots, count 0, part 0, count 1, part 1, ...], then merge each pair.
@@ -96,7 +99,10 @@ class Split(NamedTuple):
         return x.transpose(order).reshape(self.slots, *full_sizes)
 
     def whole_to_parts(self, x: jax.Array) -> jax.Array:
-        """Split full matrices [slots, ...] into the shards for all devices, [devices, slots * size]."""
+        """Split full matrices [slots, ...] into the shards for all devices, [devices, slots * size].
+
+        A device owns up to `slots` matrices; a shard of one has `size` elements.
+        """
         rank = len(self.part)
         sizes = [size for pair in zip(self.counts, self.part, strict=True) for size in pair]
         order = [*(1 + 2 * dim for dim in range(rank)), 0, *(2 + 2 * dim for dim in range(rank))]

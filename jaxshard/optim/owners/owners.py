@@ -83,7 +83,10 @@ class OwnedStack:
         return [units[first : first + self.slices] for first in range(0, self.count, self.slices)]
 
     def place(self, units: jax.Array) -> jax.Array:
-        """Order matrices [matrices, ...] by owner and slot, [devices * slots, ...], with zeros in empty slots."""
+        """Order matrices [matrices, ...] by owner and slot, [devices * slots, ...], with zeros in empty slots.
+
+        Every device has `slots` slots, one for each matrix that it can own.
+        """
         total = self.devices * self.slots
         if self.places == tuple(range(total)):
             return units
@@ -93,7 +96,10 @@ class OwnedStack:
         return jnp.take(jnp.concatenate([units, empty]), order, axis=0)
 
     def unplace(self, placed: jax.Array) -> jax.Array:
-        """Select the matrices [matrices, ...] from all slots [devices * slots, ...]: the inverse of `place`."""
+        """Select the matrices [matrices, ...] from all slots [devices * slots, ...]: the inverse of `place`.
+
+        Every device has `slots` slots, one for each matrix that it can own; some are empty.
+        """
         if self.places == tuple(range(self.devices * self.slots)):
             return placed
         return jnp.take(placed, np.asarray(self.places, np.int32), axis=0)

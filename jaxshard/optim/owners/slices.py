@@ -51,8 +51,8 @@ def has_own_slices(core: Core, count: int) -> tuple[bool, ...] | None:
       count: The number of slices.
 
     Returns:
-      For each element of `core.shared`, True if it has an entry for each slice, False if all slices use all of it; None
-      if the proof fails.
+      For each element of `core.shared` (inputs that every device has), True if it has an entry for each slice, False if
+      every slice uses all of it. None if the proof fails.
     """
 
     def stacked(var: Any) -> bool:

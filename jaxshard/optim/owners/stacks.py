@@ -25,7 +25,7 @@ class Matrix(NamedTuple):
       core: the core of the parameter's update, that is, the operations that need the full matrix.
       program: the jaxpr of the core for a single matrix; `core.program` if the array is a single matrix.
       slices: the number of matrices that the parameter stacks along its first dimension; 0 for a single matrix.
-      sliced: for each element of `core.shared`, True if it has an entry for each slice.
+      sliced: for each element of `core.shared` (inputs that every device has), True if it has an entry for each slice.
       placement: the placement of the parameter in the optimizer.
     """
 
@@ -76,7 +76,11 @@ def _alike(one: Matrix, other: Matrix) -> bool:
 
 
 def _common(made: TracedUpdate, members: Sequence[Matrix]) -> tuple[bool, ...]:
-    """Return, for each element of `core.shared`, True if all members read the same variable or an equal constant."""
+    """Return, for each input that every device has, True if it has the same value for all members of a group.
+
+    The inputs are `core.shared`, such as step counts. They have the same value if they are the same jaxpr variable or
+    equal constants.
+    """
     constants = dict(zip(made.jaxpr.invars, made.consts))
 
     def same(x: Any, y: Any) -> bool:

@@ -154,11 +154,11 @@ class _Member(NamedTuple):
         return self.group.matrices[0].sliced
 
     def ins(self, *, arrays: bool) -> list[int]:
-        """Return the indices of the core's inputs that are matrices (arrays=True) or scalars (arrays=False)."""
+        """Return the indices of the inputs of a matrix's core that are matrices (arrays=True) or scalars (False)."""
         return [number for number, var in enumerate(self.group.matrices[0].core.ins) if bool(var.aval.shape) == arrays]
 
     def split(self, mesh: Mesh) -> Split:
-        """Return how the matrices are sharded, and which device owns each."""
+        """Return how the matrices of this stack are sharded over devices, and which device owns each."""
         dims = 1 if self.stack.slices else 0
         part = self.placement.shard_shape(mesh)[dims:]
         cuts = splits_per_dim(mesh, self.placement.store)[dims:]

@@ -113,7 +113,10 @@ class _Elements(Domain[Fact]):
         ]
 
     def enter(self, place: Place, facts: list[Fact]) -> list[Fact]:
-        """Return the facts about the inputs of a body; the body of a scan gets one row of each scanned array."""
+        """Return the facts about the inputs of the body of a branch, loop or call, given those about its operands.
+
+        The body of a scan gets one row of each scanned array.
+        """
         if place.name != "scan":
             return facts
         kept = sum(scan_counts(place.equation.params))

@@ -150,7 +150,7 @@ def check_state(tx: Any, views: PyTree, placements: PyTree) -> Report:
 def is_elementwise_except_totals(tx: Any, params: PyTree, views: PyTree) -> bool:
     """Return True if updates are elementwise but for sums over all elements of all parameters, like the global norm.
 
-    Such a sum does not change if the arrays are padded with zeros, reshaped or stacked, but it does for shards.
+    Such a sum does not change if the arrays are padded with zeros, reshaped or stacked. It would change for shards.
 
     Args:
       tx: An optax transform.
@@ -212,9 +212,9 @@ def _judge(traced: Trace | Reason) -> Report:
 
 
 def _verdict(array: TracedArray, fact: Fact, context: Context) -> Reason | None:
-    """Return the reason why an output is refused; None if it is allowed.
+    """Return why an output of a transform breaks the rule for elementwise transforms; None if it does not.
 
-    An output with the shape of its parameter must be elementwise, any other must be equal on all devices.
+    The rule: an output with the shape of its parameter is elementwise, and any other output is equal on all devices.
     """
     has_place = array.param is not None and array.shapes == context.shapes[array.param]
     grows = array.shapes[0] != array.shapes[1]

@@ -38,12 +38,15 @@ from jaxshard.proofs.walk import Place
 
 
 class Kind(IntEnum):
-    """The kind of claim about a value of an optimizer's program.
+    """The kind of claim about a value of an optimizer's program, from the strongest to the weakest.
 
-    From the strongest to the weakest: UNIFORM: a number that is equal on all devices. INDEPENDENT: an array that is
-    equal on all devices. ELEMENTWISE: element i depends only on element i of one parameter's arrays. PARTIAL_SUM: a
-    device's term of a sum over all devices. MIXED: nothing is known. The three in the middle are not ordered; their
-    integers only sort facts.
+        UNIFORM        a number that is equal on all devices
+        INDEPENDENT    an array that is equal on all devices
+        ELEMENTWISE    an array whose element i depends only on element i of one parameter's arrays
+        PARTIAL_SUM    a device's term of a sum over all devices
+        MIXED          anything: nothing is known
+
+    The three kinds in the middle are not ordered among each other; their integers only sort facts.
     """
 
     UNIFORM = 0
@@ -56,8 +59,9 @@ class Kind(IntEnum):
 class Origin(NamedTuple):
     """Why a value is MIXED (nothing is known about it): the equation or array to blame, for an error message.
 
-    `str(origin)` is for example "clip_by_global_norm: reduce_sum at optax/transforms/_clipping.py:97 mixes elements of
-    w".
+    As text, for example:
+
+        clip_by_global_norm: reduce_sum at optax/transforms/_clipping.py:97 mixes elements of w
 
     Attributes:
       primitive: the name of the equation's primitive, or of the array.
@@ -80,14 +84,14 @@ class Fact(NamedTuple):
     """A claim about one value of an optimizer's program, such as "element i depends only on element i of w".
 
     Attributes:
-      kind: The claim, such as ELEMENTWISE; the table at the top of the file explains the kinds.
+      kind: The claim, such as ELEMENTWISE; see `Kind`.
       param: For ELEMENTWISE, the parameter on whose elements the value depends, as an index into `Context.names`.
       influences: The parameters on whose arrays the value depends in any way.
       padding: The value of a UNIFORM scalar; for an ELEMENTWISE array its value in the padding, where parameter and
         gradient are zero. None if it is unknown or not finite. A sum over a padded array equals the sum over the array
         only if this value is 0.
-      summed: For PARTIAL_SUM, the parameters whose elements are all summed. It may differ from `influences`: `sum(a *
-        norm_of_everything)` is influenced by all parameters, but sums only over `a`.
+      summed: For PARTIAL_SUM, the parameters whose elements are all summed. It may differ from `influences`: the sum of
+        `a * global_norm` is influenced by all parameters, but sums only over `a`.
       why: The equation to blame if the claim is too weak.
     """
 
@@ -111,8 +115,8 @@ class Context(NamedTuple):
       shapes: The two shapes of each parameter: the program is traced for both, to detect what depends on shapes.
       axes: The mesh axes that split the arrays; a sum over a shard and then over all of these axes is equal on all
         devices.
-      stop_file: The file of this package that traces the transform. In a traceback, the frames outside of its own frame
-        don't belong to the transform.
+      stop_file: The file of this package that traces the transform: only the calls that start from it are the
+        transform's.
       totals: True if a sum over all elements of all parameters counts as a number that is equal on all devices, without
         any axes. This is right for global arrays, which are padded, reshaped or stacked, but not split.
     """

@@ -11,7 +11,7 @@ from jaxshard.optim.proof.facts import Origin
 
 
 class Reason(NamedTuple):
-    """Why a transform fails a proof at one of its outputs: it is not elementwise, for example.
+    """An output of a transform that violates a property, such as being elementwise, and the equation to blame.
 
     Attributes:
       output: The output, such as "update w" or "state 0/nu/w".
@@ -47,8 +47,9 @@ class Report:
 def describe(reasons: Sequence[Reason]) -> str:
     """Format the reasons why a proof failed as one line of text.
 
-    Each equation is named once, with the outputs that it affects: "clip_by_global_norm: reduce_sum at
-    optax/transforms/_clipping.py:97 mixes elements of w (update w, update b)".
+    Each equation is named once, with the outputs that it affects, for example:
+
+        clip_by_global_norm: reduce_sum at optax/transforms/_clipping.py:97 mixes elements of w (update w, update b)
     """
     outputs: dict[Origin, list[Reason]] = {}
     for reason in reasons:

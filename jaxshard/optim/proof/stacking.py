@@ -167,7 +167,7 @@ def _trace_update(tx: Any, params: PyTree) -> Any:
 
 
 def _operations(equations: Iterable[Any]) -> list[str]:
-    """Return the names of all operations except reshapes and broadcasts, whose number depends on an array's rank."""
+    """Return the names of all operations except reshapes and broadcasts: an array of higher rank has more of these."""
     return [name for equation in equations if (name := equation.primitive.name) not in RESHAPES | SAME]
 
 
@@ -277,7 +277,7 @@ def _culprits(tx: Any, shapes: _Shapes) -> str:
 
 
 def _transforms(tx: Any, params: PyTree) -> dict[str, tuple[str, list[str]]]:
-    """Return, for each transform in a chain, {its name: (file:line, the names of its operations)}.
+    """Return {name of each transform in a chain: (file:line, the names of its operations)}.
 
     The line is that of the first operation that is not elementwise, or of the first operation if all are elementwise.
     """

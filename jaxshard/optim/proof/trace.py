@@ -210,7 +210,7 @@ def fact_of_array(index: int, padding: float | None, context: Context) -> Fact:
 
 
 def _fact_of_state(array: TracedArray, padding: float | None, context: Context) -> Fact:
-    """Return what is known of a state array before an update: ELEMENTWISE if it belongs to a parameter, for example."""
+    """Return the fact about a state array before an update: for example ELEMENTWISE if it belongs to a parameter."""
     if array.param is not None:
         return fact_of_array(array.param, padding, context)
     influences = frozenset() if array.related is None else frozenset({array.related})
