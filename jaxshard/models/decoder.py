@@ -73,12 +73,12 @@ class InRows(NamedTuple):
 
 
 def split_rows(activations: PyTree) -> tuple[PyTree, Rows]:
-    """Split what one block passes to the next into (activations, `Rows`); the `Rows` are empty if it has none."""
+    """Split the input of a block into (activations x, `Rows`); if the input is x alone, the `Rows` are empty."""
     return (activations.x, activations.rows) if isinstance(activations, InRows) else (activations, Rows())
 
 
 def join_rows(x: PyTree, rows: Rows) -> PyTree:
-    """Join activations x and `Rows` into what one block passes to the next; only x if `rows` has no arrays."""
+    """Make the input of a block from activations x and `Rows`; return x alone if `rows` has no arrays."""
     return InRows(x, rows) if jax.tree.leaves(rows) else x
 
 

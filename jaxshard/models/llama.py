@@ -209,7 +209,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """x + attention(rms_norm(x)) for x[B, T, C], with grouped queries and rotary positions."""
+    """Compute x + attention(rms_norm(x)) for x[B, T, C], with grouped queries and rotary positions."""
 
     heads: int
     kv_heads: int

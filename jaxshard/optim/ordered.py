@@ -100,5 +100,5 @@ class _Specs:
 
 
 def _sums_an_array(equation: Any) -> bool:
-    """Return True if an equation sums an array; only sums over all elements occur, since others were refused before."""
+    """Return True if an equation sums all elements of an array; optimizers with other sums were refused before."""
     return equation.primitive.name == "reduce_sum" and bool(equation.invars[0].aval.shape)

@@ -24,8 +24,8 @@ from jaxshard.optim.stochastic import StochasticState
 class PerBlockState(NamedTuple):
     """The state of `js.optim.per_block`.
 
-    Both attributes have the tree of all parameters, so that the path of a state array ends with the path of its
-    parameter; `optax.MaskedNode` stands for the parameters of the other attribute.
+    Both attributes are states for the tree of all parameters, so that the path of a state array ends with the path of
+    its parameter. `optax.MaskedNode` replaces the parameters that belong to the other attribute.
 
     Attributes:
       blocks: The state of the wrapped transform for the stacked parameters. Every array has a leading dimension of

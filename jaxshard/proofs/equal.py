@@ -124,7 +124,7 @@ class Differences(Domain[Difference]):
         return Difference(_over(facts), shards.pop() if len(shards) == 1 else None)
 
     def choose(self, place: Place, choice: Difference, facts: list[Difference]) -> list[Difference]:
-        """Add the axes over which the predicate of a branch or loop may differ to the axes of each result."""
+        """Return the facts about the results of a branch or loop: they also differ wherever the predicate `choice` does."""
         return [fact._replace(over=fact.over | choice.over) for fact in facts]
 
     def unknown(self, place: Place, facts: list[Difference]) -> list[Difference]:
@@ -226,7 +226,7 @@ def _row_of(spec: Any) -> Any:
 
 
 def _with_spec(fact: Difference, change: Callable[[Any], Any]) -> Difference:
-    """Return the fact with `change(spec)` as the new PartitionSpec of its shards; if it is None, drop the shards."""
+    """Replace the PartitionSpec of a fact's shards by `change(spec)`; if that is None, forget the shards."""
     if not fact.shards:
         return fact
     spec = change(fact.shards[0])

@@ -225,8 +225,8 @@ def _runs_on_parts(eqn: Any, shape: tuple[int, ...]) -> bool:
 def _bound(made: TracedUpdate, numbers: set[int], leaf: int, shape: tuple[int, ...], flows: Any) -> _Part | None:
     """Find the inputs, states and outputs that a set of equations would have as a core; None if it can't be a core.
 
-    It can't if an output does not have the shape of the parameter, if an input has neither this shape nor is a scalar,
-    or if one of them is a random key.
+    In a core every output has the shape of the parameter, every input has this shape or is a scalar, and none is a
+    random key.
     """
     jaxpr = made.jaxpr
     inside = {var for number in numbers for var in jaxpr.eqns[number].outvars if flows(var)}

@@ -42,7 +42,7 @@ class Reach(NamedTuple):
     why: Origin | None = None
 
     def within(self, leaf: int | None) -> bool:
-        """Return True if the value depends on no arrays but those of parameter `leaf`; with None, on no arrays."""
+        """Return True if the value depends on no parameter's arrays, or only on those of parameter `leaf`."""
         return not self.arrays & ~bit(leaf)
 
 
