@@ -228,7 +228,7 @@ def shard_params(params: PyTree, axis_name: AxisName = "data") -> PyTree:
 
 
 def gather_params(shards: PyTree, like: PyTree, axis_name: AxisName = "data") -> PyTree:
-    """All-gather parameters from this device's parts `shards`, inside `shard_map`, and remove padding.
+    """All-gather full parameters from the parts of all devices, inside `shard_map`, and remove padding.
 
     One all-gather per array, which moves (n - 1) / n of the padded array's bytes to each of n devices. Under `jax.grad`
     the backward pass has one reduce-scatter of the same bytes: the gradient with respect to the shards is the sum over

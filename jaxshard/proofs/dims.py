@@ -19,8 +19,8 @@ SCANNED = {
 def follow_dim(equation: Any, operand: int, dim: int) -> int | None:
     """Return the dimension of an equation's result that corresponds to a dimension of one of its operands.
 
-    Two dimensions correspond if, of this operand, slice i of the result depends only on slice i. For example, a
-    transpose of [2, 3] to [3, 2] moves dimension 0 to dimension 1.
+    Two dimensions correspond if slice i of the result uses only slice i of this operand. For example, a transpose of
+    [2, 3] to [3, 2] moves dimension 0 to dimension 1.
 
     Args:
       equation: the equation.

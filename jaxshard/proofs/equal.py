@@ -124,7 +124,7 @@ class Differences(Domain[Difference]):
         return Difference(_over(facts), shards.pop() if len(shards) == 1 else None)
 
     def choose(self, place: Place, choice: Difference, facts: list[Difference]) -> list[Difference]:
-        """Return the facts about the results of a branch or loop: they also differ wherever the predicate `choice` does."""
+        """Return the facts about the results of a branch or loop: they differ wherever its predicate does, too."""
         return [fact._replace(over=fact.over | choice.over) for fact in facts]
 
     def unknown(self, place: Place, facts: list[Difference]) -> list[Difference]:

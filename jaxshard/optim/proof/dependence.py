@@ -160,9 +160,9 @@ class _Elements(Domain[Fact]):
         return one.keys() == two.keys() and all(repr(one[key]) == repr(two[key]) for key in keys)
 
     def differ(self, place: Place, difference: Difference, results: Sequence[tuple[Any, Any]]) -> list[Fact]:
-        """Return MIXED (nothing is known) for every result of a body whose equations depend on the shapes of the parameters.
+        """Return MIXED (nothing is known) for every result of a body that is not the same in both traces.
 
-        Such equations differ between the two traces, which are at different shapes.
+        The traces are at different shapes, so such a body depends on the shapes of the parameters.
         """
         why = origin_of(place, self.context, "belongs to a program that depends on the shape of the parameters")
         return [mixed(range(len(self.context.names)), why)] * len(results)

@@ -163,10 +163,15 @@ def join(place: Place, one: Fact, other: Fact, context: Context) -> Fact:
 
 
 def origin_of(place: Place, context: Context, text: str) -> Origin:
-    """Find the optax transform and the line of code that made an equation, for an error message with this `text`.
+    """Find the optax transform and the line of code that made an equation, for an error message.
 
-    It is the innermost update or init function outside of JAX. The name of the transform comes from the function's
-    qualified name, such as "scale_by_adam.<locals>.update_fn".
+    The transform is the innermost `update` or `init` function in the equation's traceback that is not JAX's own. Its
+    name comes from the function's qualified name, such as "scale_by_adam.<locals>.update_fn".
+
+    Args:
+      place: the equation, and the equations that contain it.
+      context: the parameters and files of the traced program.
+      text: the end of the message, such as "mixes elements of w".
     """
     primitive = "a constant" if place.equation is None else place.name
     # JAX caches jaxprs of jitted functions with the traceback of their first caller, so the outermost call around an
