@@ -258,7 +258,7 @@ class _Walker(Generic[Fact]):
         return [read(atoms, Place((), around, settled)) for atoms in outs]
 
     def equation(self, place: Place, facts: list[Fact]) -> list[Fact]:
-        """Return the facts about the results of an equation; the domain decides what they are if it raised `Refused`."""
+        """Return the facts about the results of an equation; if a rule raises `Refused`, the domain decides."""
         try:
             results = self.results(place, facts)
         except Refused as refusal:
