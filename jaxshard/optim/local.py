@@ -206,7 +206,7 @@ def local_of(strategy: Strategy) -> Local | None:
 
 
 def with_replicas(layout: Layout, local: Local) -> Layout:
-    """Return the layout for training several replicas, given a layout in which there is only one.
+    """Return the layout for training several replicas, made from the layout of a single replica.
 
     Raises:
       ValueError: `js.local` is combined with something that it does not support; the message names it.

@@ -12,7 +12,7 @@ from jaxshard.proofs.walk import Domain, Place, walk, walk_equation
 
 
 class _Source(NamedTuple):
-    """The argument of a program that a value equals or, inside scans, of which the value is one row.
+    """The argument of a program that a value equals; inside scans, the argument that has the value as a row.
 
     Attributes:
       argument: the index of the argument.

@@ -189,8 +189,8 @@ def _pack(units: Sequence[jax.Array], splits: Sequence[Split], rows: Rows) -> ja
 def _unpack(moved: jax.Array, split: Split, firsts: Sequence[int]) -> jax.Array:
     """Return this device's shards of a stack's matrices, [matrices, ...], from a received buffer [devices, width].
 
-    Row r of the buffer comes from device r, with shards of the matrices that device r owns; those of this stack begin
-    at the offset `firsts[r]`.
+    Row r of the buffer comes from device r and has shards of the matrices that device r owns. The shards of this stack
+    begin at the offset `firsts[r]`.
     """
     pieces, order = [], []
     for devices in _alike(zip(firsts, split.owned, strict=True)):

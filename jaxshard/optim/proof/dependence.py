@@ -124,7 +124,7 @@ class _Elements(Domain[Fact]):
         return [*facts[:kept], *(_as_number(self._unlike(place, fact), x.aval.shape[1:]) for fact, x in rows)]
 
     def leave(self, place: Place, facts: list[Fact]) -> list[Fact]:
-        """Return the facts about the results of a scan: its carry, and stacks of what its iterations return."""
+        """Return the facts about the results of a scan: the carry, and the stacked results of its iterations."""
         _, carries = scan_counts(place.equation.params)
         return [*facts[:carries], *(self._stack(place, fact) for fact in facts[carries:])]
 

@@ -145,8 +145,7 @@ def mixed(influences: Iterable[int], why: Origin | None) -> Fact:
 def join(place: Place, one: Fact, other: Fact, context: Context) -> Fact:
     """Return the strongest fact that is true whichever of two facts holds, as for the results of two branches.
 
-    The result is implied by both facts. Its influences are those of both; a padding value or summed parameter that only
-    one of the facts claims is dropped.
+    It names the influences of both. A padding value or a summed parameter that only one of the facts claims is dropped.
     """
     influences = one.influences | other.influences
     padding = one.padding if one.padding == other.padding else None

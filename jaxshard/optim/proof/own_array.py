@@ -164,7 +164,7 @@ def outputs_of(params: PyTree, state: PyTree) -> Outputs:
 
 
 def input_reaches(count: int, outputs: Outputs, extra: int = 0) -> list[Reach]:
-    """Return for each input of `tx.update` the parameter to which it belongs, as a `Reach`.
+    """Return for each input of `tx.update` a `Reach` with the parameter that it belongs to, or with no parameter.
 
     The inputs are `count` gradients, the arrays of the state, the parameters, and `extra` other arguments.
     """
