@@ -106,7 +106,7 @@ class Flow(Domain[Reach]):
         return Reach(numbers=everything) if is_whole_sum(eqn) or adds else joined
 
     def leave(self, place: Place, facts: list[Reach]) -> list[Reach]:
-        """Return the parameters on which each result of a scan depends, given the same about the results of its body."""
+        """Return the parameters on which each result of a scan depends, given the same about its body."""
         _, carries = scan_counts(place.equation.params)
         # An array with a scalar per iteration is not a scalar, but still depends on no arrays.
         stacked = [one if one.arrays else Reach(one.numbers, why=one.why) for one in facts[carries:]]
