@@ -42,12 +42,12 @@ _Model = TypeVar("_Model", bound="Decoder")
 
 
 class Rows(NamedTuple):
-    """The arrays that a block reads about the rows of a batch, in addition to the activations.
+    """The arrays about the rows of a batch that every block reads, in addition to the activations.
 
     Attributes:
-      positions: the position of each token, int32[B, T]; None for 0 to T - 1 (`js.positions`).
+      positions: the position of each token, int32[B, T]; None for 0 to T - 1.
       segment_ids: the document of each token, int32[B, T]; None for one document per row.
-      block: the index of the current block, int32[B], the same for all rows; None for a model whose blocks differ only
+      block: the index of the current block, int32[B], equal for all B rows; None for a model whose blocks differ only
         in their parameters.
     """
 
@@ -56,31 +56,37 @@ class Rows(NamedTuple):
     block: jax.Array | None = None
 
     def after_block(self) -> Rows:
-        """Return the `Rows` for the next block, in which the index of the block is one larger."""
+        """Return the `Rows` for the next block: the same arrays, with `block` one larger."""
         return self if self.block is None else self._replace(block=self.block + 1)
 
 
 class InRows(NamedTuple):
-    """The activations between blocks together with their `Rows`, for a batch that has such arrays."""
+    """Activations together with the `Rows` (positions, documents, block index) that the next block also needs.
+
+    Attributes:
+      x: the activations, such as f32[B, T, C].
+      rows: the arrays about the rows of the batch.
+    """
 
     x: PyTree
     rows: Rows
 
 
 def split_rows(activations: PyTree) -> tuple[PyTree, Rows]:
-    """Split activations between blocks into (x, `Rows`); without an `InRows`, the `Rows` are empty."""
+    """Split the input of a block into (activations x, `Rows`); if the input is x alone, the `Rows` are empty."""
     return (activations.x, activations.rows) if isinstance(activations, InRows) else (activations, Rows())
 
 
 def join_rows(x: PyTree, rows: Rows) -> PyTree:
-    """Join x and `Rows`, the inverse of `split_rows`; return x alone if `rows` has no arrays."""
+    """Make the input of a block from activations x and `Rows`; return x alone if `rows` has no arrays."""
     return InRows(x, rows) if jax.tree.leaves(rows) else x
 
 
 def remember_arguments(make: Callable[_Arguments, _Model]) -> Callable[_Arguments, _Model]:
-    """Decorate a function that builds models: it sets `make` and `arguments` of each model to itself and its arguments.
+    """Decorate a function that builds models, so that each model remembers how it was built.
 
-    The arguments include the defaults.
+    The model gets two attributes: `make`, the decorated function, and `arguments`, a dict of its arguments with
+    defaults.
     """
     parameters = inspect.signature(make)
 
@@ -101,8 +107,10 @@ class Decoder(Stacked):
     The loss is a `js.Mean` of nats per token, in f32. In evaluation, without a random key, there is also the metric
     "accuracy", the fraction of tokens that the model ranked first.
 
+    Shapes: B rows, T positions, C the width of the residual stream, V token ids.
+
     Args:
-      family: the name that errors begin with, such as "gpt".
+      family: the name with which error messages begin, such as "gpt".
       seq: the largest number of positions in a row.
       embed: `embed(params, tokens[B, T], rows, key) -> x[B, T, C]`, where `rows` are `Rows`.
       block: `block(block_params, x[B, T, C], rows, key) -> x[B, T, C]`.
@@ -168,18 +176,24 @@ class Decoder(Stacked):
         self.seq, self.readout = seq, readout
 
     def residual(self, activations: PyTree) -> jax.Array:
-        """Return the residual stream x[B, T, C] of the activations between blocks, for `readout(params, x)`."""
+        """Return the residual stream x[B, T, C] from the activations that one block passes to the next.
+
+        `readout(params, x)` computes the logits from it.
+        """
         return split_rows(activations)[0]  # type: ignore[no-any-return]
 
     def separate_labels(self, batch: PyTree) -> PyTree:
-        """Split "tokens" [B, T + 1] of a batch into "tokens" and "targets", both [B, T], unless it has targets."""
+        """Split "tokens" [B, T + 1] of a batch into inputs "tokens" [B, T] and labels "targets" [B, T].
+
+        A batch that already has "targets" is returned unchanged.
+        """
         if not isinstance(batch, Mapping) or "tokens" not in batch or "targets" in batch:
             return batch
         tokens = batch["tokens"]
         return {**batch, "tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
     def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Return the optimizer to train this model with: `tx`, unless a subclass updates some parameters otherwise."""
+        """Return the optimizer for this model: `tx`, unless a subclass gives some parameters an update of their own."""
         return tx
 
 
@@ -205,7 +219,7 @@ def logits(model: Decoder, params: PyTree, tokens: Int[Array, "batch seq"]) -> F
 
 
 def _check_tokens(family: str, batch: PyTree, seq: int) -> jax.Array:
-    """Return the tokens that the model reads, [B, T]; raise ValueError for missing tokens, a wrong dtype or shape."""
+    """Return the input tokens [B, T] of a batch; raise ValueError if they are missing or of a wrong dtype or shape."""
     if not isinstance(batch, Mapping) or "tokens" not in batch:
         got = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise ValueError(f'{family}: the batch must be a dict with "tokens" of shape [rows, positions + 1], got {got}')
@@ -236,7 +250,7 @@ def _check_tokens(family: str, batch: PyTree, seq: int) -> jax.Array:
 
 
 def _rows_of(family: str, batch: PyTree, shape: tuple[int, ...]) -> Rows:
-    """Return the `Rows` of a batch; raise ValueError for a wrong dtype or shape."""
+    """Return "positions" and "segment_ids" of a batch as `Rows`; raise ValueError for a wrong dtype or shape."""
     rows = Rows(batch.get("positions"), batch.get("segment_ids"))
     for name, x in rows._asdict().items():
         if x is not None and (x.shape != shape or not jnp.issubdtype(x.dtype, jnp.integer)):
@@ -248,7 +262,10 @@ def _rows_of(family: str, batch: PyTree, shape: tuple[int, ...]) -> Rows:
 
 
 def _token_weights(family: str, batch: PyTree, shape: tuple[int, ...]) -> jax.Array | None:
-    """Return the loss weights [B, T] of all predictions, from weights per prediction or per row; None without any."""
+    """Return the loss weight of every prediction, f32[B, T]; a weight per row [B] counts for all its positions.
+
+    None if the batch has no "weights".
+    """
     weights: jax.Array | None = batch.get("weights")
     if weights is None:
         return None

@@ -136,7 +136,7 @@ def gemma(
 
 
 class Norm(nn.Module):
-    """An RMS norm over the last dimension that multiplies by 1 + scale; computed in f32."""
+    """RMS norm over the last dimension, as in Gemma: the normalized x times (1 + scale), computed in f32."""
 
     epsilon: float
 
@@ -149,7 +149,7 @@ class Norm(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a gated MLP, each between two norms, and added to x[B, T, C]."""
+    """A transformer block of Gemma: x += norm(attention(norm(x))), then x += norm(mlp(norm(x))), for x[B, T, C]."""
 
     heads: int
     kv_heads: int
@@ -200,9 +200,11 @@ class Block(nn.Module):
         return named
 
     def _rotation(self, number_B: jax.Array | None) -> tuple[jax.Array, float | jax.Array]:
-        """Return (the angle per position of each pair of dimensions, the factor of rotated queries and keys).
+        """Return (rates, gain) of the rotary positions of this block.
 
-        The angles are [D / 2]. With the block's index for every row they are [B, 1, 1, D / 2].
+        rates is the rotation of each pair of dimensions in radians per position, [D / 2]; gain is a factor of rotated
+        queries and keys. In a model whose blocks have different windows, `number_B` is the index of the block, one copy
+        per row, and rates is [B, 1, 1, D / 2].
         """
         windows = self.window if isinstance(self.window, tuple) else (self.window,)
         rates = {True: rotary_rates(self.head_dim, self.rope_base, self.rope_scaling)}

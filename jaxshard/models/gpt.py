@@ -149,7 +149,7 @@ SIZES = {
 
 
 class Embedding(nn.Module):
-    """The sum of token and learned position embeddings: tokens[B, T] to x[B, T, C]."""
+    """Map tokens[B, T] to x[B, T, C]: the token embedding plus a learned embedding of the position."""
 
     vocab: int
     seq: int
@@ -167,7 +167,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal attention, then an MLP, each on a normalized copy of x[B, T, C] and added to it."""
+    """A transformer block of GPT-2: x += attention(layer_norm(x)), then x += mlp(layer_norm(x)), for x[B, T, C]."""
 
     heads: int
     expansion: int
@@ -197,7 +197,7 @@ class Block(nn.Module):
 
 
 def _attend(qkv_BTX: jax.Array, heads: int, segments_BT: jax.Array | None) -> jax.Array:
-    """Apply causal attention to the projection [B, T, 3 C]; return x[B, T, C].
+    """Apply causal attention to concatenated queries, keys and values [B, T, 3 C]; return [B, T, C].
 
     The 3 C columns are ordered by head, with (q, k, v) within each head, so that a tensor axis does not cut heads
     (Megatron-LM and GPT-NeoX do the same). GPT-2's published weights are ordered by (q, k, v) first.
@@ -215,7 +215,10 @@ def _dropout_keys(key: jax.Array | None, dropout: float, rows: int) -> jax.Array
 
 
 def _drop(x_BTC: jax.Array, rate: float, keys_B: jax.Array | None, call: int) -> jax.Array:
-    """Apply dropout with one key per row; uses of the same key pass a different `call`, for different bits."""
+    """Apply dropout to x[B, T, C], with one random key per row; without keys return x unchanged.
+
+    Each use of the same key passes a different number `call`, so that it drops different entries.
+    """
     if keys_B is None:
         return x_BTC
 

@@ -196,7 +196,7 @@ SIZES = {
 
 
 class Embedding(nn.Module):
-    """The token embedding: tokens[B, T] to x[B, T, C]."""
+    """Map tokens[B, T] to their embeddings x[B, T, C]."""
 
     vocab: int
     width: int
@@ -209,7 +209,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention on a normalized copy of x[B, T, C], added to it."""
+    """Compute x + attention(rms_norm(x)) for x[B, T, C], with grouped queries and rotary positions."""
 
     heads: int
     kv_heads: int
@@ -227,7 +227,10 @@ class Attention(nn.Module):
         return self.attend(x_BTC, rows)
 
     def attend(self, x_BTC: jax.Array, rows: Rows | None = None) -> jax.Array:
-        """Apply attention inside the `__call__` of a subclass, since a Flax class may have only one compact method."""
+        """Compute x + attention(rms_norm(x)) for x[B, T, C].
+
+        A subclass calls this method in its own `__call__`: a Flax class may have only one compact method.
+        """
         C, D, rows = x_BTC.shape[-1], self.head_dim, rows or Rows()
         init, residual_init = nn.initializers.normal(STDDEV), nn.initializers.normal(self.residual_stddev)
         h_BTC = enter_tensor_region(nn.RMSNorm(epsilon=self.norm_epsilon, name="attn_norm")(x_BTC))
@@ -247,7 +250,7 @@ class Attention(nn.Module):
 
 
 class Block(Attention):
-    """Grouped-query attention, then a gated MLP, each on a normalized copy of x[B, T, C] and added to it."""
+    """A transformer block of Llama: x += attention(rms_norm(x)), then x += mlp(rms_norm(x)), for x[B, T, C]."""
 
     hidden: int = 0
 
@@ -264,7 +267,11 @@ def gated_mlp(
     residual_stddev: float,
     activation: Callable[[jax.Array], jax.Array] = nn.silu,
 ) -> jax.Array:
-    """Apply a gated MLP, as the layers "gate_proj", "up_proj" and "down_proj" of the Flax module that calls this."""
+    """Apply a gated MLP, down(activation(gate(h)) * up(h)), to h[B, T, C]; return [B, T, C].
+
+    Call it in a compact method of a Flax module: its three matrices become the module's parameters "gate_proj",
+    "up_proj" and "down_proj".
+    """
     init = nn.initializers.normal(STDDEV)
     gate_BTF = constrain(dense("gate_proj", h_BTC, (hidden,), init), ("batch", "context", "mlp"))
     up_BTF = constrain(dense("up_proj", h_BTC, (hidden,), init), ("batch", "context", "mlp"))
@@ -276,7 +283,10 @@ def gated_mlp(
 def dense(
     name: str, x: jax.Array, features: tuple[int, ...], init: nn.initializers.Initializer, bias: bool = False
 ) -> jax.Array:
-    """Apply a dense layer of the Flax module that calls this, over all dimensions of x after [B, T]."""
+    """Apply a dense layer to x[B, T, ...]: contract all dimensions after [B, T], and return [B, T, *features].
+
+    Call it in a compact method of a Flax module: its kernel becomes the module's parameter `name`.
+    """
     inputs = tuple(range(2 - x.ndim, 0))
     layer = nn.DenseGeneral(features, axis=inputs, use_bias=bias, kernel_init=init, name=name)
     return apply_to_rows(layer, x)
@@ -290,9 +300,9 @@ def rotate(
 ) -> Float[Array, "batch seq heads dim"]:
     """Apply rotary positions: rotate the dimensions (i, i + D / 2) at position t by t * base^(-2 i / D) radians.
 
-    The positions are `at`; by default 0, 1, ... in the full row (`js.positions`). Computed in f32. Source: Su et al.
-    2021, "RoFormer", section 3.2, with the pairs of dimensions as in Hugging Face's weights of Llama; the classes of
-    `Scaling` say what a scaling does.
+    The positions are `at`; by default 0, 1, ... in the full row, also on a device that has only some of its positions.
+    Computed in f32. Source: Su et al. 2021, "RoFormer", section 3.2, with the pairs of dimensions as in Hugging Face's
+    weights of Llama. `scaling` changes the angles for longer rows, such as `js.models.RopeScaling(...)`.
     """
     rates = jnp.asarray(rotary_rates(x_BTHD.shape[3], base, scaling), jnp.float32)
     return turn(x_BTHD, rates, rotary_gain(scaling), at)
@@ -304,9 +314,10 @@ def turn(
     gain: float | jax.Array = 1.0,
     at: Int[Array, "batch seq"] | None = None,
 ) -> Float[Array, "batch seq heads dim"]:
-    """Rotate pairs of dimensions as `rotate` does, and multiply by `gain`.
+    """Rotate the pairs of dimensions (i, i + D / 2) at position t by t * rates[i] radians, and multiply by `gain`.
 
-    `rates` is the angle per position of each pair in radians, [D / 2], or for each row [B, 1, 1, D / 2].
+    `rates` is [D / 2], or [B, 1, 1, D / 2] with other rates for each row. The positions are `at`; by default 0 to T -
+    1.
     """
     at = positions(x_BTHD.shape[1]) if at is None else at
     angles_T1D = at.astype(jnp.float32)[..., None, None] * rates  # or [B, T, 1, D / 2]

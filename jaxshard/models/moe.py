@@ -165,7 +165,7 @@ def moe(
 
 @dataclass(frozen=True)
 class Router:
-    """The router's settings, as the arguments with the same names of `js.models.moe`."""
+    """The settings of the router of experts, with the names that they have as arguments of `js.models.moe`."""
 
     experts: int
     k: int
@@ -178,11 +178,16 @@ class Router:
 
     @property
     def losses(self) -> dict[str, float]:
-        """Return {name of a routing loss: its factor in the training loss}, without losses whose factor is 0."""
+        """Return {"balance" or "z": the factor of this loss in the training loss}, without losses whose factor is 0."""
         return {name: factor for name, factor in (("balance", self.balance), ("z", self.z)) if factor}
 
     def start(self, rows: int, depth: int) -> PyTree:
-        """Return the routing statistics of `rows` rows before the first block: zeros; see the top of this file."""
+        """Return the routing statistics of each row before the first block: zeros.
+
+        They are the losses "balance" and "z" and the numbers "dropped" and "bias", each f32[rows], and "load",
+        f32[rows, depth, experts], where `depth` is the number of blocks with experts. The top of this file explains
+        them.
+        """
         names = [*self.losses, "dropped", *(["bias"] if self.bias_rate else [])]
         numbers = {name: jnp.zeros(rows, jnp.float32) for name in names}
         return numbers | {"load": jnp.zeros((rows, depth, self.experts), jnp.float32)}
@@ -190,14 +195,15 @@ class Router:
     def add(self, numbers: PyTree, record: Routing, positions: int, bias_E: jax.Array | None) -> PyTree:
         """Add the routing statistics of a block to those of the blocks before it.
 
-        Under `js.context` a device has only some of the positions. Balance and bias are not linear in the counts, so
-        these are summed over the devices of a row first; the other statistics are summed with the loss.
+        Under `js.context` a device has only some positions of each row. The balance loss and the bias are not linear in
+        the counts, so their counts are first summed over the devices that share a row. The other statistics need no
+        collective here: they are summed together with the loss.
 
         Args:
-          numbers: the statistics so far, as from `start`.
+          numbers: the statistics of the blocks before, as from `start`.
           record: the block's statistics, from `js.moe`.
           positions: the number of positions of each row on this device.
-          bias_E: the router's bias; None without `bias_rate`.
+          bias_E: the router's bias, one number per expert; None without `bias_rate`.
         """
         depth = numbers["load"].shape[1]
         load_BE = record.load.astype(jnp.float32)
@@ -220,11 +226,11 @@ class Router:
 
 @dataclass(frozen=True)
 class RoutedBlock:
-    """A transformer block: attention, then experts, each applied to a normalized copy of x[B, T, C] and added to x.
+    """A transformer block with experts: x += attention(norm(x)), then x += experts(norm(x)), for x[B, T, C].
 
     Attributes:
-      attention: the module that adds attention to x.
-      norm: the norm of the input of router and experts.
+      attention: the module that computes x + attention(norm(x)).
+      norm: the norm before the router and the experts.
       router: the router's settings.
       hidden: the hidden width of an expert.
       shared: the module of the shared experts, which compute every token; None without shared experts.
@@ -239,7 +245,7 @@ class RoutedBlock:
     depth: int
 
     def init(self, key: jax.Array, width: int) -> PyTree:
-        """Draw the parameters of a block."""
+        """Draw the parameters of a block with `width` features: {"attention", "mlp_norm", "router", "experts", ...}."""
         keys, x_BTC = jax.random.split(key, 6), jnp.zeros((1, 1, width))
         E, C, F = self.router.experts, width, self.hidden
         shapes = {"gate_proj": (E, C, F), "up_proj": (E, C, F), "down_proj": (E, F, C)}
@@ -257,7 +263,7 @@ class RoutedBlock:
         return params | ({} if self.shared is None else {"shared": self.shared.init(keys[5], x_BTC)["params"]})
 
     def run(self, params: PyTree, activations: PyTree, key: jax.Array | None) -> PyTree:
-        """Apply the block to the activations {"x", "routing"}, and add its routing statistics."""
+        """Apply the block to {"x": activations, "routing": statistics}; return the same tree after the block."""
         router, (x_BTC, rows) = self.router, split_rows(activations["x"])
         x_BTC = apply(self.attention, params["attention"], x_BTC, rows)
         h_BTC = enter_tensor_region(apply(self.norm, params["mlp_norm"], x_BTC))
@@ -275,7 +281,7 @@ class RoutedBlock:
 
 
 class SharedExperts(nn.Module):
-    """The shared experts, which compute every token: one gated MLP applied to x[B, T, C]."""
+    """The experts that compute every token, as a single gated MLP: x[B, T, C] to [B, T, C]."""
 
     hidden: int
     residual_stddev: float
@@ -286,7 +292,10 @@ class SharedExperts(nn.Module):
 
 
 def expert_mlp(params: PyTree, x_NC: jax.Array, dot: Callable[..., jax.Array]) -> jax.Array:
-    """Apply to each row the gated MLP of its expert: the function `fn` of `js.moe`."""
+    """Apply the gated MLP of its expert to each token of x[N, C]; `js.moe` calls this as its argument `fn`.
+
+    `dot(x, w)` multiplies each token by the matrix of its own expert, from w[E, C, F].
+    """
     gate_NF, up_NF = (checkpoint_name(dot(x_NC, params[name]), "moe_hidden") for name in ("gate_proj", "up_proj"))
     return dot(nn.silu(gate_NF) * up_NF, params["down_proj"])
 
@@ -295,14 +304,15 @@ class RoutedDecoder(Decoder):
     """The model that `js.models.moe` builds: a `Decoder` whose blocks have experts.
 
     Args:
-      plain: a Llama of the same size, whose embedding, head, dense blocks and check of batches the model uses.
+      plain: a Llama of the same size; the model uses its embedding, head, blocks without experts, and checks of the
+        batch.
       block: a block with experts.
       dense: the number of first blocks without experts.
 
     Attributes:
       router: the router's settings.
-      routing: the same model as a `js.Stacked` whose `evaluate` returns "load", a `js.Sum` of how often each expert was
-        chosen, [blocks with experts, experts], and "loss".
+      routing: a `js.Stacked` model with the same parameters. Its `evaluate` returns "loss", and "load", a `js.Sum` of
+        how often each expert was chosen, [blocks with experts, experts].
     """
 
     def __init__(self, plain: Decoder, block: RoutedBlock, dense: int) -> None:
@@ -336,7 +346,7 @@ class RoutedDecoder(Decoder):
         self.routing = Stacked(embed, block.run, count, depth, init)
 
     def residual(self, activations: PyTree) -> jax.Array:
-        """Return the residual stream x[B, T, C] of the activations between blocks."""
+        """Return the residual stream x[B, T, C] from the tree {"x", "routing"} that one block passes to the next."""
         return super().residual(activations["x"])
 
     def _add_routing(self, loss: Loss, routing: PyTree, positions: int, *, training: bool) -> Loss:
@@ -352,9 +362,10 @@ class RoutedDecoder(Decoder):
         return Loss(value, metrics=loss.metrics | means | {"drop_rate": dropped})
 
     def dim_names(self, params: PyTree) -> PyTree:
-        """Return the logical names of every parameter's dimensions, by which `js.tensor` and `js.expert` split them.
+        """Return the logical names of each parameter's dimensions, by which `js.tensor` and `js.expert` split it.
 
-        As for other models, except that the experts' matrices have a dimension "expert".
+        The names are those of `js.Stacked`, but the matrices of the experts have a dimension "expert": for example
+        ("blocks", "expert", "embed", "mlp") for [blocks, E, C, F].
         """
 
         def names(path: Any, x: Any, found: tuple[str | None, ...]) -> tuple[str | None, ...]:
@@ -366,10 +377,11 @@ class RoutedDecoder(Decoder):
         return map_with_path(names, params, super().dim_names(params))
 
     def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Return the optimizer to train this model with: `tx`, but for the router's biases a rule of their own.
+        """Return an optimizer that balances the experts: it updates router biases by their own rule, all else by `tx`.
 
-        A bias changes by `bias_rate` against the sign of its gradient, which is by how much the number of tokens that
-        chose the expert exceeds the mean. Without `bias_rate` return `tx` itself.
+        The gradient of a bias is positive if more tokens chose its expert than the mean of the experts, and negative if
+        fewer did. The update moves the bias by `bias_rate` in the opposite direction, whatever the magnitude of the
+        gradient. Without `bias_rate` return `tx` itself.
         """
         if not self.router.bias_rate:
             return tx

@@ -30,10 +30,10 @@ HEADS = ("batch", "context", "heads", None)
 
 
 class Output(nn.Module):
-    """The final norm and, unless `vocab` is None, the output matrix.
+    """Apply the final norm and the output matrix: x[B, T, C] to logits [B, T, vocab].
 
-    It maps x[B, T, C] to logits [B, T, vocab]; if `vocab` is None, to the normalized x[B, T, C], for a model whose
-    output matrix is the embedding table.
+    If `vocab` is None there is no matrix, and the result is the normalized x[B, T, C]: for models that use the
+    embedding table as the output matrix.
     """
 
     vocab: int | None
@@ -50,16 +50,17 @@ class Output(nn.Module):
 
 
 def apply(module: nn.Module, params: PyTree, *args: Any) -> jax.Array:
-    """Call a stateless Linen module with its parameters."""
+    """Call a Linen module with its parameters: `module.apply({"params": params}, *args)`."""
     return cast(jax.Array, module.apply({"params": params}, *args))
 
 
 def apply_to_rows(layer: nn.Module, x: jax.Array) -> jax.Array:
-    """Apply a dense layer to x[B, T, ...] with rows and positions merged into one dimension.
+    """Apply a dense layer to x[B, T, ...], with rows and positions merged to one dimension [B * T, ...].
 
-    The merge is for XLA on CPU: if a product contracts two dimensions at once, as the gradient of a kernel does, XLA
-    first transposes both operands, at several times the cost of the product. Positions that are split over a tensor
-    axis, or by the compiler over a context axis, are not merged, since a merged dimension can't be split by positions.
+    The merge is for XLA on CPU: the gradient of a kernel contracts rows and positions, and for two contracted
+    dimensions XLA first transposes both operands, at several times the cost of the product. Positions that are split
+    over a tensor axis, or by the compiler over a context axis, are not merged, since a merged dimension can't be split
+    by positions.
     """
     if is_split("sequence") or split_count("context", x.shape[1]) > 1:
         y: jax.Array = layer(x)
@@ -70,15 +71,16 @@ def apply_to_rows(layer: nn.Module, x: jax.Array) -> jax.Array:
 
 
 def enter_tensor_region(x_BTC: jax.Array) -> jax.Array:
-    """All-gather the positions of x before column-parallel layers; reduce-scatter the gradient of x over positions.
+    """All-gather the positions of x[B, T, C] before column-parallel layers; in the backward pass, reduce-scatter.
 
-    This is Megatron-LM's sequence parallelism. Without a rule that splits "sequence" it communicates nothing.
+    This is Megatron-LM's sequence parallelism: outside of the layers each device of a tensor axis has some positions of
+    a row. If the strategy does not split the dimension "sequence", there is no communication.
     """
     return constrain(x_BTC, WHOLE_ROWS, grad=RESIDUAL)
 
 
 def init_parts(embedding: nn.Module, block: nn.Module, output: nn.Module, width: int) -> Callable[[jax.Array], PyTree]:
-    """Build the function `init(key) -> {"embed", "block", "head"}` for `js.Stacked`, from three Flax modules."""
+    """Build `init(key) -> {"embed": ..., "block": ..., "head": ...}` for a `js.Stacked` from its three Flax modules."""
 
     def init(key: jax.Array) -> PyTree:
         keys = jax.random.split(key, 3)
@@ -114,7 +116,7 @@ _UNLIMITED = 2**30
 
 
 def check_window(family: str, window: Window, depth: int) -> int | tuple[int | None, ...] | None:
-    """Check a model's `window`; return a single window if all blocks have the same, else a tuple with each block's.
+    """Check a model's `window`, and simplify it: one value if all blocks have the same window, else a tuple by block.
 
     Raises:
       ValueError: a list of another length than `depth`, or a window below 1.
@@ -132,12 +134,12 @@ def check_window(family: str, window: Window, depth: int) -> int | tuple[int | N
 
 
 def window_of(window: int | tuple[int | None, ...] | None, number_B: jax.Array | None) -> int | jax.Array | None:
-    """Return the `window` argument of `js.attention` for a block.
+    """Return the attention window of one block, for the argument `window` of `js.attention`.
 
     Args:
-      window: the result of `check_window`.
-      number_B: the index of the block, for every row; None if it is unknown, as in `init`, where the result is None for
-        a tuple of windows, since parameters do not depend on it.
+      window: one window for all blocks, or a tuple with the window of each block; the result of `check_window`.
+      number_B: the index of the block, one copy for each row. None in `init`, where the index is not known: then the
+        result for a tuple is None, since parameters do not depend on the window.
     """
     if not isinstance(window, tuple):
         return window

@@ -90,7 +90,7 @@ class Size(NamedTuple):
         return model
 
     def check_changes(self, changes: Iterable[str]) -> None:
-        """Raise ValueError for a change that is no argument of `make`; list the valid ones."""
+        """Raise ValueError if a name in `changes` is no argument of `make`; the message lists the arguments."""
         known = inspect.signature(self.make).parameters
         if unknown := [name for name in changes if name not in known]:
             raise ValueError(

@@ -26,7 +26,9 @@ LARGEST = 256
 
 
 def box_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a block, for an array of more than `LARGEST` elements.
+    """Return the shape of the blocks into which an array is divided for 8-bit storage, with one scale per block.
+
+    Blocks have 128 to 256 neighbouring elements if the array's shape allows it.
 
     Example:
         >>> box_of((1024, 4096)), box_of((768, 12, 64)), box_of((1600, 1600))
@@ -42,12 +44,15 @@ def box_of(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the scales of an array of this shape: the number of blocks along each dimension."""
+    """Return the number of blocks along each dimension of an array of this shape: (1024, 4096) -> (1024, 32).
+
+    It is the shape of the array of scales, which has one scale per block.
+    """
     return tuple(-(-size // length) for size, length in zip(shape, box_of(shape), strict=True))
 
 
 def largest_per_block(x: Float32[Array, "*shape"]) -> Float32[Array, "*blocks"]:
-    """Return the largest magnitude in each block of an array; the result has the shape `scales_shape(x.shape)`."""
+    """Return the largest magnitude in each block of an array: f32[1024, 4096] -> f32[1024, 32] for blocks [1, 128]."""
     largest = jnp.abs(x)
     for dim, (size, length) in enumerate(zip(x.shape, box_of(x.shape), strict=True)):
         if length > 1:
@@ -60,7 +65,7 @@ def largest_per_block(x: Float32[Array, "*shape"]) -> Float32[Array, "*blocks"]:
 
 
 def spread(scales: Float32[Array, "*blocks"], shape: tuple[int, ...]) -> Float32[Array, "*shape"]:
-    """Broadcast the scales of blocks to the elements of an array of this shape."""
+    """Repeat the scale of each block for all elements of the block: f32[1024, 32] -> f32[1024, 4096]."""
     for dim, (size, length) in enumerate(zip(shape, box_of(shape), strict=True)):
         if length > 1:
             before, count, after = scales.shape[:dim], scales.shape[dim], scales.shape[dim + 1 :]
@@ -71,10 +76,10 @@ def spread(scales: Float32[Array, "*blocks"], shape: tuple[int, ...]) -> Float32
 
 
 def _length(size: int, low: int, high: int) -> int:
-    """Return the length of blocks along a dimension, from `low` to `high` if possible.
+    """Choose the length of blocks along a dimension of this size, from `low` to `high` if possible.
 
-    Prefer a length for which the number of blocks is a power of two. Then splitting the dimension over any power of two
-    of devices either cuts no block, or cuts all blocks into equal parts, for which only scales are exchanged.
+    Prefer a length for which the number of blocks is a power of two. Then, if the dimension is split over a power of
+    two of devices, either no block is cut, or all blocks are cut into equal parts and only their scales are exchanged.
     """
     if size <= low:
         return size

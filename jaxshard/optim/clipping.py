@@ -30,11 +30,13 @@ def clip_by_global_norm(
 ) -> optax.GradientTransformationExtraArgs:
     """Scale updates down so that their global norm is at most `max_norm`, like `optax.clip_by_global_norm`.
 
-    Pascanu et al. 2013, "On the difficulty of training recurrent neural networks", section 3.2. Without `axis_name`
-    updates are global arrays, or replicated. With `axis_name`, the transform runs inside `shard_map` on this device's
-    shards, as inside `js.optim.zero1`, `zero2` and `fsdp`, and uses the norm of the full arrays: one all-reduce of one
-    f32 scalar. Arrays count as split over the axis; scalars count as replicated, and are counted once. Inside
-    `js.optim.tensor` replicated parameters are counted once, too (one more all-reduce of a scalar).
+    Without `axis_name` updates are global arrays, or replicated. With `axis_name`, the transform runs inside
+    `shard_map` on this device's shards, as inside `js.optim.zero1`, `zero2` and `fsdp`, and uses the norm of the full
+    arrays: one all-reduce of one f32 scalar. Arrays count as split over the axis; scalars count as replicated, and are
+    counted once. Inside `js.optim.tensor` replicated parameters are counted once, too (one more all-reduce of a
+    scalar).
+
+    Pascanu et al. 2013, "On the difficulty of training recurrent neural networks", section 3.2.
 
     Args:
       max_norm: The largest norm of updates.

@@ -20,11 +20,13 @@ SIGN = 128
 
 
 def encode_magnitude(x: Float32[Array, "*shape"], bits: int) -> UInt8[Array, "*shape"]:
-    """Return the nearest code of each number in [0, 1]; the code 0 is kept for the number 0.
+    """Return the nearest code of each number in [0, 1], in the 8-bit dynamic map of Dettmers et al.
+
+    The code 0 stands only for the number 0: smaller positive numbers than that of code 1 get the code 1.
 
     Args:
       x: the numbers.
-      bits: the bits of a code, 7 or 8.
+      bits: the number of bits of a code, 7 or 8.
 
     Example:
         >>> encode_magnitude(jnp.array([0.0, 1e-30, 0.1, 1.0]), 8)

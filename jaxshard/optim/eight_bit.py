@@ -53,7 +53,8 @@ def adam8bit(
 ) -> optax.GradientTransformationExtraArgs:
     """Make AdamW with its moments in 8 bits: 2.1 bytes of state per parameter instead of 8.
 
-    It is `optax.adamw` with `js.optim.scale_by_adam8bit` in place of `optax.scale_by_adam`; see there for the rounding.
+    It is `optax.adamw` with `js.optim.scale_by_adam8bit` in place of `optax.scale_by_adam`. See
+    `js.optim.scale_by_adam8bit` for the rounding.
 
     Args:
       learning_rate: A number or a schedule.
@@ -157,29 +158,35 @@ def scale_by_adam8bit(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> 
 
 
 def quantise_signed(x: Float32[Array, "*shape"]) -> tuple[UInt8[Array, "*shape"], Float32[Array, "*blocks"]]:
-    """Return (codes of an array, scales of its blocks); an element's error is at most 0.0071 of its block's scale."""
+    """Encode an array in 8 bits: return (codes of the elements, one f32 scale per block of elements).
+
+    An element's error is at most 0.0071 times the scale of its block, which is the largest magnitude in the block.
+    """
     share, scales = _share(x)
     return encode_signed(share), scales
 
 
 def dequantise_signed(codes: UInt8[Array, "*shape"], scales: Float32[Array, "*blocks"]) -> Float32[Array, "*shape"]:
-    """Return the array that `quantise_signed` encoded as these codes and scales, up to rounding."""
+    """Decode the codes and scales that `quantise_signed` returned: the original array up to rounding."""
     return decode_signed(codes) * spread(scales, codes.shape)
 
 
 def quantise_magnitude(x: Float32[Array, "*shape"]) -> tuple[UInt8[Array, "*shape"], Float32[Array, "*blocks"]]:
-    """Return (codes, scales of blocks) of an array without negative numbers; errors are at most 0.0036 of a scale."""
+    """Encode an array without negative numbers in 8 bits: return (codes of the elements, one f32 scale per block).
+
+    An element's error is at most 0.0036 times the scale of its block, which is the largest number in the block.
+    """
     share, scales = _share(x)
     return encode_magnitude(share, 8), scales
 
 
 def dequantise_magnitude(codes: UInt8[Array, "*shape"], scales: Float32[Array, "*blocks"]) -> Float32[Array, "*shape"]:
-    """Return the array that `quantise_magnitude` encoded as these codes and scales, up to rounding."""
+    """Decode the codes and scales that `quantise_magnitude` returned: the original array up to rounding."""
     return decode_magnitude(codes, 8) * spread(scales, codes.shape)
 
 
 def _share(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (each element divided by its block's largest magnitude, these magnitudes)."""
+    """Return (each element divided by the largest magnitude in its block, the largest magnitude of each block)."""
     scales = largest_per_block(x)
     whole = spread(scales, x.shape)
     return jnp.where(whole > 0, x / whole, 0.0), scales

@@ -33,12 +33,13 @@ from jaxshard.core.types import AxisName, PyTree, Role
 
 
 class LocalState(NamedTuple):
-    """The state of an optimizer under `js.local`.
+    """The optimizer state under `js.local`, where replicas train independently and are averaged every few steps.
 
     Attributes:
       params: each replica's own parameters, [replicas, ...].
-      inner: each replica's state of the inner optimizer, the `tx` of the layout, [replicas, ...].
-      outer: a tuple whose only element is the state of the outer optimizer: checkpoints name its arrays outer/0/...
+      inner: each replica's state of the layout's optimizer `tx`, [replicas, ...].
+      outer: the state of the outer optimizer, which updates the shared parameters when replicas are averaged. It is in
+        a tuple of one element, so checkpoints name its arrays outer/0/...
     """
 
     params: Any
@@ -48,7 +49,16 @@ class LocalState(NamedTuple):
 
 @dataclass(frozen=True)
 class Local:
-    """The strategy of replicas that train independently, and how their state is made, stored and saved; see `local`."""
+    """The strategy that `js.local` returns: replicas that train independently and are averaged every few steps.
+
+    It also makes, stores and saves the optimizer state of the replicas (`core.carried.Carried`).
+
+    Attributes:
+      axis: the mesh axes over which the replicas are spread.
+      every: the number of steps from one synchronisation to the next.
+      outer: the optax transform that updates the shared parameters at a synchronisation.
+      warmup: the number of first steps in which gradients are averaged over replicas.
+    """
 
     rank: ClassVar[int] = 0
 
@@ -69,15 +79,15 @@ class Local:
         return axis_size(mesh, self.axis)
 
     def due(self, step: jax.Array) -> jax.Array:
-        """Return what to do after step number `step`, which counts from 0.
+        """Return what follows step number `step` (the first is 0), as an integer.
 
-        0: nothing. 1: synchronise the replicas. 2, after a warm-up step: copy the replicas' parameters, which are equal
-        then, to the shared parameters.
+        0: nothing. 1: average the replicas and update the shared parameters. 2, after a warm-up step: copy the
+        parameters of a replica, equal on all replicas, to the shared parameters.
         """
         return jnp.where(step < self.warmup, 2, ((step + 1) % self.every == 0).astype(jnp.int32))
 
     def start(self, tx: Any, params: PyTree, mesh: Mesh) -> LocalState:
-        """Make the initial optimizer state for trained parameters, in which all replicas are equal."""
+        """Make the initial optimizer state; all replicas start with the same parameters."""
 
         def copy(x: Any) -> Any:
             x = jnp.asarray(x)
@@ -87,25 +97,25 @@ class Local:
         return LocalState(own, inner, (self.outer.init(params),))
 
     def store(self, placements: PyTree, state: PyTree) -> PyTree:
-        """Convert a state of logical arrays to stored arrays, each by its own placement."""
+        """Convert optimizer state from logical arrays to stored arrays (padded, reshaped), as its placements say."""
         return store(placements, state)
 
     def unstore(self, placements: PyTree, state: PyTree) -> PyTree:
-        """Convert a state of stored arrays to logical arrays: the inverse of `store`."""
+        """Convert optimizer state from stored arrays to logical arrays: the inverse of `store`."""
         return unstore(placements, state)
 
     def saved(self, layout: Layout) -> Layout:
-        """Return the layout of the arrays in a checkpoint: `layout` itself, since every replica's state is saved."""
+        """Return the layout in which checkpoints store the state: `layout` itself, with the state of every replica."""
         return layout
 
     def describe(self, mesh: Mesh) -> list[str]:
-        """Describe the replicas in one line, for `print(layout)`."""
+        """Return one line of text about the replicas, for `print(layout)`."""
         alike = f"; alike in the first {self.warmup}" if self.warmup else ""
         often = f"synchronised every {self.every} steps{alike}"
         return [f"{self.replicas(mesh)} replicas over {' x '.join(self.axis)}: {often}"]
 
     def lift(self, placement: Placement, mesh: Mesh) -> Placement:
-        """Return the placement of an array [replicas, ...] from the placement of one replica's array."""
+        """Return the placement of an array [replicas, ...], given that of one replica's array [...]."""
         count, axis, view = self.replicas(mesh), spec_entry(self.axis), placement.view
         lifted = View((count, *view.logical), (count, *view.padded), (count, *view.stored), view.extra_dims)
         use, store = (PartitionSpec(axis, *spec) for spec in (placement.use, placement.store))
@@ -114,7 +124,7 @@ class Local:
 
 @functools.cache
 def average() -> optax.GradientTransformation:
-    """Make the default outer optimizer, which replaces the shared parameters by the mean over the replicas."""
+    """Make the default outer optimizer: it replaces the shared parameters by the mean of the replicas' parameters."""
     return optax.sgd(1.0)
 
 
@@ -188,7 +198,7 @@ def local(
 
 
 def local_of(strategy: Strategy) -> Local | None:
-    """Return the `js.local` of a strategy; None without one."""
+    """Return the `js.local` among the parts of a strategy; None if there is none."""
     found = [part for part in parts_of(strategy) if isinstance(part, Local)]
     if len(found) > 1:
         raise ValueError("local: a strategy has one js.local; name all axes of the replicas in it, as a tuple")
@@ -196,7 +206,7 @@ def local_of(strategy: Strategy) -> Local | None:
 
 
 def with_replicas(layout: Layout, local: Local) -> Layout:
-    """Return the layout of a training run under `js.local`, from the layout of the arrays of a single replica.
+    """Return the layout for training several replicas, made from the layout of a single replica.
 
     Raises:
       ValueError: `js.local` is combined with something that it does not support; the message names it.
@@ -220,7 +230,7 @@ def with_replicas(layout: Layout, local: Local) -> Layout:
 
 
 def inside_replica(layout: Layout) -> Layout:
-    """Return the layout of a single replica, a training run over the other mesh axes: undo `with_replicas`."""
+    """Return the layout of a single replica, without the replicas' mesh axes: the inverse of `with_replicas`."""
     own = Composed(tuple(part for part in parts_of(layout.strategy) if not isinstance(part, Local)))
     placements, shapes = layout.opt_state, layout.shapes
     if placements is not None:

@@ -90,7 +90,7 @@ def _mask_others(param: jax.Array, original: jax.Array) -> jax.Array | optax.Mas
 
 
 def _merge(originals: PyTree, params: PyTree) -> PyTree:
-    """Replace each parameter that has an f32 master copy by this copy."""
+    """Return the parameters with the f32 master copy in place of each parameter that has one."""
     return jax.tree.map(lambda p, original: original if is_low(p) else p, params, originals)
 
 

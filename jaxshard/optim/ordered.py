@@ -24,9 +24,10 @@ from jaxshard.optim.proof.elementwise import check_elementwise, check_state, is_
 
 
 def with_ordered_sums(tx: Any, params: PyTree, layout: Layout) -> optax.GradientTransformation:
-    """Return `tx` with each sum over all elements of an array computed in the order of the devices.
+    """Return `tx` with sums over all elements of an array computed in a fixed order, one device after another.
 
-    The result updates arrays as they are stored. Collectives: one all-gather of a scalar per device for each such sum.
+    The results then do not depend on the order in which a compiler adds the devices' shares. The new transform updates
+    arrays as they are stored. Collectives: one all-gather of a scalar per device for each such sum.
 
     Args:
       tx: A transform that is elementwise except for functions of sums over all parameters, such as the global norm.
@@ -67,19 +68,18 @@ def with_ordered_sums(tx: Any, params: PyTree, layout: Layout) -> optax.Gradient
 
 
 class _Specs:
-    """The PartitionSpecs of the values in an elementwise jaxpr, found one equation after another.
+    """Find the PartitionSpec of every value in an elementwise jaxpr, one equation after another.
 
-    A result with the shape of an operand has the operand's spec, since an elementwise equation keeps every element in
-    its place.
+    An elementwise equation keeps every element in its place, so a result has the spec of an operand of the same shape.
     """
 
     def __init__(self, jaxpr: Any, inputs: list[PartitionSpec]):
         self._known = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def follow(self, equation: Any) -> PartitionSpec | None:
-        """Record the specs of an equation's results; return the spec of its first operand with a known spec, or None.
+        """Record the specs of an equation's results; return the spec of its first operand that has one, else None.
 
-        Must be called for every equation, in the order of the jaxpr.
+        Call it for every equation, in the order of the jaxpr.
 
         Raises:
           ValueError: the equation is a branch or loop that sums an array.
@@ -100,5 +100,5 @@ class _Specs:
 
 
 def _sums_an_array(equation: Any) -> bool:
-    """Return True if an equation sums all elements of an array; sums over some dimensions were refused before."""
+    """Return True if an equation sums all elements of an array; optimizers with other sums were refused before."""
     return equation.primitive.name == "reduce_sum" and bool(equation.invars[0].aval.shape)

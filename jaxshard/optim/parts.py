@@ -31,7 +31,13 @@ from jaxshard.optim.proof.trace import param_at_end
 
 
 class Split(NamedTuple):
-    """The split of an array: the dimension, the size of this dimension, and its size on one device."""
+    """The dimension along which an array is split over devices, and its sizes.
+
+    Attributes:
+      dim: the dimension.
+      size: the size of this dimension in the full array.
+      local: its size on one device, padding included.
+    """
 
     dim: int
     size: int
@@ -41,7 +47,8 @@ class Split(NamedTuple):
 def split_of(shape: tuple[int, ...], count: int) -> Split | None:
     """Choose the dimension along which an array is split into `count` equal parts.
 
-    None for scalars and arrays without elements, which are replicated.
+    It is the dimension that needs the least padding or, of several, the largest. None for scalars and arrays without
+    elements, which are replicated.
     """
     if not math.prod(shape) or not shape:
         return None
@@ -56,20 +63,29 @@ def split_of(shape: tuple[int, ...], count: int) -> Split | None:
 
 
 def shard_shape(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Return the shape of one device's part of an array that is split over `count` devices."""
+    """Return the shape of one device's part of an array, padding included: (1001,) over 8 devices -> (126,)."""
     split = split_of(shape, count)
     return shape if split is None else (*shape[: split.dim], split.local, *shape[split.dim + 1 :])
 
 
 class Parts(NamedTuple):
-    """The mesh axes over which arrays are split, and the number of devices along them, each of which has one part."""
+    """The devices over which arrays are split inside `shard_map`, one part for each device.
+
+    Attributes:
+      axes: the mesh axes.
+      devices: the number of devices along these axes.
+    """
 
     axes: tuple[str, ...]
     devices: int
 
     @classmethod
     def bound(cls, axis_name: AxisName, who: str) -> Parts:
-        """Make the `Parts` for axes of the enclosing `shard_map`; raise ValueError if there is no such `shard_map`."""
+        """Make the `Parts` for mesh axes of the enclosing `shard_map`; `who` is the caller's name for error messages.
+
+        Raises:
+          ValueError: there is no `shard_map` over these axes.
+        """
         axes = axis_names(axis_name)
         try:
             return cls(axes, math.prod(lax.axis_size(axis) for axis in axes))
@@ -80,13 +96,13 @@ class Parts(NamedTuple):
             ) from error
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
-        """Return the `PartitionSpec` by which an array of this shape is split."""
+        """Return the `PartitionSpec` of a split array with this full shape."""
         split = split_of(shape, self.devices)
         entry = self.axes[0] if len(self.axes) == 1 else self.axes
         return PartitionSpec() if split is None else PartitionSpec(*[None] * split.dim, entry)
 
     def pad(self, x: jax.Array) -> jax.Array:
-        """Pad a full array with zeros at the end, so that its parts have equal size."""
+        """Pad a full array with zeros at the end, so that it can be split into equal parts."""
         split = split_of(x.shape, self.devices)
         if split is None or split.local * self.devices == split.size:
             return x
@@ -94,16 +110,20 @@ class Parts(NamedTuple):
         return lax.pad(x, x.dtype.type(0), [(0, missing if dim == split.dim else 0, 0) for dim in range(x.ndim)])
 
     def take(self, x: jax.Array) -> jax.Array:
-        """Slice this device's part of a replicated array. No collectives."""
+        """Return this device's part of a replicated array: a slice, without collectives."""
         split = split_of(x.shape, self.devices)
         if split is None:
             return x
         return lax.dynamic_slice_in_dim(self.pad(x), lax.axis_index(self.axes) * split.local, split.local, split.dim)
 
     def gather_replicated(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """All-gather an array of this full shape from the parts `x`, and remove its padding.
+        """All-gather a full array of this shape from the devices' parts, and remove its padding.
 
-        The type of the result does not vary over the axes, so that `shard_map` accepts it as replicated.
+        JAX's type of the result does not vary over the axes, so that `shard_map` accepts it as replicated.
+
+        Args:
+          x: this device's part.
+          shape: the shape of the full array.
         """
         split = split_of(shape, self.devices)
         if split is None:
@@ -114,9 +134,9 @@ class Parts(NamedTuple):
 
 
 def types_are_checked(axes: tuple[str, ...]) -> bool:
-    """Return True if JAX's types say over which mesh axes a value varies, as under `check_vma=True`.
+    """Return True if JAX tracks over which mesh axes each value varies, as in a `shard_map` with `check_vma=True`.
 
-    Under `check_vma=False` the type of no value varies, not even of the axis index, so types prove nothing.
+    Without this check no value's type varies over an axis, so a type does not prove that devices have equal values.
     """
     return all(axis in varying_axes(lax.axis_index(axis)) for axis in axes)
 
@@ -170,14 +190,14 @@ def specs_of_state(
 ) -> PyTree:
     """Return the `PartitionSpec` of every array of the state that `tx.init(params)` makes inside `shard_map`.
 
-    A state array gets the spec of a parameter if its path ends with the parameter's path, and if it has the shape of
-    the parameter or of one of its `count` parts; otherwise P().
+    A state array has the spec of a parameter if its path ends with the parameter's path, such as "0/mu/w" for "w", and
+    if it has the shape of the parameter or of one of its `count` parts; otherwise it is replicated, P().
 
     Args:
       tx: The transform.
       params: The abstract parameters that `tx.init` receives.
       specs: The spec of each parameter, in the order of the leaves of `params`.
-      sizes: The sizes of the mesh axes that the `shard_map` binds.
+      sizes: The size of each mesh axis of the `shard_map`.
       count: The number of parts into which the transform splits parameters.
     """
     known = jax.tree_util.tree_leaves_with_path(params)
@@ -194,10 +214,10 @@ def specs_of_state(
 
 
 def shard_params(params: PyTree, axis_name: AxisName = "data") -> PyTree:
-    """Return this device's part of every replicated parameter, inside `shard_map`.
+    """Return this device's part of every replicated parameter, inside `shard_map`. No collectives.
 
     On 8 devices the part of a parameter [4096, 1001] is [512, 1001], and the part of [1001] is [126], which on the last
-    device ends with 7 zeros of padding. No collectives.
+    device ends with 7 zeros of padding.
 
     Example:
         specs = js.optim.param_specs(params, "data", 8)
@@ -208,7 +228,7 @@ def shard_params(params: PyTree, axis_name: AxisName = "data") -> PyTree:
 
 
 def gather_params(shards: PyTree, like: PyTree, axis_name: AxisName = "data") -> PyTree:
-    """All-gather parameters from this device's parts `shards`, inside `shard_map`, and remove padding.
+    """All-gather full parameters from the parts of all devices, inside `shard_map`, and remove padding.
 
     One all-gather per array, which moves (n - 1) / n of the padded array's bytes to each of n devices. Under `jax.grad`
     the backward pass has one reduce-scatter of the same bytes: the gradient with respect to the shards is the sum over

@@ -24,11 +24,11 @@ from jaxshard.optim.stochastic import StochasticState
 class PerBlockState(NamedTuple):
     """The state of `js.optim.per_block`.
 
-    Both attributes are states for the tree of all parameters, with `optax.MaskedNode` in place of the parameters of the
-    other attribute, so that the path of a state array ends with the path of its parameter.
+    Both attributes are states for the tree of all parameters, so that the path of a state array ends with the path of
+    its parameter. `optax.MaskedNode` replaces the parameters that belong to the other attribute.
 
     Attributes:
-      blocks: The state of the wrapped transform for the stacked parameters; every array has a leading dimension of
+      blocks: The state of the wrapped transform for the stacked parameters. Every array has a leading dimension of
         blocks, also the counts of steps.
       others: The state of the wrapped transform for all other parameters.
 
@@ -68,7 +68,7 @@ def per_block(tx: optax.GradientTransformation, stacked: str = BLOCKS) -> optax.
     tx = as_transform(tx)
 
     def keep(tree: PyTree, *, blocks: bool) -> PyTree:
-        """Replace all leaves by `optax.MaskedNode` except the stacked ones (blocks=True) or all others (False)."""
+        """Keep the stacked parameters (blocks=True) or all others (False); put `optax.MaskedNode` for the rest."""
         return map_with_path(lambda path, x: x if (_key(path) == stacked) == blocks else optax.MaskedNode(), tree)
 
     def init_fn(params: PyTree) -> Any:

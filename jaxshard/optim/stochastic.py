@@ -111,7 +111,7 @@ def stochastic_round(tx: optax.GradientTransformation, *, seed: int = 0) -> opta
 
 
 def round_stochastic(x: Float32[Array, "*shape"], bits: UInt32[Array, "*shape"]) -> BFloat16[Array, "*shape"]:
-    """Round each number at random to one of its two neighbours in bf16, so that on average the number is unchanged.
+    """Round each number at random to one of its two neighbours in bf16, so that the mean is the number itself.
 
     Args:
       x: the numbers. Infinities and NaN do not change; numbers that would become infinite are rounded towards zero.
@@ -125,10 +125,15 @@ def round_stochastic(x: Float32[Array, "*shape"], bits: UInt32[Array, "*shape"])
 
 
 def random_bits(key: UInt32[Array, ""], number: int, shape: tuple[int, ...]) -> UInt32[Array, "*shape"]:
-    """Return 32 random bits for each element of an array: a hash of a key, the array's index and the element's index.
+    """Return 32 random bits for each element of an array: a hash of key, array number and element index.
 
-    The index along the last dimension is hashed after the index of the others, so that no index exceeds 32 bits in
-    arrays of 2**32 elements. `number` is the array's index.
+    The index along the last dimension is hashed separately, so that indices do not exceed 32 bits in arrays of 2**32
+    elements.
+
+    Args:
+      key: the key, 32 bits.
+      number: a number for the array, different for each array that uses the key.
+      shape: the shape of the array.
     """
     seed = _mix(key ^ _mix(jnp.uint32(number)))
     if not shape:
@@ -142,7 +147,7 @@ def random_bits(key: UInt32[Array, ""], number: int, shape: tuple[int, ...]) -> 
 
 
 def _seed_word(seed: int | jax.Array) -> jax.Array:
-    """Return the seed modulo 2**32; `optax.inject_hyperparams` makes it an int32 array."""
+    """Return the seed modulo 2**32. It may be an int32 array, which `optax.inject_hyperparams` makes of it."""
     return seed.astype(jnp.uint32) if isinstance(seed, jax.Array) else jnp.uint32(seed % 2**32)
 
 
@@ -155,10 +160,10 @@ def _mix(x: jax.Array) -> jax.Array:
 
 
 def _is_finite(word: jax.Array) -> jax.Array:
-    """Return True where the f32 number with these bits is finite.
+    """Return True for each f32 number that is finite, given its bits as an integer.
 
-    It tests the exponent bits, not `jnp.isfinite`, which `proof/non_finite.py` would take for the optimizer's own
-    handling of non-finite gradients, so that `js.make_step` would no longer skip bad steps.
+    `jnp.isfinite` is not used here: `js.make_step` would take it for the optimizer's own handling of non-finite
+    gradients (`proof/non_finite.py`), and would no longer skip bad steps.
     """
     finite: jax.Array = word & jnp.uint32(0x7F800000) != jnp.uint32(0x7F800000)
     return finite
@@ -169,7 +174,7 @@ def _widened(tree: PyTree) -> PyTree:
 
 
 def _belonging(state: PyTree, params: PyTree) -> PyTree:
-    """Return a tree of booleans: True for f32 state arrays with a parameter's path and shape, such as moments."""
+    """Return a tree of booleans: True for f32 state arrays with the path and shape of a parameter, like moments."""
     known = {path: (x.shape, True) for path, x in jax.tree_util.tree_leaves_with_path(params)}
 
     def belongs(path: Any, x: Any) -> bool:

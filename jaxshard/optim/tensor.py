@@ -36,7 +36,7 @@ def tensor(
     partial: PyTree | Callable[[str], bool] | None = None,
     extra_args: Mapping[str, Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Update parameters of which a tensor axis splits some, inside `shard_map`.
+    """Wrap an optimizer for parameters that a tensor axis splits or replicates, inside `shard_map`.
 
     Pass `update` each device's gradient of its share of the loss (the loss is the sum of the shares over the axis),
     with the shapes of the device's own parameters:
@@ -157,9 +157,9 @@ def _is_spec(node: Any) -> bool:
 def _resize(
     x: Any, spec: PartitionSpec, resize: Callable[[int, int], int], sizes: Mapping[str, int]
 ) -> jax.ShapeDtypeStruct:
-    """Return an abstract array like `x` with each dimension's size replaced by `resize(size, parts)`.
+    """Return the shape and dtype of `x` with the size of each dimension replaced by `resize(size, parts)`.
 
-    `parts` is the number of parts into which `spec` splits the dimension, given the sizes of mesh axes.
+    `parts` is the number of parts into which `spec` splits the dimension; `sizes` has the size of each mesh axis.
     """
     shape = list(x.shape)
     for dim, entry in enumerate(spec):
@@ -168,7 +168,10 @@ def _resize(
 
 
 def _read_partial(partial: PyTree | Callable[[str], bool] | None, tree: PyTree) -> dict[str, bool] | None:
-    """Return {path of a parameter: True if the user says that its gradient is partial}; None without `partial`."""
+    """Convert the user's argument `partial` to {path of a parameter: True if its gradient is partial}, or None.
+
+    A gradient is partial if the full gradient is the sum over the devices of the tensor axis.
+    """
     if partial is None or callable(partial):
         return None if partial is None else {path: bool(partial(path)) for path in paths(tree)}
     if not same_structure(partial, tree):
@@ -186,15 +189,23 @@ AxesByPath = dict[str, tuple[str, ...]]
 def _find_missing_sums(
     grads: PyTree, split: AxesByPath, axes: tuple[str, ...], named: dict[str, bool] | None
 ) -> AxesByPath:
-    """Return the mesh axes over which each gradient must still be summed; raise ValueError if types contradict.
+    """Return the mesh axes over which each gradient must still be summed: {path: axes}.
 
-    `split` has the axes that split each parameter, and `named` the user's `partial`. With checked types, what happens
-    to a gradient over each axis that does not split its parameter:
+    Raise ValueError if JAX's types contradict the user's `partial`.
+
+    With checked types (`check_vma=True`), a gradient is treated as follows over each axis that does not split its
+    parameter:
 
         the gradient's type   partial is True          partial is False                   no `partial`
         varies                summed                   refused: the devices' copies of    summed
                                                        the parameter would drift apart
         does not vary         refused: summed twice    used unchanged                     used unchanged
+
+    Args:
+      grads: the gradients.
+      split: {path of a parameter: the axes that split it}.
+      axes: the tensor axes.
+      named: {path of a parameter: True if the user says that its gradient is partial}; None if the user does not say.
     """
     checked = types_are_checked(axes)
     if named is None and not checked:

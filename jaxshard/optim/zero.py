@@ -30,9 +30,9 @@ Reduce = Literal["mean", "sum"]
 
 
 class OnParts(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types, so this is Any
-    """A transform whose `init` proves that the wrapped transform is elementwise.
+    """An optax transform that splits arrays over devices and proves in `init` that the transform inside is elementwise.
 
-    A `js.optim.tensor` around it therefore does not prove it again.
+    `js.optim.tensor` recognises this class, and does not prove it again.
     """
 
 
@@ -217,9 +217,16 @@ def _on_parts(
     extra_args: Mapping[str, Any] | None,
     to_part: Callable[[jax.Array, Parts], jax.Array],
 ) -> optax.GradientTransformationExtraArgs:
-    """Make the transform that runs `tx` on this device's parts of gradients and parameters, and all-gathers updates.
+    """Make the transform that runs `tx` on this device's parts of all arrays, and all-gathers the updates.
 
-    `to_part(gradient, parts)` sums a full gradient over the devices and returns this device's part of the sum.
+    Args:
+      who: the name of the public function, for error messages.
+      tx: an elementwise transform.
+      axis_name: the mesh axis, or axes, over which arrays are split.
+      reduce: "mean" or "sum", over the devices' gradients.
+      extra_args: the extra arguments that `tx.update` requires.
+      to_part: `to_part(gradient, parts)` sums a full gradient over the devices and returns this device's part of the
+        sum.
     """
     scale = _make_scale(who, reduce)
     tx = as_transform(tx)

@@ -24,9 +24,11 @@ class Difference(NamedTuple):
     """The first difference between two jaxprs.
 
     Attributes:
-      what: "inputs" if they have other numbers of inputs, "equation" if an equation is another one, "operands" if it
-        has other operands, "length" if one jaxpr has more equations, "results" if it returns other variables.
-      equations: the equation in both jaxprs; none for inputs, and for results that no equation computes.
+      what: the kind of difference. "inputs": the jaxprs have different numbers of inputs. "equation": two equations at
+        the same position have different primitives or parameters. "operands": these equations read different variables.
+        "length": one jaxpr has more equations. "results": the jaxprs return different variables.
+      equations: the two equations that differ; for "length" and "results" one equation, twice. () if no equation is to
+        blame, as for "inputs".
     """
 
     what: Literal["inputs", "equation", "operands", "length", "results"]
@@ -36,12 +38,15 @@ class Difference(NamedTuple):
 def first_difference(
     one: Any, other: Any, same: Callable[[Any, Any], bool], same_literals: Callable[[Any, Any], bool] | None = None
 ) -> Difference | None:
-    """Return the first difference between two jaxprs (not closed); None if they are the same.
+    """Return the first difference between two jaxprs; None if they are the same program.
+
+    Variables are matched by position: the first input of one jaxpr with the first input of the other, and so on.
 
     Args:
-      one, other: the jaxprs.
-      same: compares the parameters and results of two equations with one primitive and the same operands.
-      same_literals: compares the values of two literals; by default all are the same.
+      one, other: the jaxprs, not closed.
+      same: `same(equation, other)` compares parameters and result types; it is called for two equations that have the
+        same primitive and the same operands.
+      same_literals: `same_literals(literal, other)` compares two literals. By default their values are not compared.
     """
     twins: dict[Any, Any] = {}
 
@@ -118,7 +123,9 @@ def same_programs(
 
 
 def made_alike(one: Any, other: Any, result: int) -> bool:
-    """Return whether two traces of a function compute a result by the same equations with the same literals.
+    """Return whether two traces of a function compute one result in the same way: by the same equations and literals.
+
+    For example, `n + x.shape[0]` traced with two sizes of x is `n + 16` and `n + 32`: not the same.
 
     Args:
       one: a closed jaxpr.
@@ -129,7 +136,7 @@ def made_alike(one: Any, other: Any, result: int) -> bool:
 
 
 def _alone(program: Any, index: int) -> Any:
-    """Return the program of one result, calls opened."""
+    """Return the jaxpr that computes only the result with this index, with all calls inlined."""
     alone, _ = results_alone(without_callbacks(program), [open_jaxpr(program)[0].outvars[index]])
     opened = inline_calls(alone)
     return results_alone(opened, open_jaxpr(opened)[0].outvars)[0]
@@ -140,7 +147,7 @@ def _same_type(one: Any, other: Any) -> bool:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Return whether two literals or constants are equal; tracers, which have no value yet, are compared by shape."""
+    """Return whether two constants are equal. Tracers have no values yet, so only their shapes are compared."""
     if one is other or any(isinstance(x, jax.core.Tracer) for x in (one, other)):
         return bool(np.shape(one) == np.shape(other))
     return bool(np.array_equal(np.asarray(one), np.asarray(other)))

@@ -17,7 +17,10 @@ SCANNED = {
 
 
 def follow_dim(equation: Any, operand: int, dim: int) -> int | None:
-    """Return the dimension of an equation's results whose entry i depends on entry i of this dimension alone.
+    """Return the dimension of an equation's result that corresponds to a dimension of one of its operands.
+
+    Two dimensions correspond if slice i of the result uses only slice i of this operand. For example, a transpose of
+    [2, 3] to [3, 2] moves dimension 0 to dimension 1.
 
     Args:
       equation: the equation.
@@ -25,8 +28,8 @@ def follow_dim(equation: Any, operand: int, dim: int) -> int | None:
       dim: the dimension of the operand.
 
     Returns:
-      The dimension; None if the equation sums over the dimension, cuts, merges, reverses or compares its entries, or if
-      its primitive is in no table.
+      The index of the result's dimension. None if there is none, because the equation sums over the dimension, cuts,
+      merges, reverses or sorts it, or because its primitive is unknown.
 
     Example:
         # equation: c[8, 2, 5] = dot_general a[8, 2, 3] b[8, 3, 5], batched over dimension 0
@@ -102,7 +105,7 @@ def _squeeze(equation: Any, operand: int, dim: int) -> int | None:
 
 
 def _slice(equation: Any, operand: int, dim: int) -> int | None:
-    """Follow a dimension that a slice, or an update of a slice, takes completely."""
+    """Return `dim` if a slice, or the update of a slice, spans the full dimension; None if it cuts the dimension."""
     sizes = {x.aval.shape[dim] for x in (*equation.invars, *equation.outvars) if x.aval.shape}
     return dim if len(sizes) == 1 and not equation.params.get("strides") else None
 

@@ -47,12 +47,13 @@ EXCHANGES = frozenset(
 
 
 class Difference(NamedTuple):
-    """The fact about a value: the axes over which it may differ between devices, and what is known of its shards.
+    """The mesh axes over which a value of a program may differ between devices, and what is known of its shards.
 
     Attributes:
-      over: the axes over which the value may differ between devices.
-      shards: for a global array returned by a `shard_map`, (its PartitionSpec, the axes over which its shards may
-        differ). () for an array with equal elements, whose shards never differ. None if nothing is known.
+      over: the mesh axes over which the value may differ; along all other axes it is equal on all devices.
+      shards: for a global array that a `shard_map` returned, (its PartitionSpec, the axes over which its shards may
+        differ from each other). () if all elements of the array are equal, so that its shards are too. None if nothing
+        is known.
     """
 
     over: Axes = EQUAL
@@ -69,8 +70,13 @@ def differing(program: Any, facts: Sequence[Axes], manual: Axes = EQUAL) -> list
 
     Args:
       program: a jaxpr, closed or not.
-      facts: for each of its flat inputs the axes over which it may differ.
-      manual: the axes of the `shard_map` in which the program was traced; results of callbacks differ over these.
+      facts: for each flat input the mesh axes over which it may differ.
+      manual: the manual axes of the `shard_map` in which the program was traced, if any. Results of host callbacks may
+        differ over all of these axes.
+
+    Example:
+        # traced inside shard_map over "data": lambda params, rows: (2 * params, params + rows, lax.psum(rows, "data"))
+        differing(jaxpr, [frozenset(), frozenset({"data"})])      # [frozenset(), frozenset({"data"}), frozenset()]
     """
     return [fact.over for fact in walk(program, list(map(Difference, facts)), Differences(manual))]
 
@@ -81,15 +87,16 @@ def differing_results(fn: Callable[..., PyTree], args: tuple[PyTree, ...], facts
     Args:
       fn: the function; it is traced once and not run. The call may itself be inside a `shard_map`.
       args: its arguments, arrays or their shapes.
-      facts: for each argument the axes over which it may differ; one set may stand for all leaves of a tree.
-      manual: see `differing`.
+      facts: for each argument the mesh axes over which it may differ; one set may stand for all leaves of a tree.
+      manual: the manual axes of the `shard_map` around the call; empty if there is none.
 
     Returns:
-      A tree like the results, of frozensets.
+      A tree like the results, with a frozenset of mesh axes for each array.
 
     Example:
-        facts = differing_results(new_state, (state, rows), (EQUAL, frozenset({"data"})), frozenset({"data"}))
-        once = jax.tree.map(lambda axes: not axes, facts)      # the leaves that are proven equal
+        data = frozenset({"data"})      # inside shard_map over "data": rows differ between devices, the state does not
+        facts = differing_results(new_state, (state, rows), (frozenset(), data), data)
+        is_equal = jax.tree.map(lambda axes: not axes, facts)      # True for results that are equal on all devices
     """
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     found = differing(closed, jax.tree.leaves(jax.tree.broadcast(facts, args)), manual)
@@ -98,34 +105,34 @@ def differing_results(fn: Callable[..., PyTree], args: tuple[PyTree, ...], facts
 
 
 class Differences(Domain[Difference]):
-    """The domain.
+    """Rules that find, for each value of a jaxpr, the mesh axes over which it may differ between devices.
 
     Args:
-      manual: the axes of the `shard_map` in which the program was traced; none if it was traced outside.
+      manual: the manual axes of the `shard_map` in which the program was traced; empty if it was traced outside.
     """
 
     def __init__(self, manual: Axes = EQUAL):
         self.manual = manual
 
     def value(self, values: Sequence[Any], place: Place) -> Difference:
-        """Return that the numbers in a program are equal on all devices."""
+        """Return that a literal or constant is equal on all devices."""
         return Difference()
 
     def join(self, place: Place, facts: Sequence[Difference]) -> Difference:
-        """Unite the axes; forget the shards unless all facts say the same about them."""
+        """Return the union of the axes of all facts; keep what is known of shards only if the facts agree."""
         shards = {fact.shards for fact in facts if fact.shards != ()} or {()}
         return Difference(_over(facts), shards.pop() if len(shards) == 1 else None)
 
     def choose(self, place: Place, choice: Difference, facts: list[Difference]) -> list[Difference]:
-        """Add the axes over which the choice differs."""
+        """Return the facts about the results of a branch or loop: they differ wherever its predicate does, too."""
         return [fact._replace(over=fact.over | choice.over) for fact in facts]
 
     def unknown(self, place: Place, facts: list[Difference]) -> list[Difference]:
-        """Return that the results differ wherever an operand does."""
+        """Return that every result may differ over all axes over which any operand may differ."""
         return place.joined(Difference(_over(facts)))
 
     def rule(self, place: Place, facts: list[Difference]) -> list[Difference] | None:
-        """Return the differences after a collective or another primitive that the domain knows."""
+        """Return the facts about the results of a collective, or another primitive with a rule; else None."""
         equation, name, before = place.equation, place.name, _over(facts)
         if name in _CALLBACKS or name in _REFERENCES:
             # The host of every device may return another value: differ over all axes of the shard_maps around.
@@ -144,7 +151,10 @@ class Differences(Domain[Difference]):
         return place.joined(Difference(before - axes if equals else before | axes))
 
     def enter(self, place: Place, facts: list[Difference]) -> list[Difference]:
-        """Return the differences of one row of a scan, or within one shard."""
+        """Turn facts about the operands of a `scan` or `shard_map` into facts about the inputs of its body.
+
+        The body of a `scan` gets one row of each scanned array, the body of a `shard_map` one shard of each operand.
+        """
         if place.name == "scan":
             kept = sum(scan_counts(place.equation.params))
             return facts[:kept] + [_with_spec(fact, _row_of) for fact in facts[kept:]]
@@ -160,7 +170,10 @@ class Differences(Domain[Difference]):
         return [shard(fact, spec) for fact, spec in zip(facts, place.equation.params["in_specs"], strict=True)]
 
     def leave(self, place: Place, facts: list[Difference]) -> list[Difference]:
-        """Return the differences of stacked rows, or of the array of all shards."""
+        """Turn facts about the results of the body of a `scan` or `shard_map` into facts about its own results.
+
+        A `scan` stacks what its iterations return, a `shard_map` assembles global arrays from shards.
+        """
         if not _is_shard_map(place.equation):
             _, kept = scan_counts(place.equation.params)
             return facts[:kept] + [_with_spec(fact, _Rows) for fact in facts[kept:]]
@@ -175,14 +188,14 @@ class Differences(Domain[Difference]):
 def collective_of(equation: Any) -> str | None:
     """Return the name of the collective that an equation issues, such as "psum"; None if it issues none.
 
-    For an asynchronous collective it is the primitive that starts it.
+    An asynchronous collective is issued by the equation that starts it, not by the equation that waits for it.
     """
     name = equation.primitive.name.removesuffix("_start").removesuffix("_invariant")
     return name if name in SUMS or name in EXCHANGES else None
 
 
 def axes_named(equation: Any) -> Axes:
-    """Return the mesh axes in the parameters of an equation: a collective or `axis_index`."""
+    """Return the mesh axes that a collective or `axis_index` names: {"data"} for `lax.psum(x, "data")`."""
     axes = equation.params.get("axes", equation.params.get("axis_name", ()))
     # Integers among them are array dimensions under `vmap`.
     return frozenset(axis for axis in (axes if isinstance(axes, tuple | list) else (axes,)) if isinstance(axis, str))
@@ -197,13 +210,13 @@ def _is_shard_map(equation: Any) -> bool:
 
 
 def _split_over(place: Place, spec: Any) -> Axes:
-    """Return the axes over which a `shard_map` splits an operand or result, or over which it is unreduced."""
+    """Return the manual axes of a `shard_map` over which `spec` splits an array, or leaves it unreduced."""
     split = frozenset(axes_of(spec)) | frozenset(getattr(spec, "unreduced", ()))
     return split & newly_manual_axes(place.equation.params)
 
 
 class _Rows(NamedTuple):
-    """The spec of an array that a scan stacked along a new first dimension: `row` is the spec of each slice."""
+    """Mark the spec of an array that a scan stacked along a new first dimension: `row` is the spec of each slice."""
 
     row: Any
 
@@ -213,7 +226,7 @@ def _row_of(spec: Any) -> Any:
 
 
 def _with_spec(fact: Difference, change: Callable[[Any], Any]) -> Difference:
-    """Return the fact with `change` applied to the spec of its shards; without shards if the new spec is None."""
+    """Replace the PartitionSpec of a fact's shards by `change(spec)`; if that is None, forget the shards."""
     if not fact.shards:
         return fact
     spec = change(fact.shards[0])

@@ -12,20 +12,31 @@ from jaxshard.proofs.walk import Domain, Place, walk, walk_equation
 
 
 class _Source(NamedTuple):
-    """The argument that a value equals; or one row of it, in the scans with these ids that go over its rows."""
+    """The argument of a program that a value equals; inside scans, the argument that has the value as a row.
+
+    Attributes:
+      argument: the index of the argument.
+      scans: the ids of the scan equations around the value that go over the rows of this argument, the outermost first.
+    """
 
     argument: int
     scans: tuple[int, ...] = ()
 
 
 def handed_through(program: Any) -> list[int | None]:
-    """Return for each result of a program the index of the argument that it equals; None for a computed result."""
+    """Return for each result of a jaxpr the index of the argument that it returns unchanged; else None.
+
+    For example, [1, None] for the jaxpr of `lambda x, y: (y, x + y)`.
+    """
     arguments = map(_Source, range(len(open_jaxpr(program)[0].invars)))
     return [None if one is None else one.argument for one in walk(program, list(arguments), _Sources())]
 
 
 def operands_handed_through(eqn: Any) -> list[int | None]:
-    """Return for each result of an equation the index of the operand that it equals; None for a computed result."""
+    """Return for each result of an equation the index of the operand that it returns unchanged; else None.
+
+    For example, [1, None] for a call of `jax.jit(lambda x, y: (y, x + y))`.
+    """
     operands = map(_Source, range(len(eqn.invars)))
     return [None if one is None else one.argument for one in walk_equation(eqn, list(operands), _Sources())]
 

@@ -36,13 +36,14 @@ _ENGINES = package_folder("jaxshard.engines")
 
 
 class Parting(NamedTuple):
-    """A collective that some of the devices that take part in it may not reach.
+    """A collective that some of its devices may never reach, so that the others would wait forever.
 
     Attributes:
-      branch: the `cond` or `while` equation around it; the outermost whose predicate may differ.
+      branch: the `cond` or `while` equation that contains the collective and whose predicate may differ between
+        devices; if there are several, the outermost.
       differ: the mesh axes over which the predicate may differ.
       collective: the equation of the collective.
-      axes: the mesh axes over which it communicates.
+      axes: the mesh axes over which the collective communicates.
     """
 
     branch: Any
@@ -52,11 +53,11 @@ class Parting(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A `cond` or `while` on which devices may decide differently, and in which the compiler may insert collectives.
+    """A `cond` or `while` that devices may decide differently, and into which the compiler may insert collectives.
 
     Attributes:
       line: `file:line` of the user's code.
-      differ: the mesh axes over which the decision may differ.
+      differ: the mesh axes over which the predicate may differ.
     """
 
     line: str
@@ -64,13 +65,12 @@ class Choice(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """The findings of `read_partings` in a jaxpr.
+    """The result of `read_partings`: the collectives of a jaxpr that may hang, and branches to check after compilation.
 
     Attributes:
       partings: the collectives that some of their devices may not reach, in the order of the program.
-      choices: other branches and loops on which devices may decide differently, and in which the compiler may insert
-        collectives, since they are outside of any `shard_map` or in one with Auto axes. Only the compiled program shows
-        whether it did.
+      choices: other branches and loops whose predicate may differ between devices. They are outside of any `shard_map`
+        or in one with Auto axes, where the compiler may insert collectives; the jaxpr does not show whether it will.
     """
 
     partings: list[Parting]
@@ -78,7 +78,10 @@ class Reading(NamedTuple):
 
 
 def read_partings(program: Any) -> Reading:
-    """Find collectives in a jaxpr that some of the devices that take part in them may not reach.
+    """Find the collectives in a jaxpr that may hang, since not all of their devices may reach them.
+
+    A collective hangs in a branch or loop that only some of its devices enter, such as `lax.psum` in a `lax.cond` whose
+    predicate depends on the rows of the device.
 
     Args:
       program: a jaxpr of global arrays, closed or not, such as `jitted.trace(*args).jaxpr`.
@@ -91,7 +94,7 @@ def read_partings(program: Any) -> Reading:
 
 
 class _Reader(Differences):
-    """Collects what is in branches and loops on which devices may decide differently."""
+    """Collect collectives inside branches and loops whose predicates may differ between devices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +108,12 @@ class _Reader(Differences):
         return results
 
     def read(self, place: Place, decisive: list[Around]) -> None:
-        """Record an equation inside branches and loops on which devices may decide differently."""
+        """Record the equation at `place`: a collective as a `Parting`; else the branch around it as a `Choice`.
+
+        Args:
+          place: the equation, and the equations that contain it.
+          decisive: the branches and loops around the equation whose predicates may differ between devices.
+        """
         sizes, manual = _mesh_around(place)
         kind = collective_of(place.equation)
         if kind is None:
@@ -121,14 +129,15 @@ class _Reader(Differences):
 
 
 def check_together(program: Any, what: str) -> tuple[Choice, ...]:
-    """Raise if some devices of a traced program may not reach a collective in which others wait for them.
+    """Raise if a traced program may hang: some devices may never reach a collective in which others wait.
 
     Args:
-      program: see `read_partings`.
+      program: a jaxpr of global arrays, closed or not, such as `jitted.trace(*args).jaxpr`.
       what: the subject of the message, such as "the step".
 
     Returns:
-      The choices that have to be looked up in the compiled program; see `Reading`.
+      The branches and loops into which the compiler may insert collectives that hang: check these in the compiled
+      program.
 
     Raises:
       ValueError: there is such a collective; the message names the line of each branch and the collectives in it.
@@ -150,12 +159,12 @@ def check_together(program: Any, what: str) -> tuple[Choice, ...]:
 
 
 def _maps_around(place: Place) -> list[dict[str, Any]]:
-    """Return the parameters of the `shard_map` equations that contain an equation."""
+    """Return the parameters of each `shard_map` equation that contains the equation at `place`, the outermost first."""
     return [one.equation.params for one in place.around if one.equation.primitive.name == "shard_map"]
 
 
 def _mesh_around(place: Place) -> tuple[dict[str, int], Axes]:
-    """Return ({axis: size} of the mesh around an equation, without axes of size 1; the manual axes among them)."""
+    """Return ({mesh axis: size}, the manual axes) of the `shard_map` around an equation, without axes of size 1."""
     maps = _maps_around(place)
     sizes = {axis: size for axis, size in dict(maps[-1]["mesh"].shape).items() if size > 1} if maps else {}
     return sizes, frozenset().union(*map(newly_manual_axes, maps)) & sizes.keys()
@@ -185,7 +194,7 @@ def _describe_collective(equation: Any) -> str:
 
 
 def _whose(equation: Any) -> str:
-    """Name the code that issues a collective: a layer of jaxshard, BatchNorm, an engine; "" for the user's own."""
+    """Return who issued a collective, as text such as "js.moe, " or "a weight, "; "" for the user's own code."""
     frames = _frames(equation)
     for frame in frames[: frames.index(users_frame(frames)) if users_frame(frames) else None]:
         path = Path(frame.rpartition(":")[0])

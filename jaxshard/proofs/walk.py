@@ -31,11 +31,11 @@ Fact = TypeVar("Fact", bound=Hashable)
 
 
 class Around(NamedTuple):
-    """An equation, such as a `cond`, whose inner jaxpr contains the equation of a `Place`.
+    """An equation, such as a `cond` or a call, that contains the equation that the walk is at.
 
     Attributes:
       equation: the containing equation.
-      choice: the fact about the predicate of a `cond` or `while`; None for an equation that always runs its jaxpr.
+      choice: the fact about the predicate of a `cond` or `while`; None for an equation that always runs its body.
     """
 
     equation: Any
@@ -43,12 +43,12 @@ class Around(NamedTuple):
 
 
 class Place(NamedTuple):
-    """An equation and the equations that contain it.
+    """The position of the walk in a jaxpr: an equation, and the equations whose bodies contain it.
 
     Attributes:
-      equations: the equation in each of the programs that are walked together; none for the results of a program.
-      around: the equations that contain it, the outermost first.
-      settled: False as long as the facts about the carry of a loop around it may still change.
+      equations: the equation; two if two traces of a function are walked together. () at the results of a program.
+      around: the equations that contain it, such as a `scan`, the outermost first.
+      settled: False while the body of a loop is walked repeatedly, until the facts about its carry no longer change.
     """
 
     equations: tuple[Any, ...]
@@ -57,12 +57,12 @@ class Place(NamedTuple):
 
     @property
     def equation(self) -> Any:
-        """Return the equation in the first program; None for the results of a program."""
+        """Return the equation in the first trace; None at the results of a program."""
         return self.equations[0] if self.equations else None
 
     @property
     def twin(self) -> Any:
-        """Return the equation in the last program."""
+        """Return the same equation in the second trace, if two are walked together; else the equation itself."""
         return self.equations[-1] if self.equations else None
 
     @property
@@ -71,90 +71,120 @@ class Place(NamedTuple):
         return str(self.equation.primitive.name)
 
     def parameter(self, name: str) -> tuple[Any, ...]:
-        """Return a parameter of the equation, such as its jaxpr, in each of the programs."""
+        """Return the values of a parameter of the equation, such as "jaxpr": one for each trace."""
         return tuple(one.params[name] for one in self.equations)
 
     def joined(self, fact: Fact) -> list[Fact]:
-        """Return a list with `fact` for every result of the equation."""
+        """Return a list with the same fact for every result of the equation."""
         return [fact] * len(self.equation.outvars)
 
 
 class Refused(Exception):
-    """Raised by a method of a domain for an equation about whose results it can't claim anything."""
+    """Raised by a method of a `Domain` that can't claim anything about the results of an equation."""
 
 
 class Domain(Generic[Fact]):
-    """A kind of facts, and the rules by which equations change them (the transfer functions).
+    """The facts that `walk` propagates through a jaxpr, and the rules by which equations change them.
 
-    A subclass defines `value`, `join` and `rule`. The other methods have defaults for facts about the origin of values.
+    A fact is a hashable claim about one value of the program, such as the set of inputs on which the value depends. A
+    subclass defines `value`, `join` and `rule`. The other methods have defaults, which fit facts like this one.
     """
 
     def value(self, values: Sequence[Any], place: Place) -> Fact:
-        """Return the fact about a literal, or an array that the traced function closed over, read by an equation.
+        """Return the fact about a constant: a literal, or an array that the traced function captured.
 
         Args:
-          values: the number or array in each of the programs.
+          values: the number or array in each trace; one value if only one program is walked.
           place: the equation that reads it.
         """
         raise NotImplementedError
 
     def join(self, place: Place, facts: Sequence[Fact]) -> Fact:
-        """Return the fact about a value for which any of several facts may hold."""
+        """Return a fact that is true whichever of `facts` holds, as for the results of the branches of a `cond`."""
         raise NotImplementedError
 
     def rule(self, place: Place, facts: list[Fact]) -> list[Fact] | None:
-        """Return the facts about the results of an equation from the facts about its operands.
+        """Return the facts about the results of an equation, given the facts about its operands.
 
-        It is not asked for calls, branches and loops, whose programs the walk follows. Return None for a `shard_map` to
-        follow its program as well, and for primitives that the domain does not know.
+        It is not called for calls, branches and loops: the walk goes through their bodies. Return None if the domain
+        has no rule for the primitive; for a `shard_map` None means that the walk goes through its body, too.
         """
         raise NotImplementedError
 
     def unknown(self, place: Place, facts: list[Fact]) -> list[Fact]:
-        """Return the facts about the results of a primitive that the domain does not know."""
+        """Return the facts about the results of a primitive without a rule: by default all operands' facts, joined."""
         return place.joined(self.join(place, facts))
 
     def enter(self, place: Place, facts: list[Fact]) -> list[Fact]:
-        """Turn facts about operands into facts about the inputs of a jaxpr: one row of a `scan`, one shard."""
+        """Turn facts about the operands of a call, loop or `shard_map` into facts about the inputs of its body.
+
+        By default they are the same facts. But the body of a `scan` gets only one row of each scanned array, and the
+        body of a `shard_map` one shard of each operand.
+        """
         return facts
 
     def leave(self, place: Place, facts: list[Fact]) -> list[Fact]:
-        """Turn facts about the results of the jaxpr of a `scan` or `shard_map` into facts about its own results."""
+        """Turn facts about the results of the body of a `scan` or `shard_map` into facts about its own results.
+
+        By default they are the same facts. But a `scan` stacks what its iterations return, and a `shard_map` assembles
+        global arrays from shards.
+        """
         return facts
 
     def choose(self, place: Place, choice: Fact, facts: list[Fact]) -> list[Fact]:
-        """Combine the fact about the predicate of a `cond` or `while` with the facts about its results."""
+        """Return the facts about the results of a `cond` or `while`, given the fact `choice` about its predicate.
+
+        By default the fact about each result is joined with `choice`.
+        """
         return [self.join(place, [choice, fact]) for fact in facts]
 
     def conclude(self, place: Place, operands: list[Fact], results: list[Fact]) -> list[Fact]:
-        """Return the final facts about the results of any equation, after those in the jaxprs inside it.
+        """Return the final facts about the results of an equation; by default `results`.
 
-        If `place.settled`, the facts hold in every iteration of the loops around it, and the equation is concluded once
-        for each call of its jaxpr.
+        It is called last for every equation that is not refused, so override it to record equations. If
+        `place.settled`, the facts hold in every iteration of the loops around the equation. An equation in a body that
+        two calls share is concluded for each call.
         """
         return results
 
     def refused(self, place: Place, facts: list[Fact], refusal: Refused) -> list[Fact]:
-        """Return the facts about results with which to go on after a refusal; by default the walk ends."""
+        """Return the facts about an equation's results after a method raised `Refused`; by default raise it again.
+
+        Args:
+          place: the equation.
+          facts: the facts about its operands.
+          refusal: the exception.
+        """
         raise refusal
 
     def same(self, place: Place) -> bool:
-        """Return whether two equations with one primitive, on the same operands, are the same in both programs."""
+        """Return whether the two equations at `place`, one in each trace, are the same.
+
+        The walk has already compared their primitives and operands; compare their parameters here. By default they are
+        the same.
+        """
         return True
 
     def differ(self, place: Place, difference: Difference, results: Sequence[tuple[Any, Any]]) -> list[Fact]:
-        """Return the facts about the results, variables of both jaxprs, of two programs that are not the same."""
+        """Return the facts about the results of a program whose two traces differ.
+
+        Args:
+          place: the equations at which they differ.
+          difference: the first difference between the traces.
+          results: for each result its variables in both traces.
+        """
         raise NotImplementedError
 
 
 def walk(program: Any, facts: Sequence[Fact], domain: Domain[Fact], *, around: tuple[Around, ...] = ()) -> list[Fact]:
-    """Return the facts about the results of a jaxpr.
+    """Propagate facts through a jaxpr: return a fact about each result, given a fact about each input.
 
     Args:
-      program: a jaxpr, closed or not, such as `jax.make_jaxpr(fn)(*args)`; or a tuple of two, to walk them together.
+      program: a jaxpr, closed or not, such as `jax.make_jaxpr(fn)(*args)`; or a tuple of two traces of one function, to
+        walk them together.
       facts: one fact for each of its flat inputs.
-      domain: the kind of facts.
-      around: the equations that contain the program.
+      domain: the kind of facts, and the rules by which equations change them.
+      around: the equations that contain the program, if it is the body of one.
 
     Example:
         class Reach(Domain[frozenset[str]]):                      # on which inputs a value depends
@@ -174,7 +204,7 @@ def walk(program: Any, facts: Sequence[Fact], domain: Domain[Fact], *, around: t
 
 
 def walk_equation(equation: Any, facts: Sequence[Fact], domain: Domain[Fact]) -> list[Fact]:
-    """Return the facts about the results of one equation from the facts about its operands."""
+    """Return a fact about each result of a single equation, given a fact about each of its operands."""
     return _Walker(domain).equation(Place((equation,)), list(facts))
 
 
@@ -188,7 +218,11 @@ class _Walker(Generic[Fact]):
     def program(
         self, programs: tuple[Any, ...], facts: Sequence[Fact], around: tuple[Around, ...], *, settled: bool
     ) -> list[Fact]:
-        """Return the facts about the results of a program, or of two at once, at some place."""
+        """Return the facts about the results of a jaxpr, or of two traces of it.
+
+        If the body of a loop is walked repeatedly (`settled=False`), reuse the results of an earlier walk with the same
+        facts.
+        """
         key = tuple(map(id, programs)), tuple(facts), tuple((id(one.equation), one.choice) for one in around)
         if not settled and key in self.seen:
             return self.seen[key][1]
@@ -224,7 +258,7 @@ class _Walker(Generic[Fact]):
         return [read(atoms, Place((), around, settled)) for atoms in outs]
 
     def equation(self, place: Place, facts: list[Fact]) -> list[Fact]:
-        """Return the facts about the results of an equation."""
+        """Return the facts about the results of an equation; if a rule raises `Refused`, the domain decides."""
         try:
             results = self.results(place, facts)
         except Refused as refusal:
@@ -253,14 +287,24 @@ class _Walker(Generic[Fact]):
         choice: Fact | None = None,
         settled: bool = True,
     ) -> list[Fact]:
-        """Return the facts about the results of a jaxpr of an equation, or of that jaxpr in both programs."""
+        """Walk through the body of an equation, and return the facts about the results of the body.
+
+        Args:
+          place: the equation.
+          programs: its body as a jaxpr, in each trace.
+          facts: the facts about the inputs of the body.
+          choice: the fact about the predicate that decides whether the body runs; None if it always runs.
+          settled: False if the facts about a loop's carry may still change.
+        """
         around = (*place.around, Around(place.equation, choice))
         return self.program(programs, facts, around, settled=settled and place.settled)
 
     def unknown(self, place: Place, facts: list[Fact]) -> list[Fact]:
-        """Handle a primitive that the domain does not know.
+        """Return the facts about the results of a primitive for which the domain has no rule.
 
-        A primitive that contains one jaxpr, with as many inputs and results as the primitive has, is taken for a call.
+        If the primitive contains a single jaxpr with as many inputs and results as itself, it counts as a call of this
+        jaxpr. Otherwise the domain's method `unknown` decides, after a walk through all jaxprs that the primitive
+        contains.
         """
         programs = list(zip(*(jaxprs_in_params(one.params) for one in place.equations), strict=True))
         sizes = [(len(jaxpr.invars), len(jaxpr.outvars)) for jaxpr, _ in (open_jaxpr(one[0]) for one in programs)]
@@ -271,11 +315,17 @@ class _Walker(Generic[Fact]):
         return self.domain.unknown(place, facts)
 
     def join(self, place: Place, *facts: Sequence[Fact]) -> list[Fact]:
-        """Join lists of facts elementwise."""
+        """Join lists of facts position by position, such as the facts about the results of several branches."""
         return [one[0] if len(set(one)) == 1 else self.domain.join(place, one) for one in zip(*facts, strict=True)]
 
     def settle(self, place: Place, body: Callable[[list[Fact]], list[Fact]], carry: list[Fact]) -> list[Fact]:
-        """Return the fixpoint of a loop's carry: facts that hold before every iteration."""
+        """Walk a loop's body until the facts about the carry no longer change: they then hold before every iteration.
+
+        Args:
+          place: the loop.
+          body: returns the facts about the carry after an iteration, given the facts before.
+          carry: the facts about the carry before the first iteration.
+        """
         while (joined := self.join(place, carry, body(carry))) != carry:
             carry = joined
         return carry

@@ -36,13 +36,16 @@ from jaxshard.proofs.walk import walk
 
 
 class Core(NamedTuple):
-    """The core of one parameter's update.
+    """The core of one parameter's update: the operations that need the full matrix, such as the products of Muon.
+
+    The core runs on the device that owns the matrix; all other operations of the update run on the shards of every
+    device.
 
     Attributes:
       leaf: the index of the parameter.
-      ins: the variables that are sent to the owner: arrays of the parameter's shape, and scalars.
+      ins: the jaxpr variables that are sent to the owner: arrays of the parameter's shape, and scalars.
       states: the indices of the arrays of the optimizer state that are stored on the owner.
-      shared: other variables that the core reads, which are replicated: counts, rates, global norms.
+      shared: other variables that the core reads, which every device has: step counts, learning rates, global norms.
       outs: the variables that the owner sends back, of the parameter's shape.
       program: the core as a jaxpr (ins, states, shared) -> (outs, new states).
     """
@@ -56,16 +59,16 @@ class Core(NamedTuple):
 
 
 class TracedUpdate(NamedTuple):
-    """The traced update of an optimizer.
+    """The traced update of an optimizer, with the core of each parameter: the operations that need the full matrix.
 
     Attributes:
       jaxpr: the update with calls inlined, as a jaxpr (consts, gradients, state, parameters) -> (updates, state).
       consts: the values of the constants.
-      tree: the structure of (updates, state).
+      tree: the tree structure of (updates, state).
       params: the number of parameters.
       outputs: the paths of updates and state arrays, and the parameter to which each belongs.
       cores: {index of a parameter: its core}.
-      refused: {index of a parameter that is multiplied as a matrix but has no core: why}.
+      refused: {index of a parameter whose update multiplies matrices but that has no core: the reason}.
     """
 
     jaxpr: Any
@@ -77,18 +80,18 @@ class TracedUpdate(NamedTuple):
     refused: dict[int, str]
 
     def state_inputs(self) -> list[Any]:
-        """Return the jaxpr's input variables for the optimizer state."""
+        """Return the jaxpr's input variables that are arrays of the optimizer state."""
         first = len(self.consts) + self.params
         return list(self.jaxpr.invars[first : first + len(self.outputs.owners) - self.params])
 
 
 def find_cores(tx: Any, params: PyTree, leaves: Collection[int]) -> TracedUpdate | None:
-    """Trace the update of a transform and find the cores of some parameters.
+    """Trace an optimizer's update and find the core of each parameter: the operations that need the full matrix.
 
     Args:
       tx: An optax transform.
       params: The trained parameters, which may be abstract.
-      leaves: The indices of the parameters that may have owners.
+      leaves: The indices of the parameters to find cores for; all others count as replicated.
 
     Returns:
       The traced update. None if the update contains no matrix products, if it combines arrays of several parameters, or
@@ -129,7 +132,15 @@ def find_cores(tx: Any, params: PyTree, leaves: Collection[int]) -> TracedUpdate
 
 
 class _Part(NamedTuple):
-    """A candidate for a parameter's core: equations by index, and the inputs, states and outputs that it would have."""
+    """A set of equations that may become the core of a parameter's update, with the inputs and outputs it would have.
+
+    Attributes:
+      numbers: the indices of the equations.
+      ins: the variables that would be sent to the owner of the matrix.
+      states: the indices of the state arrays that would be stored on the owner.
+      outs: the variables that the owner would send back.
+      new_states: the variables of the new state arrays.
+    """
 
     numbers: set[int]
     ins: list[Any]
@@ -139,11 +150,17 @@ class _Part(NamedTuple):
 
 
 def _find_core(made: TracedUpdate, known: Mapping[Any, Reach], leaf: int) -> Core | str:
-    """Find the core of a parameter's update; if there is none, return why, as text."""
+    """Find the core of a parameter's update: the operations that need the full matrix. Without one, return the reason.
+
+    Args:
+      made: the traced update.
+      known: the parameters on which each variable of its jaxpr depends.
+      leaf: the index of the parameter.
+    """
     jaxpr, shape, own = made.jaxpr, made.jaxpr.outvars[leaf].aval.shape, bit(leaf)
 
     def flows(atom: Any) -> bool:
-        """Return True if a value depends on arrays of this parameter only, or is a scalar computed from them."""
+        """Return True if a value depends on this parameter's arrays only, or only on scalars computed from them."""
         if isinstance(atom, Literal):
             return False
         reach = known[atom]
@@ -206,9 +223,10 @@ def _runs_on_parts(eqn: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _bound(made: TracedUpdate, numbers: set[int], leaf: int, shape: tuple[int, ...], flows: Any) -> _Part | None:
-    """Find inputs, states and outputs of a set of equations that may become a core; None if it can't become one.
+    """Find the inputs, states and outputs that a set of equations would have as a core; None if it can't be a core.
 
-    It can't if an input or output is neither of the parameter's shape nor (for inputs) a scalar, or is a random key.
+    In a core every output has the shape of the parameter, every input has this shape or is a scalar, and none is a
+    random key.
     """
     jaxpr = made.jaxpr
     inside = {var for number in numbers for var in jaxpr.eqns[number].outvars if flows(var)}
@@ -254,7 +272,10 @@ def _bound(made: TracedUpdate, numbers: set[int], leaf: int, shape: tuple[int, .
 
 
 def _extract(made: TracedUpdate, known: Mapping[Any, Reach], leaf: int, part: _Part) -> Core | str:
-    """Build the core from a set of equations; if it would read arrays of other parameters, return why not, as text."""
+    """Build the core of a parameter's update from a set of equations, the candidate `part`.
+
+    If it would read arrays of other parameters, return this reason, as text.
+    """
     jaxpr, own = made.jaxpr, bit(leaf)
     states = [made.state_inputs()[number] for number in part.states]
     # Scalars that depend on other parameters (a global norm) are computed outside and passed in.

@@ -24,16 +24,17 @@ from jax import lax
 
 
 class Rows(NamedTuple):
-    """The layout of the rows of the all-to-all buffers: a device sends a row to each owner, and gets one back.
+    """The layout of the buffer of an all-to-all, [devices, width]: row r holds what this device sends to device r.
 
-    A row holds the sender's shards of the owner's matrices, one after another:
+    A row holds this device's shards of the matrices that device r owns, one after another:
 
         row for device 0   w0 w0 w0 w0          device 0 owns a large matrix
         row for device 1   v0 v0 v1 v1          device 1 owns two small matrices
 
     Attributes:
-      firsts: for each stack of matrices and each owner, the offset in the owner's row at which its matrices begin.
-      width: the number of elements of a row, the same for all owners.
+      firsts: for each stack (matrices of equal shape) and each device, the offset in the device's row at which the
+        shards of this stack begin.
+      width: the number of elements of a row, the same for all devices.
     """
 
     firsts: tuple[tuple[int, ...], ...]
@@ -41,10 +42,10 @@ class Rows(NamedTuple):
 
 
 def lay_rows(kinds: Sequence[tuple[Sequence[int], int, int]]) -> Rows:
-    """Compute where matrices are in the rows.
+    """Lay out the rows of an all-to-all buffer: where the shards of each stack begin in the row for each device.
 
-    `kinds` has for each stack (the number of matrices that each device owns, the number of slots of a device, the
-    number of elements of a shard).
+    `kinds` has for each stack (matrices of equal shape) a tuple: the number of its matrices that each device owns, the
+    largest of these numbers, and the number of elements of a shard.
     """
     used, width = [0] * len(kinds[0][0]), 0
     firsts = []
@@ -57,14 +58,16 @@ def lay_rows(kinds: Sequence[tuple[Sequence[int], int, int]]) -> Rows:
 
 
 class Split(NamedTuple):
-    """The sharding of the matrices of a stack, and the device that owns each matrix.
+    """The sharding of the matrices of a stack (matrices of equal shape), and the device that owns each.
+
+    Each device has the same number of slots, one for each matrix that it can own; some devices have empty slots.
 
     Attributes:
-      places: for each matrix, the index of its owner times `slots`, plus the index of its slot on the owner.
+      places: for each matrix, (index of its owner) * `slots` + (index of its slot on the owner).
       owned: the number of matrices that each device owns.
-      slots: the number of slots for matrices on each device; on some devices slots are empty.
-      part: the shape of a shard.
-      counts: the number of shards along each dimension.
+      slots: the number of slots of each device.
+      part: the shape of a shard of one matrix.
+      counts: the number of shards along each dimension of a matrix.
     """
 
     places: tuple[int, ...]
@@ -75,16 +78,19 @@ class Split(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of elements of a shard."""
+        """The number of elements of a shard of one matrix."""
         return math.prod(self.part)
 
     def units(self, devices: Sequence[int]) -> list[int]:
-        """Return the indices of the matrices that these devices own, device by device, in the order of the slots."""
+        """Return the indices of the matrices that these devices own, device by device, in the order of their slots."""
         unit_at = {place: unit for unit, place in enumerate(self.places)}
         return [unit_at[device * self.slots + slot] for device in devices for slot in range(self.owned[device])]
 
     def parts_to_whole(self, rows: jax.Array) -> jax.Array:
-        """Assemble shards received from all devices [devices, slots * size] into full matrices [slots, ...]."""
+        """Assemble the shards received from all devices, [devices, slots * size], into full matrices [slots, ...].
+
+        A device owns up to `slots` matrices; a shard of one has `size` elements.
+        """
         rank = len(self.part)
         x = rows.reshape(*self.counts, self.slots, *self.part)
         # [counts..., slots, part...] -> [slots, count 0, part 0, count 1, part 1, ...], then merge each pair.
@@ -93,7 +99,10 @@ class Split(NamedTuple):
         return x.transpose(order).reshape(self.slots, *full_sizes)
 
     def whole_to_parts(self, x: jax.Array) -> jax.Array:
-        """Split full matrices [slots, ...] into the shards of each device: the inverse of `parts_to_whole`."""
+        """Split full matrices [slots, ...] into the shards for all devices, [devices, slots * size].
+
+        A device owns up to `slots` matrices; a shard of one has `size` elements.
+        """
         rank = len(self.part)
         sizes = [size for pair in zip(self.counts, self.part, strict=True) for size in pair]
         order = [*(1 + 2 * dim for dim in range(rank)), 0, *(2 + 2 * dim for dim in range(rank))]
@@ -101,15 +110,18 @@ class Split(NamedTuple):
 
 
 def to_owners(units: Sequence[jax.Array], splits: Sequence[Split], axes: Sequence[str]) -> list[jax.Array]:
-    """Send the shards of every matrix to its owner, by one all-to-all per dtype.
+    """Send the shards of every matrix to the device that owns the matrix, by one all-to-all per dtype.
+
+    Call it inside `shard_map`. `from_owners` is the inverse.
 
     Args:
-      units: for each stack this device's shards of all matrices, [matrices, ...].
+      units: for each stack (matrices of equal shape) this device's shards of all its matrices, [matrices, ...].
       splits: for each stack how its matrices are sharded, and which device owns each.
       axes: the mesh axes over which the matrices are split.
 
     Returns:
-      For each stack the full matrices that this device owns, [slots, ...]; the content of empty slots is undefined.
+      For each stack the full matrices that this device owns, [slots, ...]. If it owns fewer than `slots` matrices, the
+      content of the last slots is undefined.
     """
 
     def send(units: Sequence[jax.Array], splits: Sequence[Split], rows: Rows) -> list[jax.Array]:
@@ -120,7 +132,16 @@ def to_owners(units: Sequence[jax.Array], splits: Sequence[Split], axes: Sequenc
 
 
 def from_owners(whole: Sequence[jax.Array], splits: Sequence[Split], axes: Sequence[str]) -> list[jax.Array]:
-    """Send full matrices back from their owners as shards: the inverse of `to_owners`."""
+    """Send full matrices from their owners back to all devices as shards: the inverse of `to_owners`.
+
+    Args:
+      whole: for each stack (matrices of equal shape) the full matrices that this device owns, [slots, ...].
+      splits: for each stack how its matrices are sharded, and which device owns each.
+      axes: the mesh axes over which the matrices are split.
+
+    Returns:
+      For each stack this device's shards of all its matrices, [matrices, ...].
+    """
 
     def send(whole: Sequence[jax.Array], splits: Sequence[Split], rows: Rows) -> list[jax.Array]:
         blocks = [split.whole_to_parts(x) for x, split in zip(whole, splits, strict=True)]
@@ -145,13 +166,13 @@ def _by_dtype(arrays: Sequence[jax.Array], splits: Sequence[Split], send: _Send)
 
 
 def _all_to_all(rows: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Send row r to device r along the mesh axes; return the rows received from all devices."""
+    """Send row r of `rows` to device r along the mesh axes; return the rows received, one from each device."""
     moved: jax.Array = lax.all_to_all(rows, tuple(axes), split_axis=0, concat_axis=0, tiled=True)
     return moved
 
 
 def _pack(units: Sequence[jax.Array], splits: Sequence[Split], rows: Rows) -> jax.Array:
-    """Copy this device's shards of the matrices of all stacks into one row for each owner, [devices, width]."""
+    """Copy this device's shards of all matrices into the buffer [devices, width]: row r is for the owner r."""
     pieces, order = [], []
     # Devices that own equally many matrices of every stack have rows of one form, which are built together.
     for devices in _alike(zip(*(split.owned for split in splits), strict=True)):
@@ -166,9 +187,10 @@ def _pack(units: Sequence[jax.Array], splits: Sequence[Split], rows: Rows) -> ja
 
 
 def _unpack(moved: jax.Array, split: Split, firsts: Sequence[int]) -> jax.Array:
-    """Copy this device's shards of a stack's matrices, [matrices, ...], from the rows of all owners [devices, width].
+    """Return this device's shards of a stack's matrices, [matrices, ...], from a received buffer [devices, width].
 
-    `firsts` has the offset of the stack in the row of each owner.
+    Row r of the buffer comes from device r and has shards of the matrices that device r owns. The shards of this stack
+    begin at the offset `firsts[r]`.
     """
     pieces, order = [], []
     for devices in _alike(zip(firsts, split.owned, strict=True)):
@@ -180,10 +202,10 @@ def _unpack(moved: jax.Array, split: Split, firsts: Sequence[int]) -> jax.Array:
 
 
 def _read(moved: jax.Array, split: Split, firsts: Sequence[int], axes: Sequence[str]) -> jax.Array:
-    """Read the shards of this device's matrices of a stack from the rows of all devices, [devices, slots * size].
+    """Read all devices' shards of the matrices that this device owns, [devices, slots * size], from a received buffer.
 
-    `firsts` has the offset of the stack in the row of each owner. A device that owns no matrix of the stack reads
-    arbitrary columns.
+    The rows of the buffer come from all devices. In each row the shards of this stack begin at the same offset, this
+    device's entry of `firsts`. If the device owns no matrix of the stack, the result is arbitrary.
     """
     width = split.slots * split.size
     found = {first for first, owned in zip(firsts, split.owned, strict=True) if owned}
@@ -193,7 +215,10 @@ def _read(moved: jax.Array, split: Split, firsts: Sequence[int], axes: Sequence[
 
 
 def _write(blocks: Sequence[jax.Array], splits: Sequence[Split], rows: Rows, axes: Sequence[str]) -> jax.Array:
-    """Write shards of the matrices that this device owns, one stack after another, to a row for each device."""
+    """Fill the buffer [devices, width] that sends this device's matrices back: row r has the shards for device r.
+
+    `blocks` has for each stack the shards of the matrices that this device owns, [devices, slots * size].
+    """
     if len(blocks) == 1 or all(min(split.owned) == split.slots for split in splits):
         return jnp.concatenate(blocks, axis=1)
     # In stack order: the empty slots of a stack may reach into the columns of the next, which then overwrites them. A
@@ -207,12 +232,12 @@ def _write(blocks: Sequence[jax.Array], splits: Sequence[Split], rows: Rows, axe
 
 
 def _mine(numbers: Sequence[int], axes: Sequence[str]) -> jax.Array:
-    """Look up this device's entry in a list with one entry per device."""
+    """Return the entry for this device from a list with one integer per device."""
     return jnp.asarray(np.asarray(numbers, np.int32))[lax.axis_index(tuple(axes))]
 
 
 def _alike(forms: Sequence[tuple[int, ...]] | zip[tuple[int, ...]]) -> list[list[int]]:
-    """Group the indices of devices with equal forms (one form for each device, in order)."""
+    """Group the devices (0, 1, ...) with equal tuples in `forms`, which has one tuple per device: [[0, 2], [1]]."""
     found: dict[tuple[int, ...], list[int]] = {}
     for device, form in enumerate(forms):
         found.setdefault(form, []).append(device)
@@ -220,7 +245,7 @@ def _alike(forms: Sequence[tuple[int, ...]] | zip[tuple[int, ...]]) -> list[list
 
 
 def _take(x: jax.Array, numbers: list[int]) -> jax.Array:
-    """Select rows of an array by index: by a slice if the rows are consecutive, else by a gather."""
+    """Return the rows of an array with these indices: by a slice if they are consecutive, else by a gather."""
     first, count = numbers[0], len(numbers)
     if numbers == list(range(first, first + count)):
         return x if count == x.shape[0] else lax.slice_in_dim(x, first, first + count)

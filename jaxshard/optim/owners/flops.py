@@ -11,7 +11,7 @@ from jaxshard.core.jaxpr import open_jaxpr
 
 
 def product_flops(program: Any) -> int:
-    """Count the FLOPs of the matrix products in a jaxpr; factorizations count as ten products of their size.
+    """Count the FLOPs of the matrix products in a jaxpr; a factorization, such as QR, counts as ten products.
 
     A `while` loop counts as one iteration, a `cond` as its most expensive branch.
     """

@@ -20,13 +20,13 @@ from jaxshard.optim.owners.update import Stages, Update, make_owned_update, stag
 
 
 class Owned(NamedTuple):
-    """The result of assigning matrices to owners.
+    """The result of assigning each matrix to one device, its owner, which runs the matrix products of the update.
 
     Attributes:
-      made: the traced update of the optimizer.
-      groups: the groups of equal matrices.
-      stages: the programs before and after the cores.
-      carried: how the state of the matrices is stored.
+      made: the traced update of the optimizer, with its cores: the operations that need full matrices.
+      groups: the matrices, grouped by shape and update.
+      stages: the programs that run on the shards, before and after the cores.
+      carried: how the optimizer state of the matrices is stored on their owners.
     """
 
     made: TracedUpdate
@@ -36,7 +36,7 @@ class Owned(NamedTuple):
 
 
 def own(layout: Layout, tx: Any) -> Layout:
-    """Return the layout with an owner for every matrix that the optimizer multiplies.
+    """Return the layout with an owner for every matrix that the optimizer multiplies: the only device that updates it.
 
     Nothing is computed: `tx.update` is only traced.
 
@@ -45,9 +45,9 @@ def own(layout: Layout, tx: Any) -> Layout:
       tx: the optax transform.
 
     Returns:
-      The layout with `owners`, in which the optimizer state that belongs to owned matrices is stored in stacks. The
-      unchanged layout if the optimizer multiplies no matrices (Adam, LAMB, Adafactor), if its state is not sharded, or
-      if its update combines several parameters.
+      The layout with `owners`, in which the optimizer state of each owned matrix is stored on its owner. The unchanged
+      layout if the optimizer multiplies no matrices (Adam, LAMB, Adafactor), if its state is not sharded, or if its
+      update combines several parameters.
 
     Raises:
       ValueError: the layout has matrices with owners, and stores optimizer state on the host (`js.offload`).
@@ -65,7 +65,10 @@ def own(layout: Layout, tx: Any) -> Layout:
 
 
 def owned_update(layout: Layout, tx: Any) -> Update | None:
-    """Return the update of `tx` under a layout with owners; None if the layout was made for another transform."""
+    """Return `tx.update` as a function that runs on the owners of the matrices of a layout; None if `tx` does not fit.
+
+    `tx` fits if it leads to the same owners as the transform for which the layout was made.
+    """
     found = find_owned(layout.without_owners, tx)
     if found is None or found.carried != layout.carried:
         return None
@@ -73,9 +76,9 @@ def owned_update(layout: Layout, tx: Any) -> Update | None:
 
 
 def find_owned(layout: Layout, tx: Any) -> Owned | None:
-    """Assign each matrix to one device, and split the optimizer's update into programs for shards and for owners.
+    """Assign each matrix to a device, its owner, and split the optimizer's update into programs for shards and owners.
 
-    None if nothing is sharded, or if there is no matrix to own.
+    None if no parameter is sharded in the optimizer, or if the optimizer multiplies no matrix.
     """
     params = select(layout.trainable, layout.shapes.params)
     placements = jax.tree.leaves(layout.opt_params)
@@ -108,11 +111,11 @@ def find_owned(layout: Layout, tx: Any) -> Owned | None:
 def _find_slices(
     tx: Any, params: PyTree, placements: list[Placement], cores: dict[int, Core]
 ) -> dict[int, tuple[Any, int, tuple[bool, ...]]]:
-    """Find the stacked parameters [L, m, n] whose L matrices are updated independently.
+    """Find the stacked parameters [L, m, n] whose L matrices are updated independently, so that each may have an owner.
 
     Returns:
-      {index of the parameter: (the jaxpr of the core for a single matrix [1, m, n], L, for each shared input of the
-      core True if it has an entry for each matrix)}.
+      {index of the parameter: (program, L, sliced)}. `program` is the jaxpr that updates a single matrix [1, m, n].
+      `sliced` says for each other input of the program (`core.shared`) whether it has an entry for each matrix.
     """
     flat = jax.tree_util.tree_leaves_with_path(params)
     proven: dict[int, tuple[int, tuple[bool, ...]]] = {}

@@ -33,6 +33,8 @@ from jaxshard.core.types import PyTree
 class OwnedStack:
     """Matrices of equal shape and equal optimizer updates, and the device that owns each.
 
+    Each device has the same number of slots, one for each matrix that it can own; some devices have empty slots.
+
     Attributes:
       paths: the parameters, such as ("blocks/query/kernel", "blocks/key/kernel").
       leaves: the indices of these parameters among the trained parameters.
@@ -40,8 +42,8 @@ class OwnedStack:
       shape: the shape of one matrix.
       axes: the mesh axes over whose devices the matrices are distributed, major axis first.
       devices: the number of devices along these axes.
-      slots: the number of places on each device.
-      places: the place of each matrix: index of the device * `slots` + index of the slot on the device.
+      slots: the number of slots of each device.
+      places: for each matrix, (index of its owner) * `slots` + (index of its slot on the owner).
       states: for each kind of optimizer state that is stored on owners, the index of each parameter's state array.
       moved: (dtypes of the matrix-shaped arrays that are sent to an owner, dtypes of those that are sent back).
       flops: the FLOPs of the matrix products in the update of one matrix.
@@ -66,22 +68,25 @@ class OwnedStack:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The number of matrices that each device owns."""
+        """The number of matrices that each device owns, such as (2, 1) for three matrices on two devices."""
         owners = [place // self.slots for place in self.places]
         return tuple(owners.count(device) for device in range(self.devices))
 
     def units(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """Stack the matrices of all parameters (one array per parameter) to a single array [count, ...]."""
+        """Stack the matrices of all parameters, given one array per parameter, into one array [matrices, ...]."""
         return jnp.concatenate(arrays) if self.slices else jnp.stack(arrays)
 
     def arrays(self, units: jax.Array) -> list[jax.Array]:
-        """Split an array of all matrices [count, ...] into one array per parameter: the inverse of `units`."""
+        """Split an array of all matrices, [matrices, ...], into one array per parameter: the inverse of `units`."""
         if not self.slices:
             return list(units)
         return [units[first : first + self.slices] for first in range(0, self.count, self.slices)]
 
     def place(self, units: jax.Array) -> jax.Array:
-        """Move the matrices [count, ...] to their places, [devices * slots, ...], with zeros in empty places."""
+        """Order matrices [matrices, ...] by owner and slot, [devices * slots, ...], with zeros in empty slots.
+
+        Every device has `slots` slots, one for each matrix that it can own.
+        """
         total = self.devices * self.slots
         if self.places == tuple(range(total)):
             return units
@@ -91,7 +96,10 @@ class OwnedStack:
         return jnp.take(jnp.concatenate([units, empty]), order, axis=0)
 
     def unplace(self, placed: jax.Array) -> jax.Array:
-        """Select the matrices [count, ...] from their places [devices * slots, ...]: the inverse of `place`."""
+        """Select the matrices [matrices, ...] from all slots [devices * slots, ...]: the inverse of `place`.
+
+        Every device has `slots` slots, one for each matrix that it can own; some are empty.
+        """
         if self.places == tuple(range(self.devices * self.slots)):
             return placed
         return jnp.take(placed, np.asarray(self.places, np.int32), axis=0)
@@ -111,17 +119,17 @@ class OwnedStack:
 
 @dataclass(frozen=True)
 class Owners:
-    """The owners of all matrices of a layout.
+    """The owners of all matrices of a layout: for each matrix the only device that updates it.
 
-    `print(layout.owners)` shows a line for each stack.
+    `print(layout.owners)` shows a line for each stack (matrices of equal shape).
 
     Attributes:
-      stacks: the stacks, the most expensive first.
-      refused: (path, reason) of parameters whose update has matrix products but that have no owner.
+      stacks: the stacks, by the FLOPs of one matrix's update, the most expensive first.
+      refused: (path, reason) for each parameter whose update multiplies matrices but that has no owner.
 
     Example:
         layout = js.layout(js.fsdp(), js.make_mesh(data=8), init_fn, optax.contrib.muon(1e-3))
-        layout.owners.flops_per_device       # FLOPs of the update's matrix products on the busiest device
+        layout.owners.flops_per_device       # (FLOPs on the busiest device, FLOPs per device if evenly divided)
     """
 
     stacks: tuple[OwnedStack, ...]
@@ -129,7 +137,7 @@ class Owners:
 
     @property
     def flops_per_device(self) -> tuple[int, float]:
-        """Return (FLOPs of matrix products in an update on the busiest device, FLOPs per device if evenly divided)."""
+        """Return the FLOPs of matrix products in one update: (on the busiest device, per device if evenly divided)."""
         loads: dict[tuple[str, ...], np.ndarray] = {}
         for stack in self.stacks:
             load = stack.flops * np.asarray(stack.counts, np.float64)
@@ -137,7 +145,14 @@ class Owners:
         return int(sum(load.max() for load in loads.values())), float(sum(load.mean() for load in loads.values()))
 
     def owner_of(self, path: str) -> tuple[int, ...]:
-        """Return the index, along the mesh axes of the stack, of the device that owns each matrix of a parameter."""
+        """Return the devices that own the matrices of a parameter, one index for each matrix that the parameter stacks.
+
+        The index counts the devices along the mesh axes over which the parameter is sharded. For example, (0,) for a
+        parameter [m, n], or (0, 1, 0, 1) for a stacked parameter [4, m, n].
+
+        Raises:
+          ValueError: the parameter has no owner.
+        """
         for stack in self.stacks:
             if path in stack.paths:
                 each, at = stack.slices or 1, stack.paths.index(path)
@@ -151,11 +166,13 @@ class Owners:
 
 @dataclass(frozen=True)
 class OwnedState:
-    """The `core.carried.Carried` of a layout with owners: it makes, stores and saves the optimizer state.
+    """Make, store and save the optimizer state of a layout in which each matrix has an owner.
+
+    The owner of a matrix is the only device that updates it. This class implements `core.carried.Carried`.
 
     Attributes:
       owners: the owners.
-      natural: (index, the placement that it would have without owners) of each state array that is stored on owners.
+      natural: for each state array that is stored on owners, (its index, its placement in a layout without owners).
     """
 
     owners: Owners
@@ -163,27 +180,27 @@ class OwnedState:
 
     @property
     def stacks(self) -> tuple[OwnedStack, ...]:
-        """The stacks of the owners."""
+        """The stacks of the owners: the matrices, grouped by shape and update."""
         return self.owners.stacks
 
     def start(self, tx: Any, params: PyTree, mesh: Mesh) -> PyTree:
-        """Make the initial optimizer state of the trained parameters, in logical arrays."""
+        """Make the initial optimizer state of the trained parameters, as global arrays in their logical shapes."""
         return tx.init(params)
 
     def place(self, shapes: PyTree, placements: PyTree) -> PyTree:
-        """Return the placements of the optimizer state, in which arrays of owned matrices are stored on the owners."""
+        """Return the placement of each array of the optimizer state: on the owners if it belongs to owned matrices."""
         return _each(self._place, shapes, placements)
 
     def store(self, placements: PyTree, state: PyTree) -> PyTree:
-        """Convert a state of logical arrays to stored arrays, in stacks for owned matrices."""
+        """Convert optimizer state from logical shapes to stored arrays, with the state of each matrix on its owner."""
         return _each(self._store, state, placements)
 
     def unstore(self, placements: PyTree, state: PyTree) -> PyTree:
-        """Convert a state of stored arrays to logical arrays: the inverse of `store`."""
+        """Convert optimizer state from stored arrays to logical shapes: the inverse of `store`."""
         return _each(self._unstore, state, placements)
 
     def saved(self, layout: Layout) -> Layout:
-        """Return the layout of the arrays in a checkpoint: without owners, since owners depend on the mesh."""
+        """Return the layout in which checkpoints store the state: without owners, since owners depend on the mesh."""
         placements = jax.tree.leaves(layout.opt_state)
         for number, placement in self.natural:
             placements[number] = placement
@@ -231,6 +248,6 @@ class OwnedState:
 
 
 def _each(convert: Callable[[list[Any], list[Placement]], list[Any]], tree: PyTree, placements: PyTree) -> PyTree:
-    """Apply `convert`, a function of flat lists (arrays, placements), to trees; return a tree like `tree`."""
+    """Apply a function of two lists, `convert(leaves, placements)`, to the leaves of two trees; return a tree."""
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, convert(leaves, jax.tree.leaves(placements)))

@@ -28,11 +28,11 @@ from jaxshard.proofs.walk import Domain, Place, Refused, walk
 
 
 class Rows(NamedTuple):
-    """The stacked dimension of a value.
+    """The stacked dimension of a value, in a program that updates the matrices of a stacked array [L, m, n].
 
     Attributes:
-      dim: the stacked dimension, so that slice s of the value depends only on slice s of the inputs; None for a value
-        that depends on no slice.
+      dim: the dimension of size L: slice s along it depends only on slice s of the program's inputs. None for a value
+        that depends on no slice, such as a constant.
       varies: if `dim` is None, the dimensions along which the value is not constant.
     """
 
@@ -41,14 +41,18 @@ class Rows(NamedTuple):
 
 
 def has_own_slices(core: Core, count: int) -> tuple[bool, ...] | None:
-    """Prove that slice s of every output of a core depends only on slice s of its inputs.
+    """Prove that the matrices of a stacked parameter [count, ...] are updated independently of each other.
+
+    That is: slice s of every output of the core (the operations that need full matrices) depends only on slice s of its
+    inputs.
 
     Args:
-      core: The core of a parameter [count, ...].
+      core: The core of the parameter's update.
       count: The number of slices.
 
     Returns:
-      For each shared input of the core, True if it has an entry for each slice; None if the proof fails.
+      For each element of `core.shared` (inputs that every device has), True if it has an entry for each slice, False if
+      every slice uses all of it. None if the proof fails.
     """
 
     def stacked(var: Any) -> bool:
@@ -72,7 +76,7 @@ def has_own_slices(core: Core, count: int) -> tuple[bool, ...] | None:
 
 
 class _Slices(Domain[Rows]):
-    """The domain that follows the stacked dimension; it refuses an operation that mixes slices or is unknown."""
+    """Follow the stacked dimension of every value through a jaxpr; refuse operations that mix slices or are unknown."""
 
     def value(self, values: Sequence[Any], place: Place) -> Rows:
         return _without_slices(values[0])
@@ -126,7 +130,7 @@ def _without_slices(x: Any) -> Rows:
 
 
 def _varies(eqn: Any, given: list[Rows], out: Any) -> frozenset[int]:
-    """Return the dimensions along which a result is not constant, given operands that depend on no slice."""
+    """Return the dimensions along which a result is not constant, for an equation whose operands depend on no slice."""
     name = eqn.primitive.name
     if name in ELEMENTWISE or name in SAME:
         return frozenset().union(*(one.varies for one in given))
@@ -138,7 +142,11 @@ def _varies(eqn: Any, given: list[Rows], out: Any) -> frozenset[int]:
 
 
 def _after(eqn: Any, given: list[Rows]) -> int:
-    """Return the stacked dimension of an operation's results, given the stacked dimensions of its operands."""
+    """Return the stacked dimension of an equation's results, given the stacked dimensions of its operands.
+
+    Raises:
+      Refused: the equation mixes slices.
+    """
     found = {follow_dim(eqn, operand, one.dim) for operand, one in enumerate(given) if one.dim is not None}
     dim = found.pop()
     if found or dim is None:
@@ -157,7 +165,13 @@ _SIZES = frozenset({"shape", "new_sizes", "limit_indices", "slice_sizes", "shard
 
 
 def is_program_of_one(whole: Core, one: Core, count: int) -> bool:
-    """Return True if the cores of a parameter [count, ...] (`whole`) and [1, ...] (`one`) have the same operations."""
+    """Return True if a stacked parameter [count, ...] and a single slice [1, ...] are updated by the same operations.
+
+    Args:
+      whole: the core (the operations that need full matrices) for the shape [count, ...].
+      one: the core for the shape [1, ...].
+      count: the number of slices.
+    """
 
     def same_type(x: Any, y: Any) -> bool:
         sizes = zip(x.shape, y.shape, strict=False)

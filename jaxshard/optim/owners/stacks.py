@@ -18,14 +18,14 @@ from jaxshard.proofs.alike import same_programs
 
 
 class Matrix(NamedTuple):
-    """The matrices of one parameter: the array itself, or the slices of a stacked array.
+    """The matrices of one parameter, which are assigned to devices: the array itself, or the slices of a stacked array.
 
     Attributes:
       path: the path of the parameter.
-      core: the core of the parameter's update.
+      core: the core of the parameter's update, that is, the operations that need the full matrix.
       program: the jaxpr of the core for a single matrix; `core.program` if the array is a single matrix.
       slices: the number of matrices that the parameter stacks along its first dimension; 0 for a single matrix.
-      sliced: for each shared input of the core, True if it has an entry for each slice.
+      sliced: for each element of `core.shared` (inputs that every device has), True if it has an entry for each slice.
       placement: the placement of the parameter in the optimizer.
     """
 
@@ -38,11 +38,12 @@ class Matrix(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Matrices of equal shape and placement that the same program updates.
+    """Matrices of equal shape and placement whose updates run the same program.
 
     Attributes:
-      matrices: the matrices of each parameter.
-      common: for each shared input of the program, True if it has the same value for all parameters.
+      matrices: one `Matrix` per parameter; it may stand for all slices of a stacked array.
+      common: for each element of `core.shared` (inputs such as the step count), True if all parameters read the same
+        value.
     """
 
     matrices: tuple[Matrix, ...]
@@ -54,7 +55,7 @@ class Group(NamedTuple):
 
 
 def group(made: TracedUpdate, matrices: Sequence[Matrix]) -> list[Group]:
-    """Group the matrices with equal shapes, placements and programs."""
+    """Group the matrices that have equal shapes and placements and are updated by the same program."""
     groups: list[list[Matrix]] = []
     for one in matrices:
         like = next((members for members in groups if _alike(members[0], one)), None)
@@ -75,7 +76,11 @@ def _alike(one: Matrix, other: Matrix) -> bool:
 
 
 def _common(made: TracedUpdate, members: Sequence[Matrix]) -> tuple[bool, ...]:
-    """Return, for each shared input of the cores, True if it is the same variable or an equal constant in all cores."""
+    """Return, for each input that every device has, True if it has the same value for all members of a group.
+
+    The inputs are `core.shared`, such as step counts. They have the same value if they are the same jaxpr variable or
+    equal constants.
+    """
     constants = dict(zip(made.jaxpr.invars, made.consts))
 
     def same(x: Any, y: Any) -> bool:
@@ -88,9 +93,10 @@ def _common(made: TracedUpdate, members: Sequence[Matrix]) -> tuple[bool, ...]:
 
 
 def assign(groups: Sequence[Group], mesh: Mesh) -> list[OwnedStack]:
-    """Assign every matrix to a device: the most expensive matrices first, each to the device with the lowest load.
+    """Assign every matrix to a device: the most expensive first, each to the device with the fewest FLOPs so far.
 
-    No device owns more than twice its even share of a stack.
+    No device owns more than twice its even share of a group: every device has as many slots for matrices as the device
+    that owns the most, and empty slots cost memory and communication, too.
     """
     costs = [product_flops(one.matrices[0].program) for one in groups]
     loads: dict[tuple[str, ...], list[tuple[int, int, int]]] = {}

@@ -32,14 +32,17 @@ Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
 class Stages(NamedTuple):
-    """The parts of an optimizer's update before and after the cores.
+    """The two parts of an optimizer's update that run on shards: before and after the matrix products on the owners.
+
+    The matrix products of a parameter are its core, which runs on the device that owns the matrix.
 
     Attributes:
-      before: a jaxpr from the inputs of the update, except the `absent` ones, to the first variables in `moved`.
+      before: a jaxpr from the inputs of the update, except those in `absent`, to the first variables in `moved`.
       moved: the variables that the cores read: first the results of `before`, then inputs of the update itself.
-      after: a jaxpr from the same inputs and `made` to the updates and the state that is not stored on owners.
+      after: a jaxpr from the inputs of `before`, and then the variables in `made`, to the updates and to the state that
+        is not stored on owners.
       made: the variables that the cores return.
-      absent: the indices of the inputs of the update that are stored on owners.
+      absent: the indices of those inputs of the update that are stored on owners.
     """
 
     before: Any
@@ -50,7 +53,10 @@ class Stages(NamedTuple):
 
 
 def stage(made: TracedUpdate, groups: Sequence[Group]) -> Stages | None:
-    """Split the traced update at the cores into programs; None if a core needs the results of another core."""
+    """Split an update into the programs before and after its cores: the matrix products, which run on the owners.
+
+    None if a core needs the results of another core.
+    """
     jaxpr, cores = made.jaxpr, [one.core for members in groups for one in members.matrices]
     first = len(made.consts) + made.params
     owned = {number for core in cores for number in core.states}
@@ -69,9 +75,9 @@ def stage(made: TracedUpdate, groups: Sequence[Group]) -> Stages | None:
 
 
 def _program(jaxpr: Any, inputs: Sequence[Any], results: Sequence[Any], given: set[Any]) -> tuple[Any, bool]:
-    """Return (the jaxpr that computes `results` from `inputs`, True if it needs no other values).
+    """Return (the jaxpr that computes `results` from `inputs`, True if `inputs` suffice).
 
-    The values of `given` are not computed; they are inputs.
+    Values in `given` are taken from the inputs, also if an equation of `jaxpr` could compute them.
     """
     eqns, _ = needed_equations(jaxpr.eqns, results, given)
     # An equation may compute a needed value together with a given one. Replace the latter by a fresh variable, so that
@@ -98,8 +104,8 @@ def _drop(eqn: Any, twins: set[Any]) -> Any:
 def make_owned_update(made: TracedUpdate, groups: Sequence[Group], stages: Stages, layout: Layout) -> Update:
     """Make the function `update(grads, state, params) -> (updates, new state)` for a layout with owners.
 
-    Gradients and parameters must have their logical shapes and be sharded like the optimizer state; the state must be
-    as stored.
+    The matrix products of each matrix run on its owner, all other operations on the shards of every device. Pass
+    gradients and parameters in their logical shapes, sharded like the optimizer state, and the state as it is stored.
     """
     placements = jax.tree.leaves(layout.opt_state)
     programs = [one.matrices[0].program for one in groups]
@@ -133,7 +139,7 @@ def make_owned_update(made: TracedUpdate, groups: Sequence[Group], stages: Stage
 
 
 class _Member(NamedTuple):
-    """A stack of matrices, the variables of their cores, and the program of the core of a single matrix."""
+    """A stack (matrices of equal shape), and the program that its owners run for a single matrix."""
 
     stack: OwnedStack
     group: Group
@@ -148,18 +154,24 @@ class _Member(NamedTuple):
         return self.group.matrices[0].sliced
 
     def ins(self, *, arrays: bool) -> list[int]:
-        """Return the indices of the matrix-shaped inputs (arrays=True) or of the scalar inputs."""
+        """Return the indices of the inputs of a matrix's core that are matrices (arrays=True) or scalars (False)."""
         return [number for number, var in enumerate(self.group.matrices[0].core.ins) if bool(var.aval.shape) == arrays]
 
     def split(self, mesh: Mesh) -> Split:
-        """Return how the matrices are sharded, and which device owns each."""
+        """Return how the matrices of this stack are sharded over devices, and which device owns each."""
         dims = 1 if self.stack.slices else 0
         part = self.placement.shard_shape(mesh)[dims:]
         cuts = splits_per_dim(mesh, self.placement.store)[dims:]
         return Split(self.stack.places, self.stack.counts, self.stack.slots, part, cuts)
 
     def given(self, known: dict[Any, jax.Array], held: Sequence[jax.Array], mesh: Mesh) -> _Given:
-        """Look up the inputs of the cores: `known` has the values of variables, `held` the optimizer's state arrays."""
+        """Collect the inputs of the program that the owners run for this stack.
+
+        Args:
+          known: {jaxpr variable of the update: its value}.
+          held: the arrays of the optimizer state.
+          mesh: the mesh.
+        """
         members, stack = self.group.matrices, self.stack
         common, own = [], []
         for number, same in enumerate(self.group.common):
@@ -173,12 +185,17 @@ class _Member(NamedTuple):
         return _Given(split, each, own, [held[numbers[0]] for numbers in stack.states], common)
 
     def specs(self) -> _Given:
-        """Return the PartitionSpecs of the arrays that `given` returns."""
+        """Return the PartitionSpecs of the arrays that `given` returns, as `in_specs` of a `shard_map`."""
         some = PartitionSpec()
         return _Given(self.placement.store, some, some, PartitionSpec(spec_entry(self.stack.axes)), some)
 
     def update(self, whole: list[jax.Array], given: _Given) -> list[jax.Array]:
-        """Run the core for each full matrix that this device owns; return its outputs and new states by slot."""
+        """Update each matrix that this device owns; return the outputs and the new states, each [slots, ...].
+
+        Args:
+          whole: for each matrix-shaped input the full matrices that this device owns, [slots, ...].
+          given: the other inputs.
+        """
         stack, common = self.stack, self.group.common
         mine = lax.axis_index(stack.axes) * stack.slots + jnp.arange(stack.slots)
         rows = [x[mine] for x in given.each], [x[mine] for x in given.own]
@@ -202,14 +219,16 @@ class _Member(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """The inputs of the cores of a stack.
+    """The inputs of the program that the owners of a stack (matrices of equal shape) run for each matrix.
+
+    A place is a slot for a matrix on a device: there are devices * slots places.
 
     Attributes:
-      split: for each matrix-shaped input, the list of its arrays, one per parameter, sharded like the parameter.
-      each: scalar inputs, as arrays with an element for each place of the stack.
-      own: shared inputs that differ between matrices, as arrays with a row for each place.
-      states: the optimizer state that is stored on the owners.
-      common: shared inputs that are equal for all matrices.
+      split: for each matrix-shaped input a list with one array per parameter, sharded like the parameter.
+      each: for each scalar input an array with one element per place.
+      own: for each other input that differs between matrices, an array with one row per place.
+      states: the optimizer state that is stored on the owners, [places, ...].
+      common: the inputs that are equal for all matrices.
     """
 
     split: Any
@@ -227,9 +246,18 @@ def _run(
     new_state: dict[int, jax.Array],
     mesh: Mesh,
 ) -> dict[Any, jax.Array]:
-    """Run the cores of all stacks with these mesh axes on their owners.
+    """Send the matrices of several stacks to their owners, update them there, and send the results back.
 
-    Return {output variable of a core: its value}; add {index of a state array: its new value} to `new_state`.
+    Args:
+      members: the stacks (matrices of equal shape), all with owners along `axes`.
+      axes: the mesh axes along which the owners are.
+      known: {jaxpr variable of the update: its value}.
+      held: the arrays of the optimizer state.
+      new_state: {index of a state array: its new value}; this function adds the state that is stored on owners.
+      mesh: the mesh.
+
+    Returns:
+      {jaxpr variable that the owners computed: its value}.
     """
     splits = [one.split(mesh) for one in members]
 
@@ -264,7 +292,7 @@ def _run(
 
 
 def _pad(one: _Member, whole: jax.Array) -> jax.Array:
-    """Pad full matrices to the shape in which their parameters are stored."""
+    """Pad full matrices [slots, ...] with zeros to the shape in which their parameter is stored."""
     stored = one.placement.view.stored[1 if one.stack.slices else 0 :]
     widths = [(0, 0), *((0, after - size) for size, after in zip(one.stack.shape, stored, strict=True))]
     padded: jax.Array = jnp.pad(whole, widths) if stored != one.stack.shape else whole
@@ -277,9 +305,10 @@ def _hold(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
 
 
 def _each(stack: OwnedStack, values: list[jax.Array], sliced: bool) -> jax.Array:
-    """Move a scalar or small array per matrix to the place of the matrix: [devices * slots, ...].
+    """Arrange one scalar or small array per matrix by owner and slot: return [devices * slots, ...].
 
-    `values` has an array per parameter; with `sliced` its first dimension is the matrices that the parameter stacks.
+    `values` has one array per parameter. With `sliced` its first dimension is that of the matrices that the parameter
+    stacks; otherwise all of these matrices use the same value.
     """
     if not stack.slices:
         return stack.place(jnp.stack(values))
@@ -288,7 +317,15 @@ def _each(stack: OwnedStack, values: list[jax.Array], sliced: bool) -> jax.Array
 
 
 def _for_each_slot(stack: OwnedStack, core: Callable[..., Any], whole: Any, rows: Any, states: Any) -> list[jax.Array]:
-    """Run the core for each matrix of this device, one after another; it does not run for empty slots."""
+    """Run `core` for each matrix that this device owns, one after another; return its results, each [slots, ...].
+
+    Every device has as many slots as the device that owns the most matrices. For empty slots `core` does not run.
+
+    Args:
+      stack: the matrices of equal shape, and the device that owns each.
+      core: `core(matrices, rows, states)` computes the update of one matrix.
+      whole, rows, states: its arguments for all slots of this device, trees of arrays [slots, ...].
+    """
     given = whole, rows, states
     if stack.slots == 1 and min(stack.counts) == 1:
         results = core(*jax.tree.map(lambda x: x[0], given))

@@ -44,7 +44,13 @@ from jaxshard.proofs.walk import Domain, Place, walk
 
 
 def propagate(first: Any, second: Any, inputs: Sequence[Fact], context: Context) -> list[Fact]:
-    """Return the fact about every output of a program, from its two traces and the facts about its inputs."""
+    """Return a fact about every output of a program: on which elements of the inputs it depends.
+
+    Args:
+      first, second: two traces (jaxprs) of the program, at different shapes, to detect what depends on shapes.
+      inputs: the facts about the inputs.
+      context: the parameters and axes that facts and error messages refer to.
+    """
     return walk((first, second), inputs, _Elements(context))
 
 
@@ -53,7 +59,10 @@ class _Elements(Domain[Fact]):
         self.context = context
 
     def value(self, values: Sequence[Any], place: Place) -> Fact:
-        """Return the fact about a literal or constant, given its values in both traces."""
+        """Return the fact about a literal or constant, given its values in both traces.
+
+        It is UNIFORM (equal on all devices, for all shapes) if all its elements are the same number in both traces.
+        """
         if all(np.shape(x) == () for x in values):
             a, b = values
             if a is b or (not _is_traced(*values) and (a == b or (a != a and b != b))):
@@ -70,7 +79,7 @@ class _Elements(Domain[Fact]):
         return mixed((), Origin("a constant of the transform", "depends on the shape of the parameters"))
 
     def join(self, place: Place, facts: Sequence[Fact]) -> Fact:
-        """Return the strongest fact about a value for which one of several facts holds, if it is not known which.
+        """Return the strongest fact that is true whichever of `facts` holds, as for the results of two branches.
 
         The walk joins facts about a loop's carry until they no longer change. This ends, since a fact can be weakened
         only a finite number of times (three kinds, one padding value, one influence per parameter).
@@ -81,17 +90,20 @@ class _Elements(Domain[Fact]):
         return first
 
     def rule(self, place: Place, facts: list[Fact]) -> list[Fact]:
-        """Return the facts about the results of an operation."""
         return transfer(place, facts, self.context)
 
     def conclude(self, place: Place, operands: list[Fact], results: list[Fact]) -> list[Fact]:
-        """Return the facts about results, with UNIFORM in place of INDEPENDENT for scalars (a single number)."""
+        """Return the facts about the results, with UNIFORM in place of INDEPENDENT for a result of shape ().
+
+        Both mean that a value is equal on all devices: UNIFORM for scalars, INDEPENDENT for arrays.
+        """
         return [_as_number(fact, x.aval.shape) for fact, x in zip(results, place.equation.outvars, strict=True)]
 
     def choose(self, place: Place, choice: Fact, facts: list[Fact]) -> list[Fact]:
-        """Return the facts about results of a branch or loop, given the fact about the scalar that selects or ends it.
+        """Return the facts about the results of a branch or loop, given the fact `choice` about its predicate.
 
-        A UNIFORM scalar is the same on all devices. A scalar that depends on an element counts as one more input.
+        If the predicate is UNIFORM, all devices decide alike. Otherwise every result is a function of the predicate,
+        too.
         """
         if choice.kind is Kind.UNIFORM:
             return [fact._replace(influences=fact.influences | choice.influences) for fact in facts]
@@ -101,7 +113,10 @@ class _Elements(Domain[Fact]):
         ]
 
     def enter(self, place: Place, facts: list[Fact]) -> list[Fact]:
-        """Return the facts about the inputs of an inner program; a scan's body gets one row of each scanned array."""
+        """Return the facts about the inputs of the body of a branch, loop or call, given those about its operands.
+
+        The body of a scan gets one row of each scanned array.
+        """
         if place.name != "scan":
             return facts
         kept = sum(scan_counts(place.equation.params))
@@ -109,7 +124,7 @@ class _Elements(Domain[Fact]):
         return [*facts[:kept], *(_as_number(self._unlike(place, fact), x.aval.shape[1:]) for fact, x in rows)]
 
     def leave(self, place: Place, facts: list[Fact]) -> list[Fact]:
-        """Return the facts about a scan's results, which are the carry and stacks of its body's other results."""
+        """Return the facts about the results of a scan: the carry, and the stacked results of its iterations."""
         _, carries = scan_counts(place.equation.params)
         return [*facts[:carries], *(self._stack(place, fact) for fact in facts[carries:])]
 
@@ -120,9 +135,10 @@ class _Elements(Domain[Fact]):
         return self._unlike(place, fact) if fact.kind is not Kind.PARTIAL_SUM else mixed(fact.influences, fact.why)
 
     def _unlike(self, place: Place, fact: Fact) -> Fact:
-        """Return the fact about a row of an array, or about an array of stacked rows, given the other's fact.
+        """Return the fact about a row of an array, or about an array of stacked rows, given the fact of the other.
 
-        An ELEMENTWISE fact becomes MIXED, since the shape is no longer that of the parameter.
+        An ELEMENTWISE fact (element i belongs to element i of a parameter) becomes MIXED, which claims nothing, since
+        the shape is no longer that of the parameter.
         """
         if fact.kind is not Kind.ELEMENTWISE:
             return fact
@@ -130,7 +146,7 @@ class _Elements(Domain[Fact]):
         return mixed(fact.influences, origin_of(place, self.context, text))
 
     def same(self, place: Place) -> bool:
-        """Return True if the equation is the same in both traces except for shapes."""
+        """Return True if the two traces of an equation differ at most in shapes."""
         one, two = place.equation.params, place.twin.params
         if place.name == "cond":
             return len(one["branches"]) == len(two["branches"])
@@ -144,7 +160,10 @@ class _Elements(Domain[Fact]):
         return one.keys() == two.keys() and all(repr(one[key]) == repr(two[key]) for key in keys)
 
     def differ(self, place: Place, difference: Difference, results: Sequence[tuple[Any, Any]]) -> list[Fact]:
-        """Return MIXED for every result of a program whose two traces differ, since it depends on the shapes."""
+        """Return MIXED (nothing is known) for every result of a body that is not the same in both traces.
+
+        The traces are at different shapes, so such a body depends on the shapes of the parameters.
+        """
         why = origin_of(place, self.context, "belongs to a program that depends on the shape of the parameters")
         return [mixed(range(len(self.context.names)), why)] * len(results)
 

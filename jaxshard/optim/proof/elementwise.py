@@ -44,12 +44,12 @@ def check_elementwise(
       tx: An optax transform.
       params: The parameters, which may be abstract.
       axis_name: The mesh axis, or axes, that split the arrays inside `shard_map`. Scalar parameters then count as
-        replicated, and a sum over all elements of an array, followed by `lax.psum` over all of these axes, counts as a
+        replicated. A sum over all elements of an array, followed by `lax.psum` over all of these axes, then counts as a
         scalar, if the summed elements are zero in the padding.
       extra_args: The extra arguments that `tx.update` requires: functions, and scalars (possibly abstract), which must
         be the same on all devices.
-      views: The parameters as the optimizer really receives them (shards, padded or reshaped views); for these the
-        transform must have the same jaxpr as for `params`.
+      views: The parameters in the shapes that the optimizer really receives: shards, padded or reshaped arrays. The
+        transform must have the same jaxpr for these shapes as for `params`.
 
     Returns:
       A `Report`: true if the transform is elementwise, else with a reason for each output that is not elementwise.
@@ -99,7 +99,7 @@ def require_elementwise(
 
 
 def check_stored(tx: Any, params: PyTree, param_placements: PyTree, state_placements: PyTree) -> Report | None:
-    """Prove that a transform may update global arrays as they are stored, padded and reshaped.
+    """Prove that a transform may update arrays in the shapes in which they are stored, padded or reshaped.
 
     Args:
       tx: An optax transform.
@@ -120,15 +120,21 @@ def check_stored(tx: Any, params: PyTree, param_placements: PyTree, state_placem
 
 
 def stored_shapes(params: PyTree, placements: PyTree) -> PyTree:
-    """Return a tree like `params` with the abstract arrays as they are stored by these placements."""
+    """Return the parameters as abstract arrays in their stored shapes, which may be padded or reshaped."""
     return jax.tree.map(lambda x, p: jax.ShapeDtypeStruct(p.view.stored, x.dtype), params, placements)
 
 
 def check_state(tx: Any, views: PyTree, placements: PyTree) -> Report:
-    """Report the state arrays whose stored shape differs from the shape that `tx.init` makes for stored parameters.
+    """Report the state arrays that are stored in another shape than `tx.init` returns for the stored parameters.
 
-    A state array that belongs to no parameter, such as the last three losses, has the same shape however the parameters
-    are stored. If the layout pads this array, the transform would take the padding for values.
+    The transform can't update such arrays as they are stored. For example, a state array with the last three losses has
+    the same shape however the parameters are stored. If the layout padded it, the transform would take the padding for
+    losses.
+
+    Args:
+      tx: An optax transform.
+      views: The parameters as abstract arrays, in the shapes in which they are stored.
+      placements: The `Placement` of each array of the state.
     """
     state = jax.eval_shape(tx.init, views)
     arrays = zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(placements), strict=True)
@@ -142,10 +148,14 @@ def check_state(tx: Any, views: PyTree, placements: PyTree) -> Report:
 
 
 def is_elementwise_except_totals(tx: Any, params: PyTree, views: PyTree) -> bool:
-    """Return True if updates are elementwise except for functions of sums over all elements of all parameters.
+    """Return True if updates are elementwise but for sums over all elements of all parameters, like the global norm.
 
-    The global norm is such a function: padding with zeros, reshaping and stacking the arrays do not change it, but
-    taking shards does. The jaxpr must be the same for the shapes of `params` and of `views`.
+    Such a sum does not change if the arrays are padded with zeros, reshaped or stacked. It would change for shards.
+
+    Args:
+      tx: An optax transform.
+      params: The parameters, which may be abstract.
+      views: The parameters in other shapes; the jaxpr of the update must be the same for these.
     """
     tx = as_transform(tx)
     params = abstract(params)
@@ -153,10 +163,13 @@ def is_elementwise_except_totals(tx: Any, params: PyTree, views: PyTree) -> bool
 
 
 def coupled_leaves(tx: Any, params: PyTree) -> tuple[Reason, ...]:
-    """Return a reason for each output that depends on arrays of other parameters, for example by a global norm.
+    """Find the updates and state arrays that depend on arrays of other parameters, for example by a global norm.
 
     A state array belongs to the parameter whose path is in the array's path. State arrays that belong to no parameter,
     such as counts, are shared by all parameters and must depend on none.
+
+    Returns:
+      A reason for each such update or state array, empty if there is none; a single reason if `tx` can't be traced.
     """
     traced = trace(as_transform(tx), (abstract(params),) * 2, (), {}, __file__)
     if isinstance(traced, Reason):
@@ -171,12 +184,12 @@ def coupled_leaves(tx: Any, params: PyTree) -> tuple[Reason, ...]:
 
 
 def _grow(params: PyTree) -> PyTree:
-    """Return the shapes of the parameters with every dimension one larger, for the second trace."""
+    """Return the parameters as abstract arrays with every dimension one larger."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(tuple(size + 1 for size in x.shape), x.dtype), params)
 
 
 def _judge(traced: Trace | Reason) -> Report:
-    """Report which updates and state arrays, after an update and after `tx.init`, are not elementwise."""
+    """Report which updates and state arrays of a traced transform, from `init` and `update`, are not elementwise."""
     if isinstance(traced, Reason):
         return Report((traced,))
     # The value of the padding must hold in every step, not only in the first, where parameters are padded with zeros
@@ -199,7 +212,10 @@ def _judge(traced: Trace | Reason) -> Report:
 
 
 def _verdict(array: TracedArray, fact: Fact, context: Context) -> Reason | None:
-    """Return why an output is refused (not elementwise, or different on each device); None if it is allowed."""
+    """Return why an output of a transform breaks the rule for elementwise transforms; None if it does not.
+
+    The rule: an output with the shape of its parameter is elementwise, and any other output is equal on all devices.
+    """
     has_place = array.param is not None and array.shapes == context.shapes[array.param]
     grows = array.shapes[0] != array.shapes[1]
     if not has_place and (array.param is not None or grows):

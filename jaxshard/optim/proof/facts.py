@@ -38,10 +38,15 @@ from jaxshard.proofs.walk import Place
 
 
 class Kind(IntEnum):
-    """The kind of claim about a value, from UNIFORM, the strongest, to MIXED, which claims nothing.
+    """The kind of claim about a value of an optimizer's program, from the strongest to the weakest.
 
-    INDEPENDENT, ELEMENTWISE and PARTIAL_SUM are not ordered (see the diagram at the top of the file): their integers
-    only sort facts, so that `join` has fewer cases.
+        UNIFORM        a number that is equal on all devices
+        INDEPENDENT    an array that is equal on all devices
+        ELEMENTWISE    an array whose element i depends only on element i of one parameter's arrays
+        PARTIAL_SUM    a device's term of a sum over all devices
+        MIXED          anything: nothing is known
+
+    The three kinds in the middle are not ordered among each other; their integers only sort facts.
     """
 
     UNIFORM = 0
@@ -52,13 +57,15 @@ class Kind(IntEnum):
 
 
 class Origin(NamedTuple):
-    """The reason why a value is MIXED, for an error message: an equation with its transform and line, or an array.
+    """Why a value is MIXED (nothing is known about it): the equation or array to blame, for an error message.
 
-    For example "clip_by_global_norm: reduce_sum at optax/transforms/_clipping.py:97 mixes elements of w".
+    As text, for example:
+
+        clip_by_global_norm: reduce_sum at optax/transforms/_clipping.py:97 mixes elements of w
 
     Attributes:
       primitive: the name of the equation's primitive, or of the array.
-      text: the predicate of the sentence, such as "mixes elements of w".
+      text: the end of the sentence, such as "mixes elements of w".
       transform: the name of the optax transform; "" if unknown.
       where: file:line of the equation; "" if unknown.
     """
@@ -74,17 +81,17 @@ class Origin(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """The facts about one value of the program.
+    """A claim about one value of an optimizer's program, such as "element i depends only on element i of w".
 
     Attributes:
-      kind: The claim; see the table at the top of the file.
+      kind: The claim, such as ELEMENTWISE; see `Kind`.
       param: For ELEMENTWISE, the parameter on whose elements the value depends, as an index into `Context.names`.
       influences: The parameters on whose arrays the value depends in any way.
-      padding: The value of a UNIFORM scalar, or the value of an ELEMENTWISE array in the elements of the padding, where
-        parameter and gradient are zero; None if it is unknown or not finite. A sum over a padded array equals the sum
-        over the array only if this value is 0.
-      summed: For PARTIAL_SUM, the parameters whose elements are all summed. It may differ from `influences`:
-        `sum(a * norm_of_everything)` is influenced by all parameters, but sums only over `a`.
+      padding: The value of a UNIFORM scalar; for an ELEMENTWISE array its value in the padding, where parameter and
+        gradient are zero. None if it is unknown or not finite. A sum over a padded array equals the sum over the array
+        only if this value is 0.
+      summed: For PARTIAL_SUM, the parameters whose elements are all summed. It may differ from `influences`: the sum of
+        `a * global_norm` is influenced by all parameters, but sums only over `a`.
       why: The equation to blame if the claim is too weak.
     """
 
@@ -101,15 +108,17 @@ class Fact(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The facts about the analysed program as a whole.
+    """The parameters of an optimizer's program and the mesh axes that split them, to which facts and messages refer.
 
     Attributes:
       names: The path of each parameter.
-      shapes: The shapes of each parameter in the two traces.
-      axes: The mesh axes that split the arrays; a sum over a shard and then over all of these axes is UNIFORM.
-      stop_file: The file that traces the transform: frames of a traceback outside of it are not the transform's.
-      totals: True if a sum over all elements of all parameters counts as UNIFORM, without any axes. This is right for
-        global arrays, which are padded, reshaped or stacked, but not split.
+      shapes: The two shapes of each parameter: the program is traced for both, to detect what depends on shapes.
+      axes: The mesh axes that split the arrays; a sum over a shard and then over all of these axes is equal on all
+        devices.
+      stop_file: The file of this package that traces the transform: only the calls that start from it are the
+        transform's.
+      totals: True if a sum over all elements of all parameters counts as a number that is equal on all devices, without
+        any axes. This is right for global arrays, which are padded, reshaped or stacked, but not split.
     """
 
     names: tuple[str, ...]
@@ -119,25 +128,24 @@ class Context(NamedTuple):
     totals: bool = False
 
     def some_names(self, params: Iterable[int]) -> str:
-        """Return the paths of some parameters as text; only the first three are named."""
+        """Return the paths of parameters, given by index, as text for a message; only the first three are named."""
         return first_words([self.names[param] for param in sorted(params)])
 
 
 def all_influences(facts: Iterable[Fact]) -> frozenset[int]:
-    """Return the parameters that influence any of the values."""
+    """Return the union of `influences`: the parameters on which at least one of the values depends."""
     return frozenset().union(*(fact.influences for fact in facts))
 
 
 def mixed(influences: Iterable[int], why: Origin | None) -> Fact:
-    """Make the fact that claims nothing."""
+    """Return the fact that claims nothing about a value, except on which parameters it depends."""
     return Fact(Kind.MIXED, influences=frozenset(influences), why=why)
 
 
 def join(place: Place, one: Fact, other: Fact, context: Context) -> Fact:
-    """Return the strongest fact about a value for which one of two facts holds, if it is not known which.
+    """Return the strongest fact that is true whichever of two facts holds, as for the results of two branches.
 
-    The result is implied by both facts: its kind is at least as high in the diagram as both kinds, its influences are
-    those of both, and a padding or summed parameter that only one of the facts claims is dropped.
+    It names the influences of both. A padding value or a summed parameter that only one of the facts claims is dropped.
     """
     influences = one.influences | other.influences
     padding = one.padding if one.padding == other.padding else None
@@ -154,9 +162,15 @@ def join(place: Place, one: Fact, other: Fact, context: Context) -> Fact:
 
 
 def origin_of(place: Place, context: Context, text: str) -> Origin:
-    """Find the transform and the line that made an equation: the innermost update or init function outside of JAX.
+    """Find the optax transform and the line of code that made an equation, for an error message.
 
-    The name of the transform comes from the function's qualified name, such as "scale_by_adam.<locals>.update_fn".
+    The transform is the innermost `update` or `init` function in the equation's traceback that is not JAX's own. Its
+    name comes from the function's qualified name, such as "scale_by_adam.<locals>.update_fn".
+
+    Args:
+      place: the equation, and the equations that contain it.
+      context: the parameters and files of the traced program.
+      text: the end of the message, such as "mixes elements of w".
     """
     primitive = "a constant" if place.equation is None else place.name
     # JAX caches jaxprs of jitted functions with the traceback of their first caller, so the outermost call around an

@@ -16,11 +16,11 @@ from jaxshard.core.types import PyTree
 
 @jax.tree_util.register_pytree_with_keys_class
 class Marked:
-    """A tree node that replaces a stacked array: it has one leaf (the array), or one leaf per block.
+    """A tree node that replaces a stacked array [blocks, ...]. Its leaves are the array itself, or one array per block.
 
-    Trees of masks and labels for the original parameters still match, as tree prefixes. The path of every leaf ends
-    with the last key of the array's path, so that masks by path treat the leaf like the array. The node also has the
-    attributes `shape`, `ndim`, `size` and `dtype` of an array, those of its first leaf.
+    It lets an optimizer run on stacked and on separate blocks with the same masks and labels: a tree for the original
+    parameters still matches, as a tree prefix, and the path of every leaf ends with the last key of the array's path.
+    The node also has the attributes `shape`, `ndim`, `size` and `dtype`, those of its first leaf.
     """
 
     def __init__(self, slices: list[Any], key: Any):
@@ -51,10 +51,10 @@ class Marked:
 
 
 def is_marked(x: Any) -> bool:
-    """Return True for a `Marked` node."""
+    """Return True for a `Marked` node, which replaces a stacked array in a tree."""
     return isinstance(x, Marked)
 
 
 def has_marks(tree: PyTree) -> bool:
-    """Return True if a tree contains `Marked` nodes."""
+    """Return True if a tree contains a `Marked` node, which replaces a stacked array."""
     return any(map(is_marked, jax.tree.leaves(tree, is_leaf=is_marked)))

@@ -20,14 +20,16 @@ from jaxshard.proofs.walk import Domain, Place, walk
 
 
 def handles_non_finite(tx: optax.GradientTransformation, params: PyTree) -> bool:
-    """Return True if the update of a transform tests whether values that depend on gradients are finite.
+    """Return True if an optimizer checks gradients for inf and NaN itself, like `optax.apply_if_finite`.
+
+    The jaxpr of its update then contains `is_finite` or `x != x` of a value that depends on gradients.
 
     Args:
       tx: an optax transform.
       params: the trained parameters, which may be abstract.
 
     Returns:
-      True if there is such a test; False if not, or if `tx.update` can't be traced with only gradients, state and
+      True if there is such a check; False if not, or if `tx.update` can't be traced with only gradients, state and
       parameters.
     """
     params = abstract(params)
@@ -42,7 +44,10 @@ def handles_non_finite(tx: optax.GradientTransformation, params: PyTree) -> bool
 
 
 class _Tests(Domain[bool]):
-    """The domain whose fact is True for a value that depends on gradients; the walk sets `found` at a test of one."""
+    """Find whether a program tests a value that depends on gradients for inf or NaN; `found` is the result.
+
+    The fact about a value is True if it depends on gradients.
+    """
 
     found = False
 

@@ -30,7 +30,7 @@ Kind = Literal["elementwise", "own array", "global"]
 
 @dataclass(frozen=True)
 class Dependence:
-    """The result of `check_own_array`; it is true unless arrays of several parameters are combined.
+    """The result of `check_own_array`: on which arrays the update of a parameter depends. It is true unless "global".
 
     Attributes:
       kind: "elementwise" if element i of an update depends only on elements i of its parameter's arrays, "own array" if
@@ -63,11 +63,11 @@ class Dependence:
 
 
 class Outputs(NamedTuple):
-    """The results of `tx.update`, and the parameter to which each belongs.
+    """The arrays that `tx.update` returns, first all updates, then the state, and the parameter to which each belongs.
 
     Attributes:
-      names: the name of each result, such as "update w" and "state 0/mu/w": first all updates, then the state.
-      owners: for each result the index of its parameter; None for arrays that belong to no parameter, such as counts.
+      names: the name of each array, such as "update w" and "state 0/mu/w".
+      owners: for each array the index of its parameter; None for arrays that belong to no parameter, such as counts.
     """
 
     names: tuple[str, ...]
@@ -77,9 +77,9 @@ class Outputs(NamedTuple):
 def check_own_array(tx: Any, params: PyTree, *, extra_args: Mapping[str, Any] | None = None) -> Dependence:
     """Prove that update and state of every parameter depend only on this parameter's arrays, and on scalars.
 
-    The arrays of a parameter are the parameter, its gradient, and the state arrays whose path contains its path.
-    Scalars may be counts, schedules, hyperparameters, and sums over arrays of any parameters (global norms). The result
-    is sound: an unknown operation makes the transform count as global. No device is touched; no collectives.
+    The arrays of a parameter are the parameter, its gradient, and the state arrays whose path contains the parameter's
+    path. Scalars may be counts, schedules, hyperparameters, and sums over arrays of any parameters (global norms). The
+    result is sound: an unknown operation makes the transform count as global. No device is touched; no collectives.
 
     Args:
       tx: An optax transform.
@@ -133,7 +133,11 @@ def check_own_array(tx: Any, params: PyTree, *, extra_args: Mapping[str, Any] | 
 
 
 def _walk_steps(program: Any, given: list[Reach], outputs: Outputs, count: int, flow: Flow) -> list[Reach]:
-    """Return the reaches after any number of steps, since scalars of one step are in the state of the next."""
+    """Return, for each output of `tx.update`, the parameters on which it depends after any number of steps.
+
+    A scalar such as a global norm may be stored in the state, and reach all parameters in a later step. So the update
+    is walked until the dependences of the state no longer change.
+    """
     while True:
         reaches = walk(program, given, flow)
         after = list(given)
@@ -146,7 +150,7 @@ def _walk_steps(program: Any, given: list[Reach], outputs: Outputs, count: int, 
 
 
 def outputs_of(params: PyTree, state: PyTree) -> Outputs:
-    """Name the updates and state arrays, and find the parameter to which each belongs, by its path."""
+    """Name the arrays that `tx.update` returns, updates and state, and find by its path the parameter of each."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     held = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
 
@@ -160,7 +164,10 @@ def outputs_of(params: PyTree, state: PyTree) -> Outputs:
 
 
 def input_reaches(count: int, outputs: Outputs, extra: int = 0) -> list[Reach]:
-    """Return the `Reach` of each input of `tx.update`: `count` gradients, the state, the parameters, `extra` others."""
+    """Return for each input of `tx.update` a `Reach` with the parameter that it belongs to, or with no parameter.
+
+    The inputs are `count` gradients, the arrays of the state, the parameters, and `extra` other arguments.
+    """
     leaves = [Reach(bit(leaf)) for leaf in range(count)]
     state = [Reach(bit(owner)) for owner in outputs.owners[count:]]
     return [*leaves, *state, *leaves, *[Reach()] * extra]

@@ -28,11 +28,12 @@ from jaxshard.proofs.walk import CONTROL_FLOW, Domain, Place
 
 
 class Reach(NamedTuple):
-    """The parameters on which a value depends, as integers with a bit for each parameter.
+    """The parameters on which a value depends, as bits of an integer: 0b101 for the parameters 0 and 2.
 
     Attributes:
       arrays: the parameters on whose arrays the value depends.
-      numbers: the parameters on which the value depends only through scalars that are sums over arrays.
+      numbers: the parameters on which the value depends only by scalars that are sums over arrays, such as a global
+        norm.
       why: the first equation that combined arrays of several parameters; None if none did.
     """
 
@@ -41,26 +42,26 @@ class Reach(NamedTuple):
     why: Origin | None = None
 
     def within(self, leaf: int | None) -> bool:
-        """Return True if the value depends on no arrays of parameters other than `leaf` (None: of any parameter)."""
+        """Return True if the value depends on no parameter's arrays, or only on those of parameter `leaf`."""
         return not self.arrays & ~bit(leaf)
 
 
 def bit(leaf: int | None) -> int:
-    """Return an integer with the bit of a parameter set; 0 for None."""
+    """Return an integer in which only the bit of this parameter is set: 2 -> 0b100; None -> 0."""
     return 0 if leaf is None else 1 << leaf
 
 
 def leaves_of(bits: int) -> list[int]:
-    """List the indices of the parameters whose bits are set."""
+    """Return the indices of the parameters whose bits are set: 0b101 -> [0, 2]."""
     return [leaf for leaf in range(bits.bit_length()) if bits >> leaf & 1]
 
 
 class Flow(Domain[Reach]):
-    """The domain that finds the reach of every value in a transform's program.
+    """Find the parameters on which each value of an optimizer's program depends, as a `Reach`.
 
     Attributes:
       products: the parameters whose arrays are operands of matrix products or factorizations, as bits; set by the walk.
-      known: the reach of every result of the equations outside of calls, branches and loops; filled by the walk.
+      known: {jaxpr variable: its reach}, for variables outside of calls, branches and loops; filled by the walk.
     """
 
     def __init__(self, context: Context):
@@ -68,11 +69,11 @@ class Flow(Domain[Reach]):
         self.known: dict[Any, Reach] = {}
 
     def value(self, values: Sequence[Any], place: Place) -> Reach:
-        """Return the reach of a literal or constant, which depends on no parameter."""
+        """Return that a literal or constant depends on no parameter."""
         return Reach()
 
     def join(self, place: Place, facts: Sequence[Reach]) -> Reach:
-        """Return the reach of a value that depends on all given values."""
+        """Return the union of several reaches: the parameters on which a value computed from all of them depends."""
         arrays, numbers, why = 0, 0, None
         for one in facts:
             arrays, numbers, why = arrays | one.arrays, numbers | one.numbers, why or one.why
@@ -81,7 +82,7 @@ class Flow(Domain[Reach]):
         return Reach(arrays, numbers, why)
 
     def rule(self, place: Place, facts: list[Reach]) -> list[Reach]:
-        """Return the reach of each result of an equation, given the reaches of its operands."""
+        """Return the parameters on which each result of an equation depends, given the same about its operands."""
         if place.name in SAME and len(facts) == len(place.equation.outvars):
             return facts
         joined = self.join(place, facts)
@@ -105,14 +106,14 @@ class Flow(Domain[Reach]):
         return Reach(numbers=everything) if is_whole_sum(eqn) or adds else joined
 
     def leave(self, place: Place, facts: list[Reach]) -> list[Reach]:
-        """Return the reach of each result of a scan, given the reaches of its body's results."""
+        """Return the parameters on which each result of a scan depends, given the same about its body."""
         _, carries = scan_counts(place.equation.params)
         # An array with a scalar per iteration is not a scalar, but still depends on no arrays.
         stacked = [one if one.arrays else Reach(one.numbers, why=one.why) for one in facts[carries:]]
         return [*facts[:carries], *stacked]
 
     def conclude(self, place: Place, operands: list[Reach], results: list[Reach]) -> list[Reach]:
-        """Return the results, and record matrix products in `products` and outermost results in `known`."""
+        """Record matrix products in `products` and results outside of loops and calls in `known`."""
         if place.settled:
             is_entered = place.name in CALLS or place.name in CONTROL_FLOW
             if not is_entered and (multiplies_matrices(place.equation) or _is_opaque(place.equation)):
@@ -127,7 +128,7 @@ def _is_opaque(eqn: Any) -> bool:
 
 
 def multiplies_matrices(eqn: Any) -> bool:
-    """Return True if an equation multiplies two matrices, of at least two dimensions each, or factorizes a matrix."""
+    """Return True if an equation multiplies two matrices (not vectors) or factorizes a matrix."""
     name = eqn.primitive.name
     if name == "dot_general":
         _, batches = eqn.params["dimension_numbers"]
@@ -136,7 +137,7 @@ def multiplies_matrices(eqn: Any) -> bool:
 
 
 def is_whole_sum(eqn: Any) -> bool:
-    """Return True if an equation reduces all elements of its operands to a scalar: a sum, a maximum, a dot product."""
+    """Return True if an equation reduces arrays to one scalar: a sum, a maximum or a dot product of all elements."""
     name = eqn.primitive.name
     reduces = name.startswith("reduce_") and name != "reduce_precision"
     return (reduces or name == "dot_general") and bool(eqn.outvars[0].aval.shape == ())

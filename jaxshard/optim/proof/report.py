@@ -11,7 +11,7 @@ from jaxshard.optim.proof.facts import Origin
 
 
 class Reason(NamedTuple):
-    """Why an output of a transform is not elementwise, depends on other parameters, or changes by stacking.
+    """An output of a transform that violates a property, such as being elementwise, and the equation to blame.
 
     Attributes:
       output: The output, such as "update w" or "state 0/nu/w".
@@ -45,7 +45,12 @@ class Report:
 
 
 def describe(reasons: Sequence[Reason]) -> str:
-    """Format the reasons as one line of text, in which each equation is named once with the outputs that it affects."""
+    """Format the reasons why a proof failed as one line of text.
+
+    Each equation is named once, with the outputs that it affects, for example:
+
+        clip_by_global_norm: reduce_sum at optax/transforms/_clipping.py:97 mixes elements of w (update w, update b)
+    """
     outputs: dict[Origin, list[Reason]] = {}
     for reason in reasons:
         # Merge equations from the same line of the user's code, even if they mention different parameters.

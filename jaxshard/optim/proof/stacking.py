@@ -116,7 +116,10 @@ def require_same_stacked(tx: Any, params: PyTree, stacked: str = BLOCKS) -> None
 
 
 class _Shapes:
-    """The shapes of the parameters, from which trees are made in which stacked arrays are `Marked` in three ways."""
+    """The shapes of the parameters, and three ways to replace each stacked array by a `Marked` node.
+
+    A `Marked` node has as leaves either the stacked array, or each block, or a single block.
+    """
 
     def __init__(self, params: PyTree, stacked: str):
         self.params, self.stacked = params, stacked
@@ -131,7 +134,7 @@ class _Shapes:
         return path_str(path[:1]) == self.stacked
 
     def shrink(self) -> PyTree:
-        """Return the shapes of a model with two blocks of a few elements."""
+        """Return the parameters as abstract arrays of a tiny model: two blocks, and very small dimensions."""
 
         def shrink(path: Any, x: Any) -> jax.ShapeDtypeStruct:
             block = self._is_block(path)
@@ -141,15 +144,15 @@ class _Shapes:
         return map_with_path(shrink, self.params)
 
     def mark_stacked(self, tree: PyTree) -> PyTree:
-        """Replace each stacked array [blocks, ...] by a `Marked` with the array as its only leaf."""
+        """Replace each stacked array [blocks, ...] by a node with one leaf, the array."""
         return self._mark(tree, lambda x: [x])
 
     def mark_apart(self, tree: PyTree) -> PyTree:
-        """Replace each stacked array [blocks, ...] by a `Marked` with a leaf [...] for each block."""
+        """Replace each stacked array [blocks, ...] by a node with one leaf [...] for each block."""
         return self._mark(tree, list)
 
     def mark_one_block(self, tree: PyTree) -> PyTree:
-        """Replace each stacked array [blocks, ...] by a `Marked` with one abstract leaf [...], the shape of a block."""
+        """Replace each stacked array [blocks, ...] by a node with one abstract leaf [...], for a model of one block."""
         return self._mark(tree, lambda x: [jax.ShapeDtypeStruct(x.shape[1:], x.dtype)])
 
     def _mark(self, tree: PyTree, slices: Callable[[Any], list[Any]]) -> PyTree:
@@ -164,7 +167,7 @@ def _trace_update(tx: Any, params: PyTree) -> Any:
 
 
 def _operations(equations: Iterable[Any]) -> list[str]:
-    """List the names of operations without reshapes and broadcasts, whose number depends on the rank of an array."""
+    """Return the names of all operations except reshapes and broadcasts: an array of higher rank has more of these."""
     return [name for equation in equations if (name := equation.primitive.name) not in RESHAPES | SAME]
 
 
@@ -172,9 +175,10 @@ def _operations(equations: Iterable[Any]) -> list[str]:
 
 
 def _compare_updates(tx: Any, shapes: _Shapes, tiny: PyTree) -> dict[str, float]:
-    """Compare the updates of stacked and of separate tiny blocks.
+    """Run the optimizer on two tiny blocks, stacked and separate, and compare the updates.
 
-    Return {path of a parameter: relative difference} for the parameters whose two updates differ.
+    Returns:
+      {path of a parameter: relative difference}, for the parameters whose updates differ.
     """
     params, *grads = (_draw(tiny, seed) for seed in range(3))
     together, apart = (
@@ -190,9 +194,10 @@ def _compare_updates(tx: Any, shapes: _Shapes, tiny: PyTree) -> dict[str, float]
 
 
 def _draw(shapes: PyTree, seed: int) -> PyTree:
-    """Draw random arrays of these shapes, in which blocks differ in magnitude.
+    """Draw random arrays of these shapes; along the first dimension, the blocks, magnitudes differ.
 
-    Otherwise an update divided by the norm of a block and by the norm of the stack would hardly differ.
+    If they did not, an update divided by the norm of a block would hardly differ from one divided by the norm of the
+    stack.
     """
     rng = np.random.default_rng(seed)
 
@@ -204,7 +209,11 @@ def _draw(shapes: PyTree, seed: int) -> PyTree:
 
 
 def _two_updates(tx: Any, params: PyTree, grads: list[PyTree]) -> list[PyTree]:
-    """Return [the updates of the first step, the updates of the second step for each tried step count, stacked]."""
+    """Return [the updates of the first step, the updates of the second step], each like the parameters.
+
+    The second step is computed for each step count from 0 to 63, put into the state: its updates have a new first
+    dimension.
+    """
 
     def set_counts(state: PyTree, count: jax.Array) -> PyTree:
         def is_count(x: Any) -> bool:
@@ -225,7 +234,9 @@ def _two_updates(tx: Any, params: PyTree, grads: list[PyTree]) -> list[PyTree]:
 
 
 def _differences(together: PyTree, apart: PyTree, dim: int) -> Iterator[tuple[str, float]]:
-    """Yield (path, the largest difference between two updates relative to their largest magnitude) for every parameter.
+    """Yield (path, relative difference of the two updates) for every parameter.
+
+    The difference is the largest of any element, divided by the largest magnitude of the update.
 
     Args:
       together: the updates with stacked blocks.
@@ -253,7 +264,7 @@ def _blame(tx: Any, shapes: _Shapes, text: str, outputs: Sequence[str] = ("every
 
 
 def _culprits(tx: Any, shapes: _Shapes) -> str:
-    """Name the transforms, with lines, whose operations differ for stacked parameters and for those of one block.
+    """Name the transforms to blame, with lines: their operations differ for stacked parameters and for one block.
 
     If there are none, name the transforms that are not elementwise.
     """
@@ -266,7 +277,7 @@ def _culprits(tx: Any, shapes: _Shapes) -> str:
 
 
 def _transforms(tx: Any, params: PyTree) -> dict[str, tuple[str, list[str]]]:
-    """Return {name of a transform: (file:line, names of its operations)}.
+    """Return {name of each transform in a chain: (file:line, the names of its operations)}.
 
     The line is that of the first operation that is not elementwise, or of the first operation if all are elementwise.
     """

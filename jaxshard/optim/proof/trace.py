@@ -24,13 +24,14 @@ from jaxshard.optim.proof.report import Reason
 
 
 class TracedArray(NamedTuple):
-    """One array of the updates or of the state.
+    """An update, or an array of the optimizer state, in a transform that was traced for two sets of shapes.
 
     Attributes:
       name: Its name in a `Reason`, such as "state 0/nu/w".
       shapes: Its shapes in the two traces.
-      param: The index of the parameter with these shapes whose path is the longest suffix of the array's path. Element
-        i of the array belongs to element i of the parameter. None if there is no such parameter.
+      param: The index of the parameter to which the array belongs, element by element: it has the same shapes as the
+        array, and its path is the longest suffix of the array's path ("w" of "0/nu/w"). None if there is no such
+        parameter.
       related: The index of a parameter of any shape whose path occurs in the array's path; None if there is none.
     """
 
@@ -41,15 +42,15 @@ class TracedArray(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """An optax transform traced twice, for parameters of other shapes, to tell constants from what depends on shapes.
+    """An optax transform traced at two sets of shapes, to tell real constants from numbers that depend on shapes.
 
     Attributes:
       update: The two jaxprs of `tx.update`, whose inputs are (gradients, state, parameters, extra arguments).
-      updates: the updates that `tx.update` returns, with the shapes of both traces, in the order of the parameters.
-      state: the arrays of the optimizer state, with the shapes of both traces.
-      initial: what is proven of each array of the state that `tx.init` returns.
-      extra: what is known of the extra arguments.
-      context: The context of the analysis.
+      updates: The updates that `tx.update` returns, in the order of the parameters.
+      state: The arrays of the optimizer state.
+      initial: The facts proven about each array of the state that `tx.init` returns.
+      extra: The facts about the extra arguments of `tx.update`.
+      context: The parameters and axes to which the facts refer.
     """
 
     update: tuple[Any, Any]
@@ -60,7 +61,7 @@ class Trace(NamedTuple):
     context: Context
 
     def propagate(self, paddings: Sequence[float | None]) -> list[Fact]:
-        """Return the facts about updates and state after one update.
+        """Return a fact about each update and then each state array after one step: on which elements it depends.
 
         Args:
           paddings: The value in the padding of each parameter and then of each state array, before the update; None if
@@ -85,15 +86,15 @@ def trace(
     *,
     totals: bool = False,
 ) -> Trace | Reason:
-    """Trace a transform at two sets of shapes.
+    """Trace `tx.init` and `tx.update` at two sets of shapes, to detect what depends on shapes.
 
     Args:
       tx: The transform.
       shapes: Two trees of ShapeDtypeStructs, like the parameters.
       axes: The mesh axes that the transform may use in collectives.
       extra: The extra arguments of `tx.update`.
-      stop_file: As in `facts.Context`.
-      totals: As in `facts.Context`.
+      stop_file: The caller's `__file__`, where tracebacks of the transform begin; see `facts.Context`.
+      totals: True if a sum over all elements of all parameters counts as equal on all devices; see `facts.Context`.
 
     Returns:
       A `Trace`; or a `Reason`, if the jaxprs for the two sets of shapes can't be compared.
@@ -134,7 +135,7 @@ def trace(
 
 
 class _Programs(NamedTuple):
-    """The jaxprs of a transform at one set of shapes, and the structure of their results.
+    """The jaxprs of a transform at one set of shapes, and the trees of their results.
 
     Attributes:
       init: the jaxpr of `tx.init`.
@@ -169,7 +170,7 @@ def _different_trees(*trees: PyTree) -> bool:
 
 
 def _paired_shapes(one: PyTree, two: PyTree) -> list[tuple[Any, tuple[tuple[int, ...], tuple[int, ...]]]]:
-    """Return (path, (shape, shape)) for every array of two trees of the same structure."""
+    """Return (path, (shape in the first tree, shape in the second)) for every array of two trees of equal structure."""
     leaves = zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(two), strict=True)
     return [(path, (a.shape, b.shape)) for (path, a), b in leaves]
 
@@ -183,16 +184,24 @@ def _state_array(path: Any, pair: Any, context: Context, paths: list[Any]) -> Tr
 
 
 def param_at_end(path: tuple[Any, ...], params: Sequence[tuple[Any, ...]]) -> int | None:
-    """Return the index of the parameter whose path is the longest suffix of `path`; None if there is none."""
+    """Return the index of the parameter whose path is the longest suffix of `path`: "dense/w" for "0/mu/dense/w".
+
+    None if there is no such parameter.
+    """
     known = {path: index for index, path in enumerate(params)}
     return next((known[path[start:]] for start in range(len(path) + 1) if path[start:] in known), None)
 
 
 def fact_of_array(index: int, padding: float | None, context: Context) -> Fact:
-    """Return the fact about an array with the shape of parameter `index`: its gradient, a moment, or the parameter.
+    """Return the fact about an array that belongs to parameter `index`, element by element: its gradient, or a moment.
 
-    `padding` is the value in the array's padding. A scalar is never split; if every device runs the program (the
-    context has axes), the scalar is equal on all devices.
+    It is ELEMENTWISE: element i depends only on element i of this parameter's arrays. But inside `shard_map` (the
+    context has axes) a scalar is UNIFORM, that is, equal on all devices, since scalars are replicated.
+
+    Args:
+      index: The index of the parameter.
+      padding: The value in the array's padding; None if unknown.
+      context: The parameters and axes to which facts refer.
     """
     influences = frozenset({index})
     if context.axes and context.shapes[index][0] == ():
@@ -201,7 +210,7 @@ def fact_of_array(index: int, padding: float | None, context: Context) -> Fact:
 
 
 def _fact_of_state(array: TracedArray, padding: float | None, context: Context) -> Fact:
-    """Return the fact about an array of the state before an update."""
+    """Return the fact about a state array before an update: for example ELEMENTWISE if it belongs to a parameter."""
     if array.param is not None:
         return fact_of_array(array.param, padding, context)
     influences = frozenset() if array.related is None else frozenset({array.related})

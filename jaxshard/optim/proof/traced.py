@@ -12,14 +12,14 @@ from jaxshard.core.types import PyTree
 
 
 def traced_update(tx: Any, params: PyTree) -> tuple[Any, PyTree, tuple[PyTree, PyTree]]:
-    """Trace `tx.update` with only gradients, state and parameters.
+    """Trace `tx.update` with only gradients, state and parameters; the last few traces are cached.
 
     Args:
       tx: An optax transform.
       params: The abstract parameters.
 
     Returns:
-      (the closed jaxpr, the abstract state before, the abstract (updates, state)).
+      (the closed jaxpr, the abstract state before the update, the abstract results (updates, state)).
 
     Raises:
       NameError, TypeError, ValueError: `tx.update` can't be traced with these arguments.

@@ -21,7 +21,11 @@ _ORDERS = ("permutation", "broadcast_dimensions", "dimensions")
 
 
 def transfer(place: Place, facts: list[Fact], context: Context) -> list[Fact]:
-    """Return the facts about the outputs of an equation that contains no jaxpr (no call, branch or loop)."""
+    """Return the facts about the results of an equation, given the facts about its operands.
+
+    A fact says on which elements of the parameters a value depends. The equation must contain no jaxpr: calls, branches
+    and loops are handled by the walk.
+    """
     eqn, name = place.equation, place.name
     if name in SAME:
         return facts
@@ -37,11 +41,18 @@ def transfer(place: Place, facts: list[Fact], context: Context) -> list[Fact]:
 
 
 def elementwise(place: Place, facts: list[Fact], context: Context, out: int = 0) -> Fact:
-    """Return the fact about output `out` of an operation whose element i depends on element i of every input.
+    """Return the fact about a result of an elementwise equation: element i depends on element i of every operand.
 
-    A function of elements i of one parameter's arrays and of UNIFORM scalars is again ELEMENTWISE. A function of
-    elements of two parameters is MIXED. So is a function of a parameter and an INDEPENDENT array: the elements of the
-    array differ, so the result for a shard would depend on the shard's offset.
+    A function of one parameter's arrays and of UNIFORM scalars (equal on all devices) is again ELEMENTWISE. A function
+    of the arrays of two parameters is MIXED: nothing can be claimed. So is a function of a parameter and an INDEPENDENT
+    array (equal on all devices): the elements of that array differ, so the result for a shard would depend on the
+    shard's offset.
+
+    Args:
+      place: the equation.
+      facts: the facts about its operands.
+      context: the parameters and axes to which facts refer.
+      out: the index of the result.
     """
     influences = all_influences(facts)
     worst = max(facts, key=lambda fact: fact.kind)
@@ -64,10 +75,10 @@ def elementwise(place: Place, facts: list[Fact], context: Context, out: int = 0)
 
 
 def _padding(eqn: Any, facts: list[Fact]) -> float | None:
-    """Return the value of an elementwise result in the elements of the padding, or None if it is unknown.
+    """Return the value of an elementwise result in the padding of an array, or None if it is unknown.
 
-    An unknown UNIFORM scalar is assumed to be finite and, as a divisor, not zero: otherwise all other elements would be
-    inf or NaN as well.
+    A UNIFORM scalar (equal on all devices) of unknown value is assumed to be finite and, as a divisor, not zero:
+    otherwise all other elements would be inf or NaN as well.
     """
     name, numbers = eqn.primitive.name, [fact.padding for fact in facts]
     if name == "mul" and 0.0 in numbers and all(fact.padding == 0 or fact.kind is Kind.UNIFORM for fact in facts):
@@ -80,7 +91,7 @@ def _padding(eqn: Any, facts: list[Fact]) -> float | None:
 
 
 def _move_or_reduce(place: Place, fact: Fact, context: Context) -> Fact | None:
-    """Return the fact about the result of a reshape, transpose, broadcast or reduction; None if no claim holds."""
+    """Return the fact about the result of a reshape, transpose, broadcast or reduction; None if nothing is known."""
     eqn, name = place.equation, place.name
     if name in RESHAPES:
         keeps_shape = all(one.invars[0].aval.shape == one.outvars[0].aval.shape for one in place.equations)
@@ -107,15 +118,15 @@ def _move_or_reduce(place: Place, fact: Fact, context: Context) -> Fact | None:
 
 
 def reduces_all(eqn: Any) -> bool:
-    """Return True if an equation reduces an array over all of its dimensions."""
+    """Return True if an equation reduces an array over all of its dimensions, to a scalar."""
     axes = eqn.params.get("axes", ())
     return eqn.primitive.name.startswith("reduce_") and len(axes) == len(eqn.invars[0].aval.shape)
 
 
 def _linear(eqn: Any, facts: list[Fact]) -> Fact | None:
-    """Return the fact about a linear function of a PARTIAL_SUM, again a PARTIAL_SUM; None for any other function.
+    """Return the fact about a linear function of a PARTIAL_SUM (a device's term of a sum): again a PARTIAL_SUM.
 
-    Linear means f(a) + f(b) = f(a + b).
+    Linear means f(a) + f(b) = f(a + b). None for any other function.
     """
     name, kinds = eqn.primitive.name, [fact.kind for fact in facts]
     term = next((fact for fact in facts if fact.kind is Kind.PARTIAL_SUM), None)
@@ -133,7 +144,7 @@ def _linear(eqn: Any, facts: list[Fact]) -> Fact | None:
 
 
 def _scalars_as_partial_sums(place: Place, facts: list[Fact], context: Context) -> list[Fact]:
-    """With `Context.totals`, treat scalar parameters in an addition as sums over their single element.
+    """Treat a scalar parameter in an addition as the sum over its single element, if `Context.totals` is set.
 
     So sum(w**2) + scale**2 + ... is recognised as a sum over all parameters. An addition that involves only one
     parameter remains a function of its element.
@@ -152,17 +163,20 @@ def _scalars_as_partial_sums(place: Place, facts: list[Fact], context: Context) 
 
 
 def _completed(fact: Fact, context: Context) -> Fact:
-    """Return UNIFORM in place of the fact about a sum over all elements of all parameters, if `Context.totals` is set.
+    """Return UNIFORM for a sum over all elements of all parameters, if `Context.totals` is set; else the fact itself.
 
-    Not if there is only one parameter: then the parameter's own norm, which stacking changes, can't be distinguished
-    from the global norm.
+    UNIFORM means equal on all devices. A model with only one parameter is an exception: then the parameter's own norm,
+    which stacking changes, can't be distinguished from the global norm.
     """
     total = context.totals and fact.kind is Kind.PARTIAL_SUM and len(fact.summed) == len(context.names) > 1
     return Fact(Kind.UNIFORM, influences=fact.influences) if total else fact
 
 
 def _sum_over_devices(place: Place, fact: Fact, context: Context) -> Fact:
-    """Return the fact about the result of `lax.psum`: UNIFORM for a PARTIAL_SUM over all axes that split the arrays."""
+    """Return the fact about the result of `lax.psum`: UNIFORM for a PARTIAL_SUM over all axes that split the arrays.
+
+    A PARTIAL_SUM is a device's term of a sum, UNIFORM means equal on all devices. The psum of any other value is MIXED.
+    """
     axes = place.equation.params["axes"]
     if fact.kind is Kind.MIXED:
         return fact
@@ -174,7 +188,7 @@ def _sum_over_devices(place: Place, fact: Fact, context: Context) -> Fact:
 
 
 def _unknown(place: Place, facts: list[Fact], context: Context) -> Fact:
-    """Return the fact about an output of an operation without a rule, which may mix inputs and depend on shapes."""
+    """Return the fact about a result of an equation without a rule, which may mix elements and depend on shapes."""
     influences = all_influences(facts)
     worst = max(facts, key=lambda fact: fact.kind, default=Fact(Kind.UNIFORM))
     if worst.kind is Kind.MIXED:
