@@ -30,7 +30,7 @@ def replicated(shape: Sequence[int]) -> Split:
 
 
 def spec_split(spec: Any, ndim: int, among: frozenset[str]) -> Split:
-    """Convert a PartitionSpec to a tuple of mesh axes for each dimension, with only the axes in `among`."""
+    """Convert a PartitionSpec to a tuple of mesh axes for each of `ndim` dimensions, with only the axes in `among`."""
     entries = [() if one is None else one if isinstance(one, tuple) else (one,) for one in tuple(spec)]
     entries += [()] * (ndim - len(entries))
     return tuple(tuple(axis for axis in one if isinstance(axis, str) and axis in among) for one in entries[:ndim])
@@ -118,9 +118,9 @@ def _transpose(params: Any, operands: Any, shape: Any) -> Split:
 
 
 def _reshape(params: Any, operands: Any, shape: Any) -> Split:
-    """Match groups of dimensions with equal numbers of elements, such as [4, 8] with [32], before and after a reshape.
+    """Return the split of a reshape's result, by groups of dimensions of equal size, such as [4, 8] and [32].
 
-    The first split dimension of a group gives its mesh axes to one dimension of the matching group.
+    The first split dimension of a group in the operand gives its mesh axes to one dimension of the result's group.
     """
     split, its = operands[0]
     out: list[tuple[str, ...]] = [()] * len(shape)
@@ -152,7 +152,7 @@ def _reshape(params: Any, operands: Any, shape: Any) -> Split:
 
 
 def _same_size(params: Any, operands: Any, shape: Any) -> Split:
-    """Keep the operand's split for a slice or a padded array, except along dimensions cut to a single element."""
+    """Return the operand's split for a slice or pad; a dimension that is cut to a single element is not split."""
     split, its = operands[0]
     if len(its) != len(shape):
         return replicated(shape)
