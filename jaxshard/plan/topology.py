@@ -43,7 +43,7 @@ class Target(NamedTuple):
         return self.name.partition(":")[0].strip().lower() in GPUS
 
     def description(self) -> dict[str, Any]:
-        """Return the platform, name and options that the compiler's plugin takes to make the topology."""
+        """Return {"platform", "name", "topology"}, the arguments with which a compiler's plugin makes the topology."""
         if self.is_gpu:
             topology = parse_topology(self.name)
             return {"platform": "cuda", "name": "", "topology": gpu_options(topology.version, *topology.shape)}
@@ -86,7 +86,7 @@ def topology_devices(name: str, *, num_slices: int = 1) -> list[jax.Device]:
       The devices of all slices, in the compiler's order.
 
     Raises:
-      ImportError: libtpu, which holds the compiler, or for GPUs JAX's CUDA plugin, is not installed.
+      ImportError: the package with the compiler is not installed: libtpu, or for GPUs JAX's CUDA plugin.
       ValueError: no such topology; lists similar ones.
 
     Example:
@@ -171,7 +171,7 @@ def topology_mesh(name: str, /, *, num_slices: int = 1, **axes: int) -> Mesh:
 
 
 def _closed_dimensions(name: str) -> tuple[bool, ...]:
-    """Return, for each dimension of a TPU slice, True if its links form a ring; () if that is not known."""
+    """Return for each dimension of a TPU slice whether its links form a ring; () if that is not known."""
     version, _, shape = name.partition(":")
     network = chip_named(version).network if version in TPUS else None
     if network is None or not re.fullmatch(r"\d+(x\d+){1,2}", shape):

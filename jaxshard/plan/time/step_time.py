@@ -30,7 +30,7 @@ class StepTime:
 
     Attributes:
       compute: matrix products, at the rate that large products reach.
-      memory_bound: memory traffic of other operations, of the optimizer's update and of offloaded arrays.
+      memory_bound: memory traffic of operations between products, the optimizer's update and offloaded arrays.
       exposed_communication: collectives and copies to and from host memory that do not overlap with products.
       bubble: idle time of a pipeline.
       host: waiting for the host.
@@ -51,7 +51,7 @@ class StepTime:
 
     @property
     def parts(self) -> dict[str, Range]:
-        """The range of each part, by its name."""
+        """The seconds of each part at best and at worst, by its name, such as "compute"."""
         names = ("compute", "memory_bound", "exposed_communication", "bubble", "host")
         return {name: getattr(self, name) for name in names}
 
@@ -67,7 +67,7 @@ class StepTime:
 
     @property
     def middle(self) -> float:
-        """The middle of the range."""
+        """The seconds of a step, halfway between low and high."""
         return (self.low + self.high) / 2
 
 
@@ -172,7 +172,7 @@ def price_range(tokens: int, time: StepTime, devices: int, price: float) -> Rang
 
 
 def _role(one: CollectiveCost) -> str:
-    """Classify a collective: "gather" of weights, "reduce" of gradients or new parameters, or "between" products."""
+    """Return "gather" for collectives of weights, "reduce" of gradients and updates, "between" of activations."""
     word = one.what.split(" ")[0]
     if word == "weight":
         return "gather"
