@@ -120,7 +120,7 @@ class Storage:
         self.sources = self._find_sources()
 
     def find(self, value: Value) -> Value:
-        """Return the value that `value` shares memory with, such as the operand of a reshape; else `value` itself."""
+        """Return the value whose memory `value` reuses, such as the operand of a reshape, or `value` itself."""
         while value in self.root:
             value = self.root[value]
         return value

@@ -34,7 +34,7 @@ class Traced(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The moment of a step's peak memory, and the shapes by which `role_of` recognises weights and logits.
+    """The moment of a step's peak memory, and the shapes by which `role_of` recognises gathered weights and logits.
 
     Attributes:
       moment: the values that are live at the peak, without the arguments of the step.

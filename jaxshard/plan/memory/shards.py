@@ -25,7 +25,7 @@ COLLECTIVES = frozenset({
 
 
 def replicated(shape: Sequence[int]) -> Split:
-    """Return the split of a replicated array, which has no mesh axis in any dimension."""
+    """Return the split (mesh axes of each dimension) of a replicated array: ((), ()) for a matrix."""
     return ((),) * len(shape)
 
 
@@ -37,9 +37,9 @@ def spec_split(spec: Any, ndim: int, among: frozenset[str]) -> Split:
 
 
 def merge(splits: Sequence[Split]) -> Split:
-    """Merge the splits of several arrays of the same shape into the split of their elementwise result.
+    """Merge the splits (mesh axes of each dimension) of equally shaped operands into that of an elementwise result.
 
-    For each dimension it takes the first split whose mesh axes split no earlier dimension.
+    For each dimension it takes the first operand's mesh axes that split no earlier dimension of the result.
     """
     used: set[str] = set()
     joined = []
@@ -56,7 +56,7 @@ def propagate(name: str, params: Mapping[str, Any], operands: Sequence[tuple[Spl
     Args:
       name: the name of the primitive.
       params: the parameters of the equation.
-      operands: the split and the shape of each operand.
+      operands: (split, shape) of each operand; a split has the mesh axes of each dimension.
       shape: the shape of the result.
     """
     if not any(any(split) for split, _ in operands):
