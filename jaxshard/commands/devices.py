@@ -15,7 +15,7 @@ MOST_SIMULATED = 4096
 
 
 def choose_devices(count: int | None, mesh_size: int | None = None) -> list[jax.Device]:
-    """Choose devices of the default backend; must be called before JAX has started a backend.
+    """Choose devices of the default backend; call it before JAX starts a backend.
 
     Without an accelerator, CPU devices are simulated, also if JAX_PLATFORMS names an accelerator that is absent. Their
     number is `count`, else `mesh_size`, else the number in JAX_NUM_CPU_DEVICES or XLA_FLAGS, else eight. It is the

@@ -154,7 +154,7 @@ class Data(Flags):
       dtype: dtype of the token ids in a .bin file, such as uint16
       vocab: size of the vocabulary, for token ids in a .npy or .bin file
       tokenizer: a tokenizer.json, or a folder that has one; by default the tokenizer of the model hf:PATH
-      template: text of a message in a .jsonl file; by default '{role}:\\n{content}\\n'
+      template: how to write a message of a .jsonl file as text; by default '{role}:\\n{content}\\n'
     """
 
     data: Folder = None  # text, not a Path: that of an empty text is the current folder
@@ -290,11 +290,11 @@ class Generate(Model, Config):
       checkpoint: a folder where jaxshard train saved a run of this model; its newest step is read
       prompt: a text to continue; repeat the flag for several prompts
       prompt_tokens: the token ids of a prompt, such as 1,5,9; repeat the flag for several prompts
-      tokenizer: a tokenizer.json, or a folder that has one; by default the model's, or bytes
+      tokenizer: a tokenizer.json, or a folder that has one; by default that of the model, or bytes of text
       length: the largest number of new tokens; by default 64, or fewer if the model has no more positions
       temperature: divide the logits by this number; 0 takes the most likely token
       top_k: draw from this number of most likely tokens
-      top_p: draw from the fewest tokens whose probabilities add up to at least this
+      top_p: draw from the fewest tokens whose probabilities add up to at least this number
       stop: end at this text, such as '</s>' or '\\n\\n', or at these token ids, such as 2,7; repeatable
       mesh: axes and sizes, such as data=2,tensor=4
       strategy: fsdp shards weights over the axis data and gathers one block at a time, ddp replicates weights
@@ -351,8 +351,8 @@ class Audit(Targeted, Compute, Config):
     """Compare the collectives of a compiled step with the promises of the strategy.
 
     It prints every collective that is not promised, and ends with status 1 if there is one. Nothing is trained, and no
-    array is made. With --hlo it audits the text of a step that any program has compiled: give the axes of its mesh in
-    their order, with jaxshard's names (data, tensor, ...). Without --strategy its collectives are only listed.
+    array is made. With --hlo it audits a step that another program has compiled, from its text: give the axes of its
+    mesh in their order, with jaxshard's names (data, tensor, ...). Without --strategy its collectives are only listed.
 
     jaxshard audit --hlo step.txt --mesh data=4,tensor=2 --strategy fsdp
 

@@ -76,7 +76,7 @@ def run(flags: Generate) -> None:
 
 
 def _make_model(named: NamedModel, checkpoint: Path | None) -> Decoder:
-    """Build the model; with a checkpoint it has the sequence length of the training, and computes in f32."""
+    """Build the model; for a checkpoint with the sequence length of its training, and in f32."""
     if named.folder is not None:
         return read_model(named.folder, dtype=None if checkpoint is None else "float32", **named.changes)
     data = None if checkpoint is None else describe(checkpoint).data

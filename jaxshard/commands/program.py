@@ -149,7 +149,7 @@ def _find_function(module: ModuleType, name: str, target: str) -> Callable[[], A
 
 
 def _check_program(made: Any, target: str) -> Program:
-    """Convert the result of the user's function, (init_fn, loss_fn, tx, batch), to a `Program`; else UsageError."""
+    """Convert the result of the user's function, (init_fn, loss_fn, tx, batch), to a `Program`, or raise UsageError."""
     if not isinstance(made, tuple) or len(made) not in (4, len(Program._fields)):
         what = f"{len(made)} things" if isinstance(made, tuple) else type(made).__name__
         raise UsageError(f"{target} returned {what}, expected (init_fn, loss_fn, tx, batch)")

@@ -132,7 +132,7 @@ class Saving(NamedTuple):
         return compare_facts(saved, facts, f"--resume: the run in {folder}")
 
     def _recall(self, memory: MemoryCheckpointer | None, facts: dict[str, Any]) -> tuple[TrainState | None, list[str]]:
-        """Return (run in memory, notes to print); the run is None if memory has none as new as the checkpoint."""
+        """Return (run in memory, notes to print); the run is None if memory has no run as new as the checkpoint."""
         if memory is None:
             return None, []
         try:

@@ -58,7 +58,7 @@ threads.
 
 
 class Outcome(NamedTuple):
-    """How all processes of a launch ended.
+    """The way in which all processes of a launch ended.
 
     Attributes:
       status: 0, or the exit status of the process that failed first, which is 128 + n if signal n ended it.

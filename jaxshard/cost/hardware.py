@@ -163,7 +163,7 @@ def chip(device_kind: str, *, num_cores: int | None = None) -> Chip | None:
 
 
 def is_tpu(device_kind: str) -> bool:
-    """Return True for a kind of TPUs that is in the table.
+    """Return True for the `device_kind` of a TPU that `chip` knows.
 
     Args:
       device_kind: what `jax.Device.device_kind` says.

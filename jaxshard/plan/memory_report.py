@@ -114,7 +114,7 @@ class MemoryReport:
 
     @property
     def by_role(self) -> dict[str, int]:
-        """Live bytes by role: parameters, gradients, optimizer state and so on."""
+        """Live bytes per device by role: {"parameters": ..., "gradients": ..., "optimizer state": ...}."""
         return {role: sum(one.bytes for one in self.arrays if one.role == role) for role in ROLES}
 
     @property

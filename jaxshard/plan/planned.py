@@ -28,7 +28,7 @@ from jaxshard.plan.arrange import arrange
 
 @dataclass(frozen=True)
 class PlannedDevice:
-    """Stands for a device that is not attached; has the attributes of a `jax.Device`.
+    """A stand-in for a device that is not attached, with the attributes of a `jax.Device`.
 
     It also has the `topology` and `num_slices` for which it was planned, such as "v5e:4x4" and 1.
     """

@@ -146,8 +146,8 @@ def _values(allocations: str, schedule: str) -> Iterator[Value]:
 def _peak_moment(values: list[Value]) -> int:
     """Return the index in the schedule of the instruction at which the most bytes are live.
 
-    Values may share memory, so the sum of their sizes is only an upper bound of the live bytes. Instructions are tried
-    in the order of decreasing bounds, until the next bound is no larger than the most live bytes found so far.
+    Values may share memory, so the sum of their sizes is only an upper bound of the live bytes. The exact bytes are
+    counted at the instruction with the largest bound, then at the next, until no bound is above the largest count.
     """
     changes: Counter[int] = Counter()
     for one in values:

@@ -80,7 +80,7 @@ class Verdict(MemoryReport):
 
     @property
     def device_kind(self) -> str:
-        """The name that JAX has for a device."""
+        """JAX's name for the kind of device, such as "TPU v5 lite"."""
         return str(self.step.layout.mesh.devices.flat[0].device_kind)
 
     @cached_property
@@ -90,7 +90,7 @@ class Verdict(MemoryReport):
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
-        """The collectives of the program."""
+        """The collectives in the compiled program, read from its HLO."""
         return collectives(self.text, self.step.layout.mesh) if self.text else ()
 
     @cached_property

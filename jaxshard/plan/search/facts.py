@@ -31,7 +31,7 @@ _POSITIONS = 256
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of a model and its batch that decide between layouts.
+    """The properties of a model and its batch that decide which layouts are possible and fast.
 
     Attributes:
       rows: the rows of the global batch.
@@ -40,8 +40,8 @@ class Facts:
       weights: global bytes of the parameters, by (True if in blocks, True if an expert axis splits them).
       opt_ratio: bytes of the optimizer's state for each byte of parameters.
       itemsize: bytes of an element of a weight during use.
-      policies: the remat policies of a block, with the bytes kept for one row; () for a loss that
-        jaxshard can't look into.
+      policies: the remat policies of a block, with the bytes kept for one row; () for a loss
+        function that jaxshard can't look into.
       block_input: bytes of a block's input for one row; 0 without blocks.
       tensor_share: the share of all weights that each device has under a tensor axis, by the size of this axis.
       expert_sizes, context_sizes, pipe_sizes: sizes above 1 that an axis may have.
@@ -139,7 +139,7 @@ def _bytes(layout: Layout, role: str) -> dict[str, int]:
 
 
 def _rows(layout: Layout, batch: PyTree) -> int:
-    """Return the number of rows of a batch."""
+    """Return the number of rows of a global batch; raise ValueError if no array has rows."""
     mask = jax.tree.leaves(layout.rows_mask(batch))
     counts = [x.shape[0] for x, has_rows in zip(jax.tree.leaves(batch), mask, strict=True) if has_rows]
     if not counts:

@@ -73,7 +73,7 @@ def policies_of(block: Callable[[PyTree, PyTree], PyTree], weights: PyTree, x: P
     """Make the remat policies for a block, each with the bytes that it keeps.
 
     Args:
-      block: a function of a block's weights and input, which gives its input a checkpoint name.
+      block: a function of a block's weights and input; it gives its input the checkpoint name "block_in".
       weights: the shapes of the block's weights.
       x: the shapes of the block's input, for one row.
     """

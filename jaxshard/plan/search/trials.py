@@ -111,7 +111,7 @@ def may_be_likely(least: int, usable: int) -> bool:
 
 
 def varied(ordered: Sequence[Pair], alike: int) -> list[Pair]:
-    """Return up to `alike` candidates of each kind: the first of every kind, then the second of every kind, ..."""
+    """Order candidates so that their kinds alternate, with at most `alike` of each kind (strategy and mesh axes)."""
     seen: Counter[Any] = Counter()
     rounds: list[list[Pair]] = [[] for _ in range(alike)]
     for one, found in ordered:

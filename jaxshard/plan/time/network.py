@@ -73,7 +73,7 @@ class CollectiveCost:
 
 
 class Group(NamedTuple):
-    """How the network connects the devices of one collective.
+    """The links of the network between the devices of one collective.
 
     Attributes:
       inside: (size, True if it is a ring) of each dimension of the torus that the devices cover; for GPUs the number of
@@ -246,7 +246,7 @@ def _outside(kind: str, size: float, group: Group, network: Network) -> float:
 
 
 def _chosen(expected: Iterable[Expected]) -> Iterator[Expected]:
-    """Yield one promised collective where the compiler may choose between several: the one that the layout implies."""
+    """Yield the promised collectives to count; if a compiler may choose one of several, the one of the layout."""
     sure = [one for one in expected if one.is_counted and one.limit is None and not one.pooled]
     yield from sure
     scattered_singly = {one.what for one in sure if one.kind == "reduce-scatter"}

@@ -18,7 +18,7 @@ from jaxshard.schedules.stats import Costs, compute_stats
 
 
 class Ticks(NamedTuple):
-    """The number of ticks of a pipeline's loop, and how often its conditionals run.
+    """The number of ticks (iterations) of a pipeline's loop, and how often its conditionals run.
 
     Attributes:
       length: the number of ticks.

@@ -79,7 +79,7 @@ def product_of(op: Op, visited: float = 1.0) -> Product | None:
 
 
 def device_bytes(*values: Value) -> int:
-    """Return the bytes of values on one device."""
+    """Return the sum of the bytes of values on one device."""
     return sum(0 if one.dtype is None else bytes_of(one.shard, one.dtype) for one in values)
 
 

@@ -57,12 +57,12 @@ class StepTime:
 
     @property
     def low(self) -> float:
-        """The sum of all parts at best."""
+        """The seconds of a step at best: the sum of all parts."""
         return sum(part[0] for part in self.parts.values())
 
     @property
     def high(self) -> float:
-        """The sum of all parts at worst."""
+        """The seconds of a step at worst: the sum of all parts."""
         return sum(part[1] for part in self.parts.values())
 
     @property
@@ -95,7 +95,7 @@ def step_time(
         mesh, chip = js.plan.planned_mesh("v5e:2x4", data=8), js.plan.chip("TPU v5e")
         layout = js.layout(js.fsdp(), mesh, init_fn, tx)
         costs = collective_costs(js.plan.promise(layout, js.explicit(), loss_fn, batch), mesh, chip)
-        step_time((), costs, chip, update=update_bytes(layout)).middle   # seconds, were nothing computed but the update
+        step_time((), costs, chip, update=update_bytes(layout)).middle   # if nothing but the update were computed
     """
     busy = sum(one.compute for one in products)
     spent = _sum(one.seconds for one in products)
