@@ -52,9 +52,9 @@ def run(flags: Search) -> None:
 
 
 def _with_targets(program: Program) -> Any:
-    """Return the shapes of the batch; for a ready-made decoder with targets of their own, so that rows can be split.
+    """Return the shapes of the batch, in a form whose tokens a context axis can split.
 
-    {"tokens": [rows, seq + 1]} becomes {"tokens": [rows, seq], "targets": [rows, seq]}.
+    For a ready-made decoder {"tokens": [rows, seq + 1]} becomes {"tokens": [rows, seq], "targets": [rows, seq]}.
     """
     batch = abstract(program.batch)
     if ":" in program.name or set(batch) != {"tokens"}:

@@ -45,8 +45,8 @@ class Assignment(NamedTuple):
     """The memory that the compiler assigned to a program on each device.
 
     There are two figures. `peak` counts the values that are live at the peak, as `peak_memory_in_bytes` of
-    `compiled.memory_analysis()` does. `allocated` counts all reserved bytes, including gaps in the allocation of
-    temporaries, which remain because values of different sizes follow each other.
+    `compiled.memory_analysis()` does. `allocated` counts all reserved bytes, including the gaps between
+    temporaries, which are left when a value reuses the memory of a larger one.
 
     Attributes:
       arguments: bytes of each argument of the program, by its index.

@@ -139,7 +139,7 @@ class Estimator:
         ))  # fmt: skip
 
     def _moving(self, one: Candidate, weights: Weights, passes: int) -> float:
-        """Return the seconds of gathering weights and reducing gradients; `passes` is how often a step does so."""
+        """Return the seconds of gathering weights and reducing gradients in a step of `passes` micro-batches."""
         over = tuple(axis for axis in ("data", "expert", "context") if one.size(axis) > 1)
         total = 0.0
         for experts, axes in ((False, over), (True, tuple(axis for axis in over if axis != "expert"))):

@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """True if the step fits, by the compiler or else the estimate; None if the estimate is too near the limit."""
+        """True if the step fits, by the compiler or else by the estimate; False if not; None if that is uncertain."""
         return self.memory.fits
 
     @property
@@ -132,7 +132,7 @@ class Ranking:
 
     @property
     def best(self) -> Plan | None:
-        """The first plan; None if no plan fits."""
+        """The plan of the first rank; None if no plan fits."""
         return self.plans[0] if self.plans else None
 
     def as_dict(self) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def _shares(loop: Op, ticks: Ticks | None) -> Sequence[float]:
 
 
 def _iterations(loop: Op) -> int:
-    """Return the trip count of a loop; for a loop that exchanges tokens, assume equally loaded experts; else 1."""
+    """Return the trip count of a `scan`; 1 for a `while`, or that of equally loaded experts if it exchanges tokens."""
     if loop.name == "scan":
         return int(loop.params["length"])
     inside = [op for body, _ in executed(loop.regions[0]) for op in body.ops]
