@@ -25,10 +25,10 @@ _OF_A_STEP = (
 
 
 def run(flags: Audit) -> int:
-    """Compare the collectives of a compiled step with the promises of its strategy.
+    """Run `jaxshard audit`: compare the collectives of a compiled step with the promises of its strategy.
 
     Returns:
-      1 if there is a collective without a promise, or a promised kind that could not be read, else 0.
+      The exit status: 1 if a collective is not promised, or if a promised kind of collective was not found; else 0.
     """
     console = start(flags)
     with usage_errors():
@@ -50,7 +50,7 @@ def run(flags: Audit) -> int:
 
 
 def _audit_text(console: Console, flags: Audit, hlo: Path) -> int:
-    """Audit the text of a compiled step; return 1 if a strategy is named and broken, else 0."""
+    """Audit the file `hlo`, the text of a compiled step; return 1 if it breaks the promises of --strategy, else 0."""
     if flags.target:
         raise ValueError(f"give {flags.target} or --hlo, not both: --hlo audits a step that is compiled already")
     compiling = {name: getattr(flags, name) for name in _OF_A_STEP}

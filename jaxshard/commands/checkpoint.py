@@ -18,10 +18,10 @@ from jaxshard.core.layout import human_bytes
 
 
 def run(flags: Checkpoint) -> int:
-    """Look at the saved steps in a folder.
+    """Run `jaxshard checkpoint`: list, show or verify the saved steps in a folder.
 
     Returns:
-      1 if a file is not as it was saved, else 0.
+      The exit status: 1 if a file is missing, was added, or differs from what was saved; else 0.
     """
     console, deep = start(flags), flags.action == "verify"
     with usage_errors():
@@ -41,7 +41,7 @@ def run(flags: Checkpoint) -> int:
 
 
 def _folders(root: Path, step: int | None) -> dict[int, Path]:
-    """The folders of the steps to look at, incomplete ones included."""
+    """Return {step: folder} for all saved steps, or for `step` alone; incompletely saved steps are included."""
     folders = step_folders(root)
     if not folders or (step is not None and step not in folders):
         step_folder(root, step)  # raises the error that fits
@@ -49,7 +49,7 @@ def _folders(root: Path, step: int | None) -> dict[int, Path]:
 
 
 def _describe_step(folder: Path, *, deep: bool) -> dict[str, Any]:
-    """Describe a step by its manifest and the names of its files; with `deep` compare every byte, too."""
+    """Describe a saved step (size, mesh, time ...) and its problems: missing files, and with `deep` changed bytes."""
     manifest, problems = try_manifest(folder)
     if manifest is None:
         return {"step": int(folder.name), "problems": problems}
@@ -72,7 +72,7 @@ def _mesh_text(mesh: Any) -> str:
 
 
 def _show(console: Console, folder: Path) -> dict[str, Any]:
-    """Print the contents of a step, and return them for the result; do nothing without a readable manifest."""
+    """Print the arrays and the layout of a saved step; return them for the JSON object, or {} without a manifest."""
     manifest, _ = try_manifest(folder)
     if manifest is None:
         return {}

@@ -21,11 +21,11 @@ def read_config(file: Path, names: Collection[str], command: str) -> dict[str, A
 
     Args:
       file: the file; `sync-every = 8` and `sync_every = 8` are the flag --sync-every.
-      names: of the flags that the command has.
-      command: for errors.
+      names: the names of the flags that the command has.
+      command: the name of the command, for error messages.
 
     Raises:
-      UsageError: the file can't be read or is no TOML, or has a name that is no flag of the command.
+      UsageError: the file can't be read, is not TOML, or has a name that is not a flag of the command.
     """
     with usage_errors():
         try:
@@ -54,7 +54,7 @@ def write_config(file: Path, flags: Flags) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a flag's value as TOML has it."""
+    """Convert a flag's value to a type that TOML has: a tuple becomes a list, a path becomes text."""
     if isinstance(value, tuple):
         return list(map(_plain, value))
     return value if isinstance(value, bool | int | float) else str(value)

@@ -15,18 +15,18 @@ MOST_SIMULATED = 4096
 
 
 def choose_devices(count: int | None, mesh_size: int | None = None) -> list[jax.Device]:
-    """Choose devices of the default backend; call it before anything touches a device.
+    """Choose devices of the default backend; call it before JAX starts a backend.
 
-    Without an accelerator, also if JAX_PLATFORMS asks for an absent one, CPU devices are simulated: `count`, or as many
-    as the mesh needs, or the number in JAX_NUM_CPU_DEVICES or XLA_FLAGS, or eight. Several processes share the number
-    equally, except the one in the environment, which is for each process.
+    Without an accelerator, CPU devices are simulated, also if JAX_PLATFORMS names an accelerator that is absent. Their
+    number is `count`, else `mesh_size`, else the number in JAX_NUM_CPU_DEVICES or XLA_FLAGS, else eight. It is the
+    number over all processes, each of which gets an equal share; in the environment it is the number for each process.
 
     Args:
-      count: how many devices, over all processes; None for all accelerators.
-      mesh_size: the devices of the mesh if all its sizes are given; simulated devices follow it.
+      count: the number of devices over all processes; None for all accelerators.
+      mesh_size: the number of devices that the mesh needs, if all its sizes are given.
 
     Raises:
-      ValueError: more devices than there are, or a number that the processes do not divide.
+      ValueError: there are fewer devices than `count`, or the number is not a multiple of the number of processes.
     """
     processes, wanted = process_count_and_id()[0], count or mesh_size
     named = f"--devices {count}" if count else f"{wanted or SIMULATED} simulated CPU devices"
@@ -62,7 +62,7 @@ def choose_devices(count: int | None, mesh_size: int | None = None) -> list[jax.
 
 
 def describe(devices: list[jax.Device]) -> str:
-    """Describe devices: "8 simulated CPU devices", or "16 x NVIDIA H100 80GB HBM3 in 2 processes"."""
+    """Describe devices in words: "8 simulated CPU devices", or "16 x NVIDIA H100 80GB HBM3 in 2 processes"."""
     processes = len({device.process_index for device in devices})
     where = f" in {processes} processes" if processes > 1 else ""
     if devices[0].platform != "cpu":
@@ -71,6 +71,6 @@ def describe(devices: list[jax.Device]) -> str:
 
 
 def _is_simulated() -> bool:
-    """Return True if JAX's configuration or XLA's flag sets the number of CPU devices."""
+    """Return True if `jax_num_cpu_devices` or a flag in XLA_FLAGS already sets the number of CPU devices."""
     flagged = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     return flagged or getattr(jax.config, "jax_num_cpu_devices", -1) > 0

@@ -41,12 +41,12 @@ _START_SECONDS = 120
 
 
 def run(flags: Doctor) -> int:
-    """Print devices, hosts, versions and problems.
+    """Run `jaxshard doctor`: print devices, hosts, versions and problems.
 
-    If several processes were started, as by `jaxshard launch`, they meet, and the first one prints for all.
+    If several processes run it, as under `jaxshard launch`, they exchange their findings and process 0 prints them.
 
     Returns:
-      1 if something is broken; 0 if nothing is, though extras may be absent.
+      The exit status: 1 if a problem stops every run; else 0, also if optional packages are missing.
     """
     from jaxshard.commands.result import write_json  # which needs packages that may be broken
 
@@ -78,7 +78,7 @@ def run(flags: Doctor) -> int:
 
 
 def _judge_before_start(machine: Machine) -> Iterator[Finding]:
-    """Judge what can be judged before JAX touches a device, because a bad setting would end the process."""
+    """Find problems of settings, packages and libtpu before JAX starts a backend, which some of them would crash."""
     chips = [*Path("/dev").glob("accel*"), *Path("/dev/vfio").glob("[0-9]*")]
     yield from judge_settings(os.environ, machine.interfaces, _GPU.exists() or bool(chips))
     yield from judge_packages(installed_version, os.environ)
@@ -93,7 +93,7 @@ def _judge_before_start(machine: Machine) -> Iterator[Finding]:
 
 
 def _memory_of(device: jax.Device) -> dict[str, int] | None:
-    """Return the bytes of a device, and the bytes in use; None for a device that does not say, such as a CPU."""
+    """Return {"limit", "in_use"}, the bytes of a device's memory; None if the device does not tell, as on CPUs."""
     try:
         stats = device.memory_stats()
     except (jax.errors.JaxRuntimeError, NotImplementedError):
@@ -124,7 +124,7 @@ def _print(console: Console, report: dict[str, Any], found: Sequence[Finding]) -
 
 
 def describe_host(host: Host, count: int) -> str:
-    """Describe a host in a line; if there are several, also its clock and how many it reaches."""
+    """Describe a host in a line; if `count` hosts are more than one, also its clock and how many others it reaches."""
     sizes = {"memory": "of memory", "available": "of it free", "shm": "in /dev/shm"}
     known = [f"{human_bytes(host.facts[name])} {what}" for name, what in sizes.items() if host.facts.get(name)]
     if count > 1:
@@ -134,7 +134,7 @@ def describe_host(host: Host, count: int) -> str:
 
 
 def describe_cache() -> dict[str, Any]:
-    """Describe JAX's compilation cache: the folder, how many programs are in it, their bytes, and a line of text."""
+    """Describe JAX's compilation cache: {"folder", "programs", "bytes", "text"}; "text" is a line to print."""
     config: Any = jax.config
     folder = config.jax_compilation_cache_dir
     if not folder or not config.jax_enable_compilation_cache:
@@ -149,7 +149,7 @@ def describe_cache() -> dict[str, Any]:
 
 
 def start_problem() -> Finding | None:
-    """Start JAX in another process if XLA_FLAGS is set, since a flag that XLA lacks ends the process."""
+    """Try to start JAX in a child process if XLA_FLAGS is set: an unknown flag would crash this process."""
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
     if not flags:
         return None

@@ -35,13 +35,13 @@ _WIRE = (
 
 
 class Plan(NamedTuple):
-    """The sizes that an engine is chosen by.
+    """The sizes on which the choice of an engine and its options depends.
 
     Attributes:
       axes: the axes of the mesh with their sizes.
-      shards: the devices that share the rows of a batch.
+      shards: the number of devices over which the rows of a batch are split.
       depth: the number of blocks of the model, or None if unknown.
-      batch: the rows of a step, or None if unknown.
+      batch: the number of rows of a global batch, or None if unknown.
     """
 
     axes: Mapping[str, int]
@@ -53,10 +53,17 @@ class Plan(NamedTuple):
 def make_engine(
     flags: Sharding, plan: Plan, *, remat: str | None, precision: PrecisionName | None, ordered: bool
 ) -> tuple[Engine, int | None]:
-    """Make the engine, which refuses combinations of arguments by its own messages.
+    """Make the engine that the flags describe.
+
+    Args:
+      flags: the flags about mesh, strategy and engine.
+      plan: the sizes of mesh, model and batch.
+      remat: the value of --remat.
+      precision: the value of --precision.
+      ordered: the value of --ordered, to sum over devices in a fixed order.
 
     Returns:
-      The engine, and the chunks per device of a pipeline; None without one.
+      The engine, and the number of pipeline stages per device, which is None without a pipeline.
 
     Raises:
       ValueError: flags that do not fit together.
@@ -106,7 +113,7 @@ def _make_pipelined(flags: Sharding, plan: Plan, policy: RematPolicy | None, **o
 
 
 def _read_table(flags: Sharding, stages: int) -> Schedule | None:
-    """Read the user's own table if --schedule is a file; raise ValueError if other flags contradict it."""
+    """Read the pipeline schedule if --schedule names a CSV file, else None; ValueError if other flags contradict it."""
     if flags.schedule is None or not flags.schedule.endswith(".csv"):
         return None
     table = Schedule.from_csv(Path(flags.schedule))
@@ -116,7 +123,7 @@ def _read_table(flags: Sharding, stages: int) -> Schedule | None:
 
 
 def check_table(table: Schedule, file: str, given: Mapping[str, int | None]) -> None:
-    """Raise ValueError if a given size differs from that of a table read from a file."""
+    """Raise ValueError if a size in `given`, such as "stages", differs from the schedule that `file` contains."""
     for name, number in given.items():
         if number not in (None, own := getattr(table, name)):
             raise ValueError(f"{name} {number}: {file} is a table for {name}={own}; leave {name} out, or give that")
@@ -129,7 +136,7 @@ def read_remat(text: str) -> RematPolicy:
         {'attention_out': 'save', 'block_in': 'offload'}
 
     Raises:
-      ValueError: something else, or an activation that comes twice.
+      ValueError: `text` is neither a policy nor a list of name=save or name=offload, or names an activation twice.
     """
     if text in _REMAT_NAMES:
         return text
@@ -142,13 +149,13 @@ def read_remat(text: str) -> RematPolicy:
 
 
 def read_wire(text: str) -> dict[str, Any]:
-    """Read the value of --wire: arguments of `js.explicit` and `js.pipelined`.
+    """Convert the value of --wire, the formats of communicated arrays, to arguments of `js.explicit` or `js.pipelined`.
 
         >>> read_wire("weights=fp8,block=128")
         {'gather_dtype': Scaled(dtype='float8_e3m4', block=128, feedback=False)}
 
     Raises:
-      ValueError: it is not understood, or has feedback for anything but gradients in 8 bits.
+      ValueError: `text` is not understood, or asks for feedback without gradients in 8 bits.
     """
     formats = dict.fromkeys(("gradients", "weights"), read_choice(list(_FORMATS)))
     options = read_pairs("--wire", text, formats | readers_of(int8), _WIRE)

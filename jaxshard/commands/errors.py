@@ -15,17 +15,16 @@ _LIBRARY = os.path.dirname(os.__file__)
 
 
 class UsageError(Exception):
-    """Wrong flags or data; the message is one line that says what to do, and the exit status is 2."""
+    """Raised for wrong flags or data: the command prints its message of one line and ends with status 2."""
 
     exit_status = 2
 
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """Turn errors about wrong input into a `UsageError`.
+    """Convert ValueError, OSError and ImportError inside the `with` block to a `UsageError`, without a traceback.
 
-    Only for the preparation of a command, which checks flags and data. A later error is a fault and keeps its
-    traceback.
+    Use it only where a command checks flags and data. An error after that is a bug, and keeps its traceback.
     """
     try:
         yield
@@ -35,9 +34,9 @@ def usage_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Turn errors that the library raised into a `UsageError`, in a block that also runs the user's functions.
+    """Convert TypeError and ValueError that jaxshard raises inside the `with` block to a `UsageError`.
 
-    An error from the user's code keeps its traceback.
+    The block may also run the user's functions, such as the loss. An error that they raise keeps its traceback.
     """
     try:
         yield
@@ -48,7 +47,7 @@ def refusals() -> Iterator[None]:
 
 
 def refuse(why: str, **flags: int | str | Path | None) -> None:
-    """Raise ValueError for the first of some flags that is given: its name and value, and why it can't be."""
+    """Raise ValueError if any of `flags` is given: the message has its name and value, then `why` it is refused."""
     for name, value in flags.items():
         if value is not None and value is not False:
             shown = "" if value is True else f" {value}"
@@ -56,14 +55,14 @@ def refuse(why: str, **flags: int | str | Path | None) -> None:
 
 
 class FileError(UsageError):
-    """A file could not be written, or read, while the command was at work; the exit status is 1."""
+    """Raised if a file can't be read or written while a command runs: it prints one line and ends with status 1."""
 
     exit_status = 1
 
 
 @contextlib.contextmanager
 def file_errors() -> Iterator[None]:
-    """Turn an OSError that the library raised into a `FileError`; one of the user's functions keeps its traceback."""
+    """Convert an OSError that jaxshard raises inside the `with` block to a `FileError`; others keep their traceback."""
     try:
         yield
     except OSError as error:
@@ -73,7 +72,7 @@ def file_errors() -> Iterator[None]:
 
 
 def _is_ours(error: Exception) -> bool:
-    """Return True if our code raised an error or called a library that did, and False if the user's code did."""
+    """Return True if jaxshard, or a library that it called, raised an error; False if the user's code did."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if is_jaxshard_file(frame.filename):
             return True

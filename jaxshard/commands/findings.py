@@ -26,10 +26,10 @@ LOCK = Path("/tmp/libtpu_lockfile")
 
 
 class Finding(NamedTuple):
-    """A problem, or a possible one.
+    """A problem, or a possible problem, of this machine.
 
     Attributes:
-      level: "broken" if it stops every run, "warning" if it stops or slows some.
+      level: "broken" if it stops every run, "warning" if it stops or slows some runs.
       what: the problem, with the value that was found.
       remedy: what to do.
     """
@@ -40,22 +40,22 @@ class Finding(NamedTuple):
 
 
 def broken(what: str, remedy: str) -> Finding:
-    """Make a finding that stops every run."""
+    """Make the `Finding` of a problem that stops every run."""
     return Finding("broken", what, remedy)
 
 
 def warning(what: str, remedy: str) -> Finding:
-    """Make a finding that stops or slows some runs."""
+    """Make the `Finding` of a problem that stops or slows some runs."""
     return Finding("warning", what, remedy)
 
 
 def judge_settings(environ: Mapping[str, str], interfaces: Sequence[str], has_accelerator: bool) -> Iterator[Finding]:
-    """Find bad environment variables; read them only.
+    """Yield problems of the environment variables of JAX, XLA, Gloo and NCCL.
 
     Args:
-      environ: the variables.
-      interfaces: of the network.
-      has_accelerator: whether the machine has a GPU or TPU, used or not.
+      environ: the environment variables.
+      interfaces: the names of this host's network interfaces.
+      has_accelerator: True if the machine has a GPU or TPU, even if JAX does not use it.
     """
     platforms = environ.get("JAX_PLATFORMS", "")
     unknown = [name for name in platforms.split(",") if name and name not in _PLATFORMS]
@@ -85,10 +85,10 @@ def judge_settings(environ: Mapping[str, str], interfaces: Sequence[str], has_ac
 
 
 def judge_packages(installed: Callable[[str], str | None], environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Find packages that disturb each other although their requirements are met.
+    """Yield conflicts of packages that pip does not notice, such as two CUDA plugins of JAX.
 
     Args:
-      installed: the version of a package, or None.
+      installed: a function that returns the installed version of a package, or None.
       environ: environment variables.
     """
     plugins = [name for name in ("jax-cuda12-plugin", "jax-cuda13-plugin") if installed(name)]
@@ -110,7 +110,7 @@ def judge_packages(installed: Callable[[str], str | None], environ: Mapping[str,
 
 
 def judge_machine(machine: Machine, *, processes: int, has_gpu: bool) -> Iterator[Finding]:
-    """Find limits of a host that are too low for a run of so many processes."""
+    """Yield limits of a host (shared memory, open files, free memory) that are too low for `processes` processes."""
     together = processes > 1 or has_gpu
     if machine.shared is not None and machine.shared < _LEAST_SHARED and together:
         yield warning(
@@ -134,7 +134,7 @@ def judge_machine(machine: Machine, *, processes: int, has_gpu: bool) -> Iterato
 
 
 def judge_leftovers(folders: Mapping[Path, int]) -> Iterator[Finding]:
-    """Find memory that killed launches have left: folders, with their bytes."""
+    """Yield folders in memory (/dev/shm) that a killed `jaxshard launch` has left; `folders` has their bytes."""
     for folder, size in folders.items():
         yield warning(
             f"{folder} holds {human_bytes(size)} of memory for a run whose launcher was killed",
@@ -143,7 +143,7 @@ def judge_leftovers(folders: Mapping[Path, int]) -> Iterator[Finding]:
 
 
 def judge_hosts(hosts: Sequence[Host]) -> Iterator[Finding]:
-    """Find hosts that do not reach each other, and clocks that differ."""
+    """Yield hosts that can't connect to another host, and hosts whose clock differs from that of process 0."""
     for host in hosts:
         who = f"process {host.process} on {host.name}"
         if host.unreached:
@@ -156,12 +156,12 @@ def judge_hosts(hosts: Sequence[Host]) -> Iterator[Finding]:
 
 
 def judge_libtpu(environ: Mapping[str, str], lock: Path, chips: Sequence[Path]) -> Iterator[Finding]:
-    """Find other processes that hold libtpu or the chips.
+    """Yield other processes that have loaded libtpu or use the TPU chips, which one process alone may do.
 
     Args:
       environ: environment variables.
-      lock: libtpu's lock file.
-      chips: the device files of TPU chips.
+      lock: the lock file of libtpu.
+      chips: the device files of TPU chips, such as /dev/accel0.
     """
     if environ.get("ALLOW_MULTIPLE_LIBTPU_LOAD", "") not in ("", "0", "false"):
         return
@@ -181,7 +181,7 @@ def judge_libtpu(environ: Mapping[str, str], lock: Path, chips: Sequence[Path]) 
 
 
 def users_of(file: Path) -> list[int]:
-    """Return the ids of the processes that have a file open, as far as this user may see them."""
+    """Return the ids of the processes that have a file open; processes of other users may be invisible."""
     found = []
     for folder in Path("/proc").glob("[0-9]*/fd"):
         with contextlib.suppress(OSError):
@@ -208,7 +208,7 @@ def _has_cuda(folder: str) -> bool:
 
 
 def _is_locked(file: Path) -> bool:
-    """Return True if another process holds the lock of a file."""
+    """Return True if another process has locked a file."""
     try:
         import fcntl
     except ImportError:  # Windows, which has no libtpu

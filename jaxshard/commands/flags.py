@@ -34,12 +34,12 @@ Folder = Annotated[str | None, Kind("PATH")]  # as text: a Path would drop one o
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """The flags of a command."""
+    """The base class of all dataclasses of flags: a field is a flag of a command."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result(Flags):
-    """The result as a file.
+    """The result as a JSON file.
 
     Attributes:
       json: write the result into this file as one JSON object; - is standard output
@@ -50,10 +50,10 @@ class Result(Flags):
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Result):
-    """The flags as a file.
+    """The flags as a TOML file.
 
     Attributes:
-      config: read flags from this TOML file, by the same names; a flag on the command line wins
+      config: read flags from this TOML file, by the same names; a flag on the command line overrides its entry
       save_config: write the flags into a TOML file that --config reads
     """
 
@@ -66,18 +66,18 @@ class Sharding(Flags):
     """The mesh, the strategy and the engine.
 
     Attributes:
-      mesh: axes and sizes: data=8 or data=2,tensor=2,pipe=2; also replica, context, expert; -1 is the rest
+      mesh: axes and sizes: data=8 or data=2,tensor=2,pipe=2; also replica, context, expert; -1: all other devices
       strategy: ddp, zero1, zero2, fsdp (the default) or hsdp, which is fsdp within each group of an axis replica
-      rule: what the axis tensor does to a logical axis: vocab=replicated, mlp=tensor; may be repeated
-      sync_every: train each group of an axis replica on its own, and average parameters every N steps (DiLoCo)
-      sync_warmup: average gradients over the groups in the first N steps, such as those of the warm-up
-      outer: optimizer of --sync-every: average (the default), or rate=0.7,momentum=0.9 for Nesterov momentum
-      engine: explicit (the default) issues the collectives, auto leaves them to the compiler; or pipelined
-      schedule: of a pipeline: interleaved, zero_bubble, one_f_one_b, gpipe, or a table's .csv file
-      chunks: stages per device of a pipeline; by default 2 for a ready-made size with enough blocks, else 1
-      context: attention over an axis context: gather, ulysses, usp (over a second axis, context_heads) or ring
-      devices: use so many devices, over all processes; simulated ones where there is no accelerator
-      microbatches: accumulate gradients over so many micro-batches; in a pipeline by default four per device
+      rule: shard a logical axis of parameters over tensor, or replicate it: mlp=tensor, vocab=replicated; repeatable
+      sync_every: train each group of the axis replica on its own, and average parameters every N steps (DiLoCo)
+      sync_warmup: with --sync-every, average gradients over the groups in each of the first N steps
+      outer: outer optimizer of --sync-every: average (the default), or rate=0.7,momentum=0.9 (Nesterov momentum)
+      engine: explicit (the default) issues collectives, auto leaves them to the compiler, pipelined needs an axis pipe
+      schedule: pipeline schedule: interleaved, zero_bubble, one_f_one_b, gpipe, or a .csv file with a table
+      chunks: pipeline stages per device; by default 2 for a ready-made size with enough blocks, else 1
+      context: attention over the axis context: gather, ulysses, ring, or usp, which needs a second axis context_heads
+      devices: number of devices to use, over all processes; CPU devices are simulated without an accelerator
+      microbatches: number of micro-batches, whose gradients are added up; in a pipeline by default four per device
       wire: send gradients or weights in 8 bits: gradients=int8,weights=fp8,block=128,feedback=on
     """
 
@@ -101,7 +101,7 @@ class Model(Flags):
     """The model and its batches.
 
     Attributes:
-      change: arguments of the model, js.models.gpt, llama or moe: depth=4,rope_scaling=8
+      change: replace arguments of the model (js.models.gpt, llama or moe): depth=4,rope_scaling=8
     """
 
     change: Text = None
@@ -112,9 +112,9 @@ class Rows(Model):
     """The model and its batches.
 
     Attributes:
-      batch: rows of a step over all devices; by default the model's
-      seq: tokens in a row; by default the model's
-      precision: bf16 (or bfloat16): compute, gather weights and reduce gradients in it; by default all is f32
+      batch: rows of a step over all devices; by default as the model recommends
+      seq: tokens in a row; by default as the model recommends
+      precision: bf16 (or bfloat16) computes, gathers weights and reduces gradients in bf16; by default in f32
     """
 
     batch: Count = None
@@ -127,7 +127,7 @@ class Compute(Rows, Sharding):
     """The model and its batches.
 
     Attributes:
-      remat: activations to save: everything, dots, nothing, or by name: attention_out=save,block_in=offload
+      remat: activations to keep for the backward pass: everything, dots, nothing, or named: attention_out=save
     """
 
     remat: Text = None
@@ -135,7 +135,7 @@ class Compute(Rows, Sharding):
 
 @dataclass(frozen=True, kw_only=True)
 class Targeted(Flags):
-    """The step.
+    """The training step to look at.
 
     Attributes:
       target: a ready-made size such as gpt-1m, hf:PATH with new weights, or path/to/file.py:function or
@@ -151,10 +151,10 @@ class Data(Flags):
 
     Attributes:
       data: text, token ids as .npy or .bin, or records as .jsonl; by default the source of Python's library
-      dtype: of the token ids in a .bin file, such as uint16
-      vocab: how many token ids there are, for .npy and .bin
+      dtype: dtype of the token ids in a .bin file, such as uint16
+      vocab: size of the vocabulary, for token ids in a .npy or .bin file
       tokenizer: a tokenizer.json, or a folder that has one; by default the tokenizer of the model hf:PATH
-      template: of a message in .jsonl; by default '{role}:\\n{content}\\n'
+      template: how to write a message of a .jsonl file as text; by default '{role}:\\n{content}\\n'
     """
 
     data: Folder = None  # text, not a Path: that of an empty text is the current folder
@@ -169,18 +169,18 @@ class Recipe(Flags):
     """Steps, optimizer and learning rate.
 
     Attributes:
-      steps: optimizer steps in all; by default the model's
+      steps: number of optimizer steps in all; by default as the model recommends
       optimizer: a function of optax or js.optim with arguments, such as lion,b2=0.98; by default adamw
-      lr: the highest learning rate; by default the model's
-      warmup: steps of a linear warm-up; by default the model's
-      decay: of the learning rate after the warm-up: cosine (the default), linear, or constant
-      clip: clip gradients to this global norm; by default the model's
-      seed: of the parameters and the order of the data
-      eval_every: steps between evaluations; by default four in all
+      lr: highest learning rate; by default as the model recommends
+      warmup: number of steps in which the learning rate rises linearly; by default as the model recommends
+      decay: decay of the learning rate after the warm-up: cosine (the default), linear, or constant
+      clip: clip gradients to this global norm; by default as the model recommends
+      seed: seed of the initial parameters and of the order of the data
+      eval_every: steps between evaluations on held-out data; by default there are four evaluations in all
       patience: stop after so many evaluations without a lower held-out loss
-      lora: freeze hf:PATH and train low-rank factors: rank=8,alpha=16,base=int8,match=q_proj/kernel
-      bad_steps: raise, skip or rollback (to the newest saved step) where a step is not finite
-      check_replicas: compare the copies of all arrays over devices, bit by bit, every N steps; by default never
+      lora: freeze the model hf:PATH and train low-rank factors: rank=8,alpha=16,base=int8,match=q_proj/kernel
+      bad_steps: if loss or gradients are not finite: raise an error, skip the step, or rollback to the last saved step
+      check_replicas: compare the copies of replicated arrays, bit by bit, every N steps; by default never
     """
 
     steps: Count = None
@@ -199,15 +199,15 @@ class Recipe(Flags):
 
 @dataclass(frozen=True, kw_only=True)
 class Saving(Flags):
-    """The checkpoints.
+    """The checkpoints to save and to resume.
 
     Attributes:
       checkpoint: save the run into this folder while it trains, and at the end
-      resume: go on from the newest step in --checkpoint, if there is one
+      resume: go on from the newest step in the folder of --checkpoint, if there is one
       checkpoint_every: steps between saves; by default 10
-      keep: so many of the newest saves stay; by default all
-      fall_back: with --resume, go on from the newest step that is intact where newer ones are damaged
-      memory_every: steps between copies into memory, for restarts by jaxshard launch --max-restarts
+      keep: number of newest saved steps to keep; by default all
+      fall_back: with --resume, go on from the newest undamaged step if newer steps are damaged
+      memory_every: steps between copies of the run in memory, for restarts by jaxshard launch --max-restarts
     """
 
     checkpoint: File = None
@@ -220,15 +220,15 @@ class Saving(Flags):
 
 @dataclass(frozen=True, kw_only=True)
 class Output(Flags):
-    """The outputs.
+    """The outputs of a training run.
 
     Attributes:
-      sample: how many tokens to draw from the model at the end; 0 for none
-      export: write the trained model into this folder at the end, as transformers reads it
-      log: append the numbers of every step to this file, one JSON object a line
-      tensorboard: write them for TensorBoard into this folder, or at an address gs:// or s3://
-      wandb: write them into a run of this project of Weights & Biases; --resume goes on in it
-      mlflow: write them into a run of this experiment of MLflow, at MLFLOW_TRACKING_URI
+      sample: number of tokens that the trained model generates as a sample at the end; 0 for no sample
+      export: write the trained model into this folder at the end, in the format of Hugging Face transformers
+      log: append the metrics of every step to this file, one JSON object per line
+      tensorboard: write the metrics for TensorBoard into this folder, or at an address gs:// or s3://
+      wandb: write the metrics to a run of this Weights & Biases project; with --resume to the same run
+      mlflow: write the metrics to a run of this MLflow experiment, at MLFLOW_TRACKING_URI
       profile: write a profile of three steps into this folder, or at an address gs://
     """
 
@@ -243,12 +243,12 @@ class Output(Flags):
 
 @dataclass(frozen=True, kw_only=True)
 class Chips(Flags):
-    """The chips.
+    """The chips to plan for.
 
     Attributes:
-      topology: absent chips: v5e:16x16, v5p:4x4x8, or h100:8x32 for 32 hosts of 8
-      slices: so many TPU slices, connected by the data center's network
-      price: of one chip for an hour, for the price of a billion tokens
+      topology: chips that need not be attached: v5e:16x16, v5p:4x4x8, or h100:8x32 for 32 hosts of 8 GPUs
+      slices: number of TPU slices, connected by the data center's network
+      price: price of one chip for an hour, from which the price of a billion tokens is computed
     """
 
     topology: Text = None
@@ -260,15 +260,16 @@ class Chips(Flags):
 class Train(Compute, Data, Recipe, Saving, Output, Config):
     """Train a language model, sharded over a mesh.
 
-    It takes all accelerators; without any it simulates the CPU devices that --mesh has, or 8. Without any flag: a
-    million parameters, the source of Python's standard library, two minutes on two cores. Several processes (jaxshard
-    launch, Slurm, Open MPI, Kubernetes, TPU pods) train together; devices, rows and steps are counted over all.
+    It uses all accelerators; without an accelerator it simulates CPU devices, as many as --mesh needs, or 8. Without
+    flags it trains a million parameters on the source of Python's standard library, in two minutes on two cores.
+    Several processes (jaxshard launch, Slurm, Open MPI, Kubernetes, TPU pods) train one model together; --devices and
+    --batch then count devices and rows over all processes.
 
     Attributes:
       model: a ready-made size: gpt-1m, gpt-10m, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-1m, llama2-7b,
-        llama3-8b, llama3-70b, llama3-405b, moe-1m, mixtral-8x7b, qwen3-30b-a3b or deepseek-16b. hf:PATH goes on from
-        the weights of a folder of Hugging Face's.
-      ordered: add over devices in one order: the same bits for every number of processes
+        llama3-8b, llama3-70b, llama3-405b, moe-1m, mixtral-8x7b, qwen3-30b-a3b or deepseek-16b. hf:PATH starts
+        from the weights in a Hugging Face folder.
+      ordered: sum over devices in a fixed order, so that every number of processes gives the same bits
     """
 
     model: Annotated[str, Kind("NAME")] = "gpt-1m"
@@ -281,24 +282,24 @@ class Generate(Model, Config):
 
     jaxshard generate --model hf:PATH --prompt "Once upon a time" --length 64 --mesh data=2,tensor=4
 
-    Without an accelerator as many CPU devices are simulated as --mesh has, or one. The JSON object has "tokens", one
-    list for each prompt with the prompt in it and the token that ended it, and "text", which leaves out what ended it.
+    Without an accelerator it simulates CPU devices, as many as --mesh needs, or one. The JSON object has "tokens", one
+    list for each prompt, with the prompt and the stop token; and "text", without the stop token or stop text.
 
     Attributes:
-      model: hf:PATH, a folder that transformers wrote, or a ready-made size with --checkpoint
+      model: hf:PATH for a folder in the format of Hugging Face transformers, or a ready-made size with --checkpoint
       checkpoint: a folder where jaxshard train saved a run of this model; its newest step is read
-      prompt: a text to continue; give it once for each.
-      prompt_tokens: the tokens of a prompt, such as 1,5,9; give it once for each.
-      tokenizer: a tokenizer.json, or a folder that has one; by default the model's, or bytes
+      prompt: a text to continue; repeat the flag for several prompts
+      prompt_tokens: the token ids of a prompt, such as 1,5,9; repeat the flag for several prompts
+      tokenizer: a tokenizer.json, or a folder that has one; by default that of the model, or bytes of text
       length: the largest number of new tokens; by default 64, or fewer if the model has no more positions
-      temperature: divides the logits; 0 takes the most likely token.
-      top_k: draw from so many most likely tokens.
-      top_p: draw from the fewest tokens whose probabilities add up to at least this
-      stop: end at this text, such as '</s>' or '\\n\\n', or at these tokens, such as 2,7; as often as you like
-      mesh: axes and sizes, such as data=2,tensor=4.
-      strategy: fsdp shards weights over the axis data and gathers a block at a time, ddp replicates them
-      devices: use so many devices.
-      seed: of the random draws.
+      temperature: divide the logits by this number; 0 takes the most likely token
+      top_k: draw from this number of most likely tokens
+      top_p: draw from the fewest tokens whose probabilities add up to at least this number
+      stop: end at this text, such as '</s>' or '\\n\\n', or at these token ids, such as 2,7; repeatable
+      mesh: axes and sizes, such as data=2,tensor=4
+      strategy: fsdp shards weights over the axis data and gathers one block at a time, ddp replicates weights
+      devices: number of devices to use
+      seed: seed of the random draws
     """
 
     model: Annotated[str, Kind("NAME")]
@@ -323,20 +324,20 @@ class Launch(Flags):
 
     jaxshard launch -n 2 --max-restarts 3 -- jaxshard train --checkpoint run --resume
 
-    Every process finds the others by its environment, which js.distributed.initialize() reads; its lines are shown with
-    its number in front. When one dies the others are ended, and all are started again, with the same command: it has to
-    go on from a checkpoint by itself, or from memory (jaxshard train --memory-every 1). The exit status is that of the
-    process that failed first (128 + n where signal n ended it), or 0 when all ended with 0. After status 2, for wrong
-    flags, nothing is started again.
+    Environment variables tell every process how to find the others; js.distributed.initialize() reads them. Output
+    lines are shown with the number of their process. If a process fails, the others are ended, and all are started
+    again with the same command, which must itself resume from a checkpoint or from memory (jaxshard train
+    --memory-every 1). The exit status is 0 if all processes end with 0, else the status of the process that failed
+    first (128 + n if signal n ended it). After status 2, for wrong flags, no process is started again.
 
-    Without accelerators jaxshard's own commands share eight simulated devices, or as many as --devices says. In a
-    program of your own js.simulate_devices(n) gives each process n.
+    Without accelerators jaxshard's own commands share eight simulated devices, or the number of --devices. In a program
+    of your own js.simulate_devices(n) gives each process n devices.
 
     Attributes:
-      command: the command of every process, found on PATH
-      processes: how many there are
-      max_restarts: start all again up to so many times
-      grace: seconds from SIGTERM or Ctrl-C, which are passed on, to SIGKILL
+      command: command that every process runs, found on PATH
+      processes: number of processes
+      max_restarts: how many times all processes may be started again
+      grace: seconds between SIGTERM or Ctrl-C, which are passed on to the processes, and SIGKILL
     """
 
     command: Annotated[tuple[str, ...], Kind("COMMAND ...", is_positional=True)] = ()
@@ -349,16 +350,16 @@ class Launch(Flags):
 class Audit(Targeted, Compute, Config):
     """Compare the collectives of a compiled step with the promises of the strategy.
 
-    Every collective that is not promised is named; status 1 if there is one. Nothing is trained, and no array is made.
-    Anyone's step is read from its text: name the axes of its mesh, in their order, by their purpose. Without --strategy
-    collectives are only listed.
+    It prints every collective that is not promised, and ends with status 1 if there is one. Nothing is trained, and no
+    array is made. With --hlo it audits a step that another program has compiled, from its text: give the axes of its
+    mesh in their order, with jaxshard's names (data, tensor, ...). Without --strategy its collectives are only listed.
 
     jaxshard audit --hlo step.txt --mesh data=4,tensor=2 --strategy fsdp
 
     Attributes:
-      hlo: instead of TARGET the text of a compiled step, from as_text() or an XLA dump; needs --mesh
-      topology: compile for absent TPUs, such as v5e:2x4; needs libtpu
-      all: print every surprise, collective and instruction; by default a summary
+      hlo: file with the text of a compiled step, from as_text() or an XLA dump, in place of TARGET; needs --mesh
+      topology: compile for TPUs that need not be attached, such as v5e:2x4; needs libtpu
+      all: print all collectives and instructions, promised or not; by default a summary
     """
 
     target: Annotated[str, Kind("TARGET", is_positional=True)] = ""
@@ -371,12 +372,12 @@ class Audit(Targeted, Compute, Config):
 class Parity(Targeted, Model, Sharding, Config):
     """Compare a sharded step with the same step on one device.
 
-    It runs both and compares all arrays, in f32; status 1 if one differs. Without an accelerator, 8 devices are
-    simulated.
+    It runs both steps in f32 and compares all arrays; the status is 1 if an array differs. Without an accelerator it
+    simulates 8 CPU devices.
 
     Attributes:
       batch: rows of a step over all devices; by default about 16
-      seed: of the parameters, the tokens, and the random draws of the loss
+      seed: seed of the parameters, the tokens, and the random draws of the loss
     """
 
     batch: Count = None
@@ -391,13 +392,14 @@ class Plan(Targeted, Compute, Chips, Config):
 
     Nothing is computed and no array is made. If the compiler of the chips is installed (libtpu for TPUs), it assigns
     the memory, and "judged_by" in the JSON object is "compiler"; otherwise memory is estimated. "fits" is true, false,
-    or null if only the compiler knows; "live_bytes" are live at once, "allocated_bytes" must fit.
+    or null if an estimate is too near the limit. "live_bytes" is the peak of bytes in use, and "allocated_bytes" is
+    what the compiler reserves and what must fit; both are per device.
 
     Attributes:
-      chip: predict for the limits of this chip, such as v5e or h100; without --topology for the devices here
-      estimate: estimate memory, without a compiler.
+      chip: predict for the limits of this chip, such as v5e or h100; by default those of --topology or of the devices
+      estimate: estimate memory, without a compiler
       codegen: compile to the end, which takes minutes, and print the compiler's verdict with estimated cycles
-      plot: draw memory by role into this file, and more pictures next to it; needs matplotlib
+      plot: draw memory by role into this file, and more pictures into files next to it; needs matplotlib
     """
 
     chip: Text = None
@@ -412,11 +414,11 @@ class Search(Targeted, Rows, Chips, Config):
 
     jaxshard search llama3-8b --topology v5e:16x16 --batch 256 --seq 8192 --precision bf16
 
-    In the JSON object "plans" has them, the best first, each with its mesh, strategy, seconds, bytes, reason, and
-    "flags" for jaxshard plan, audit and train.
+    In the JSON object "plans" lists the layouts, the best first, each with its mesh, strategy, seconds per step, bytes
+    per device and reason, and with "flags" for jaxshard plan, audit and train.
 
     Attributes:
-      compile: ask the compiler about the best until so many fit; 0 for none
+      compile: compile the best layouts until this number of them fits; 0 compiles none
     """
 
     topology: Annotated[str, Kind("TEXT")]
@@ -427,13 +429,13 @@ class Search(Targeted, Rows, Chips, Config):
 class Schedule(Result):
     """Print a pipeline schedule with its idle time and its memory.
 
-    A backward takes twice as long as a forward, half of it for the weights' gradients.
+    A backward pass is assumed to take twice as long as a forward pass, half of it for the gradients of weights.
 
     Attributes:
       name: gpipe, one_f_one_b, interleaved, zero_bubble, or a CSV file of tick,device,op,chunk,microbatch
-      stages: devices of the pipeline; a file has its own.
-      microbatches: parts of a batch; a file has its own.
-      chunks: parts of the model on each device, for interleaved and zero_bubble; by default 2
+      stages: number of devices of the pipeline; a CSV file states its own
+      microbatches: number of micro-batches of a batch; a CSV file states its own
+      chunks: number of pipeline stages on each device, for interleaved and zero_bubble; by default 2
       plot: draw the schedule into a file such as schedule.png or schedule.svg
     """
 
@@ -448,13 +450,13 @@ class Schedule(Result):
 class Checkpoint(Result):
     """List, show or verify saved steps.
 
-    The exit status is 1 where a file is missing or was added, and under verify where a byte of it is not as it was
-    saved; its name is printed.
+    It prints the name of every file that is missing or was added, and under verify of every file with a changed byte.
+    The exit status is 1 if there is such a file.
 
     Attributes:
-      action: list the steps in a folder, show what one holds, or verify every byte of all of them
-      dir: the folder that js.save or jaxshard train --checkpoint wrote.
-      step: this step alone; show takes the newest one by default.
+      action: list the steps in a folder, show the contents of one step, or verify every byte of all steps
+      dir: folder that js.save or jaxshard train --checkpoint wrote
+      step: look at this step alone; by default show takes the newest step, list and verify take all
     """
 
     action: Annotated[Literal["list", "show", "verify"], Kind("ACTION", is_positional=True)]
@@ -466,9 +468,10 @@ class Checkpoint(Result):
 class Doctor(Result):
     """Print devices, versions and problems with their remedies.
 
-    Devices, hosts with their memory, clocks and connections (under jaxshard launch, Slurm and the like of all
-    processes), versions, the compile cache; bad settings, packages that do not fit together, and what holds the TPU.
-    Status 1 if something is broken; extras that are absent are no failure.
+    It prints devices, versions, the compilation cache, and hosts with their memory, clocks and connections; under
+    jaxshard launch, Slurm and the like the hosts of all processes. Problems are bad settings, packages that do not fit
+    together, and processes that occupy the TPU. The exit status is 1 if a problem stops every run; a missing optional
+    package is no problem.
     """
 
 

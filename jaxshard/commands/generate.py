@@ -36,7 +36,7 @@ _BYTES = 256
 
 
 def run(flags: Generate) -> None:
-    """Continue prompts and print them, or write them as JSON."""
+    """Run `jaxshard generate`: continue prompts, and print the texts or write them as JSON."""
     with usage_errors():
         initialize()
     is_first = process_count_and_id()[1] == 0
@@ -76,7 +76,7 @@ def run(flags: Generate) -> None:
 
 
 def _make_model(named: NamedModel, checkpoint: Path | None) -> Decoder:
-    """Build the model; a trained one has the length of rows that it was trained with, and is in f32."""
+    """Build the model; for a checkpoint with the sequence length of its training, and in f32."""
     if named.folder is not None:
         return read_model(named.folder, dtype=None if checkpoint is None else "float32", **named.changes)
     data = None if checkpoint is None else describe(checkpoint).data
@@ -86,7 +86,7 @@ def _make_model(named: NamedModel, checkpoint: Path | None) -> Decoder:
 
 
 def _read_params(flags: Generate, folder: Path | None, network: Decoder, layout: Layout) -> PyTree:
-    """Read the weights onto a layout; of a ready-made size without a checkpoint they are random."""
+    """Read the weights from the checkpoint or Hugging Face folder, sharded as the layout says; random without both."""
     if flags.checkpoint is not None:
         return restore(flags.checkpoint, layout).params
     if folder is not None:
@@ -95,7 +95,7 @@ def _read_params(flags: Generate, folder: Path | None, network: Decoder, layout:
 
 
 def _make_parallel(flags: Generate) -> Parallel:
-    """Make the mesh; without --mesh and accelerators, of one CPU device per process."""
+    """Make mesh and strategy; without --mesh and without an accelerator the mesh has one CPU device per process."""
     devices = flags.devices
     if flags.mesh is None and devices is None and choose_devices(None)[0].platform == "cpu":
         devices = process_count_and_id()[0]
@@ -103,7 +103,7 @@ def _make_parallel(flags: Generate) -> Parallel:
 
 
 def _tokenizer(named: NamedModel, file: Path | None) -> Tokenizer | Bytes | None:
-    """Return the tokenizer of the flag, of the model's folder, or of bytes; None if there is none."""
+    """Return the tokenizer of --tokenizer or of the model's folder, or `Bytes` for a model of 256 tokens; else None."""
     if file is not None:
         return tokenizer(file)
     if named.folder is not None:
@@ -112,7 +112,7 @@ def _tokenizer(named: NamedModel, file: Path | None) -> Tokenizer | Bytes | None
 
 
 def _rows(flags: Generate, words: Tokenizer | Bytes | None) -> list[list[int]]:
-    """Return the tokens of all prompts."""
+    """Return the token ids of each prompt of --prompt and --prompt-tokens; ValueError if there is none."""
     prompts = flags.prompt
     if not prompts and not flags.prompt_tokens:
         raise ValueError("there is no prompt: give --prompt TEXT or --prompt-tokens 1,5,9, each as often as you like")

@@ -19,10 +19,10 @@ _NUMBERS = 3
 
 
 class GlooFilter:
-    """Removes gloo's messages about its connections from the lines of a stream, wherever they are cut.
+    """Removes gloo's messages about connections from lines of output, also if a message is split over several lines.
 
-    A message begins with a piece that nothing else begins with. From there on it owes its numbers and its line break,
-    which are recognised by that alone.
+    A message begins with words that no other output has. After them the filter expects a known count of numbers and one
+    line break, in this or in later lines, and removes these too.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class GlooFilter:
         self._breaks = 0
 
     def __call__(self, line: bytes) -> bytes | None:
-        """Return a line without gloo's part of it; None if nothing is left but gloo's line break.
+        """Return a line without the pieces of gloo's messages; None if the line has nothing else.
 
         Args:
           line: a line without its line break.

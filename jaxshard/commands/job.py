@@ -28,15 +28,15 @@ class Job:
     """A model, its data, and how it is trained.
 
     Attributes:
-      flags: of the command.
+      flags: the flags of `jaxshard train`.
       how: mesh, strategy and engine.
       name: the name of the ready-made size, with the value of --change.
-      size: the ready-made size, with the numbers that flags replace.
-      data: the tokens.
-      base: the model whose weights it begins with, or None.
+      size: the arguments of the model and its recipe (steps, batch, learning rate ...), with the values of flags.
+      data: the tokens to train on and to evaluate on.
+      base: the Hugging Face model whose weights the training starts from, or None.
       seq: tokens in a row.
       tokens: tokens in a global batch.
-      vocab: the rows of the model's token embedding.
+      vocab: the number of rows of the model's token embedding.
       network: the model.
       tx: the optimizer.
       layout: the placement of every array.
@@ -45,8 +45,8 @@ class Job:
       held_out: the batches to evaluate on.
 
     Raises:
-      ValueError: a batch that devices and micro-batches do not divide, a length that the devices of a context do not,
-        a corpus that is too short, or another flag that is refused.
+      ValueError: the batch is not a multiple of devices times micro-batches, or the sequence length not of the devices
+        of the context axis; the corpus is too short; or another flag is refused.
     """
 
     def __init__(self, console: Console, flags: Train, how: Parallel) -> None:
@@ -92,18 +92,18 @@ class Job:
 
     @property
     def flops(self) -> float | None:
-        """Floating point operations of a step, on all devices together."""
+        """The model FLOPs of a step, on all devices together."""
         shapes = self.layout.shapes
         return train_flops(self.network.loss, shapes.params, self.rows, shapes.key)
 
     @property
     def stops(self) -> Stops:
-        """The tokens that end a text."""
+        """The token ids at which generated text ends."""
         return Stops(ends_of_text(self.data.tokenizer, None if self.base is None else self.base.folder))
 
     @property
     def sequence(self) -> dict[str, Any]:
-        """The facts that decide the batches and the optimizer's steps; saved to compare them on --resume."""
+        """The values that determine batches and updates, such as "seed" and "lr"; saved, and compared on --resume."""
         recipe: Any = self.size.recipe
         corpus = self.data.corpus
         return {
@@ -122,7 +122,7 @@ class Job:
 
     @property
     def about(self) -> dict[str, Any]:
-        """The facts that the command writes into its JSON object."""
+        """The entries about model, data, mesh and recipe that `jaxshard train` writes into its JSON object."""
         about = self.how.about
         if "remat" in about:  # the model states it for an engine that has no own
             about["remat"] = about["remat"] or self.network.remat
@@ -143,7 +143,7 @@ class Job:
 
     @property
     def shown(self) -> dict[str, str]:
-        """The facts that the command prints, by name."""
+        """The lines that `jaxshard train` prints at its start, by name, such as "model" and "data"."""
         about, predicted, recipe = self.about, predicted_bytes(self.layout, self.rows), self.size.recipe
         size, corpus, unit = about["size"], about["corpus"], f"{about['corpus']['unit']}s"
         roles = {"param": "params", "grad": "grads", "opt": "optimizer"}
@@ -158,7 +158,7 @@ class Job:
         }
 
     def _check_rows(self) -> None:
-        """Raise ValueError for rows or tokens that the devices do not divide."""
+        """Raise ValueError if --batch or --seq is not a multiple of what the mesh and micro-batches need."""
         of_rows, of_tokens = self.how.rows_multiple, self.how.seq_multiple
         for flag, count, multiple, why in (
             ("--batch", self.size.recipe.batch, of_rows, "the devices that share the rows times the micro-batches"),
@@ -171,7 +171,7 @@ class Job:
 
 
 def _describe_packing(packing: dict[str, float]) -> str:
-    """Write in a line how documents fill rows."""
+    """Describe in a line how documents are packed into rows: how many, their length, cuts and padding."""
     return (
         f"{packing['documents']:,} documents of {packing['tokens_per_document']:.1f} tokens, {packing['cut']:,} cut, "
         f"in {packing['rows']:,} rows; {packing['padding']:.1%} padding, {packing['learned']:.1%} learned"

@@ -16,10 +16,10 @@ MOST_PROCESSES = 4096
 
 
 def run(flags: Launch) -> int:
-    """Run a command as several processes that live and die together.
+    """Run `jaxshard launch`: start a command in several processes, and end all of them if one fails.
 
     Returns:
-      0 when all ended with 0, or the status of the process that failed first.
+      The exit status: 0 if all processes ended with 0, else the status of the process that failed first.
     """
     with usage_errors():
         if flags.processes > MOST_PROCESSES:
@@ -38,7 +38,7 @@ def run(flags: Launch) -> int:
 
 
 def _find_program(command: tuple[str, ...]) -> str:
-    """Find the file to run; UsageError if there is none."""
+    """Find the program of a command on PATH; raise UsageError if there is none."""
     if not command:
         raise UsageError("give the command after a double dash: jaxshard launch -n 2 -- jaxshard train")
     # The programs of an environment that was not activated are in the folder of its Python, not on PATH.

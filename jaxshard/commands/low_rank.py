@@ -17,10 +17,10 @@ _SYNTAX = "write rank=8, and if you like alpha=16, base=bf16 or base=int8, and m
 
 
 def read_factors(text: str) -> dict[str, Any]:
-    """Read the value of --lora: arguments of `js.lora`.
+    """Convert the value of --lora, such as "rank=8,alpha=16", to arguments of `js.lora`.
 
     Raises:
-      ValueError: it is not understood, or has no rank.
+      ValueError: `text` is not understood, or has no rank.
     """
     own = {name: read for name, read in readers_of(lora).items() if name not in ("init_fn", "loss_fn")}
     given = read_pairs("--lora", text, own | {"alpha": read_rate, "match": str}, _SYNTAX, repeated=["match"])
@@ -30,10 +30,10 @@ def read_factors(text: str) -> dict[str, Any]:
 
 
 def add_factors(network: Decoder, text: str) -> Decoder:
-    """Return the model with the factors of --lora; by default all matrices of blocks have some.
+    """Return the model with the low-rank factors that --lora describes, by default for all matrices of its blocks.
 
     Raises:
-      ValueError: as `read_factors`, or as making the parameters of `js.lora`.
+      ValueError: `text` is not understood, or `js.lora` refuses it for this model.
     """
     given = read_factors(text)
     try:
@@ -45,7 +45,7 @@ def add_factors(network: Decoder, text: str) -> Decoder:
 
 
 def _matrices_of_blocks(network: Decoder) -> tuple[str, ...]:
-    """Return the paths of the matrices in blocks, except those of routers."""
+    """Return the paths of all matrices in blocks, such as "blocks/q_proj/kernel", except those of MoE routers."""
     shapes = jax.eval_shape(network.init, jax.random.key(0))
     found = (path for path in paths(shapes) if ends_with(path, "blocks/*/kernel"))
     return tuple(path for path in found if not ends_with(path, "router/kernel"))

@@ -15,16 +15,16 @@ _GROUPS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory
 
 
 class Machine(NamedTuple):
-    """A host.
+    """The memory, limits and network of a host; None for what the system does not tell.
 
     Attributes:
-      cores: that this process may use.
-      memory: bytes that it may have, the limit of a container included; None where the system does not say.
-      available: bytes of them that are free, or None.
-      shared: bytes of the file system /dev/shm, or None.
-      open_files: how many files the process may have open, or None.
+      cores: the number of cores that this process may use.
+      memory: bytes of memory that this process may use; the limit of a container counts.
+      available: bytes of this memory that are free.
+      shared: bytes of the file system /dev/shm.
+      open_files: the number of files that the process may have open at once.
       interfaces: the names of the network interfaces.
-      own_name_is_loopback: the host's own name stands for an address of the loopback interface.
+      own_name_is_loopback: True if the host's own name resolves to 127.x, which other hosts can't reach.
     """
 
     cores: int
@@ -46,7 +46,7 @@ def read_machine() -> Machine:
 
 
 def _read_memory() -> tuple[int | None, int | None]:
-    """Bytes in all and available, from Linux's own words."""
+    """Return (bytes of memory, free bytes) from /proc/meminfo and the limits of a container; None if unknown."""
     found: dict[str, int] = {}
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():

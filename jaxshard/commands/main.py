@@ -41,17 +41,17 @@ _AGAIN = 0.02
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit status.
 
-    One of several processes does not return a status other than 0 but ends at once: the others may be waiting for it.
+    If several processes run and this one fails, it ends at once without returning, since the others may wait for it.
 
     Args:
       args: the words after `jaxshard`; by default `sys.argv[1:]`.
 
     Returns:
-      0, or 1 if a check failed. With a line on standard error: 1 for a bad step and a file that can't be written; 2 for
-      wrong flags or data, for processes that were given different ones, and for a standard output that can't be
-      written; 75 if one of several processes never came; 130 after Ctrl-C. With a traceback: 70 if the user's function
-      raised. Without a line: 141 if the reader of standard output is gone, as under `| head -1`. If another process
-      failed, its status.
+      0 if the command succeeded; 1 if a check failed, if a training step was not finite, or if a file can't be written;
+      2 for wrong flags or data, for flags that differ between processes, and if standard output can't be written; 70 if
+      the user's function raised an error, which is printed with its traceback; 75 if another process never joined; 130
+      after Ctrl-C; 141 if the reader of standard output is gone, as in `jaxshard ... | head -1`. If another process
+      failed, its status. Unless a check failed, a line on standard error explains a status other than 0, 70 and 141.
     """
     words = sys.argv[1:] if args is None else list(args)
     try:
@@ -81,7 +81,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """Return the help of the command line, which lists the commands."""
+    """Return the text of `jaxshard --help`, which lists the commands."""
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:<{width}}  {what}" for name, what in COMMANDS.items())
     return (
@@ -91,13 +91,13 @@ def usage() -> str:
 
 
 def runner_of(name: str) -> Callable[[Any], int | None]:
-    """Import the function that runs a command, and with it JAX."""
+    """Import and return the function `run` of a command's file; this imports JAX too."""
     run: Callable[[Any], int | None] = importlib.import_module(f"jaxshard.commands.{name}").run
     return run
 
 
 def _run(words: Sequence[str]) -> tuple[int, str]:
-    """Run a command line; return its exit status, and a line about an error that needs no traceback."""
+    """Run a command line; return (exit status, error message of one line, or "")."""
     name, *rest = words or [""]
     if name in ("--help", "-h"):
         print(usage())
@@ -131,7 +131,7 @@ def _run(words: Sequence[str]) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def _ended_by_ctrl_c() -> Iterator[None]:
-    """End the process at once on Ctrl-C: imports of compiled modules print tracebacks, and swallow exceptions."""
+    """End the process at once on Ctrl-C in the `with` block: some modules swallow KeyboardInterrupt on import."""
 
     def end(number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(OSError):
@@ -153,7 +153,7 @@ def _ended_by_ctrl_c() -> Iterator[None]:
 def _ctrl_c_again_where_it_is_lost() -> Iterator[None]:
     """Repeat a Ctrl-C that came while Python ran a callback of its garbage collector, such as JAX's.
 
-    Exceptions that are raised there are printed and forgotten, a KeyboardInterrupt too.
+    Python prints an exception that is raised in such a callback and goes on, even if it is a KeyboardInterrupt.
     """
     before = sys.unraisablehook
 
@@ -171,6 +171,6 @@ def _ctrl_c_again_where_it_is_lost() -> Iterator[None]:
 
 
 def _print_if_possible(line: str) -> None:
-    """Print to standard error, or to standard output where that is closed, or nowhere."""
+    """Print a line to standard error, or to standard output if standard error is closed; ignore a failure."""
     with contextlib.suppress(OSError, OutputError):
         print(line, file=sys.stderr or sys.stdout, flush=True)

@@ -23,12 +23,12 @@ _ROW = 1024
 
 
 class NamedModel(NamedTuple):
-    """A ready-made size or the model "hf:PATH", and the arguments that replace its own.
+    """A model by its name, a ready-made size or "hf:PATH", with the arguments that --change replaces.
 
     Its properties raise ValueError or FileNotFoundError if there is no such model or argument.
 
     Attributes:
-      target: the name.
+      target: the name, such as "gpt-1m".
       change: the value of --change.
     """
 
@@ -45,7 +45,7 @@ class NamedModel(NamedTuple):
 
     @property
     def folder(self) -> Path | None:
-        """The folder of a model of Hugging Face; None for a ready-made size."""
+        """The folder of a Hugging Face model; None for a ready-made size."""
         if not self.target.startswith(PREFIX):
             return None
         path = self.target.removeprefix(PREFIX)
@@ -56,7 +56,7 @@ class NamedModel(NamedTuple):
 
     @property
     def size(self) -> Size:
-        """The ready-made size without changes; of a model of Hugging Face the numbers are those of its config.json."""
+        """The ready-made size without --change; for a Hugging Face model the sizes in its config.json."""
         if folder := self.folder:
             config = read_config(folder)
             return Size(config.arguments, _RECIPE, config.family.make, "nothing")
@@ -66,7 +66,7 @@ class NamedModel(NamedTuple):
 
     @property
     def changes(self) -> dict[str, Any]:
-        """The value of --change, as arguments of the model.
+        """The value of --change as keyword arguments of the model.
 
         >>> NamedModel("llama-1m", "depth=4,tied=true,norm_epsilon=1e-6").changes
         {'depth': 4, 'tied': True, 'norm_epsilon': 1e-06}
@@ -80,7 +80,7 @@ class NamedModel(NamedTuple):
 
     @property
     def shape(self) -> dict[str, Any]:
-        """The arguments of the model, with the changes."""
+        """The arguments of the model, such as "depth" and "vocab", after --change."""
         return self.size.shape | self.changes
 
     @property
@@ -89,19 +89,19 @@ class NamedModel(NamedTuple):
         return self.shape.get("depth") if self.is_known else None
 
     def model(self, **more: Any) -> Any:
-        """Build the model, with further arguments, which --change overrides."""
+        """Build the model with the arguments `more`; --change overrides them."""
         try:
             return self.size.model(**more | self.changes)
         except (TypeError, ValueError) as error:
             raise ValueError(f"--change {self.change}: {error}") from error
 
     def resize(self, *, seq: int | None, batch: int | None, rows_multiple: int) -> Size:
-        """Return the size with the changes and with the batch of a run.
+        """Return the model's size and recipe for a run: with --change, --seq and --batch.
 
         Args:
           seq: tokens in a row, the value of --seq.
-          batch: rows, the value of --batch; by default the recipe's number, rounded up.
-          rows_multiple: the number of rows is rounded up to a multiple of it.
+          batch: rows of a batch, the value of --batch; by default the recipe's number of rows, rounded up.
+          rows_multiple: the recipe's number of rows is rounded up to a multiple of this number.
         """
         self.model()  # refuses changes that do not fit together
         size, shape = self.size, self.shape
@@ -117,7 +117,7 @@ class NamedModel(NamedTuple):
 
 
 def _read_scaling(text: str) -> float | RopeScaling:
-    """Read the factor of a rope's scaling, or factor:low:high:original."""
+    """Read the scaling of rotary embeddings: "8", a factor, or "8:1:4:8192" for factor:low:high:original."""
     try:
         first, *others = [float(x) if set(x) & set(".en") else int(x) for x in text.split(":")]
         return RopeScaling(first, *others) if others else first  # type: ignore[arg-type]

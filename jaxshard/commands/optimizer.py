@@ -23,7 +23,7 @@ def make_optimizer(recipe: Recipe, optimizer: str | None, decay: str | None) -> 
     """Make the optimizer of a recipe, or another one with the recipe's steps, learning rate, warm-up and clip.
 
     Args:
-      recipe: AdamW's arguments, with the numbers that flags gave.
+      recipe: steps, learning rate, warm-up and clip, and AdamW's arguments; flags are already applied.
       optimizer: the value of --optimizer, a name and arguments, such as "lion,b2=0.98".
       decay: the value of --decay.
 
@@ -44,7 +44,7 @@ def make_optimizer(recipe: Recipe, optimizer: str | None, decay: str | None) -> 
 
 
 def make_rate(recipe: Recipe, decay: str) -> optax.Schedule:
-    """Make the learning rate at each step: a linear warm-up, then a cosine or a line to a twentieth, or a constant."""
+    """Make the learning-rate schedule: a linear warm-up, then cosine or linear decay to a twentieth, or a constant."""
     warmup, peak = recipe.warmup, recipe.learning_rate
     start, end = peak / (warmup + 1), max(recipe.steps, warmup + 1)
     if decay == "cosine":
@@ -55,7 +55,7 @@ def make_rate(recipe: Recipe, decay: str) -> optax.Schedule:
 
 
 def _find(name: str) -> Maker:
-    """Return the function of optax, optax.contrib or js.optim that makes an optimizer of a learning rate."""
+    """Find a function of optax, optax.contrib or js.optim whose first argument is a learning rate, such as `lion`."""
     makers: dict[str, Maker] = {"adam8bit": adam8bit}
     for library in (optax.contrib, optax):
         for key, value in inspect.getmembers(library, inspect.isfunction):

@@ -15,7 +15,7 @@ _BLOCK = 4096
 
 
 def check_files(flags: Flags) -> None:
-    """Raise ValueError for a file among the flags that could not be written later."""
+    """Raise ValueError if a file that the flags name for output can't be written."""
     for flag in flags_of(type(flags)).values():
         file: Path | None = getattr(flags, flag.name) if flag.kind.is_written else None
         if file is None or str(file) == "-":
@@ -31,9 +31,9 @@ def check_files(flags: Flags) -> None:
 
 
 def check_folder(flag: str, given: str | Path | None, schemes: tuple[str, ...] = ()) -> None:
-    """Raise ValueError for a folder that could not be written later; parent folders may be absent.
+    """Raise ValueError if an output folder can't be written; neither it nor its parents need to exist.
 
-    Addresses of the given schemes, such as "gs", are not tried.
+    An address such as "gs://bucket" is accepted unchecked if its scheme is in `schemes`.
     """
     if given is None:
         return
@@ -48,7 +48,7 @@ def check_folder(flag: str, given: str | Path | None, schemes: tuple[str, ...] =
 
 
 def _try_to_write(folder: Path, what: str) -> None:
-    """Write a block into a file without a name; a full or read-only file system refuses it."""
+    """Write a temporary file in a folder; raise ValueError if the file system is full or read-only."""
     try:
         with tempfile.TemporaryFile(dir=folder, prefix=".") as file:
             file.write(bytes(_BLOCK))

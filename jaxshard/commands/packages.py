@@ -29,12 +29,12 @@ _EXTRAS = ("tpu", "cuda12", "cuda13", "with-cuda", "viz", "logging", "grain", "h
 
 
 def missing_packages() -> list[str]:
-    """Return a phrase for each optional package that is absent, with its purpose."""
+    """List the optional packages that are not installed, each with its purpose: "libtpu, for compiling ..."."""
     return [f"{name}, for {use}" for name, use in _OPTIONAL.items() if importlib.util.find_spec(name) is None]
 
 
 def judge_versions(packages: Sequence[str]) -> Iterator[Finding]:
-    """Compare Python and the installed packages with the requirements of some packages."""
+    """Yield a `Finding` for each requirement of `packages`, on Python or on other packages, that is not met."""
     mine, wrong = platform.python_version(), dict[str, Finding]()
     for package in packages:
         wanted = "".join(metadata.metadata(package).get_all("Requires-Python", []))
@@ -45,7 +45,7 @@ def judge_versions(packages: Sequence[str]) -> Iterator[Finding]:
 
 
 def judge_imports() -> Iterator[Finding]:
-    """Import what every run needs, and find what fails."""
+    """Import the packages that every run needs, and yield a `Finding` for each import that fails."""
     for module in ("flax.linen", "flax.nnx", "optax", "orbax.checkpoint"):
         try:
             importlib.import_module(module)
@@ -55,7 +55,7 @@ def judge_imports() -> Iterator[Finding]:
 
 
 def _unmet(package: str) -> Iterator[Requirement]:
-    """Yield the requirements of a package that are not met; packages that only an extra requires may be absent."""
+    """Yield the requirements of a package that are not met; a package that only an extra requires may be missing."""
     for requirement in map(Requirement, metadata.requires(package) or ()):
         version, extra = installed_version(requirement.name), _extra_of(requirement)
         is_needed = extra == "" or (extra is not None and version is not None)
@@ -64,7 +64,7 @@ def _unmet(package: str) -> Iterator[Requirement]:
 
 
 def _extra_of(requirement: Requirement) -> str | None:
-    """Return the extra for which a package is required: "" for every installation, None if it is not required here."""
+    """Return the extra, such as "tpu", that has a requirement; "" if all installations have it, None if none here."""
     marker = requirement.marker
     return next((name for name in ("", *_EXTRAS) if marker is None or marker.evaluate({"extra": name})), None)
 

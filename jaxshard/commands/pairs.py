@@ -20,23 +20,23 @@ _BY_TYPE: dict[type, Read] = {
 def read_pairs(
     flag: str, text: str, readers: Mapping[str, Read] | Read, syntax: str, *, repeated: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Read the parts of a flag's value: "rank=8,match=up/kernel".
+    """Read a flag's value that consists of pairs name=value, such as "rank=8,match=up/kernel", to a dictionary.
 
         >>> read_pairs("--mesh", "data=4,tensor=2", int, "write each axis once")
         {'data': 4, 'tensor': 2}
 
     Args:
-      flag: its name, for errors.
-      text: the parts, with commas between them.
-      readers: of the value of every name; or one reader, where any name may stand.
-      syntax: what to write, for errors.
-      repeated: the names that may come more than once; their values become lists.
+      flag: the name of the flag, for error messages.
+      text: the value: pairs with commas between them.
+      readers: for each allowed name a function from text to value; or one such function, which allows any name.
+      syntax: how to write the value, for error messages.
+      repeated: the names that may occur more than once; their values become lists.
 
     Returns:
       The values by name, in the order of the text.
 
     Raises:
-      ValueError: a part that is not name=value, an unknown name, one that comes twice, or a value that is refused.
+      ValueError: a pair is not name=value, a name is unknown or occurs twice, or a value is refused.
     """
     found: dict[str, Any] = {}
     for part in text.split(","):
@@ -57,7 +57,7 @@ def read_pairs(
 
 
 def readers_of(function: Callable[..., Any]) -> dict[str, Read]:
-    """Make a reader for every argument of a function, by its annotation or else by its default."""
+    """Return {argument: function from text to value} for a function, by annotations or defaults of its arguments."""
     try:
         hints = get_type_hints(function)
     except NameError:  # a library may import the types of its annotations for type checkers alone
@@ -67,7 +67,7 @@ def readers_of(function: Callable[..., Any]) -> dict[str, Read]:
 
 
 def read_literal(text: str) -> Any:
-    """Read a number, or true or false; any other text stays as it is."""
+    """Convert text to a number, or to True or False; return any other text unchanged."""
     for read in (int, float, read_switch):
         try:
             return read(text)

@@ -48,9 +48,9 @@ class Parallel(NamedTuple):
     Attributes:
       mesh: the mesh over the chosen devices.
       strategy: the data strategy, composed with the strategies of the axes context, expert, tensor and pipe.
-      engine: computes the gradient.
-      rows_multiple: the rows of a batch must be a multiple of it: micro-batches times data shards.
-      seq_multiple: the tokens in a row must be a multiple of it: two chunks for each device of the context axes.
+      engine: the engine, which computes gradients.
+      rows_multiple: the rows of a batch must be a multiple of this number, micro-batches times data shards.
+      seq_multiple: the tokens in a row must be a multiple of this number, twice the devices of the context axes.
       strategy_name: the name of the data strategy.
     """
 
@@ -62,7 +62,7 @@ class Parallel(NamedTuple):
     strategy_name: str
 
     def layout(self, init_fn: InitFn, tx: optax.GradientTransformation | None = None) -> Layout:
-        """Make the layout of a model and an optimizer; raise ValueError for a --rule that fits no parameter."""
+        """Make the layout of a model and an optimizer; raise ValueError for a --rule that matches no parameter."""
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "tensor: rules without effect")
             try:
@@ -72,7 +72,7 @@ class Parallel(NamedTuple):
 
     @property
     def shown(self) -> dict[str, str]:
-        """The facts that a command prints, by name."""
+        """The lines about mesh, strategy and engine that a command prints, by name."""
         about = self.about
         names = ("reduction", "compute_dtype", "reduce_dtype", "gather_dtype")
         choices = [f"{name} {about[name]}" for name in names if about.get(name, "native") != "native"]
@@ -93,7 +93,7 @@ class Parallel(NamedTuple):
 
     @property
     def about(self) -> dict[str, Any]:
-        """The facts that a command writes into its JSON object."""
+        """The entries about mesh, strategy and engine that a command writes into its JSON object."""
         about = {"mesh": dict(self.mesh.shape), "devices": self.mesh.size, "strategy": self.strategy_name}
         if form := part_of(self.strategy, Context):
             about["context"] = form.how
@@ -112,21 +112,22 @@ def make_parallel(
     depth: int | None = None,
     batch: int | None = None,
 ) -> Parallel:
-    """Make mesh, strategy and engine; without --mesh all devices are on the axis data.
+    """Make mesh, strategy and engine from flags; without --mesh all devices are on the axis data.
 
     Args:
-      flags: the flags. In the mesh an axis tensor adds tensor parallelism, an axis pipe a pipeline, an axis context
-        shards the tokens of rows, and an axis expert the experts of a model that has some. The data strategy
-        shards over the last two axes as well.
-      remat: the value of --remat; by default the model's own, or "nothing" in a pipeline.
+      flags: the flags. An axis tensor in --mesh adds tensor parallelism, and an axis pipe a pipeline. An axis context
+        splits the tokens of rows, and an axis expert splits the experts of a mixture-of-experts model; the strategy,
+        such as fsdp, shards arrays over the axes data, context and expert together.
+      remat: the value of --remat; by default the model's own policy, or "nothing" in a pipeline.
       precision: the dtype of weights where they are used and of the sums of gradients; by default f32.
-      ordered: add over devices in one fixed order.
-      topology: makes the mesh of absent chips from the sizes of axes.
-      depth: the number of blocks if known, to choose the chunks of a pipeline.
-      batch: the rows of a step if known, to choose the micro-batches of a pipeline.
+      ordered: sum over devices in one fixed order.
+      topology: a function that makes a mesh of chips that are not attached from the sizes of axes; None for a mesh of
+        attached or simulated devices.
+      depth: the number of blocks if known, from which the stages per device of a pipeline are chosen.
+      batch: the rows of a step if known, from which the micro-batches of a pipeline are chosen.
 
     Raises:
-      ValueError: flags that do not fit together, or not to the devices.
+      ValueError: flags contradict each other, or do not match the devices.
     """
     name = flags.strategy or "fsdp"
     _check_synchronisation(flags, name)
@@ -153,13 +154,13 @@ def make_parallel(
 
 
 def read_axes(text: str) -> dict[str, int]:
-    """Read the value of --mesh.
+    """Convert the value of --mesh to sizes of mesh axes.
 
         >>> read_axes("replica=2,data=-1")
         {'replica': 2, 'data': -1}
 
     Raises:
-      ValueError: an axis that is not name=size, or a name that comes twice.
+      ValueError: an axis is not written as name=size, or a name occurs twice.
     """
     syntax = "write each axis once, as name=size, such as data=8 or replica=2,data=4"
     axes = read_pairs("--mesh", text, read_number(int, -1, "the number of devices, or -1 for what is left"), syntax)
@@ -169,13 +170,13 @@ def read_axes(text: str) -> dict[str, int]:
 
 
 def read_outer(text: str | None) -> optax.GradientTransformation | None:
-    """Read the value of --outer: the outer optimizer of `js.local`; None for its default.
+    """Make the outer optimizer of `js.local` from the value of --outer; None stands for its default, an average.
 
         >>> read_outer("rate=0.7,momentum=0.9") is not None
         True
 
     Raises:
-      ValueError: it is not understood, or a number is out of range.
+      ValueError: `text` is not understood, or a number is out of range.
     """
     if text is None or text == "average":
         return None if text is None else optax.sgd(1.0)
@@ -199,7 +200,7 @@ def _check_synchronisation(flags: Sharding, name: str) -> None:
 
 
 def _data_strategy(flags: Sharding, name: str, shared: tuple[str, ...]) -> Strategy:
-    """Make the strategy over the axes of the data, and over the axis replica if there is one."""
+    """Make the data strategy `name`, such as "fsdp", over the axes `shared`, and over the axis replica if used."""
     axis = shared if len(shared) > 1 else shared[0]
     if not flags.sync_every:
         return _STRATEGIES[name](*(["replica"] if name == "hsdp" else []), axis)
@@ -208,7 +209,7 @@ def _data_strategy(flags: Sharding, name: str, shared: tuple[str, ...]) -> Strat
 
 
 def _read_rule(text: str, axes: Mapping[str, int], *, is_known: bool) -> Rule:
-    """Read a value of --rule as a rule of `js.tensor`; the names of a known model are known, too."""
+    """Convert a value of --rule to a rule of `js.tensor`; for a ready-made model (`is_known`) check the axis name."""
     name, _, axis = (one.strip() for one in text.rpartition("="))
     if not name or axis not in _FATES or (axis == "tensor" and not name.isidentifier()):
         near = "" if axis in _FATES else f"; {did_you_mean(axis, _FATES)}".removesuffix("; ")
@@ -225,7 +226,7 @@ def _read_rule(text: str, axes: Mapping[str, int], *, is_known: bool) -> Rule:
 
 
 def _mesh_axes(flags: Sharding, name: str, groups: tuple[str, ...]) -> dict[str, int]:
-    """Return the axes in --mesh; add the axes of the data strategy, of size 1, if it names none of them."""
+    """Return {axis: size} of --mesh; if it has no axis of the data strategy, add these axes with size 1."""
     wanted = dict.fromkeys(groups, 2) | {"data": -1}
     if flags.mesh is None:
         return wanted
@@ -244,12 +245,12 @@ def _mesh_axes(flags: Sharding, name: str, groups: tuple[str, ...]) -> dict[str,
 
 
 def _data_axes(axes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the axis data, or the axes data0, data1, ... in its place, one for each dimension of a torus."""
+    """Return ("data",), or ("data0", "data1", ...) for a mesh with one data axis per dimension of a torus."""
     return tuple(name for name in axes if re.fullmatch(r"data\d+", name)) or ("data",)
 
 
 def _context_axes(flags: Sharding, axes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the axes in --mesh that shard the tokens of rows; raise ValueError if --context needs others."""
+    """Return the axes in --mesh that split the tokens of rows; raise ValueError if --context needs other axes."""
     found = tuple(name for name in CONTEXT_AXES if name in axes)
     form = flags.context or ("gather" if found else None)
     wanted = CONTEXT_AXES[: 0 if form is None else 2 if form == "usp" else 1]

@@ -21,10 +21,10 @@ _ROWS, _SEQ = 16, 32
 
 
 def run(flags: ParityFlags) -> int:
-    """Compare a sharded step with the same step on one device.
+    """Run `jaxshard parity`: compare a sharded step with the same step on one device.
 
     Returns:
-      1 if an array differs, else 0.
+      The exit status: 1 if an array differs, else 0.
     """
     console = start(flags)
     with usage_errors():
@@ -55,7 +55,7 @@ def run(flags: ParityFlags) -> int:
 
 
 def _small_program(flags: ParityFlags, named: NamedModel, rows_multiple: int) -> Program:
-    """Make the program; the batch of a ready-made size is small."""
+    """Make the program (model, loss, optimizer, batch); a ready-made size gets a small batch, to run fast."""
     if not named.is_known:
         return program_of(*named, rows=flags.batch)
     with usage_errors():

@@ -27,13 +27,13 @@ class Flag(NamedTuple):
     """One flag of a command.
 
     Attributes:
-      name: of its field, such as "sync_every".
-      group: the title above it in the help.
-      help: its line in the help.
-      kind: of its value.
-      default: its value if it is not given; `dataclasses.MISSING` if it must be given.
-      repeats: it may be given several times, and its value is a tuple.
-      is_switch: it has no value of its own: --resume and --no-resume.
+      name: the name of its field, such as "sync_every" for --sync-every.
+      group: the title above the flag in the help.
+      help: the text of the flag in the help.
+      kind: the kind of its value, which reads the value from text.
+      default: the value if the flag is not given; `dataclasses.MISSING` if it must be given.
+      repeats: True if the flag may be given several times; its value is then a tuple.
+      is_switch: True for a flag without a value, such as --resume and --no-resume.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Flag(NamedTuple):
         return self.kind.metavar if self.kind.is_positional else f"--{self.name.replace('_', '-')}"
 
     def read(self, text: str) -> Any:
-        """Return the value of a text; raise UsageError if it is refused."""
+        """Convert text to the flag's value; raise UsageError if the text is refused."""
         # An empty text is that of a shell's variable that is not set; a text such as a prompt may be blank.
         if not (text if self.repeats else text.strip()) and self.name != "command":
             raise UsageError(f"{self} {text!r} is empty: give a value, or leave the flag out")
@@ -59,17 +59,17 @@ class Flag(NamedTuple):
 
 
 def parse(command: type[F], words: Sequence[str]) -> F:
-    """Read the words after a command's name.
+    """Convert the words after a command's name to the dataclass of its flags.
 
     Args:
       command: the dataclass of the command's flags.
-      words: flags and their values.
+      words: flags and their values, such as ["--steps", "3"].
 
     Returns:
-      The flags: from the words, else from the file that --config names, else the defaults.
+      The flags. A value comes from the words, else from the file that --config names, else it is the default.
 
     Raises:
-      UsageError: a flag that does not exist or is missing, or a value that is refused.
+      UsageError: a flag does not exist, a required flag is missing, or a value is refused.
     """
     values = _read_words(command, words)
     flags = flags_of(command)
@@ -96,7 +96,7 @@ def help_of(command: type[Flags]) -> str:
 
 
 def flags_of(command: type[Flags]) -> dict[str, Flag]:
-    """Return the flags of a command by name: its own first, then its groups."""
+    """Return {name: flag} for a command: first the flags of its own class, then those of its base classes."""
     hints = get_type_hints(command, include_extras=True)
     defaults = {field.name: field.default for field in dataclasses.fields(command)}
     found: dict[str, Flag] = {}
@@ -111,7 +111,7 @@ def flags_of(command: type[Flags]) -> dict[str, Flag]:
 
 
 def _kind_of(hint: Any) -> tuple[Kind, bool]:
-    """Return the kind of a field's values by its type, and whether it is a tuple of them."""
+    """Return (kind of the value, True if the flag may be repeated) from the type annotation of a field."""
     of, *about = get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
     kind = about[0] if about else Kind("")
     choices = next((get_args(one) for one in (of, *get_args(of)) if get_origin(one) is Literal), None)
@@ -121,7 +121,7 @@ def _kind_of(hint: Any) -> tuple[Kind, bool]:
 
 
 def _read_attributes(body: str) -> dict[str, str]:
-    """Return the texts below "Attributes:" in the docstring of a class, by name."""
+    """Return {attribute: text} from the section "Attributes:" of a class's docstring."""
     found: dict[str, str] = {}
     name = ""
     for line in textwrap.dedent(body).partition("Attributes:\n")[2].splitlines():
@@ -133,7 +133,7 @@ def _read_attributes(body: str) -> dict[str, str]:
 
 
 def _words_of(flags: dict[str, Flag], entries: dict[str, Any]) -> list[str]:
-    """Write the entries of a file as the words of a command line."""
+    """Convert the entries of a --config file to command-line words, such as ["--steps=3"]."""
     words = []
     for name, value in entries.items():
         flag = str(flags[name])
@@ -146,7 +146,7 @@ def _words_of(flags: dict[str, Flag], entries: dict[str, Any]) -> list[str]:
 
 
 def _read_words(command: type[Flags], words: Sequence[str]) -> dict[str, Any]:
-    """Read the values that the words give, by the names of their fields."""
+    """Return {field name: value} for the flags that the words contain, without defaults."""
     end = words.index("--") if "--" in words else len(words)  # the rest is handed on unchanged
     for word in words[:end]:
         try:
@@ -171,7 +171,7 @@ def _read_words(command: type[Flags], words: Sequence[str]) -> dict[str, Any]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reads flags; its errors are a `UsageError`."""
+    """An `argparse` parser that raises a `UsageError` in place of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message.removeprefix('argument ')}; see {self.prog} --help")

@@ -37,7 +37,7 @@ _COMPARED: tuple[StrategyName, ...] = ("ddp", "zero1", "zero2", "fsdp")
 
 
 def run(flags: Plan) -> None:
-    """Predict a step and print its memory, communication and time."""
+    """Run `jaxshard plan`: predict a step, and print its memory, communication and time."""
     console = start(flags)
     with usage_errors():
         limits = None if flags.chip is None else chip_named(flags.chip)
@@ -77,7 +77,11 @@ def run(flags: Plan) -> None:
 
 
 def _draw(plot: Path, prepared: Prepared, prediction: Prediction, compared: dict[str, Prediction]) -> list[Path]:
-    """Draw memory by strategy into the file; roofline, shards and schedule into files named after it."""
+    """Draw memory by strategy into the file `plot`, and shards, roofline and schedule into "plot-shards" and so on.
+
+    Returns:
+      The files that were written.
+    """
     figures: dict[str, Callable[[Path], None]] = {
         "": lambda file: write_picture(memory_figure(compared, title=prepared.program.name), file),
         "-shards": lambda file: write_picture(sharding_figure(prepared.layout), file),
@@ -103,13 +107,13 @@ def _predict(prepared: Prepared, flags: Plan, chip: Chip | None) -> Prediction:
 
 
 def _sizes(rows: Any) -> str:
-    """Write the shapes of a batch: "tokens [256, 8193]"."""
+    """Write the global shapes of a batch in words: "tokens [256, 8193]"."""
     leaves = jax.tree_util.tree_leaves_with_path(rows)
     return ", ".join(f"{path_str(path)} {list(x.shape)}".strip() for path, x in leaves)
 
 
 def _compile(console: Console, prepared: Prepared, topology: str, slices: int) -> dict[str, Any]:
-    """Compile the step to an executable, which has estimated cycles; print and return its memory and time."""
+    """Compile the step to the end for a topology; print the compiler's verdict and return it for the JSON object."""
     with working(console, "compiling"), refusals():
         verdict = compile_for(prepared.step(), prepared.rows, topology, num_slices=slices, codegen=True)
     console.print(f"\n{verdict}", soft_wrap=True, highlight=False, markup=False)

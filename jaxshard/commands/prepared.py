@@ -19,7 +19,14 @@ from jaxshard.training.step import Step, make_step
 
 
 class Prepared(NamedTuple):
-    """The parts of a step; `rows` is the batch as shapes. Nothing is compiled, and no array is made."""
+    """A step to look at before it runs.
+
+    Attributes:
+      how: mesh, strategy and engine.
+      program: the model's functions, the optimizer and the batch.
+      layout: the placement of every array.
+      rows: the batch as shapes and dtypes.
+    """
 
     how: Parallel
     program: Program
@@ -27,16 +34,17 @@ class Prepared(NamedTuple):
     rows: PyTree
 
     def step(self) -> Step:
-        """Make the step."""
+        """Make the step, without compiling it."""
         with usage_errors(), refusals():
             return make_step(self.program.loss_fn, self.program.tx, self.layout, engine=self.how.engine)
 
 
 def prepare(flags: Audit | Plan, topology: Callable[..., Mesh] | None) -> Prepared:
-    """Resolve the flags of a command that looks at a step.
+    """Make mesh, strategy, engine, program and layout from the flags of a command that looks at a step.
 
     Raises:
-      UsageError: flags that do not fit together, to the model or to the devices; a batch that they do not divide.
+      UsageError: flags contradict each other, the model or the devices; or devices times micro-batches do not divide
+        the batch.
     """
     with usage_errors():
         depth = NamedModel(flags.target, flags.change).depth

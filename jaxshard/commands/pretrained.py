@@ -17,11 +17,11 @@ _PADDING = 0.02
 
 
 class Pretrained(NamedTuple):
-    """A folder of a model.
+    """A folder with a Hugging Face model, whose weights a training starts from.
 
     Attributes:
-      folder: where config.json and the weights are.
-      vocab: the rows of its token embedding.
+      folder: the folder of config.json and the weights.
+      vocab: the number of rows of the token embedding.
       seq: the largest number of positions in a row.
     """
 
@@ -31,24 +31,28 @@ class Pretrained(NamedTuple):
 
     @property
     def tokenizer(self) -> Path | None:
-        """The model's own tokenizer; None where the folder has none."""
+        """The file of the model's own tokenizer; None if the folder has none."""
         return self.folder if (self.folder / FILE).is_file() else None
 
     @property
     def config(self) -> Config:
-        """Its config.json, which is written again with the trained model."""
+        """The contents of config.json, which an export of the trained model writes again."""
         config = read_config(self.folder)
         return config._replace(arguments=config.family.make(**config.arguments).arguments)
 
     def load(self, layout: Layout) -> PyTree:
-        """Read the weights onto a layout, in f32, as the command trains."""
+        """Read the weights in f32, sharded over devices as the layout says."""
         return load(self.folder, layout, dtype="float32")
 
     def check_vocab(self, vocab: int, of: str) -> str:
-        """Compare the model's vocabulary with the tokenizer's; return a note about unused rows.
+        """Check that the model has as many token ids as the data; return a note about unused rows, or "".
+
+        Args:
+          vocab: the number of token ids of the data.
+          of: the tokenizer or the data, for messages.
 
         Raises:
-          ValueError: it differs, other than by rows that make it a multiple of 64.
+          ValueError: the numbers differ by more than the padding of the model's embedding to a multiple of 64 rows.
         """
         unused = self.vocab - vocab
         if not unused:

@@ -28,7 +28,7 @@ _RETURNS = f"a function without arguments that returns {_ORDER}"
 
 
 class Program(NamedTuple):
-    """The parts of a training step, and the name under which they were asked for; `batch` is a global one."""
+    """The parts of a training step (`batch` is global), and the name of the model or function that they come from."""
 
     init_fn: InitFn
     loss_fn: LossFn
@@ -46,7 +46,7 @@ def program_of(
     seed: int | None = 0,
     rows_multiple: int = 1,
 ) -> Program:
-    """Make the program that `target` names.
+    """Make the parts of a training step (init_fn, loss_fn, tx, batch) from the name of a model or a function.
 
     A ready-made size has its recipe's optimizer, no dropout, and a batch {"tokens": int32[rows, seq + 1]} of random
     tokens. A function of the user's file or module makes its own batch.
@@ -64,8 +64,8 @@ def program_of(
       rows_multiple: the recipe's number of rows is rounded up to a multiple of it.
 
     Raises:
-      UsageError: no such size, file, module or function, a function that returns something else, or `change`, `rows`
-        or `seq` for a function.
+      UsageError: there is no such size, file, module or function; the function returns something else; or `change`,
+        `rows` or `seq` is given for a function.
     """
     named = NamedModel(target, change)
     if not named.is_known and ":" in target:
@@ -86,7 +86,7 @@ def program_of(
 
 
 def _users_own(target: str, has_numbers: bool) -> Program:
-    """Import and call the function of the user's that `target` names."""
+    """Import and call the user's function, such as "file.py:make"; UsageError if sizes of a model are given too."""
     if has_numbers:
         raise UsageError(
             f"--change, --batch and --seq are for ready-made sizes ({', '.join(SIZES)}); {target} makes its own model "
@@ -100,7 +100,7 @@ def _users_own(target: str, has_numbers: bool) -> Program:
 
 
 def _import_module(where: str, target: str) -> ModuleType:
-    """Import a file or module. A file's folder, or the current one, goes onto the path, as Python itself does it."""
+    """Import a file or module; as Python does, put the file's folder or the current folder on `sys.path` first."""
     file = Path(where)
     if file.suffix != ".py":
         _put_on_path(Path.cwd())
@@ -149,7 +149,7 @@ def _find_function(module: ModuleType, name: str, target: str) -> Callable[[], A
 
 
 def _check_program(made: Any, target: str) -> Program:
-    """Check the result of the user's function; raise UsageError with what was received."""
+    """Convert the result of the user's function, (init_fn, loss_fn, tx, batch), to a `Program`, or raise UsageError."""
     if not isinstance(made, tuple) or len(made) not in (4, len(Program._fields)):
         what = f"{len(made)} things" if isinstance(made, tuple) else type(made).__name__
         raise UsageError(f"{target} returned {what}, expected (init_fn, loss_fn, tx, batch)")

@@ -35,10 +35,11 @@ DEAD = 0.01
 
 
 def predicted_bytes(layout: Layout, batch: PyTree) -> dict[str, int]:
-    """Predict the bytes per device of a step from its layout and the shapes of a global batch.
+    """Predict the bytes per device of a step's arrays from its layout and the shapes of a global batch.
 
     Returns:
-      Bytes by role; "step_and_key", which have no role; and "arguments" of the step: all but the gradients.
+      Bytes by role ("param", "grad", "opt", ...), of the "batch", of the "step_and_key" (step number and random key),
+      and of all "arguments" of the step, which is the sum without gradients.
     """
     roles: dict[str, int] = {str(role): count for role, count in layout.bytes_per_device().items()}
     stored = sum(roles.values()) - roles["grad"]
@@ -47,9 +48,9 @@ def predicted_bytes(layout: Layout, batch: PyTree) -> dict[str, int]:
 
 
 def describe_step(compiled: jax.stages.Compiled, layout: Layout, batch: PyTree) -> dict[str, Any]:
-    """Describe a compiled step: its collectives, and bytes per device, predicted and by the compiler.
+    """Describe a compiled step: {"bytes_per_device": {"predicted", "compiled"}, "collectives"}.
 
-    The compiler knows of arguments, and of temporaries, which hold the gradients.
+    The compiler's bytes are those of "arguments" and "temporaries"; gradients are among the temporaries.
     """
     memory: Any = compiled.memory_analysis()
     sizes = {"arguments": memory.argument_size_in_bytes, "temporaries": memory.temp_size_in_bytes}
@@ -60,9 +61,9 @@ def describe_step(compiled: jax.stages.Compiled, layout: Layout, batch: PyTree) 
 
 
 def summarize(records: Collection[Record]) -> dict[str, Any]:
-    """Summarize the records of a run since it was started: losses, evaluations and mean speeds.
+    """Summarize the records of a training, one for each step: losses, evaluations and mean speeds.
 
-    A number that is not finite or not known is None, because JSON has no other word for it.
+    A number that is infinite, NaN or unknown becomes None, since JSON can't represent it.
     """
     latest = {record.step: record for record in records}.values()  # a step taken again after a rollback counts once
     evaluations = [{"step": record.step, **record.evaluation} for record in latest if record.evaluation is not None]
@@ -87,8 +88,9 @@ def count_experts(
     """Count how often each expert is chosen in held-out batches.
 
     Returns:
-      "load", for each block a list of the experts' loads divided by their mean; "dead", the names of experts that are
-      hardly chosen; "drop_rate" is `dropped`. None for a model without experts or with low-rank factors.
+      A dictionary: "load" has for each block the list of its experts' loads, divided by their mean; "dead" names the
+      experts that are hardly chosen; "drop_rate" is the argument `dropped`. None for a model without experts or with
+      low-rank factors.
     """
     if not isinstance(network, RoutedDecoder) or not batches or has_low_rank(layout.shapes.params):
         return None
@@ -104,10 +106,11 @@ def draw_sample(
 ) -> dict[str, str] | None:
     """Let the model continue the first held-out tokens, until it draws a stop token.
 
-    When the row is full, it goes on from the second half of the row.
+    If the text reaches the model's sequence length, generation goes on with the second half of the row as the prompt.
 
     Returns:
-      {"prompt", "text"}, the text of at most `length` new tokens without the stop token; None for a length of 0.
+      {"prompt", "text"}: the prompt, and the text of at most `length` new tokens without the stop token; None for a
+      length of 0.
     """
     if length == 0:
         return None
@@ -127,7 +130,7 @@ def draw_sample(
 
 
 def write_json(file: Path | None, result: dict[str, Any]) -> None:
-    """Write a JSON object into the file, or to standard output for "-"; nothing for None."""
+    """Write a JSON object into a file, or to standard output if `file` is "-"; write nothing if it is None."""
     text = json.dumps(result, indent=2, allow_nan=False) + "\n"
     if str(file) == "-":
         sys.stdout.write(text)

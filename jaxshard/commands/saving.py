@@ -39,15 +39,15 @@ _MAY_CHANGE |= dict.fromkeys(("clip", "optimizer"), "the steps to come are other
 
 
 class Start(NamedTuple):
-    """The state that a training begins with.
+    """The state that a training starts from, and what saves it.
 
     Attributes:
-      run: the saved run, or None for a new one.
-      weights: the weights of a new run, or None to draw them.
-      memory: keeps copies of the run in memory, or None.
-      saver: the context of the run's checkpointer; of None if it is not saved.
-      notes: lines to print.
-      shown: facts to print, by name.
+      run: the saved run to resume, or None for a new run.
+      weights: pretrained weights for a new run, or None to initialize them at random.
+      memory: the `MemoryCheckpointer` that keeps copies of the run in memory, or None.
+      saver: a context manager that yields the run's `Checkpointer`, or None if the run is not saved.
+      notes: lines to print, such as facts that changed since the run was saved.
+      shown: lines to print about checkpoints and memory, by name.
     """
 
     run: TrainState | None
@@ -59,7 +59,7 @@ class Start(NamedTuple):
 
     @property
     def step(self) -> int:
-        """The number of steps that were taken."""
+        """The number of steps that the run has already taken; 0 for a new run."""
         return 0 if self.run is None else int(self.run.step)
 
 
@@ -68,11 +68,11 @@ class Saving(NamedTuple):
 
     Attributes:
       folder: the folder, or None if nothing is saved.
-      every: steps between saves.
-      keep: how many of the newest steps are kept, or None for all.
+      every: the number of steps between saves.
+      keep: the number of newest saved steps that are kept, or None for all.
       resumed: the step to resume, or None for a new run.
-      ignored: newer steps that are not resumed, with the reason; they will be replaced.
-      memory_every: steps between copies into memory, or None for none.
+      ignored: {step: "damaged" or "incomplete"} for newer steps that can't be resumed; they will be overwritten.
+      memory_every: the number of steps between copies into memory, or None for no copies.
     """
 
     folder: Path | None = None
@@ -84,7 +84,7 @@ class Saving(NamedTuple):
 
     @property
     def intervals(self) -> tuple[int, ...]:
-        """Steps between saves, of each place where the run is saved."""
+        """The numbers of steps between saves: into the folder, and into memory, as far as each is used."""
         return tuple(filter(None, (self.every if self.folder else None, self.memory_every)))
 
     def begin(
@@ -95,17 +95,18 @@ class Saving(NamedTuple):
         *,
         frozen: bool = False,
     ) -> Start:
-        """Find the run to resume, in memory or in the folder.
+        """Restore the run to resume, from memory or from the folder, or start a new run.
 
         Args:
-          layout: of the run.
-          facts: `Job.sequence`, all that decides batches and learning rates; saved with the run and compared.
-          load: reads the weights of a new run.
-          frozen: they are frozen by `js.lora`, so that checkpoints lack them.
+          layout: the layout of the run.
+          facts: the values that determine batches and updates (`Job.sequence`); they are saved with the run, and
+            compared with the saved ones.
+          load: a function that reads the pretrained weights of a new run onto a layout.
+          frozen: True if `js.lora` freezes these weights, so that checkpoints do not contain them.
 
         Raises:
-          ValueError: the run is of another model or of other batches, or is damaged.
-          BlockingIOError: another training saves there.
+          ValueError: the saved run has another model or other batches, or is damaged.
+          BlockingIOError: another training saves into the same folder.
         """
         notes = [] if self.folder is None or self.resumed is None else self._check_saved(self.folder, facts)
         saver: AbstractContextManager[Checkpointer | None] = nullcontext()
@@ -131,7 +132,7 @@ class Saving(NamedTuple):
         return compare_facts(saved, facts, f"--resume: the run in {folder}")
 
     def _recall(self, memory: MemoryCheckpointer | None, facts: dict[str, Any]) -> tuple[TrainState | None, list[str]]:
-        """Return the run in memory, or None if there is none as new as the checkpoint; and notes about it."""
+        """Return (run in memory, notes to print); the run is None if memory has no run as new as the checkpoint."""
         if memory is None:
             return None, []
         try:
@@ -166,18 +167,18 @@ class Saving(NamedTuple):
 
 
 def compare_facts(saved: dict[str, Any], facts: dict[str, Any], which: str) -> list[str]:
-    """Compare the facts of this run with the facts of the saved run.
+    """Compare values such as model, batch, seed and learning rate of this run with those of the saved run.
 
     Args:
-      saved: the facts that were saved.
-      facts: of this run.
-      which: the saved run, and the flag that asked for it.
+      saved: the values that were saved with the run.
+      facts: the values of this run (`Job.sequence`).
+      which: the saved run and the flag that asked for it, for error messages.
 
     Returns:
-      A line for each fact that differs and may.
+      A line to print for each value that differs and is allowed to, such as the learning rate.
 
     Raises:
-      ValueError: a fact differs that decides the batches.
+      ValueError: a value differs that determines the batches, such as the seed.
     """
     for name, flag in _FIX_THE_BATCHES.items():
         if saved[name] != facts[name]:
@@ -193,7 +194,7 @@ def compare_facts(saved: dict[str, Any], facts: dict[str, Any], which: str) -> l
 
 
 def check_residuals(engine: Engine, layout: Layout, begin: Start) -> None:
-    """Raise ValueError if residuals of gradients (--wire feedback=on) would be lost."""
+    """Raise ValueError if a restart would lose the residuals of 8-bit gradients (--wire feedback=on)."""
     carries = bool(jax.tree.leaves(engine.residuals(layout)))
     if carries and begin.memory is not None:
         raise ValueError(
@@ -208,15 +209,16 @@ def check_residuals(engine: Engine, layout: Layout, begin: Start) -> None:
 
 
 def make_saving(flags: SavingFlags, *, others: Sequence[Path] = ()) -> Saving:
-    """Resolve the flags about checkpoints, and check that the folder can be written.
+    """Make the `Saving` that the flags about checkpoints describe, and its folder.
 
     Args:
       flags: the flags.
-      others: further files that the command writes, perhaps into the same folder.
+      others: further files that the command writes, which may be in the same folder.
 
     Raises:
-      ValueError: flags that need others, a folder with steps without --resume, or a folder of something else.
-      OSError: a folder that can't be written.
+      ValueError: a flag needs another flag, the folder has saved steps and --resume is not given, or the folder has
+        other files.
+      OSError: the folder can't be written.
     """
     folder = flags.checkpoint
     if flags.memory_every is not None:
@@ -250,7 +252,7 @@ def make_saving(flags: SavingFlags, *, others: Sequence[Path] = ()) -> Saving:
 
 
 def _make_folder(folder: Path, others: Sequence[Path]) -> None:
-    """Make the folder; raise if it can't be written or holds something other than steps."""
+    """Make the folder of checkpoints; ValueError if it can't be written, or has other files but no saved step."""
     check_folder("--checkpoint", folder)
     folder.mkdir(parents=True, exist_ok=True)
     own = {path.absolute() for path in others}

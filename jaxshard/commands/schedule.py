@@ -21,7 +21,7 @@ from jaxshard.schedules.stats import Costs, Stats
 
 
 def run(flags: ScheduleFlags) -> None:
-    """Print a schedule and its figures, and draw it if it was asked for."""
+    """Run `jaxshard schedule`: print a pipeline schedule, its idle time and memory; draw it with --plot."""
     console = start(flags)
     with usage_errors():
         schedule = _load_or_make(flags)
@@ -36,7 +36,7 @@ def run(flags: ScheduleFlags) -> None:
 
 
 def _load_or_make(flags: ScheduleFlags) -> Schedule:
-    """Read the schedule from a file, or make the named one."""
+    """Read the pipeline schedule from a CSV file, or make the schedule of a name such as "interleaved"."""
     name, file = flags.name, local_path(flags.name)
     if file.suffix == ".csv" and not file.is_file():
         raise ValueError(f"{name}: there is no such file; give the path of a CSV file, or one of {', '.join(NAMES)}")

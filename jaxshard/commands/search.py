@@ -20,7 +20,7 @@ _COMMANDS = 3
 
 
 def run(flags: Search) -> None:
-    """Search, and print the ranking."""
+    """Run `jaxshard search`: rank the layouts of a model on a topology, and print the ranking."""
     console = start(flags)
     slices = flags.slices or 1
     with usage_errors():
@@ -52,7 +52,10 @@ def run(flags: Search) -> None:
 
 
 def _with_targets(program: Program) -> Any:
-    """Return the batch as shapes; a ready-made decoder gets its targets as an array of their own, to split rows."""
+    """Return the shapes of the batch, in a form whose tokens a context axis can split.
+
+    For a ready-made decoder {"tokens": [rows, seq + 1]} becomes {"tokens": [rows, seq], "targets": [rows, seq]}.
+    """
     batch = abstract(program.batch)
     if ":" in program.name or set(batch) != {"tokens"}:
         return batch

@@ -11,39 +11,39 @@ from jaxshard.hf.folder import end_tokens
 
 
 class Bytes:
-    """The tokens of models that were trained on text without a tokenizer: its bytes in UTF-8."""
+    """The tokenizer of models that were trained on bytes: the tokens of a text are its bytes in UTF-8."""
 
     end = None
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the bytes of each text."""
+        """Return for each text its UTF-8 bytes, as token ids."""
         return [self.encode_part(text) for text in texts]
 
     def encode_part(self, text: str) -> list[int]:
-        """Return the bytes of a text."""
+        """Return the UTF-8 bytes of a text that may begin within another text, as token ids."""
         return list(text.encode())
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of bytes; invalid bytes become replacement characters."""
+        """Convert token ids, which are bytes, to text; invalid UTF-8 becomes replacement characters."""
         return bytes(tokens).decode(errors="replace")
 
 
 class Stops(NamedTuple):
-    """Tokens and texts that end a generated text and are not part of it.
+    """Tokens and texts at which generated text ends; they are cut off.
 
     Attributes:
-      tokens: token ids.
-      texts: pieces of text.
+      tokens: the stop tokens, as token ids.
+      texts: the stop texts.
     """
 
     tokens: tuple[int, ...]
     texts: tuple[str, ...] = ()
 
     def sequences(self, words: Tokenizer | Bytes | None) -> list[list[int]]:
-        """Return the token sequences at which `js.generate` may stop.
+        """Return the token sequences at which `js.generate` stops early: stop tokens, and stop texts as tokens.
 
-        A text that the tokenizer can't write has none, and a model may write a text with other tokens: `cut` alone
-        decides where the output ends.
+        A stop text that the tokenizer can't encode is left out, and a model may write a stop text with other tokens. So
+        `cut_text` looks for the stop texts again in the output.
         """
         assert words is not None or not self.texts, "parse_stops refuses texts without a tokenizer"
         pieces = [words.encode_part(text) for text in self.texts] if words is not None else []
@@ -51,12 +51,12 @@ class Stops(NamedTuple):
         return [[token] for token in self.tokens] + known
 
     def cut(self, row: Sequence[int], prompt: int) -> list[int]:
-        """Return the tokens of a row up to the first stop token after its prompt of so many tokens."""
+        """Return the tokens of a row before the first stop token; the first `prompt` tokens are not searched."""
         ends = (at for at in range(prompt, len(row)) if row[at] in self.tokens)
         return list(row[: next(ends, len(row))])
 
     def cut_text(self, row: Sequence[int], prompt: int, words: Tokenizer | Bytes) -> str:
-        """Return the text of a row up to the first stop token or stop text after its prompt of so many tokens."""
+        """Return the text of a row before the first stop token or text; the first `prompt` tokens are not searched."""
         text, before = words.decode(self.cut(row, prompt)), words.decode(row[:prompt])
         # A prompt may end within a letter, which is one with the tokens after it.
         start = next((at for at, (one, other) in enumerate(zip(text, before)) if one != other), len(before))
@@ -64,7 +64,7 @@ class Stops(NamedTuple):
 
 
 def ends_of_text(words: Tokenizer | Bytes | None, folder: Path | None) -> tuple[int, ...]:
-    """Return the token ids that end a text, by a tokenizer and by the folder of a model of Hugging Face's."""
+    """Return the end-of-text token ids of a tokenizer and of the Hugging Face model in a folder."""
     own = () if words is None or words.end is None else (words.end,)
     return tuple(dict.fromkeys(own + (() if folder is None else end_tokens(folder))))
 
@@ -75,10 +75,10 @@ def parse_stops(given: Sequence[str], words: Tokenizer | Bytes | None, ends: tup
     Args:
       given: the values.
       words: the tokenizer, or None.
-      ends: the tokens that end a text anyway.
+      ends: the model's own end-of-text tokens, which are added.
 
     Raises:
-      ValueError: a text, and there is no tokenizer.
+      ValueError: a text is given, but no tokenizer.
     """
     tokens, texts = list(ends), []
     for value in given:

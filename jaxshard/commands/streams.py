@@ -14,7 +14,7 @@ from jaxshard.commands.errors import UsageError
 
 
 class OutputError(Exception):
-    """Standard output or error could not be written; the message is one line, and empty where its reader is gone."""
+    """Raised if standard output or error can't be written; the message is "" if the reader of a pipe is gone."""
 
     def __init__(self, name: str, error: OSError) -> None:
         gone = error.errno == errno.EPIPE
@@ -24,7 +24,7 @@ class OutputError(Exception):
 
 
 class _Stream:
-    """A stream that raises `OutputError` if it can't be written, and else behaves as the given one."""
+    """Wraps a text stream: raises `OutputError` if it can't be written, and behaves like the stream otherwise."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream, self._name = stream, name
@@ -55,11 +55,11 @@ class _Stream:
 
 @contextlib.contextmanager
 def checked_streams() -> Iterator[None]:
-    """Make both streams raise `OutputError`, and spell out the characters that their encoding lacks.
+    """Make standard output and error raise `OutputError`, and write characters that their encoding lacks as escapes.
 
     Raises:
-      OutputError: a stream can't be written, at the latest when the context ends and flushes both.
-      UsageError: a stream is closed. The next file that is opened would take its place, and receive the output.
+      OutputError: a stream can't be written; raised at the latest when the `with` block ends and flushes both streams.
+      UsageError: a stream is closed. The next file that is opened would get its number, and receive the output.
     """
     names = {"stdout": "standard output", "stderr": "standard error"}
     for stream, name in names.items():

@@ -58,11 +58,11 @@ threads.
 
 
 class Outcome(NamedTuple):
-    """The end of all processes.
+    """The way in which all processes of a launch ended.
 
     Attributes:
-      status: 0, or the exit status of the process that failed first: 128 + n where signal n ended it.
-      interrupted: a signal to this process ended them.
+      status: 0, or the exit status of the process that failed first, which is 128 + n if signal n ended it.
+      interrupted: True if a signal to the launcher, such as Ctrl-C, ended the processes.
     """
 
     status: int
@@ -87,24 +87,24 @@ _GIVEN: set[int] = set()
 def run_together(
     command: Sequence[str], *, count: int, restarts: int, grace: float, more: Mapping[str, str] = MappingProxyType({})
 ) -> Outcome:
-    """Run a command several times at once, until all processes ended with status 0 or one did not.
+    """Run a command in `count` processes at once, until all end with status 0 or one of them fails.
 
-    Each process finds the others by its environment, which `js.distributed.initialize` reads. Its lines of output are
-    copied, with its number in front and without gloo's, to the stream that it wrote them to. It leads a process group
-    of its own, which is killed when the process ends.
+    Environment variables tell each process how to find the others; `js.distributed.initialize` reads them. The output
+    of a process is copied line by line to the same stream of the launcher, with the number of the process in front;
+    messages of gloo are left out. Each process leads a process group of its own, which is killed when it ends.
 
-    When a process fails, all others get SIGTERM, after wrong usage not before `SECONDS_TO_SAY_SO`, and SIGKILL
-    `SECONDS_TO_END` later. SIGTERM, SIGINT and SIGHUP to this
-    process are passed on, and SIGKILL follows `grace` seconds later or at the second signal. No process is left running
-    and the caller's signal handlers are back on return. On Linux the processes also die with this one if it is killed,
-    but not the processes that they have started.
+    If a process fails, all others get SIGTERM, and `SECONDS_TO_END` later SIGKILL. If it failed with the status for
+    wrong flags, SIGTERM is sent `SECONDS_TO_SAY_SO` later, so that the others can print the same error. SIGTERM, SIGINT
+    and SIGHUP to the launcher are passed on, and SIGKILL follows `grace` seconds later, or at the second signal. On
+    return no process is left running, and the caller's signal handlers are restored. On Linux the processes also die
+    with the launcher if it is killed, but not the processes that they have started themselves.
 
     Args:
       command: the file to run and its arguments.
       count: the number of processes.
-      restarts: how often all were started before, for their environment.
-      grace: seconds from a signal that was passed on to SIGKILL.
-      more: environment variables of all processes besides.
+      restarts: how many times the processes were started before, which they find in their environment.
+      grace: seconds between a signal that was passed on and SIGKILL.
+      more: further environment variables for all processes.
     """
     events: _Events = SimpleQueue()
     with _signals_to(events), _reserved_port() as port:
@@ -126,7 +126,7 @@ def run_together(
 
 
 def _environment() -> dict[str, str]:
-    """Copy our environment, with unbuffered output, and without a proxy between processes of this machine."""
+    """Copy the environment for a process: Python's output unbuffered, and no gRPC proxy between local processes."""
     ours = {"PYTHONUNBUFFERED": "1"} | dict(os.environ)
     if any(name in ours for name in ("grpc_proxy", "https_proxy", "http_proxy")):
         direct = ours.get("no_grpc_proxy", ours.get("no_proxy", ""))
@@ -135,7 +135,7 @@ def _environment() -> dict[str, str]:
 
 
 def _watch(processes: Sequence[_Process], events: _Events, grace: float) -> Outcome:
-    """Wait for all processes to end, and end them as `run_together` says."""
+    """Wait for all processes to end; pass signals on, and end the other processes if one fails (see `run_together`)."""
     running, status = set(range(len(processes))), 0
     signaled: float | None = None  # when the first signal was passed on
     due: list[tuple[float, int]] = []  # (time, signal) for the processes that still run
@@ -176,7 +176,7 @@ def _send_all(processes: Sequence[_Process], number: int) -> None:
 
 
 class _Process:
-    """One process, with threads that copy its output and report its end."""
+    """One process of a launch, with threads that copy its output and put its end into the queue of events."""
 
     def __init__(self, index: int, command: Sequence[str], environment: Mapping[str, str], events: _Events) -> None:
         self._index, self._events = index, events
@@ -204,7 +204,7 @@ class _Process:
                 _signal_group(self._popen.pid, number)
 
     def join(self) -> None:
-        """Wait until the process has ended and its output is copied, but not for a pipe that others hold open."""
+        """Wait until the process has ended and its output is copied; give up on a pipe that its children keep open."""
         self._waiter.join()
         end = time.monotonic() + SECONDS_TO_END
         for copier in self._copiers:
@@ -228,7 +228,7 @@ def _signal_group(leader: int, number: int) -> None:
 
 
 def _argv(command: Sequence[str]) -> list[str]:
-    """Return the command, on Linux started by the wrapper."""
+    """Return the command to start; on Linux a wrapper around it, which ends it if the launcher dies."""
     if not sys.platform.startswith("linux"):
         return list(command)
     return [sys.executable, "-I", "-S", "-c", _WRAPPER, str(os.getpid()), *command]
@@ -245,9 +245,9 @@ _WRITING = threading.Lock()
 
 
 def _copy_lines(source: IO[bytes], target: int, index: int) -> None:
-    """Copy lines, each with the number of its process; drop a line if the reader is gone.
+    """Copy lines from a process to the file descriptor `target`, each with the process number in front.
 
-    Gloo's messages about connections are left out.
+    Gloo's messages about connections are left out. A line is dropped if the reader of `target` is gone.
     """
     without_gloo = GlooFilter()
     with source:
@@ -260,14 +260,14 @@ def _copy_lines(source: IO[bytes], target: int, index: int) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line about the processes to standard error."""
+    """Print a message of the launcher to standard error."""
     with contextlib.suppress(OSError):
         print(f"jaxshard launch: {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def _signals_to(events: _Events) -> Iterator[None]:
-    """Turn signals into events; one that was ignored when we were started, as under nohup, stays ignored."""
+    """Put SIGTERM, SIGINT and SIGHUP into the queue `events`; a signal that is ignored (nohup) stays ignored."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         events.put(_Signal(number))
@@ -281,10 +281,11 @@ def _signals_to(events: _Events) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reserved_port() -> Iterator[int]:
-    """Yield a port that nobody else on this machine is given, and we were not before, while process 0 can listen on it.
+    """Yield a port on which process 0 can listen, reserved so that no other program of this machine gets it.
 
-    The socket here is bound and never listens. Process 0 binds the same port, which Linux allows to the same user if
-    both sockets have SO_REUSEPORT.
+    A port that an earlier start of the processes used is not used again. The launcher's socket is bound but never
+    listens. Process 0 can bind the same port, since Linux allows this to the same user if both sockets have
+    SO_REUSEPORT.
     """
     kind, host = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "")
     with contextlib.ExitStack() as reserved:

@@ -47,17 +47,17 @@ _RECENT_STEPS = 20
 
 
 def start(flags: Flags, *, quiet: bool = False) -> Console:
-    """Check the files that a command will write, save its flags, and make its console.
+    """Check that a command's output files can be written, write --save-config, and return the console to print to.
 
-    The console prints text as it is: no markup, no wrapping, no colour codes in files and pipes. It is standard error
-    where standard output is kept for JSON.
+    The console prints text as it is: no markup, no wrapping, no colour codes in files and pipes. It prints to standard
+    error if the JSON object goes to standard output (--json -).
 
     Args:
-      flags: of the command.
-      quiet: print and write nothing, as all but the first of several processes do.
+      flags: the flags of the command.
+      quiet: print and write nothing, as all processes but process 0 do.
 
     Raises:
-      UsageError: a file that can't be written.
+      UsageError: a file can't be written.
     """
     if not quiet:
         with usage_errors():
@@ -69,19 +69,19 @@ def start(flags: Flags, *, quiet: bool = False) -> Console:
 
 
 def facts(console: Console, rows: dict[str, str]) -> None:
-    """Print one line per fact, with the names in a column of their own."""
+    """Print one line per entry of `rows`: its name, in a column of fixed width, and its value."""
     for name, value in rows.items():
         console.print(Text.assemble((f"  {name:<{_NAME_WIDTH}}  ", "dim"), value))
 
 
 def printable(text: Any) -> str:
-    """Replace control characters in text of a model or of a file, which could command the terminal."""
+    """Replace control characters, since text from a model or a file could otherwise control the terminal."""
     return "".join(one if one.isprintable() or one in "\n\t" else "\N{REPLACEMENT CHARACTER}" for one in str(text))
 
 
 @contextlib.contextmanager
 def working(console: Console, what: str) -> Iterator[Callable[[str], None]]:
-    """Show the current work, as a spinner on a terminal, else as a line; yield a function that shows the next words."""
+    """Show what a command is doing: on a terminal with a spinner, else in a line; yield a function that shows more."""
 
     def say(words: str) -> None:
         console.print(Text(f"  {words} ...", "dim"))
@@ -101,8 +101,8 @@ def progress(console: Console, steps: int) -> Iterator[Callable[[Record], None]]
     On a terminal this is a live bar, elsewhere about ten lines in all.
 
     Args:
-      console: where it is shown.
-      steps: the number of the last step.
+      console: the console to print to.
+      steps: the number of the last step, at which the progress is complete.
     """
     from jaxshard.training.records import mean_speed
 
@@ -132,7 +132,7 @@ def progress(console: Console, steps: int) -> Iterator[Callable[[Record], None]]
 
 
 def tables(console: Console, result: dict[str, Any]) -> None:
-    """Print the end of a training run from its JSON object: losses, speed, bytes, collectives and a sample."""
+    """Print the summary of a training run from its JSON object: losses, speed, bytes, collectives and a sample."""
     console.print()
     facts(console, _outcome(result) if result["losses"] else {"steps": "none was left to take"})
     facts(console, _describe_experts(result["experts"]) if result["experts"] else {})
@@ -147,7 +147,7 @@ def tables(console: Console, result: dict[str, Any]) -> None:
 
 
 def _outcome(result: dict[str, Any]) -> dict[str, str]:
-    """Write losses, speed and time of the steps that were taken, as facts."""
+    """Return the lines about losses, speed and time of a training run, by name."""
     losses = ["not finite" if loss is None else f"{loss:.4f}" for loss in (*result["losses"], result["loss_eval"])]
     held_out = f", held-out {losses[-1]}" if result["evaluations"] else ""
     speed = f"{result['tokens_per_second']:,.0f} tokens/s, {result['flops_per_second'] / 1e9:,.1f} GFLOP/s"
@@ -162,7 +162,7 @@ def _outcome(result: dict[str, Any]) -> dict[str, str]:
 
 
 def _describe_experts(experts: dict[str, Any]) -> dict[str, str]:
-    """Write the smallest and largest load of the experts in each block, and the dead experts, as facts."""
+    """Return the lines about experts, by name: least and largest load in each block, and experts hardly chosen."""
     blocks = [f"{min(block):.2f} to {max(block):.2f}" for block in experts["load"]]
     lost = "" if experts["drop_rate"] is None else f"; {experts['drop_rate']:.2%} of the choices dropped"
     dead = first_words(experts["dead"], most=8) or "none"

@@ -47,7 +47,7 @@ from jaxshard.training.step import Step, make_step
 
 
 def run(flags: Train) -> None:
-    """Train a ready-made model, print how it goes, and write what was asked for."""
+    """Run `jaxshard train`: train a model, print its progress, and write checkpoints, logs and the JSON object."""
     with usage_errors():
         initialize()
     restore_sigterm()  # until there is a run to save
@@ -128,7 +128,7 @@ def run(flags: Train) -> None:
 
 
 def _check_flags(flags: Train) -> None:
-    """Raise ValueError for folders that can't be written, and for a rollback that can't be."""
+    """Raise ValueError if an output folder can't be written, or if --bad-steps rollback contradicts another flag."""
     check_folder("--tensorboard", flags.tensorboard, SCHEMES)
     check_folder("--profile", flags.profile, PROFILE_SCHEMES)
     if flags.bad_steps != "rollback":
@@ -144,7 +144,7 @@ def _check_flags(flags: Train) -> None:
 
 
 def _check_export(folder: Path | None, network: Decoder) -> None:
-    """Raise for a folder that the trained model can't be written into, or a model that transformers does not know."""
+    """Raise ValueError if --export can't work: the folder is unusable, or Hugging Face has no format for the model."""
     if folder is None:
         return
     check_folder("--export", folder)
@@ -159,12 +159,15 @@ def _check_export(folder: Path | None, network: Decoder) -> None:
 def _compare_copies(
     every: int | None, layout: Layout, intervals: tuple[int, ...]
 ) -> tuple[list[Callable[[int, TrainState], Any]], dict[str, str]]:
-    """Make the callbacks of --check-replicas, and the fact to print.
+    """Make the callbacks of --check-replicas, which compare the copies of replicated arrays, and a line to print.
 
     Args:
-      every: steps between comparisons, or None.
-      layout: of the run.
-      intervals: steps between saves; every run is compared before it is saved.
+      every: the number of steps between comparisons, or None for no comparison.
+      layout: the layout of the run.
+      intervals: the numbers of steps between saves; the run is also compared before every save.
+
+    Returns:
+      The callbacks for `js.fit`, and {"replicas": line}.
     """
     if every is None:
         return [], {}
@@ -180,7 +183,7 @@ def _compare_copies(
 
 
 def _sample_length(console: Console, job: Job) -> int:
-    """Return how many tokens to sample at the end; 0, with a note, for a model that can't generate."""
+    """Return the number of tokens to generate as a sample at the end; print a note and return 0 if the model can't."""
     if job.flags.sample:
         try:
             check_request(job.network, job.layout, [[0]], 1)
@@ -191,7 +194,7 @@ def _sample_length(console: Console, job: Job) -> int:
 
 
 def _compile(console: Console, job: Job, begin: Start) -> tuple[Step, jax.stages.Compiled, TrainState]:
-    """Compile the step, and make the run if it is a new one."""
+    """Return (step, compiled step, run to start from); the run is initialized unless it was restored."""
     run = begin.run
     with working(console, "compiling"):
         with refusals():  # of names of activations, for example
@@ -204,7 +207,7 @@ def _compile(console: Console, job: Job, begin: Start) -> tuple[Step, jax.stages
 
 
 def _look_at(job: Job, run: TrainState, evaluations: list[dict[str, Any]], length: int) -> dict[str, Any]:
-    """Return the loads of the trained model's experts, and a sample of its text, of so many tokens."""
+    """Return {"experts", "sample"}: the loads of the trained model's experts, and a text of `length` tokens."""
     network, layout, dropped = job.network, job.layout, (evaluations or [{}])[-1].get("drop_rate")
     return {
         "experts": count_experts(network, run, layout, job.how.engine, job.held_out, dropped),
@@ -213,7 +216,7 @@ def _look_at(job: Job, run: TrainState, evaluations: list[dict[str, Any]], lengt
 
 
 def _bad_step_policy(flags: Train, checkpointer: Checkpointer | None, run: TrainState) -> BadSteps:
-    """Return the policy of `fit` for bad steps; for a rollback save the first state, to which it may go back."""
+    """Return the value of `js.fit(bad_steps=)`; for a rollback save a new run, so that there is a step to restore."""
     if flags.bad_steps != "rollback":
         return flags.bad_steps
     assert checkpointer is not None, "_check_flags refuses --bad-steps rollback without --checkpoint"
@@ -223,7 +226,7 @@ def _bad_step_policy(flags: Train, checkpointer: Checkpointer | None, run: Train
 
 
 def _open_writers(job: Job, checkpoints: Path | None) -> list[metrics.Writer]:
-    """Open the outputs for the numbers of steps; a resumed run appends to the runs whose ids are in `checkpoints`."""
+    """Open the writers of metrics (--log, --wandb ...); a resumed run finds its ids in the folder `checkpoints`."""
     flags, config = job.flags, job.about | {"layout": job.layout}
     make: dict[str, Callable[[Any], metrics.Writer]] = {
         "log": metrics.json_lines,

@@ -30,28 +30,28 @@ class TrainingData(NamedTuple):
     """Tokens to train on, with their tokenizer.
 
     Attributes:
-      corpus: the tokens: arrays, or documents where there is a tokenizer.
-      tokenizer: what made them; None for bytes of text, and for token ids.
+      corpus: the tokens to train on and the held-out tokens: arrays, or documents if there is a tokenizer.
+      tokenizer: the tokenizer that made the tokens; None if they are bytes of text, or were given as token ids.
     """
 
     corpus: Corpus[Any]
     tokenizer: Tokenizer | None = None
 
     def source(self, batch: int, seq: int, seed: int) -> Windows | Packed:
-        """Make the source of rows to train on; ValueError for data that is too short."""
+        """Make the source of the batches to train on; raise ValueError if the data is too short."""
         if isinstance(self.corpus.train, Documents):
             return packed(self.corpus.train, batch=batch, seq=seq, seed=seed)
         return windows(self.corpus.train, batch=batch, seq=seq, seed=seed, vocab=self.corpus.vocab)
 
     def held_out_batches(self, batch: int, seq: int) -> list[dict[str, np.ndarray]]:
-        """Read about `EVAL_TOKENS` held-out tokens in batches, all of the same size if there are enough tokens."""
+        """Return about `EVAL_TOKENS` held-out tokens as batches; all have `batch` rows if there are enough tokens."""
         count = EVAL_TOKENS // seq
         limit = max(batch, count - count % batch)
         return list(eval_batches(self.corpus.held_out, batch=batch, seq=seq, limit=limit, vocab=self.corpus.vocab))
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Describe the data: "sha256" identifies the tokens, "unit" is "byte" or "token"."""
+        """Describe the data: name, "sha256" of the tokens, "vocab", "unit" ("byte" or "token"), number of tokens."""
         corpus = self.corpus
         train, held_out = (len(part.tokens if isinstance(part, Documents) else part) for part in corpus[1:3])
         return {
@@ -64,7 +64,7 @@ class TrainingData(NamedTuple):
         }
 
     def prompt(self, length: int) -> np.ndarray:
-        """Return the first held-out tokens, at most `length`, without the answers of a document."""
+        """Return at most `length` of the first held-out tokens; of a conversation the part before the first answer."""
         held_out = self.corpus.held_out
         if not isinstance(held_out, Documents):
             return np.asarray(held_out[:length], np.int32)
@@ -73,7 +73,7 @@ class TrainingData(NamedTuple):
         return np.asarray(first.tokens[: max(1, min(length, count))], np.int32)
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Decode tokens as text without control characters; ids that no tokenizer made as numbers."""
+        """Convert tokens to text without control characters; token ids without a tokenizer become numbers: "5 17 2"."""
         if self.tokenizer is not None:
             text = self.tokenizer.decode(tokens)
         elif self._is_bytes:
@@ -92,19 +92,19 @@ class TrainingData(NamedTuple):
 
 
 def load_data(console: Console, flags: Data, base: Pretrained | None) -> TrainingData:
-    """Load the data that the flags name; print a note for every file that is left out.
+    """Load the data that --data names; print a note for every file that is left out.
 
     Args:
-      console: where notes go.
-      flags: the flags.
-      base: the model whose weights the training begins with; it brings a tokenizer, and its vocabulary must be that
-        of the tokens.
+      console: the console for notes.
+      flags: the flags about data.
+      base: the model whose weights the training starts from; its tokenizer is the default, and its vocabulary must
+        match the tokens.
 
     Raises:
-      ValueError: flags that need others, a dtype that does not exist, data that is none, or another vocabulary than the
-        model's.
-      OSError: a file that can't be read.
-      ImportError: there is no library to tokenise with.
+      ValueError: a flag needs another flag, the dtype does not exist, the data can't be used, or its vocabulary differs
+        from the model's.
+      OSError: a file can't be read.
+      ImportError: the library for tokenizers is not installed.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
@@ -140,7 +140,7 @@ def _load(flags: Data, base: Pretrained | None) -> TrainingData:
 
 
 def _load_plain(path: Path, flags: Data, base: Pretrained | None, tokens: bool) -> Corpus[np.ndarray]:
-    """Load token ids, or the bytes of text."""
+    """Load data without a tokenizer: token ids from a .npy or .bin file, or the bytes of text."""
     refuse("is for records that a tokenizer reads: add --tokenizer PATH", template=flags.template)
     if base is not None and not tokens:
         raise ValueError(

@@ -21,11 +21,11 @@ class Kind(NamedTuple):
     """The kind of a flag's value.
 
     Attributes:
-      metavar: the word for the value in the help.
-      read: of one text.
+      metavar: the word that stands for the value in the help, such as "PATH".
+      read: a function from the text of a value to the value.
       alias: another name of the flag, such as "-n".
-      is_positional: the value is given without a flag.
-      is_written: the value is a file that the command writes.
+      is_positional: True if the value is given without the name of the flag.
+      is_written: True if the value is a file that the command writes.
     """
 
     metavar: str
@@ -36,7 +36,7 @@ class Kind(NamedTuple):
 
 
 def read_number(kind: type[int] | type[float], least: float, words: str) -> Read:
-    """Make a reader of numbers from `least` on; `words` say which ones."""
+    """Return a function from text to a number of at least `least`; `words` describes the allowed numbers in errors."""
 
     def read(text: str) -> Any:
         try:
@@ -51,7 +51,7 @@ def read_number(kind: type[int] | type[float], least: float, words: str) -> Read
 
 
 def read_choice(words: Sequence[str]) -> Read:
-    """Make a reader of one of some words."""
+    """Return a function that returns its text if it is one of `words`, and raises ValueError otherwise."""
 
     def read(text: str) -> str:
         if text not in words:
@@ -62,7 +62,7 @@ def read_choice(words: Sequence[str]) -> Read:
 
 
 def read_switch(text: str) -> bool:
-    """Read "on" or "off", or "true" or "false"."""
+    """Convert "on" or "true" to True, "off" or "false" to False; raise ValueError for other text."""
     words = {"on": True, "true": True, "off": False, "false": False}
     if text not in words:
         raise ValueError("write on or off")

@@ -25,7 +25,7 @@ def model_flops(fn: Callable[..., Any], *abstract_args: Any) -> int:
     Nothing is computed and no device is touched. The body of a `scan` counts once per iteration, a conditional counts
     its most expensive branch, and per-device code (`shard_map`) counts on every device. Elementwise operations,
     reductions, gathers and collectives count as zero. What a `custom_vjp` or a remat adds to a backward pass is counted
-    when `fn` contains that backward pass. `js.attention` counts as its formula, on every platform, with all positions.
+    when `fn` contains that backward pass. `js.attention` counts as full attention without a mask, on every platform.
 
     Args:
       fn: any function that JAX can trace; for a training step, a function that calls `jax.grad`.
@@ -62,7 +62,7 @@ def train_flops(fn: Callable[..., Any], *abstract_args: Any) -> int:
       FLOPs of one step, over all devices together.
 
     Raises:
-      ValueError: as `model_flops` does.
+      ValueError: a `while` loop around matrix products, or a kernel without a cost estimate.
 
     Example:
         js.plan.train_flops(loss_fn, params, batch, key)    # of one step, over all devices together
@@ -113,7 +113,7 @@ def _product(equation: JaxprEqn, operand: Any, contracted: tuple[int, ...]) -> i
 
 
 def _estimated(params: dict[str, Any]) -> int:
-    """Return a Pallas kernel's own cost estimate, since its jaxpr does not show how often it runs."""
+    """Return the FLOPs of a Pallas kernel's cost estimate; raise ValueError if it has none."""
     estimate = params.get("cost_estimate")
     if estimate is None:
         raise ValueError(

@@ -15,8 +15,8 @@ class Network(NamedTuple):
       outside: the name of the network between slices of TPUs ("dcn") or islands of GPUs ("ib").
       bandwidth: bytes per second in one direction, of one link of the torus, or of a device to the switch of an island.
       dims: the number of dimensions of the torus; 0 for islands.
-      closes_at: a dimension of the torus is a ring where its size is a multiple of this; 0 if never.
-      closes_together: True if all dimensions are rings or none is (slices made of whole cubes).
+      closes_at: a dimension of the torus is a ring if its size is a multiple of this number; 0 if no dimension is.
+      closes_together: True if either all dimensions are rings or none is, as in slices made of cubes.
       island: how many devices share a switch; 0 for a torus, which is as large as the slice.
       outside_bandwidth: bytes per second of one device in one direction.
       latency: seconds of a hop within the torus or island.
@@ -39,7 +39,7 @@ class Network(NamedTuple):
     outside_latency: float = 1e-5
 
     def closed(self, torus: tuple[int, ...]) -> tuple[bool, ...]:
-        """Return for each dimension of a slice of shape `torus` whether its links close to a ring.
+        """Return for each dimension of a slice of shape `torus` True if its links form a ring, with wrap-around.
 
         >>> chip("TPU v5e").network.closed((16, 8))
         (True, False)
@@ -110,7 +110,7 @@ class Chip(NamedTuple):
         return self.peak_flops
 
     def part(self, share: float) -> Chip:
-        """Return the limits of a part of the chip, such as one of two cores, which share memory and links."""
+        """Return the limits of a `share` of the chip, such as 0.5 for one of two cores that share memory and links."""
         if share == 1:
             return self
         network = self.network and self.network._replace(
@@ -163,7 +163,7 @@ def chip(device_kind: str, *, num_cores: int | None = None) -> Chip | None:
 
 
 def is_tpu(device_kind: str) -> bool:
-    """Return True for a kind of TPUs that is in the table.
+    """Return True for the `device_kind` of a TPU that `chip` knows.
 
     Args:
       device_kind: what `jax.Device.device_kind` says.
@@ -255,7 +255,7 @@ def _tpu(
     link: float = 15e9,
     host: float = 0,
 ) -> Chip:
-    """Make the `Chip` of a TPU, on which an f32 product is one bf16 pass by default; memory sizes are in GiB."""
+    """Make the `Chip` of a TPU. By default JAX computes f32 products there in one bf16 pass, at the bf16 rate."""
     memory, own, beside = gibibytes * _GIB, int(usable * _GIB), int(host * _GIB)
     return Chip(name, peak, memory, bandwidth, own, network, peak, fp8, int8, mxu, reached, link, beside)
 
@@ -328,7 +328,7 @@ def _gpu(
     reached: float = 0.8,
     link: float = 32e9,
 ) -> Chip:
-    """Make the `Chip` of a GPU, whose 8-bit products run at twice the rate of bf16, and TF32 products at half of it."""
+    """Make the `Chip` of a GPU: its 8-bit products run at twice the rate of bf16 ones, its TF32 products at half."""
     memory = gigabytes * 10**9
     twice = 2 * peak
     narrow = (twice if fp8 else None, twice if int8 else None)

@@ -14,10 +14,10 @@ from jaxshard.core.mesh import make_mesh, slice_index, solve_sizes
 
 
 def arrange(name: str, devices: Sequence[Any], num_slices: int, axes: dict[str, int]) -> Mesh:
-    """Make a mesh of the devices of a topology, as `topology_mesh` describes it.
+    """Arrange devices as a mesh whose axes run along the dimensions of the TPU torus, where the sizes allow it.
 
     Args:
-      name: the topology, for messages.
+      name: the name of the topology, such as "v5e:4x4", for error messages.
       devices: the devices of the topology: `jax.Device`s, or `PlannedDevice`s, which have the same attributes.
       num_slices: the number of TPU slices.
       axes: name and size of each axis.
@@ -45,7 +45,7 @@ def arrange(name: str, devices: Sequence[Any], num_slices: int, axes: dict[str, 
 
 
 def _solve(name: str, num_slices: int, axes: dict[str, int], devices: int) -> dict[str, int]:
-    """Return the sizes of all axes, with -1 replaced; errors name the topology, not the devices of this process."""
+    """Return the sizes of the mesh axes, with -1 replaced; raise ValueError if their product is not `devices`."""
     known = math.prod(size for size in axes.values() if size != -1)
     if axes and all(size > 0 for size in axes.values()) and known != devices:
         topology = f"{num_slices} x {name}" if num_slices > 1 else name
@@ -64,5 +64,5 @@ def _array(devices: Sequence[Any]) -> np.ndarray:
 
 
 def _place(device: Any) -> tuple[int, ...]:
-    """Return the place of a device: its slice, its coordinates in the slice, and its core of the chip."""
+    """Return (index of the slice, *coordinates in the slice, index of the core on the chip) of a TPU device."""
     return (slice_index(device), *device.coords, device.core_on_chip)

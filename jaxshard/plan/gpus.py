@@ -51,7 +51,7 @@ GPUS = {
 
 
 def check_gpu_compiler(version: str) -> None:
-    """Raise an error unless programs can be compiled for GPUs of a version, such as "h100".
+    """Raise an error if programs can't be compiled for a kind of GPU, such as "h100".
 
     Raises:
       ImportError: JAX's CUDA plugin, which holds the compiler, is not installed.
@@ -69,7 +69,7 @@ def check_gpu_compiler(version: str) -> None:
 
 
 def gpu_options(version: str, per_host: int, hosts: int) -> dict[str, str]:
-    """Return the options with which the CUDA plugin makes a topology of `hosts` hosts with `per_host` GPUs each."""
+    """Return the options for JAX's CUDA plugin that describe `hosts` hosts with `per_host` GPUs each."""
     return {"target_config": describe_target(GPUS[version]), "topology": f"1x{hosts}x{per_host}"}
 
 

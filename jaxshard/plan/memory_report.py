@@ -38,11 +38,11 @@ class LiveArray:
 
     Attributes:
       bytes: the bytes of all these arrays on each device, padding included.
-      role: one of the roles of `core/pictures/style.py`.
+      role: such as "parameters", "gradients" or "kept activations"; `core/pictures/style.py` lists all.
       dtype: such as "bf16".
       shape: the shape of one array, on one device.
       count: the number of arrays.
-      what: JAX's name of the operation that makes the arrays, or the name of the argument.
+      what: JAX's name of the operation that makes the arrays, such as "dot_general", or the name of the argument.
       source: `file:line` in the user's model; "" if it is not known.
       kept: True if a loop over blocks stores them block by block for the backward pass.
     """
@@ -57,7 +57,7 @@ class LiveArray:
     kept: bool = False
 
     def __str__(self) -> str:
-        """Write the array and the line that makes it."""
+        """Write the arrays in one line: count, dtype, shape, name, and the source line that makes them."""
         times = f"{self.count} x " if self.count > 1 else ""
         place = f"{self.what} at {self.source}" if self.source else self.what
         return f"{times}{self.dtype}{list(self.shape)} {place}"
@@ -69,7 +69,7 @@ def sections_text(sections: Iterable[Section]) -> str:
 
 
 def joined(arrays: Iterable[LiveArray]) -> tuple[LiveArray, ...]:
-    """Add up the bytes and counts of equal arrays of the same source line; return the largest first."""
+    """Join equal arrays of the same source line to one `LiveArray` with the sum of bytes; return the largest first."""
     bytes_of, count_of = Counter[LiveArray](), Counter[LiveArray]()
     for one in arrays:
         kind = replace(one, bytes=0, count=0)
@@ -114,7 +114,7 @@ class MemoryReport:
 
     @property
     def by_role(self) -> dict[str, int]:
-        """Live bytes by role: parameters, gradients, optimizer state and so on."""
+        """Live bytes per device by role: {"parameters": ..., "gradients": ..., "optimizer state": ...}."""
         return {role: sum(one.bytes for one in self.arrays if one.role == role) for role in ROLES}
 
     @property
@@ -122,8 +122,8 @@ class MemoryReport:
         """True if the step fits, False if it does not, None if that is not known.
 
         The allocated bytes must fit: TPU compilers refuse a step otherwise, GPU compilers enforce nothing. An
-        extrapolated size near the limit decides nothing, because the compiler would schedule the step for less memory.
-        An estimate decides only if all of `BAND` is on one side of the limit.
+        extrapolated size near the limit gives None, because near the limit the compiler schedules a step for less
+        memory. An estimate gives None if the limit is within the estimate's range of error (`BAND`).
         """
         if self.refusal or self.usable_bytes is None:
             return False if self.refusal else None
@@ -136,13 +136,13 @@ class MemoryReport:
 
     @property
     def is_likely_to_fit(self) -> bool:
-        """True if the step fits, or is estimated and nine of ten steps with this estimate fit (`LIKELY`)."""
+        """True if the step fits; if estimated, True if nine of ten steps with this estimate fit (`LIKELY`)."""
         if self.fits is None and self.allocated_bytes is None and self.usable_bytes is not None:
             return self.live_bytes * LIKELY <= self.usable_bytes
         return self.fits is True
 
     def memory(self) -> dict[str, Any]:
-        """Return the fields of `MemoryReport` by name, from which a subclass with more fields is made."""
+        """Return the fields of `MemoryReport` by name, as keyword arguments for a subclass that has more fields."""
         return {one.name: getattr(self, one.name) for one in fields(MemoryReport)}
 
     def as_dict(self) -> dict[str, Any]:
@@ -186,12 +186,12 @@ class MemoryReport:
 
     @property
     def where(self) -> str:
-        """The devices in words."""
+        """The devices in words: "256 devices of TPU v5e (data=256)"."""
         axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         return f"{self.devices} devices{f' of {self.chip.name}' if self.chip else ''} ({axes})"
 
     def _headline(self) -> str:
-        """Write the devices, whether the step fits, and the origin of the figures."""
+        """Write one line: the devices, whether the step fits, and whether a compiler or an estimate says so."""
         if self.usable_bytes is None:
             return f"{self.where}: {_JUDGES[self.judged_by]}"
         fits = {True: "fits", False: "does not fit", None: "may fit, only the compiler knows"}[self.fits]

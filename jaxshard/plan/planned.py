@@ -28,7 +28,7 @@ from jaxshard.plan.arrange import arrange
 
 @dataclass(frozen=True)
 class PlannedDevice:
-    """Stands for a device that is not attached; has the attributes of a `jax.Device`.
+    """A stand-in for a device that is not attached, with the attributes of a `jax.Device`.
 
     It also has the `topology` and `num_slices` for which it was planned, such as "v5e:4x4" and 1.
     """
@@ -47,11 +47,11 @@ class PlannedDevice:
 
     @property
     def client(self) -> Any:
-        """A JAX client, needed because tracing reads the version of its runtime. It can't compile for this device."""
+        """A stand-in for a JAX client, from which tracing reads the runtime's version; it can't compile."""
         return SimpleNamespace(platform="planned", platform_version="planned", process_index=lambda: -1)
 
     def addressable_memories(self) -> list[Any]:
-        """Return the kinds of memory in which the device may store an array."""
+        """Return the device's memories, such as "device" and "pinned_host", as `jax.Device` does."""
         return [SimpleNamespace(kind="device"), SimpleNamespace(kind="pinned_host")]
 
 
@@ -59,8 +59,8 @@ class Slices(NamedTuple):
     """The shapes in which slices of one TPU version are offered.
 
     Attributes:
-      kind: the `device_kind`.
-      shapes: the small shapes; if `cubes` is above 0, also all shapes made of cubes of 4 x 4 x 4.
+      kind: the `device_kind` in JAX, such as "TPU v5 lite".
+      shapes: the small shapes; larger ones consist of cubes of 4 x 4 x 4 chips, if `cubes` is above 0.
       cubes: the most cubes along a dimension.
       chips: the most chips in one slice.
       cores: the number of JAX devices of each chip.
@@ -76,7 +76,7 @@ class Slices(NamedTuple):
 
 
 class Hosts(NamedTuple):
-    """GPUs of one kind: `device_kind`, compute capability, and the most GPUs in one host or one domain of NVLink."""
+    """GPUs of one kind: `device_kind`, compute capability, and the most GPUs that one host or NVLink domain has."""
 
     kind: str
     capability: str
@@ -164,7 +164,7 @@ def parse_topology(name: str) -> Topology:
 
 
 def topology_name(name: str) -> str:
-    """Convert Google's name of a slice to version:shape; return other names unchanged.
+    """Convert Google's name of a slice, such as "v5p-512", to version:shape; return other names unchanged.
 
     v5e and v6e slices are named by chips, v4 and v5p slices by TensorCores, of which a chip has two; the shape is the
     nearest to a cube (cloud.google.com/tpu/docs/v5p, "Available configurations").
@@ -254,7 +254,7 @@ def planned_mesh(name: str, /, *, num_slices: int = 1, **axes: int) -> Mesh:
 
 
 def _tpus(topology: Topology, number: int, num_slices: int) -> Iterator[PlannedDevice]:
-    """Yield the devices of slice `number`, with libtpu's ids (first coordinate fastest) and hosts of 2 x 2 chips."""
+    """Yield the devices of slice `number` with libtpu's ids (first coordinate fastest); a host has 2 x 2 chips."""
     known = TPUS[topology.version]
     shape = (*topology.shape, 1, 1)[:3]
     host = [min(2, shape[0]), min(2, shape[1]), 1]
@@ -286,14 +286,14 @@ def _is_known(version: str, shape: tuple[int, ...]) -> bool:
 
 
 def _near(version: str, text: str) -> list[str]:
-    """Return the three topologies of a version whose numbers of devices are nearest to that in `text`."""
+    """Return the three topologies nearest in size to a misspelled one: `version` is known, `text` is its shape."""
     wanted = math.prod(int(size) for size in re.findall(r"\d+", text) or [16]) or 1
     best = sorted(_shapes(version), key=lambda shape: abs(math.log(math.prod(shape) / wanted)))[:3]
     return [_name(version, shape) for shape in best]
 
 
 def _shapes(version: str) -> list[tuple[int, ...]]:
-    """Return all shapes of a TPU version's slices, or some shapes (GPUs per host, hosts) of GPUs."""
+    """Return all slice shapes of a TPU version, such as (4, 4), or examples of (GPUs per host, hosts) for a GPU."""
     if version in GPUS:
         most = GPUS[version].most
         return [(size,) for size in (1, 2, 4, 8, most) if size <= most] + [(min(8, most), 2**k) for k in range(1, 12)]

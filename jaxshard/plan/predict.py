@@ -138,7 +138,7 @@ def predict(
 
 
 def _estimated(region: Region, layout: Layout, chip: Chip | None) -> MemoryReport:
-    """Estimate memory from the traced program: its arguments and its temporaries."""
+    """Estimate the memory of a step, arguments and temporaries, from the graph of its traced program."""
     names = [(one.leaf.names or (), one.leaf.shape) for one in layout.placed() if one.role == "param"]
     vocab = {size for dims, shape in names for name, size in zip(dims, shape, strict=False) if name == "vocab"}
     peak = step_peak(region, dict(layout.mesh.shape), tpu=_platform(layout.mesh) == "tpu", vocab=frozenset(vocab))
@@ -165,7 +165,7 @@ def _estimated(region: Region, layout: Layout, chip: Chip | None) -> MemoryRepor
 
 
 def _model_flops(layout: Layout, loss_fn: LossFn, batch: PyTree) -> float:
-    """Count the FLOPs of a step of the model, over all devices; 0 if a kernel or loop does not state its cost."""
+    """Count the model FLOPs of a step over all devices; 0 if a kernel has no cost estimate or a loop no trip count."""
     shapes = layout.shapes
     try:
         return float(train_flops(loss_fn, join_model(shapes.params, shapes.state), abstract(batch), shapes.key))
@@ -174,7 +174,7 @@ def _model_flops(layout: Layout, loss_fn: LossFn, batch: PyTree) -> float:
 
 
 def _tokens(batch: PyTree) -> int:
-    """Count the labelled tokens in the batch's largest integer array [rows, positions]; 0 without such an array."""
+    """Count the tokens with a label in the batch's largest integer array [rows, positions]; 0 without such an array."""
     found = [x for x in jax.tree.leaves(batch) if jnp.issubdtype(x.dtype, jnp.integer) and len(x.shape) == 2]
     return max((int(x.shape[0]) * (int(x.shape[1]) - 1) for x in found), default=0)
 

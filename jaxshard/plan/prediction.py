@@ -24,11 +24,11 @@ class Prediction(MemoryReport):
       collectives: the collectives of a step, with their times.
       products: the matrix products of a step, with their FLOPs and times.
       flops: FLOPs per device and step, recomputation included.
-      model_flops: FLOPs of the model on all devices, without recomputation.
-      time: the seconds of a step as a range, with its parts; None if the chip is not known.
+      model_flops: FLOPs of the model per step on all devices together, without recomputation.
+      time: the seconds of a step, at best and at worst, with their parts; None if the chip is not known.
       mfu: model FLOPs utilization, low and high; None if the chip is not known.
       tokens_per_second: tokens per second of all devices, low and high; None if the batch has no tokens.
-      price_per_billion_tokens: low and high, at the given price; None without a price.
+      price_per_billion_tokens: low and high, from the price of a device and hour; None without a price.
       offloaded_bytes: bytes of activations in the host's memory, for each device.
 
     Example:
@@ -99,7 +99,7 @@ def human_seconds(seconds: float) -> str:
 
 
 def seconds_range(found: Range) -> str:
-    """Format a range of durations as "low - high"."""
+    """Format a range of seconds: "4.54 s - 5.1 s"."""
     return " - ".join(map(human_seconds, found))
 
 

@@ -27,7 +27,7 @@ class Target(NamedTuple):
     """A topology to compile for.
 
     Attributes:
-      name: as a user writes it, such as "v5e:4x4" or "h100:8".
+      name: the name that the user gave, such as "v5e:4x4" or "h100:8".
       num_slices: the number of TPU slices.
     """
 
@@ -43,7 +43,7 @@ class Target(NamedTuple):
         return self.name.partition(":")[0].strip().lower() in GPUS
 
     def description(self) -> dict[str, Any]:
-        """Return the platform, name and options that the compiler's plugin takes to make the topology."""
+        """Return {"platform", "name", "topology"}, the arguments with which a compiler's plugin makes the topology."""
         if self.is_gpu:
             topology = parse_topology(self.name)
             return {"platform": "cuda", "name": "", "topology": gpu_options(topology.version, *topology.shape)}
@@ -71,9 +71,9 @@ def topology_devices(name: str, *, num_slices: int = 1) -> list[jax.Device]:
     """Return the devices of a TPU topology, or of hosts of GPUs, to compile programs for without hardware.
 
     Programs compile for them with the memory limit of the real chip; they hold no arrays. The torus has the
-    wrap-around links of the real one: v5e and v6e along 16 chips, v4, v5p and TPU7x in all dimensions of slices made of
-    cubes of 4 x 4 x 4. Without these links, which is libtpu's default, a gather over all of a v5p:4x4x4 becomes an
-    all-reduce, which moves twice the bytes (`benchmarks/README.md`).
+    wrap-around links of the real chips: on v5e and v6e along dimensions of 16 chips, on v4, v5p and TPU7x along all
+    dimensions if the slice consists of cubes of 4 x 4 x 4. Without these links, which is libtpu's default, a gather
+    over all of a v5p:4x4x4 becomes an all-reduce, which moves twice the bytes (`benchmarks/README.md`).
 
     GPUs are described by hand (`plan/gpus.py`), and their memory limit is not enforced.
 
@@ -86,7 +86,7 @@ def topology_devices(name: str, *, num_slices: int = 1) -> list[jax.Device]:
       The devices of all slices, in the compiler's order.
 
     Raises:
-      ImportError: libtpu, which holds the compiler, or for GPUs JAX's CUDA plugin, is not installed.
+      ImportError: the package with the compiler is not installed: libtpu, or for GPUs JAX's CUDA plugin.
       ValueError: no such topology; lists similar ones.
 
     Example:
@@ -144,11 +144,13 @@ def topology_mesh(name: str, /, *, num_slices: int = 1, **axes: int) -> Mesh:
 
     If the sizes are the dimensions of the torus (in any order; slices and the cores of a chip count as dimensions),
     each axis runs along one dimension, as nested reduce-scatters need. Otherwise devices are ordered as `make_mesh`
-    orders real devices, or else by slice, coordinates and core. The order of the devices along an axis changed no
-    collective. An axis is never split for you: over a v5e:16x16, two axes turn a step's all-reduces into
-    reduce-scatters, with 35 % fewer bytes to wait for, but 3 % more estimated cycles, and they use the links of one
-    dimension at a time. On v5p one axis for each dimension is the better choice under `js.explicit`
-    (`benchmarks/README.md`).
+    orders real devices; with several slices or cores by slice, coordinates and core. In measurements the order of the
+    devices along an axis changed no collective.
+
+    One axis over several dimensions of the torus stays one axis. Over a v5e:16x16, two axes of 16 turn the all-reduces
+    of a step into reduce-scatters, with 35 % fewer bytes to wait for but 3 % more estimated cycles, since each
+    collective uses the links of one dimension at a time. On v5p, one axis for each dimension is the better choice under
+    `js.explicit` (`benchmarks/README.md`).
 
     Args:
       name: version and shape, such as "v5e:16x16", "v5p:4x4x8", "h100:8" (one host) or "h100:8x4" (4 hosts).
@@ -171,7 +173,7 @@ def topology_mesh(name: str, /, *, num_slices: int = 1, **axes: int) -> Mesh:
 
 
 def _closed_dimensions(name: str) -> tuple[bool, ...]:
-    """Return, for each dimension of a TPU slice, True if its links form a ring; () if that is not known."""
+    """Return for each dimension of a TPU slice whether its links form a ring; () if that is not known."""
     version, _, shape = name.partition(":")
     network = chip_named(version).network if version in TPUS else None
     if network is None or not re.fullmatch(r"\d+(x\d+){1,2}", shape):

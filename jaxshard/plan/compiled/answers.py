@@ -22,12 +22,12 @@ MOST_BYTES = 256 * 2**20
 
 
 def answer_key(parts: Iterable[bytes]) -> str:
-    """Hash the parts of a request, such as program and options, to the key under which its answer is saved."""
+    """Hash a request to a compiler (program, options, version, topology) to the key of its answer in the cache."""
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
 def load_answer(key: str) -> dict[str, Any] | None:
-    """Return the answer that was saved under a key; None if there is none, or it is damaged."""
+    """Read the compiler's answer from the cache; None if no answer has this key, or its file is damaged."""
     file = _folder() / f"{key}.json.gz"
     try:
         found = json.loads(gzip.decompress(file.read_bytes()))
@@ -39,7 +39,7 @@ def load_answer(key: str) -> dict[str, Any] | None:
 
 
 def save_answer(key: str, answer: dict[str, Any]) -> None:
-    """Save an answer; do nothing if the folder can't be written."""
+    """Save the compiler's answer in the cache; do nothing if the folder of the cache can't be written."""
     folder = _folder()
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def save_answer(key: str, answer: dict[str, Any]) -> None:
 
 
 def _trim(folder: Path) -> None:
-    """Remove the least recently used answers until the folder has at most `MOST_BYTES`."""
+    """Remove the least recently used answers until the cache has at most `MOST_BYTES` bytes."""
     found = sorted(((file.stat(), file) for file in folder.iterdir()), key=lambda one: -one[0].st_mtime)
     total = 0
     for about, file in found:

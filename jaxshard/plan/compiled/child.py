@@ -20,7 +20,7 @@ from typing import Any
 
 
 def main(folder: Path) -> None:
-    """Compile the program in a folder; the parent ends this process once the dump is complete."""
+    """Compile the file `program` in a folder; the parent process kills this one once the dump is complete."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     request = json.loads((folder / "request.json").read_text())
     from jaxlib import xla_client
@@ -38,7 +38,7 @@ def main(folder: Path) -> None:
 
 
 def _devices(platform: str, name: str, topology: dict[str, Any]) -> list[Any]:
-    """Make compile-only devices of a topology."""
+    """Return the devices of a topology, for which programs can be compiled but not run."""
     if platform != "tpu":  # GPUs: JAX knows where its plugins are
         from jax.experimental import topologies
 
@@ -55,7 +55,7 @@ def _devices(platform: str, name: str, topology: dict[str, Any]) -> list[Any]:
 
 
 def _parse(program: bytes) -> Any:
-    """Parse MLIR bytecode in a context that has all dialects of JAX's programs."""
+    """Parse MLIR bytecode to an MLIR module, with all dialects that JAX writes, such as StableHLO."""
     from jaxlib.mlir import ir
     from jaxlib.mlir._mlir_libs import _jax_mlir_ext
     from jaxlib.mlir.dialects import chlo, mhlo, mpmd, sdy, stablehlo

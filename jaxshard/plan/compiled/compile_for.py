@@ -85,7 +85,7 @@ def judge_step(
     step: Step, batch: PyTree, target: Target, traced: jax.stages.Traced,
     at_depth: Callable[[int], Step] | None = None,
 ) -> Verdict:  # fmt: skip
-    """Compile a traced step for a target; if it is deep and `at_depth` is given, extrapolate from shallow steps."""
+    """Compile a traced step for a topology; with `at_depth`, extrapolate a deep step from 2 and 4 blocks."""
 
     def ask(step: Step, traced: jax.stages.Traced) -> Verdict:
         with own_settings(step.layout.mesh):

@@ -24,11 +24,11 @@ class Value(NamedTuple):
 
     Attributes:
       name: the name of the instruction that makes it.
-      element: its index if it is an element of a tuple, such as "{23}"; "{}" otherwise.
+      element: "{23}" for element 23 of a tuple; "{}" for a value that is not an element of a tuple.
       bytes: its bytes, padding included.
       offset: its offset in the allocation of temporaries.
-      first: the number of the first instruction at which it is live.
-      last: the number of the last instruction that needs it.
+      first: the index in the schedule of the first instruction at which it is live.
+      last: the index in the schedule of the last instruction that reads it.
       type: its type, such as "bf16[4,128]{1,0}".
     """
 
@@ -45,11 +45,11 @@ class Assignment(NamedTuple):
     """The memory that the compiler assigned to a program on each device.
 
     There are two figures. `peak` counts the values that are live at the peak, as `peak_memory_in_bytes` of
-    `compiled.memory_analysis()` does. `allocated` counts all reserved bytes, including gaps in the allocation of
-    temporaries, which remain because values of different sizes follow each other.
+    `compiled.memory_analysis()` does. `allocated` counts all reserved bytes, including the gaps between
+    temporaries, which are left when a value reuses the memory of a larger one.
 
     Attributes:
-      arguments: bytes of each argument, by its number.
+      arguments: bytes of each argument of the program, by its index.
       results: bytes of results that are not written into the memory of an argument, and of constants.
       temporaries: bytes of the allocation of temporaries, gaps included.
       live: the values that are live at the peak, each with the bytes that it adds (several may share memory), the
@@ -75,7 +75,7 @@ class Assignment(NamedTuple):
 
 
 def read_assignment(folder: Path) -> Assignment | None:
-    """Read the assignment of the largest program in a dump; None if the compiler failed before it."""
+    """Read the memory assigned to the step from a dump; None if the compiler failed before it assigned memory."""
     file = largest(folder, "*-buffer-assignment.txt")
     if file is None:
         return None
@@ -104,29 +104,29 @@ def read_assignment(folder: Path) -> Assignment | None:
 
 
 def assignment_of(found: list[Any]) -> Assignment:
-    """Restore an `Assignment` from the lists that JSON has made of it."""
+    """Restore an `Assignment` that was saved as JSON, which turns tuples into lists and integer keys into strings."""
     arguments, results, temporaries, live, moment = found
     values = tuple((Value(*value), added) for value, added in live)
     return Assignment({int(number): size for number, size in arguments.items()}, results, temporaries, values, moment)
 
 
 def is_assigned(folder: Path) -> bool:
-    """Return True once the compiler has assigned the memory of a program, and accepted it.
+    """Return True once the dump of a compilation has the complete files about memory, and the program fits.
 
-    The compiler writes the files of the dump one after another, so the files on memory are complete when the file after
-    them exists: for TPUs a second text of the program, for GPUs the first function as LLVM code.
+    The compiler writes the files of a dump one after another. The files about memory are complete when the next file
+    exists: for TPUs a second text of the program, for GPUs the first function as LLVM code.
     """
     return any(next(folder.glob(name), None) is not None for name in _AFTER)
 
 
 def program_text(folder: Path) -> str:
-    """Return the text of the optimized program in a dump; it has no estimates of cycles."""
+    """Return the optimized HLO of the step in a dump, which has no estimates of cycles; "" if there is none."""
     file = largest(folder, "*after_optimizations.txt")
     return "" if file is None else file.read_text()
 
 
 def largest(folder: Path, pattern: str) -> Path | None:
-    """Return the largest file that matches a pattern, that of the step; helper programs have smaller ones."""
+    """Return the largest file that matches a pattern: it is about the step, since helper programs are smaller."""
     return max(folder.glob(pattern), key=lambda file: file.stat().st_size, default=None)
 
 
@@ -144,10 +144,10 @@ def _values(allocations: str, schedule: str) -> Iterator[Value]:
 
 
 def _peak_moment(values: list[Value]) -> int:
-    """Return the number of the instruction at which most bytes are live.
+    """Return the index in the schedule of the instruction at which the most bytes are live.
 
-    Values that share memory count once, so the sum of their sizes is only an upper bound of the live bytes.
-    Instructions are tried by decreasing bound, until no bound exceeds the most live bytes found.
+    Values may share memory, so the sum of their sizes is only an upper bound of the live bytes. The exact bytes are
+    counted at the instruction with the largest bound, then at the next, until no bound is above the largest count.
     """
     changes: Counter[int] = Counter()
     for one in values:
@@ -171,7 +171,7 @@ def _live(values: list[Value], at: int) -> list[Value]:
 
 
 def _covered(live: list[Value]) -> Iterator[tuple[Value, int]]:
-    """Yield each value with the bytes of its memory that no value at a lower offset covers."""
+    """Yield (value, bytes that it adds to the memory in use): bytes shared with an earlier value count once."""
     end = 0
     for one in sorted(live, key=lambda one: (one.offset, -one.bytes)):
         yield one, max(0, one.offset + one.bytes - max(end, one.offset))

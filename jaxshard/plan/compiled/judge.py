@@ -37,8 +37,8 @@ class Answer(NamedTuple):
     """The compiler's answer about the memory of a program.
 
     Attributes:
-      assignment: the assignment of memory; None if the compiler refused the program before it.
-      text: the optimized program; "" if the compiler refused the program before it.
+      assignment: the assigned memory; None if the compiler refused the program before it assigned memory.
+      text: the optimized HLO; "" if the compiler refused the program before it wrote this text.
       refusal: the first line of the compiler's out-of-memory error; "" if it accepted the program.
       seconds: the seconds until buffers were assigned or the program was refused.
     """
@@ -50,11 +50,11 @@ class Answer(NamedTuple):
 
 
 def judge(lowered: jax.stages.Lowered, target: Target, *, seconds: float = SECONDS) -> Answer:
-    """Ask the compiler of a target for the memory of a program, or look the answer up in the cache.
+    """Ask the compiler for the memory of a program on a topology; an answer in the cache is used again.
 
     Args:
       lowered: the program, lowered for devices of the target.
-      target: the topology.
+      target: the topology to compile for.
       seconds: the time limit of the compiler.
 
     Raises:

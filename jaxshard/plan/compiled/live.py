@@ -40,7 +40,7 @@ _SUMS = ("psum_scatter", "reduce_scatter", "reduce-scatter", "all-reduce", "psum
 
 
 def live_arrays(assignment: Assignment, text: str, layout: Layout) -> tuple[tuple[LiveArray, ...], str]:
-    """Name the arrays that are live at the peak of a program, and the moment of the peak.
+    """Return the arrays that are live at the peak of a program's memory, and a description of that moment.
 
     Args:
       assignment: the compiler's assignment of memory.
@@ -56,7 +56,7 @@ def live_arrays(assignment: Assignment, text: str, layout: Layout) -> tuple[tupl
 
 
 class _Program:
-    """A compiled program, with the operation that makes each value live at the peak."""
+    """A compiled program with the layout of its step; describes the arrays that are live at the peak of memory."""
 
     def __init__(self, text: str, layout: Layout, assignment: Assignment) -> None:
         self.module, self.layout, self.assignment = hlo.parse(text), layout, assignment
@@ -64,7 +64,7 @@ class _Program:
         self.peak = self.places.get(assignment.moment)
 
     def moment(self) -> str:
-        """Describe the peak by the pass, the source line and the operation that runs; "" if it is not known."""
+        """Describe what runs at the peak: "backward pass, at model.py:183 (dot_general)"; "" if it is not known."""
         if self.peak is None:
             return ""
         name, line = _named(*self.peak)
@@ -72,7 +72,7 @@ class _Program:
         return f"{when}{f', at {line}' if line else ''} ({operation_of(name) or name or self.peak[1].opcode})"
 
     def arguments(self) -> Iterator[LiveArray]:
-        """Yield the arguments of the step, with their names, such as "run.params['head']"."""
+        """Yield the arguments of the step as `LiveArray`s named as in JAX, such as "run.params['head']"."""
         for number, op in self.module.arguments.items():
             if size := self.assignment.arguments.get(number, 0):
                 dtype, shape = hlo.arrays(op.type)[0]
@@ -80,7 +80,7 @@ class _Program:
                 yield LiveArray(size, role, dtype, shape, 1, op.op_name or op.name)
 
     def temporaries(self) -> Iterator[LiveArray]:
-        """Yield the temporaries that are live at the peak, without those that only share the memory of others."""
+        """Yield the temporaries that are live at the peak; skip a value whose memory another value already counts."""
         if size := self.assignment.results:
             yield LiveArray(size, "temporaries", "u8", (size,), 1, "results and constants")
         backward = self.peak is not None and "transpose(" in _named(*self.peak)[0]
@@ -118,7 +118,7 @@ class _Program:
 
     @cached_property
     def _weights(self) -> set[tuple[int, ...]]:
-        """The shapes (`normal_shape`) that a weight may have: logical, stored, during use, and of a single block."""
+        """The shapes of weights (`normal_shape`): global, stored or used on a device; of all blocks and of one."""
         mesh, shapes = self.layout.mesh, set[tuple[int, ...]]()
         for one in self.layout.placed():
             if one.role in ("param", "grad"):
@@ -129,7 +129,7 @@ class _Program:
 
     @cached_property
     def _vocabularies(self) -> set[int]:
-        """The sizes that the vocabulary, or a device's part of the vocabulary, may have."""
+        """The possible sizes of the vocabulary: global, and on one device if a mesh axis splits it."""
         arrays = [one.leaf for one in self.layout.placed() if one.role == "param" and _HEADS.search(one.leaf.path)]
         largest = max((size for leaf in arrays if len(leaf.shape) > 1 for size in leaf.shape), default=0)
         axes = {name: size for name, size in self.layout.mesh.shape.items() if name not in self.layout.sum_axes}
@@ -137,7 +137,7 @@ class _Program:
 
 
 def _places(module: hlo.Module, names: Iterable[str]) -> dict[str, tuple[hlo.Scope, hlo.Op]]:
-    """Find instructions by name, each with the scope of the first call of its computation."""
+    """Find instructions by name, each with its scope: the computation that has it, and the chain of its callers."""
     pattern = re.compile(rf"^(?:{'|'.join(map(re.escape, sorted(names)))}) = ")
     found: dict[str, Executed] = {}
     for one in executed(module, pattern, fused=False):
@@ -146,14 +146,14 @@ def _places(module: hlo.Module, names: Iterable[str]) -> dict[str, tuple[hlo.Sco
 
 
 def _named(scope: hlo.Scope, op: hlo.Op) -> tuple[str, str]:
-    """Return (JAX's name of an operation, the line of the user's model that made it or uses its result)."""
+    """Return (JAX's name of an operation, `file:line` of the user's model that makes or reads its result)."""
     source = find_source(scope, op)
     own = source.frames and is_outside_engines(source.line)
     return source.op_name, source.line if own else find_reader(scope, op).line
 
 
 def _maker(scope: hlo.Scope, op: hlo.Op, value: Value) -> tuple[hlo.Scope, hlo.Op, bool]:
-    """Return (scope, operation) that make a value, and True if a loop writes the value part by part."""
+    """Return (scope, operation that makes a value, True if a loop writes the value block by block)."""
     path = tuple(int(index) for index in re.findall(r"\d+", value.element))
     name, kept = op.name, False
     for _ in range(_FAR):
@@ -176,7 +176,7 @@ def _maker(scope: hlo.Scope, op: hlo.Op, value: Value) -> tuple[hlo.Scope, hlo.O
 
 
 def _argument_role(op_name: str) -> str:
-    """Infer the role of an argument from JAX's name, such as "run.params['head']" or "batch['tokens']"; else ""."""
+    """Return the role of an argument by JAX's name: "parameters" for "run.params['head']"; "" for an unknown name."""
     found = re.match(r"run\.(\w+)", op_name)
     if found:
         return _ARGUMENTS.get(found[1], "batch")

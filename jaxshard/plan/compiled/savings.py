@@ -20,7 +20,7 @@ _LEAST = 0.01
 
 
 class Saving(NamedTuple):
-    """A change of the step, in words, and the most bytes that it saves at the step's peak on each device."""
+    """A change of the step, in words, with the most bytes that it can save at the peak on each device."""
 
     bytes: int
     change: str
@@ -65,7 +65,7 @@ def savings(
 
 
 def _half_the_rows(layout: Layout, engine: Engine, batch: PyTree) -> str:
-    """Describe the change that halves activations: half the rows at a time, or half the positions of a single row."""
+    """Describe the change that halves activations: fewer rows at a time, or `js.context` if there is only one row."""
     devices = axis_size(layout.mesh, layout.batch_axes)
     masked = zip(jax.tree.leaves(batch), jax.tree.leaves(layout.rows_mask(batch)), strict=True)
     rows = min((x.shape[0] // devices // engine.microbatches for x, has_rows in masked if has_rows), default=0)
@@ -75,7 +75,7 @@ def _half_the_rows(layout: Layout, engine: Engine, batch: PyTree) -> str:
 
 
 def _stored(layout: Layout) -> tuple[int, int]:
-    """Return the bytes of parameters and optimizer state: (replicated over batch axes, sharded over batch axes)."""
+    """Return the bytes per device of parameters and optimizer state: (replicated, sharded) over the batch axes."""
     sizes = {True: 0, False: 0}
     for one in layout.placed():
         if one.role in ("param", "opt"):

@@ -49,7 +49,7 @@ def step_for(step: Step, target: Target) -> Step:
 
 
 def _resized(mesh: Mesh | AbstractMesh, devices: int) -> dict[str, int]:
-    """Suggest axes of a mesh with another number of devices: change the first axis, or keep only this axis."""
+    """Suggest {axis: size} for `devices` devices: resize the first axis, and drop the others if they do not divide."""
     sizes = dict(mesh.shape)
     first = next(iter(sizes))
     rest = math.prod(sizes.values()) // sizes[first]

@@ -35,7 +35,7 @@ _SHOWN = 12
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind over the same axes from one line of the model, added up.
+    """The sum of all collectives of one kind, over the same mesh axes, that come from one line of the model.
 
     Attributes:
       kind: such as "all-gather".
@@ -43,7 +43,8 @@ class Traffic:
       place: `file:line` in the model, or the compiler's name of the operation.
       synchronous: True if the device waits for them, False if it computes at the same time.
       count: executions per step; None in a loop of unknown trip count.
-      bytes: bytes of the unscattered arrays per step and device; None in a loop of unknown trip count.
+      bytes: bytes per step and device, counted before an array is scattered or after it is gathered; None in a loop of
+        unknown trip count.
     """
 
     kind: str
@@ -79,7 +80,7 @@ class Verdict(MemoryReport):
 
     @property
     def device_kind(self) -> str:
-        """The name that JAX has for a device."""
+        """JAX's name for the kind of device, such as "TPU v5 lite"."""
         return str(self.step.layout.mesh.devices.flat[0].device_kind)
 
     @cached_property
@@ -89,12 +90,12 @@ class Verdict(MemoryReport):
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
-        """The collectives of the program."""
+        """The collectives in the compiled program, read from its HLO."""
         return collectives(self.text, self.step.layout.mesh) if self.text else ()
 
     @cached_property
     def comparison(self) -> Comparison | None:
-        """The audit of the program's collectives, as by `js.audit`; None without a program."""
+        """The comparison of the program's collectives with the promised ones (`js.audit`); None without a program."""
         layout, step = self.step.layout, self.step
         if not self.text:
             return None
@@ -108,15 +109,15 @@ class Verdict(MemoryReport):
 
     @cached_property
     def cycles(self) -> int | None:
-        """The cycles that a TPU's compiler estimates, without collectives and Pallas kernels.
+        """The cycles of a step that a TPU's compiler estimates, without collectives and Pallas kernels.
 
-        None without `codegen=True`, and for GPUs.
+        None if the step was compiled without `codegen=True`, and for GPUs.
         """
         return None if self.compiled is None else estimated_cycles(self.text)
 
     @property
     def traffic(self) -> tuple[Traffic, ...]:
-        """The collectives of arrays by kind, axes and line of the model, the most bytes first."""
+        """The collectives added up by kind, axes and line of the model, the most bytes first; scalars are left out."""
         groups = grouped(arrays_only(self.collectives), lambda one: (one.kind, one.axes, one.place, one.synchronous))
         rows = [Traffic(*key, total(x.count for x in of), total(x.bytes for x in of)) for key, of in groups.items()]
         return tuple(sorted(rows, key=lambda row: -(row.bytes or 0)))
@@ -139,7 +140,7 @@ class Verdict(MemoryReport):
         }
 
     def sections(self) -> list[Section]:
-        """Return the sections: memory, changes that save memory, collectives, and differences from the promise."""
+        """Return the sections of the report: memory, changes that save memory, collectives, and broken promises."""
         savings = Table([(human_bytes(one.bytes), one.change) for one in self.savings], "><")
         found = super().sections() + [Section("what would save how much, at most", [savings])] * bool(self.savings)
         waited = sum(row.bytes or 0 for row in self.traffic if row.synchronous)
@@ -161,7 +162,7 @@ class Verdict(MemoryReport):
 
 
 def verdict_of(target: Target, step: Step, batch: PyTree, answer: Answer) -> Verdict:
-    """Make the verdict on a step for devices of a target, from the compiler's answer."""
+    """Make the `Verdict` on a step from the compiler's answer (assigned memory, program text, refusal)."""
     chip, refusal, memory = mesh_chip(step.layout.mesh), parse_refusal(answer.refusal), answer.assignment
     asked = 0 if refusal is None else refusal.asked
     limit = None if chip is None else chip.usable_bytes

@@ -45,7 +45,7 @@ class Value:
       shard: the shape of one device's part.
       role: the role of an argument of the step, such as "parameters"; "inner" for an input of a loop or branch;
         "constant" for a constant; "" for a computed value.
-      path: the path of an argument, or the name stack of the operation that computes the value.
+      path: the path of an argument, or JAX's name stack of the operation that computes the value.
       on_host: True if it is stored in host memory, as activations are that a remat policy offloads.
     """
 
@@ -79,11 +79,11 @@ class Op:
 
     Attributes:
       name: the name of its primitive.
-      ins, outs: its operands (scalar literals left out) and results.
+      ins, outs: its operands, without scalar literals, and its results.
       path: JAX's name stack, which names the functions around the operation and has "transpose" in backward passes.
       regions: the body of a loop, or the branches of a conditional; () for other operations.
-      skipped, consts, carries: for a loop the number of operands that only its condition reads, that its body reads
-        unchanged in every iteration, and that it carries from one iteration to the next.
+      skipped, consts, carries: the numbers of a loop's operands of three kinds: read only by the condition of a
+        `while`; constants of the body; and values carried from one iteration to the next.
       params: the parameters of the equation.
       unread: the indices of operands that the body of a loop does not use.
     """
@@ -101,12 +101,12 @@ class Op:
 
     @property
     def reads(self) -> list[Value]:
-        """The operands, without those that are passed to a loop whose body does not use them."""
+        """The operands that the operation uses: the body of a loop may leave some of the loop's operands unread."""
         return [one for i, one in enumerate(self.ins) if i not in self.unread]
 
 
 def build(closed: Any, arguments: Sequence[tuple[Split, str, str]], sizes: Mapping[str, int]) -> Region:
-    """Make the graph of a traced step, without operations on which no result depends.
+    """Make the graph of a traced step; operations that contribute to no result are left out.
 
     Args:
       closed: the closed jaxpr of the step.
@@ -125,7 +125,7 @@ def build(closed: Any, arguments: Sequence[tuple[Split, str, str]], sizes: Mappi
 
 
 class _Builder:
-    """Builds the graph of a jaxpr for a mesh; `sizes` has the size of each mesh axis."""
+    """Builds the graph of a jaxpr on one device of a mesh; `sizes` has the size of each mesh axis."""
 
     def __init__(self, sizes: Mapping[str, int]):
         self.sizes = dict(sizes)
@@ -133,14 +133,14 @@ class _Builder:
         self.maker: dict[Value, Op] = {}
 
     def value(self, aval: Any, split: Split, role: str = "", path: str = "") -> Value:
-        """Make the graph's value for an abstract value of the jaxpr, split over mesh axes as `split` says."""
+        """Make a `Value` from the abstract value of a jaxpr's variable; `split` has the mesh axes of each dimension."""
         aval_of_array = getattr(aval, "inner_aval", aval)  # of a reference the array that it refers to
         shape, dtype = tuple(getattr(aval_of_array, "shape", ())), getattr(aval_of_array, "dtype", None)
         on_host = getattr(aval, "memory_space", None) is jax.memory.Space.Host
         return Value(shape, dtype, split, shard_shape(shape, split, self.sizes), role, path, on_host)
 
     def region(self, program: Any, inputs: Sequence[Value | None], automatic: frozenset[str], path: str = "") -> Region:
-        """Make the `Region` of a jaxpr. None in `inputs` is a literal; `path` begins the operations' name stacks."""
+        """Make the `Region` of a jaxpr. A literal input is None; name stacks of operations are prefixed with `path`."""
         region = Region([one for one in inputs if one is not None])
         outs = self._inline(region, program, inputs, automatic, path)
         region.outputs = [one for one in outs if one is not None]
@@ -197,10 +197,10 @@ class _Builder:
     def _shard_map(
         self, region: Region, eqn: Any, operands: list[Value | None], automatic: frozenset[str], path: str
     ) -> list[Value | None]:
-        """Inline the body of a shard_map, and connect operands to its inputs and its outputs to results.
+        """Inline the body of a shard_map, with operations between its operands and inputs, and its outputs and results.
 
-        An operation "enter" connects two values that share memory: both are the same shard on each device. An operation
-        "enter_moved" connects an operand with an input that has another sharding: it is sliced or gathered first.
+        The operation "enter" has a result that shares the memory of its operand: each device has the same shard inside
+        and outside. The operation "enter_moved" slices or gathers an operand whose sharding differs inside.
         """
         manual = newly_manual_axes(eqn.params)
         inside = automatic - manual
@@ -230,7 +230,7 @@ class _Builder:
         return outs
 
     def _loop(self, op: Op, eqn: Any, automatic: frozenset[str]) -> None:
-        """Make the body of a loop. A carry that starts replicated and is returned split is split from the start."""
+        """Make the region of a loop's body. A carry that the body returns split is split from the start."""
         params = eqn.params
         if op.name == "scan":
             body, (op.consts, op.carries) = params["jaxpr"], scan_counts(dict(params))
@@ -267,9 +267,10 @@ class _Builder:
     # Backward: from a reader to values that nothing else splits.
 
     def _refine(self, values: Sequence[Value], splits: Sequence[Split]) -> None:
-        """Split values as the operation that reads them requires, if nothing else determines how they are split.
+        """Split values as their reader requires, if nothing else determines the sharding of these values.
 
-        Examples are zeros, and gradient accumulators that start as zeros.
+        Arrays of zeros are an example, and gradient accumulators that start as zeros. `splits` has the split of each
+        value that the reader requires.
         """
         for value, wanted in zip(values, splits, strict=True):
             if value.role not in ("", "inner") or len(wanted) != len(value.shape):
@@ -287,7 +288,7 @@ class _Builder:
                 self._refine_through(op, value, split)
 
     def _refine_through(self, op: Op, value: Value, split: Split) -> None:
-        """Split the result of an operation, and its operands along the dimensions that correspond to the result's."""
+        """Split the result `value` of an operation, and the operands along the dimensions that become split ones."""
         if op.name in _LINEAR or _is_constant(op) or _repeats(op, split) or self._holds_constant(op):
             self._set_split(value, split)
             self._refine_alike(op.ins, value)
@@ -305,14 +306,14 @@ class _Builder:
             self._set_split(value, split)  # each device computes its part from operands that it has in full
 
     def _refine_alike(self, values: Sequence[Value], result: Value) -> None:
-        """Split each operand that has the shape of the result as the result is split."""
+        """Give the split of a result to the operands that have the same shape as the result."""
         alike = [one for one in values if one.shape == result.shape]
         self._refine(alike, [result.split] * len(alike))
 
     def _refine_inside(self, op: Op, value: Value, split: Split) -> None:
-        """Split a result of a loop or branch, and the value in its body that becomes this result.
+        """Split a result of a loop or branch, and the output of its body that becomes this result.
 
-        So gradient accumulators that are sharded after a loop are reduce-scattered inside the loop.
+        If a gradient accumulator is sharded after a loop, the gradients are then reduce-scattered inside the loop.
         """
         number = op.outs.index(value)
         self._set_split(value, split)
@@ -369,7 +370,7 @@ def _axes_of(params: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def skip_round_trips(region: Region) -> None:
-    """Remove casts of an array to a dtype of more bits and back, as compilers do: readers read the original array."""
+    """Remove casts from bf16 to f32 and back (or other dtypes): the operations that follow read the original array."""
     source: dict[Value, Value] = {}
     same: dict[Value, Value] = {}
     for op in region.ops:

@@ -68,19 +68,19 @@ class Live(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """An operation, and the values that are live while it runs, without the program's arguments."""
+    """An operation, and the values that are live while it runs; the program's arguments are left out."""
 
     live: tuple[Live, ...] = ()
     op: Op | None = None
 
     @property
     def total(self) -> int:
-        """The bytes of all live values."""
+        """The sum of the bytes of all live values on one device."""
         return sum(one.bytes for one in self.live)
 
 
 class _Copy(NamedTuple):
-    """A copy of an argument in another dtype, and the indices of the first and the last loop that read the copy."""
+    """A copy of an argument in a smaller dtype, with the indices of the first and the last loop that read the copy."""
 
     value: Value
     dtype: Any
@@ -120,7 +120,7 @@ class Storage:
         self.sources = self._find_sources()
 
     def find(self, value: Value) -> Value:
-        """Return the value that owns the memory of `value`."""
+        """Return the value whose memory `value` reuses, such as the operand of a reshape, or `value` itself."""
         while value in self.root:
             value = self.root[value]
         return value
@@ -133,7 +133,7 @@ class Storage:
         return not (moved or op.name in _STORED or op.regions or is_reduction(op.name))
 
     def _stored_operands(self, op: Op, sources: Mapping[Value, set[Value]]) -> set[Value]:
-        """Return the stored arrays from which an operation computes: stored operands, and the sources of all others."""
+        """Return the stored arrays that an operation reads, directly or through operands that are not stored."""
         found: set[Value] = set()
         for one in op.reads:
             root = self.find(one)
@@ -141,7 +141,7 @@ class Storage:
         return found
 
     def _find_sources(self) -> dict[Value, set[Value]]:
-        """Return, for each result, the stored arrays from which it is computed."""
+        """Return for each result the stored arrays that its operation reads, directly or through values not stored."""
         sources: dict[Value, set[Value]] = {}
         for op in self.ops:
             joined = self._stored_operands(op, sources)
@@ -149,7 +149,7 @@ class Storage:
         return sources
 
     def _written(self) -> tuple[set[Value], set[Value]]:
-        """Return (results that operations store, results of products that are fused with their only reader)."""
+        """Return (stored results, results of matrix products that are not stored but fused with their only reader)."""
         stored, continued = set[Value](), set[Value]()
         for op in self.ops:
             if not self.is_fused(op) or any(self.find(one) in continued for one in op.ins):
@@ -159,7 +159,7 @@ class Storage:
         return stored, continued
 
     def _is_continued(self, value: Value) -> bool:
-        """Return True if the only reader of `value` is an elementwise operation, which a TPU fuses with a product."""
+        """Return True if one elementwise operation alone reads `value`, the result of a product: TPUs fuse the two."""
         readers = set(self.readers[value])
         if len(readers) != 1 or value in self.results or not self.tpu:
             return False
@@ -167,7 +167,7 @@ class Storage:
         return self.is_fused(reader) and [math.prod(one.shard) for one in reader.outs] == [math.prod(value.shard)]
 
     def _store_shared(self, continued: set[Value], sources: Mapping[Value, set[Value]]) -> None:
-        """Add to `stored` elementwise results that an operation reads from memory, or that several would recompute."""
+        """Add to `stored` elementwise results that are read from memory, or that several readers would recompute."""
         sinks: defaultdict[Value, set[Op]] = defaultdict(set)  # the operations that would each compute a result
         for op in reversed(self.ops):
             for one in op.outs if self.is_fused(op) else ():
@@ -189,7 +189,7 @@ class Storage:
         return times > 1 and sum(map(self.size, sources)) > 1.25 * self.size(value)
 
     def _reads_memory(self, reader: Op, value: Value) -> bool:
-        """Return True if `reader` reads `value` from memory, because it can't compute `value` itself."""
+        """Return True if the operation `reader` needs `value` in memory, because it can't compute `value` itself."""
         if reader.name in _PRODUCTS:
             return not self.tpu
         if self.is_fused(reader) or is_reduction(reader.name):
@@ -206,7 +206,7 @@ class Liveness(Storage):
 
     Args:
       region, size, tpu: as for `Storage`.
-      elsewhere: results whose memory is not counted here, because they are written into donated arguments, for example.
+      elsewhere: results that count as 0 bytes here, such as results that are written into donated arguments.
       reusable: inputs whose memory may be overwritten by results, such as the carries of a loop.
       donated: for each result of a step the donated argument whose memory it overwrites.
     """
@@ -239,14 +239,14 @@ class Liveness(Storage):
     # Types.
 
     def _stored_as(self, value: Value) -> Any:
-        """Return the dtype in which a result is stored if that is not the dtype of the result; else None."""
+        """Return the dtype in which a result is stored, such as bf16 for f32; None if it is stored in its own dtype."""
         maker = self.makers[value]
         if value in self.results or (maker.name in LOOPS and value in maker.outs[: maker.carries]):
             return None
         return self.read_as(value)
 
     def read_as(self, value: Value) -> Any:
-        """Return the dtype of fewer bits to which all readers of a value cast it first; None if there is none."""
+        """Return the dtype, of fewer bits, to which all readers first cast a value; None if there is no such dtype."""
         found = {self._reads_as(op, value) for op in self.readers[value]}
         return found.pop() if len(found) == 1 and value not in self.results else None
 
@@ -269,7 +269,7 @@ class Liveness(Storage):
         return None
 
     def _find_copies(self) -> Iterator[_Copy]:
-        """Yield a copy of each argument that all its loops cast to fewer bits; it is made before the first loop."""
+        """Yield a copy of each argument that all loops cast to one smaller dtype: it is cast before the first loop."""
         for value in self.inputs:
             loops = [op for op in self.readers[value] if op.name == "scan"]
             found = {self._reads_as(op, value) for op in loops}
@@ -282,7 +282,7 @@ class Liveness(Storage):
     def _find_last_reads(self) -> None:
         """Set `runs`, the index at which each operation is computed, and `last`, the index of each value's last read.
 
-        An operation whose results are not stored is computed where they are read.
+        An operation whose results are not stored is computed by the operation that reads them, at the reader's index.
         """
         for op in reversed(self.ops):
             at = self.place[op]
@@ -327,7 +327,7 @@ class Liveness(Storage):
         return Live(replace(copy.value, dtype=copy.dtype), self.size(copy.value, copy.dtype), "converted")
 
     def _make_results(self, op: Op, at: int, live: dict[Any, Live]) -> None:
-        """Add the stored results of an operation to `live`, and remove operands whose memory they overwrite."""
+        """Add the stored results of an operation to `live`; remove each operand whose memory a result overwrites."""
         for number, one in enumerate(op.outs):
             if one not in self.stored or one not in self.last or one in self.inputs:
                 continue
@@ -339,7 +339,7 @@ class Liveness(Storage):
             live[one] = Live(shown, size, "stacked" if op.name == "scan" and number >= op.carries else "")
 
     def _overwritten(self, op: Op, number: int, at: int, live: Mapping[Any, Live]) -> Value | None:
-        """Return the operand whose memory a result overwrites: one with as many bytes and no later read; else None."""
+        """Return an operand that a result can overwrite: of as many bytes, without a later read; None without one."""
         options: list[Value] = []
         if op.name in LOOPS:
             options = [op.ins[op.skipped + op.consts + number]] if number < op.carries else []
@@ -359,10 +359,10 @@ class Liveness(Storage):
 
     @cached_property
     def _free_parameters(self) -> list[tuple[int, int, int]]:
-        """The donated parameters whose memory is unused for a while, as (bytes, from, until), the smallest first.
+        """List the donated parameters whose memory is free for a while: (bytes, start, end), the smallest first.
 
-        The memory of a parameter is unused from its last read until its new value is gathered into it; both moments are
-        indices of operations.
+        The memory is free from the last read of a parameter until its new value is gathered. `start` and `end` are
+        indices of these operations.
         """
         cut = {self.find(op.ins[0]) for op in self.ops if op.name == CUT}
         copied = {copy.value: copy.first for copy in self.copies}
@@ -376,9 +376,9 @@ class Liveness(Storage):
         return sorted(found, key=lambda one: one[0])
 
     def _place_in_parameters(self, now: list[Live], at: int) -> list[Live]:
-        """Place live arrays in the unused memory of donated parameters, and return the list with 0 bytes for them.
+        """Return live arrays, with 0 bytes for each array that is placed in the free memory of a donated parameter.
 
-        The largest array comes first; each takes the smallest parameter that is large enough.
+        The largest array is placed first. It takes the smallest parameter that is large enough.
         """
         free = [size for size, first, last in self._free_parameters if first < at < last]
         placed = list(now)

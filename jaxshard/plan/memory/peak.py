@@ -34,12 +34,12 @@ class Traced(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The moment of a step's peak memory, and the shapes by which `role_of` recognises weights and logits.
+    """The moment of a step's peak memory, and the shapes by which `role_of` recognises gathered weights and logits.
 
     Attributes:
       moment: the values that are live at the peak, without the arguments of the step.
       weights: the shapes in which parameters and their gradients appear, without dimensions of size 1.
-      vocab: the sizes of dimensions that are named "vocab", and of one device's part of such a dimension.
+      vocab: the sizes of dimensions that are named "vocab", global and on one device.
     """
 
     moment: Moment
@@ -97,7 +97,7 @@ def step_peak(region: Region, sizes: Mapping[str, int], *, tpu: bool, vocab: fro
 
 
 def sizes_of(tpu: bool) -> Size:
-    """Return a function that counts the bytes of a value on one device, in tiles if `tpu`; 0 for values on the host."""
+    """Return a function from a value to its bytes on one device, padded to tiles if `tpu`; 0 for values on the host."""
 
     @functools.cache
     def count(shard: tuple[int, ...], dtype: Any) -> int:
@@ -113,11 +113,10 @@ def sizes_of(tpu: bool) -> Size:
 
 
 def cut_parts_first(region: Region) -> None:
-    """Remove the barriers after which ZeRO uses a parameter, and rename the slices before them to `CUT`.
+    """Remove the `optimization_barrier`s of ZeRO from a graph, in place, so that operations read parameters directly.
 
-    Under ZeRO a step begins by slicing out the part of each parameter that the device updates, and passes the parameter
-    and its part through an `optimization_barrier`. Without the barrier, operations read the parameter itself. The graph
-    is changed in place.
+    Under ZeRO-1 and ZeRO-2 a step begins by slicing out the shard of each parameter that the device updates, and passes
+    the parameter and this shard through a barrier. The operations that slice are renamed to `CUT`.
     """
     makers = {one: op for op in region.ops for one in op.outs}
     same: dict[Value, Value] = {}
@@ -147,8 +146,8 @@ def _plain(shape: tuple[int, ...]) -> tuple[int, ...]:
 def role_of(one: Live, peak: Peak) -> str:
     """Return the role of a live value that the step computes, such as "gradients" or "kept activations".
 
-    An array in the shape of a parameter is a gathered weight in the forward pass and its recomputation, and a gradient
-    in the rest of the backward pass. Kept activations are results of the forward pass that the backward pass needs.
+    An array in the shape of a parameter counts as a gathered weight in the forward pass and in recomputation, and as a
+    gradient in the rest of the backward pass. Kept activations are forward results that the backward pass needs.
     """
     value, path = one.value, one.value.path
     backward, again = "transpose" in path, "rematted" in path

@@ -25,21 +25,21 @@ COLLECTIVES = frozenset({
 
 
 def replicated(shape: Sequence[int]) -> Split:
-    """Return the split of a replicated array, which has no mesh axis in any dimension."""
+    """Return the split (mesh axes of each dimension) of a replicated array: ((), ()) for a matrix."""
     return ((),) * len(shape)
 
 
 def spec_split(spec: Any, ndim: int, among: frozenset[str]) -> Split:
-    """Convert a PartitionSpec to a tuple of mesh axes for each dimension, with only the axes in `among`."""
+    """Convert a PartitionSpec to a tuple of mesh axes for each of `ndim` dimensions, with only the axes in `among`."""
     entries = [() if one is None else one if isinstance(one, tuple) else (one,) for one in tuple(spec)]
     entries += [()] * (ndim - len(entries))
     return tuple(tuple(axis for axis in one if isinstance(axis, str) and axis in among) for one in entries[:ndim])
 
 
 def merge(splits: Sequence[Split]) -> Split:
-    """Merge the splits of several arrays of the same shape into the split of their elementwise result.
+    """Merge the splits (mesh axes of each dimension) of equally shaped operands into that of an elementwise result.
 
-    For each dimension it takes the first split whose mesh axes split no earlier dimension.
+    For each dimension it takes the first operand's mesh axes that split no earlier dimension of the result.
     """
     used: set[str] = set()
     joined = []
@@ -56,7 +56,7 @@ def propagate(name: str, params: Mapping[str, Any], operands: Sequence[tuple[Spl
     Args:
       name: the name of the primitive.
       params: the parameters of the equation.
-      operands: the split and the shape of each operand.
+      operands: (split, shape) of each operand; a split has the mesh axes of each dimension.
       shape: the shape of the result.
     """
     if not any(any(split) for split, _ in operands):
@@ -118,9 +118,9 @@ def _transpose(params: Any, operands: Any, shape: Any) -> Split:
 
 
 def _reshape(params: Any, operands: Any, shape: Any) -> Split:
-    """Match groups of dimensions with equal numbers of elements, such as [4, 8] with [32], before and after a reshape.
+    """Return the split of a reshape's result, by groups of dimensions of equal size, such as [4, 8] and [32].
 
-    The first split dimension of a group gives its mesh axes to one dimension of the matching group.
+    The first split dimension of a group in the operand gives its mesh axes to one dimension of the result's group.
     """
     split, its = operands[0]
     out: list[tuple[str, ...]] = [()] * len(shape)
@@ -152,7 +152,7 @@ def _reshape(params: Any, operands: Any, shape: Any) -> Split:
 
 
 def _same_size(params: Any, operands: Any, shape: Any) -> Split:
-    """Keep the operand's split for a slice or a padded array, except along dimensions cut to a single element."""
+    """Return the operand's split for a slice or pad; a dimension that is cut to a single element is not split."""
     split, its = operands[0]
     if len(its) != len(shape):
         return replicated(shape)

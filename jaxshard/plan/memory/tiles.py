@@ -65,7 +65,7 @@ def tiled_bytes(shape: tuple[int, ...], dtype: Any) -> int:
 
 
 def padded_bytes(shape: tuple[int, ...], dtype: Any, lanes: int, sublanes: int) -> int:
-    """Count the padded bytes of an array with dimension `lanes` along the lanes of tiles, `sublanes` along sublanes."""
+    """Count the padded bytes of an array if its dimension `lanes` is laid along lanes, `sublanes` along sublanes."""
     bits = jax.dtypes.itemsize_bits(dtype)
     tile = max(32 // bits, min(_next_power(shape[sublanes]), SUBLANES))
     rest = math.prod(shape) // (shape[lanes] * shape[sublanes])

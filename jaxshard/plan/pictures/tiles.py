@@ -42,7 +42,7 @@ def sharding_figure(layout: Layout, *, leaves: int = _LEAVES, title: str = "") -
 
     Args:
       layout: the layout.
-      leaves: the most parameters to draw, the largest first; of parameters with equal shapes and placements only one.
+      leaves: the number of parameters to draw, the largest first; of equal shapes and placements only one is drawn.
       title: the title; by default the axes of the mesh.
 
     Returns:

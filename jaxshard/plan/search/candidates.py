@@ -32,7 +32,7 @@ class Candidate:
         `js.expert`, `js.context` and `js.pipeline`.
       engine_name: "explicit", "auto" or "pipelined".
       microbatches: the number of micro-batches into which a device's rows are cut.
-      policy: the remat policy of a block; None where none applies.
+      policy: the remat policy of a block; None for a loss function that jaxshard can't look into.
       schedule: the pipeline schedule; None without a pipeline.
       chunks: the number of pipeline stages per device.
       precision: as for `js.explicit`.
@@ -53,17 +53,17 @@ class Candidate:
 
     @property
     def row_shards(self) -> int:
-        """The number of parts into which the axes replica, data and expert split the rows of a batch."""
+        """The number of shards of the rows of a batch, over the axes replica, data and expert."""
         return self.size("replica") * self.size("data") * self.size("expert")
 
     @property
     def weight_shards(self) -> int:
-        """The number of shards of weights, gradients or optimizer state under ZeRO and FSDP."""
+        """The number of shards into which ZeRO or FSDP splits an array of parameters, gradients or optimizer state."""
         return self.size("data") * self.size("expert") * self.size("context")
 
     @property
     def pieces(self) -> float:
-        """A measure of complexity, which grows with axes, micro-batches, rarer strategies and remat policies."""
+        """A penalty for complexity: it grows with mesh axes, micro-batches, unusual strategies and remat policies."""
         named = 0.0 if self.policy is None or self.policy.is_plain else 0.5
         return len(self.axes) + math.log2(self.microbatches) / 2 + (self.data not in ("fsdp", "ddp")) / 2 + named
 
@@ -172,7 +172,7 @@ def _data_axes(
 
 
 def _ways(facts: Facts, first: Candidate) -> Iterator[Candidate]:
-    """Yield copies of a candidate with each possible schedule, number of micro-batches and remat policy."""
+    """Yield copies of a candidate: one for each possible schedule, number of micro-batches and remat policy."""
     if facts.rows % first.row_shards:
         return
     rows, stages = facts.rows // first.row_shards, first.size("pipe")

@@ -35,7 +35,7 @@ Groups = Callable[[tuple[tuple[str, int], ...], tuple[str, ...]], Group | None]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A lower bound of the bytes on a device, the estimated seconds of a step, and bytes in host memory per device."""
+    """The least bytes of memory per device, the seconds of a step, and the bytes in host memory per device."""
 
     bytes: int
     seconds: float
@@ -49,7 +49,8 @@ class Estimator:
     Attributes:
       facts: the facts of the model.
       chip: the limits of a device.
-      groups: returns the group of devices of a collective; None if the network is not known.
+      groups: from the mesh axes of a candidate and of a collective, returns how its devices are connected (`Group`), or
+        None if the network is not known.
     """
 
     facts: Facts
@@ -70,7 +71,7 @@ class Estimator:
         return f"offloads more than {_HOST:.0%} of the host's memory" if full else ""
 
     def _weights(self, one: Candidate) -> Weights:
-        """Return the bytes of the stored parameters with which a device computes, before ZeRO or FSDP shards them."""
+        """Return the bytes of parameters per device, split by tensor, pipe and expert axes but not by ZeRO or FSDP."""
         share = self.facts.tensor_share.get(one.size("tensor"), 1.0)
         return {
             (blocks, experts): size * share / (one.size("pipe") ** blocks * one.size("expert") ** experts)
@@ -78,7 +79,7 @@ class Estimator:
         }
 
     def _stored(self, one: Candidate, weights: Weights) -> float:
-        """Return the bytes of stored arrays (parameters, gradients, optimizer state) and a block's gathered weights."""
+        """Return the bytes per device of parameters, gradients, optimizer state, and one block's gathered weights."""
         stages, gathered = one.size("pipe"), one.data in ("fsdp", "hsdp")
         parts = {
             "param": one.weight_shards if gathered else 1,
@@ -138,7 +139,7 @@ class Estimator:
         ))  # fmt: skip
 
     def _moving(self, one: Candidate, weights: Weights, passes: int) -> float:
-        """Return the seconds of gathers of weights and of reductions of gradients."""
+        """Return the seconds of gathering weights and reducing gradients in a step of `passes` micro-batches."""
         over = tuple(axis for axis in ("data", "expert", "context") if one.size(axis) > 1)
         total = 0.0
         for experts, axes in ((False, over), (True, tuple(axis for axis in over if axis != "expert"))):
@@ -156,9 +157,10 @@ class Estimator:
         return total
 
     def _between(self, one: Candidate) -> float:
-        """Return the seconds of communication of activations, which products wait for.
+        """Return the seconds of communication of activations, during which no product runs.
 
-        It consists of sums over tensor, exchanges of tokens and of keys and values, and permutes between stages.
+        It consists of sums over the tensor axis, all-to-alls of tokens over the expert axis, gathers of keys and values
+        over the context axis, and permutes between pipeline stages.
         """
         facts, stages = self.facts, one.size("pipe")
         if facts.depth is None or not facts.block_input:

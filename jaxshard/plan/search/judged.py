@@ -31,8 +31,8 @@ def judged(
       plans: the estimated plans.
       wanted: the number of fitting plans to find.
       judge: compiles a plan, and returns the compiler's verdict.
-      order: the key by which plans are ranked.
-      progress: a function that is called with a message on the number of plans compiled so far.
+      order: returns the key by which plans are ranked, the smallest first.
+      progress: a function that is called with a message, such as how many plans are compiled.
 
     Returns:
       The plans that fit, ranked, then the plans that the compiler was not asked about.
@@ -64,7 +64,7 @@ def _verdict(judge: Callable[[Plan], Verdict], plan: Plan) -> Verdict | None:
 
 
 def distinct(plans: Sequence[Plan]) -> list[Plan]:
-    """Return the first plan of each group of plans that differ only in their remat policies."""
+    """Return the first of all plans that differ only in their remat policies."""
     found: dict[Any, Plan] = {}
     for plan in plans:
         found.setdefault(layout_of(plan), plan)
@@ -72,5 +72,5 @@ def distinct(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def layout_of(plan: Plan) -> Any:
-    """Return the candidate of a plan without its remat policy."""
+    """Return the candidate of a plan without its remat policy, to compare plans by all else."""
     return replace(plan.candidate, policy=None)

@@ -36,10 +36,10 @@ class Policy:
     """A remat policy with the bytes that a block keeps for one row.
 
     Attributes:
-      text: as `--remat` takes it: "nothing", or "attention_out=save,block_in=offload".
-      kept: bytes on the device.
-      moved: bytes in the host's memory.
-      again: the work that the backward pass recomputes, as a share of the block's work without recomputation.
+      text: the policy as `--remat` takes it: "nothing", or "attention_out=save,block_in=offload".
+      kept: bytes that are kept on the device.
+      moved: bytes that are kept in the host's memory.
+      again: the FLOPs that the backward pass recomputes, as a share of the block's FLOPs without recomputation.
     """
 
     text: str
@@ -73,7 +73,7 @@ def policies_of(block: Callable[[PyTree, PyTree], PyTree], weights: PyTree, x: P
     """Make the remat policies for a block, each with the bytes that it keeps.
 
     Args:
-      block: a function of a block's weights and input, which gives its input a checkpoint name.
+      block: a function of a block's weights and input; it gives its input the checkpoint name "block_in".
       weights: the shapes of the block's weights.
       x: the shapes of the block's input, for one row.
     """
@@ -113,7 +113,7 @@ def policies_of(block: Callable[[PyTree, PyTree], PyTree], weights: PyTree, x: P
 
 @dataclass(frozen=True)
 class _Block:
-    """A block of the model, to measure the FLOPs of its gradient and the bytes that it keeps under a remat policy."""
+    """Measures a block of the model under remat policies: the FLOPs of its gradient and the bytes that it keeps."""
 
     run: Callable[[PyTree, PyTree], PyTree]
     weights: PyTree
@@ -124,7 +124,7 @@ class _Block:
         return sorted(names_in(jax.make_jaxpr(self._gradient(self.run))(*self._inputs())) - {CONSTRAINED, BLOCK_IN})
 
     def under(self, text: str, otherwise: float) -> Policy:
-        """Measure a remat policy; `otherwise` is its recomputed share if a kernel does not state its FLOPs."""
+        """Measure the policy `text`; `otherwise` is its recomputed share if a kernel does not state its FLOPs."""
         saved = jax.checkpoint(self.run, policy=make_save_policy(remat_of(text)), prevent_cse=False)
         kept = tree_bytes(jax.eval_shape(lambda w, x: jax.vjp(saved, w, x)[1], self.weights, self.x))
         kept -= tree_bytes(self.weights)  # residuals of the gradient, but stored anyway

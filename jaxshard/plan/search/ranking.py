@@ -66,12 +66,12 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """True if the step fits, by the compiler's verdict or else by the prediction; None if that is not certain."""
+        """True if the step fits, by the compiler or else by the estimate; False if not; None if that is uncertain."""
         return self.memory.fits
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes on a device: allocated by the compiler, or, if it was not asked, the estimated live bytes."""
+        """Bytes per device: allocated by the compiler, or the estimated live bytes if no compiler was asked."""
         return self.memory.allocated_bytes or self.memory.live_bytes
 
     @property
@@ -81,12 +81,12 @@ class Plan:
 
     @property
     def middle(self) -> float:
-        """The middle of the range of seconds."""
+        """The estimated seconds of a step, halfway between low and high."""
         return sum(self.seconds) / 2
 
     @property
     def parts(self) -> dict[str, float]:
-        """The seconds of the parts of a step by name, in the middle of their ranges."""
+        """The seconds of each part of a step, such as "compute", halfway between low and high."""
         ranges = self.prediction.time.parts if self.prediction.time else {}
         return {name: sum(seconds) / 2 for name, seconds in ranges.items()}
 
@@ -132,7 +132,7 @@ class Ranking:
 
     @property
     def best(self) -> Plan | None:
-        """The first plan; None where nothing fits."""
+        """The plan of the first rank; None if no plan fits."""
         return self.plans[0] if self.plans else None
 
     def as_dict(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def reason_for(plan: Plan, plans: Sequence[Plan], usable: int) -> str:
 
     Args:
       plan: the plan.
-      plans: all plans by rank, the best first.
+      plans: all plans, the best first.
       usable: bytes of a device that a program may use.
     """
     best = plans[0]
@@ -48,7 +48,7 @@ def reason_for(plan: Plan, plans: Sequence[Plan], usable: int) -> str:
 
 
 def _place(best: Plan, plans: Sequence[Plan]) -> str:
-    """Say why the best plan is first: it is the fastest, or nearly as fast and needs less memory."""
+    """Explain in words why the best plan is first: it is the fastest, or nearly as fast with less memory."""
     fastest = min((plan for plan in plans if plan.fits is best.fits), key=lambda plan: plan.middle)
     gain = 1 - fastest.middle / best.middle
     if gain < 0.005:

@@ -162,7 +162,7 @@ def search(
 def _urgency(pair: Pair, chip: Chip) -> tuple[tuple[bool, bool], float, int]:
     """Return the key that sorts candidates for prediction: plain data parallelism first, then by estimated time.
 
-    Candidates whose fit only a compiler could confirm come last, as in the ranking.
+    Candidates that are not likely to fit come last, as in the ranking.
     """
     one, found = pair
     doubtful = not may_be_likely(found.bytes, chip.usable_bytes)
@@ -171,5 +171,5 @@ def _urgency(pair: Pair, chip: Chip) -> tuple[tuple[bool, bool], float, int]:
 
 
 def _weighed(seconds: float, size: int, one: Candidate, chip: Chip) -> float:
-    """Return the seconds of a step, increased a little for the complexity of the candidate and its memory."""
+    """Return the seconds of a step, increased by a few percent for complexity and memory, which decide near ties."""
     return seconds * (1 + _PER_PIECE * one.pieces + _PER_MEMORY * size / chip.usable_bytes)

@@ -24,7 +24,7 @@ _PREDICTED = 32
 
 @dataclass
 class Trials:
-    """Predicts candidates within limits, and collects the results.
+    """Predicts candidates until a limit of time or number is reached, and collects the results.
 
     Attributes:
       predict: predicts a candidate; raises an error if the library refuses the candidate.
@@ -48,7 +48,7 @@ class Trials:
     _done: set[Candidate] = field(default_factory=set)
 
     def bound(self, listed: Sequence[Candidate], estimator: Estimator) -> list[Pair]:
-        """Estimate candidates, and return those that may fit; count the others in `refused`."""
+        """Return (candidate, estimate) for each candidate that may fit by arithmetic; count all others in `refused`."""
         fitting: list[Pair] = []
         least = math.inf
         for one in listed:
@@ -64,9 +64,9 @@ class Trials:
         return fitting
 
     def run(self, pairs: Sequence[Pair], wanted: int) -> None:
-        """Predict candidates in order until `wanted` more are likely to fit; collect the plans that may fit in `plans`.
+        """Predict candidates in order until `wanted` of them are likely to fit; add all that may fit to `plans`.
 
-        Candidates whose fit only a compiler could confirm come last.
+        Candidates that are not likely to fit, by their lower bound of memory, come last.
         """
         fit = 0
         for last in (False, True):
@@ -106,12 +106,12 @@ class Trials:
 
 
 def may_be_likely(least: int, usable: int) -> bool:
-    """Return True if a step that needs at least `least` bytes may still be likely to fit."""
+    """Return True if a step of at least `least` bytes may be likely to fit, False if that is excluded."""
     return least * LIKELY <= usable
 
 
 def varied(ordered: Sequence[Pair], alike: int) -> list[Pair]:
-    """Return up to `alike` candidates of each kind: the first of every kind, then the second of each, and so on."""
+    """Order candidates so that their kinds alternate, with at most `alike` of each kind (strategy and mesh axes)."""
     seen: Counter[Any] = Counter()
     rounds: list[list[Pair]] = [[] for _ in range(alike)]
     for one, found in ordered:
@@ -123,12 +123,12 @@ def varied(ordered: Sequence[Pair], alike: int) -> list[Pair]:
 
 
 def _kind_of(one: Candidate) -> Any:
-    """Return the kind of a candidate: its properties without sizes of axes and remat policy."""
+    """Return the kind of a candidate: its strategy, its axes without their sizes, and whether it has a pipeline."""
     axes = frozenset(axis for axis, size in one.axes if size > 1)
     return one.data, axes - {"replica", "data"}, one.schedule is not None
 
 
 def _shapes_of(one: Candidate) -> Any:
-    """Return the properties of a candidate on which the shapes of its temporaries depend."""
+    """Return a key: candidates with equal keys have temporaries of equal shapes."""
     parts = one.size("tensor"), one.size("context"), one.size("expert"), one.row_shards * one.microbatches
     return _kind_of(one), parts, one.chunks

@@ -33,7 +33,7 @@ _LINEAR = frozenset({
 
 
 class _Moved(NamedTuple):
-    """A collective that is not promised with a size: its kind and axes, and the bytes of its array."""
+    """A collective found in the traced step: its kind, its mesh axes, and the bytes of its array on one device."""
 
     kind: str
     axes: tuple[str, ...]
@@ -44,7 +44,7 @@ def open_costs(
     region: Region, promise: Promise, mesh: Mesh, tensor_axes: frozenset[str], chip: Chip | None = None,
     ticks: Ticks | None = None,
 ) -> tuple[CollectiveCost, ...]:  # fmt: skip
-    """Estimate the costs of collectives promised "as needed": of activations, between stages, and to experts.
+    """Estimate the costs of collectives whose sizes a promise leaves open: of activations, stages and experts.
 
     Args:
       region: the step as a graph (`plan/memory/peak.step_graph`).
@@ -52,10 +52,11 @@ def open_costs(
       mesh: the mesh of the layout.
       tensor_axes: the axes that split weights during use.
       chip: the chip of the mesh; None leaves out the times.
-      ticks: the ticks of a pipeline's program.
+      ticks: the ticks of a pipeline's program (`ticks_of`).
 
     Returns:
-      One cost for each kind and axes. A ragged exchange counts its full buffers, because the routing decides its rows.
+      One cost for each kind and axes. A ragged all-to-all counts its full buffers, because the rows that it sends are
+      known only when it runs.
     """
     words = {(one.kind, one.axes): one.what for one in promise.expected if one.shape is None}
     several = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
@@ -73,7 +74,7 @@ def open_costs(
 
 
 def _exchanges(region: Region, several: Sequence[str]) -> Iterator[_Moved]:
-    """Yield the permutes and all-to-alls that the traced program itself issues."""
+    """Yield the permutes and all-to-alls that are operations of the traced program."""
     for op in region.ops:
         if op.name in EXCHANGES:
             named = op.params["axis_name"]
@@ -82,7 +83,7 @@ def _exchanges(region: Region, several: Sequence[str]) -> Iterator[_Moved]:
 
 
 def _sums(region: Region, axes: frozenset[str]) -> Iterator[_Moved]:
-    """Yield the sums and gathers of activations that the compiler inserts over the given mesh axes."""
+    """Yield the sums and gathers of activations over the given mesh axes, which the compiler will insert."""
     partial: dict[Value, tuple[str, ...]] = {}
     for op in region.ops if axes else ():
         over = {partial[one] for one in op.ins if one in partial}
@@ -106,14 +107,14 @@ def _sums(region: Region, axes: frozenset[str]) -> Iterator[_Moved]:
 
 
 def _stays_partial(op: Op, partial: Mapping[Value, tuple[str, ...]]) -> bool:
-    """Return True if an operation can be applied to partial sums, before they are summed over devices."""
+    """Return True if an operation is linear, so that it can run on each device's partial sum before the all-reduce."""
     if op.name in _LINEAR:
         return True
     return op.name in _ADDS and len(op.ins) == 2 and len({partial.get(one) for one in op.ins}) == 1
 
 
 def _contracted(op: Op) -> set[str]:
-    """Return the mesh axes over which an operation's result is a partial sum, as they split contracted dimensions."""
+    """Return the mesh axes that split a dimension which the operation sums over: its result is a partial sum."""
     if op.name == "dot_general":
         (left, right), _ = op.params["dimension_numbers"]
         return {

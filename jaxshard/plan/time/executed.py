@@ -22,14 +22,16 @@ def executed(
 ) -> Iterator[tuple[Region, float]]:
     """Yield a region and the bodies of its loops and branches, each with its number of executions in a step.
 
-    Only the branch with the most FLOPs counts. A `while` loop counts once, because its trip count is unknown, except
-    for the exchange of tokens in windows, which runs as often as an even routing needs.
+    Of a conditional only the branch with the most FLOPs counts. A `while` loop counts once, because its trip count is
+    unknown. The exception is the loop that sends tokens to experts in portions of fixed size: it counts as often as it
+    runs if all experts get the same number of tokens.
 
     Args:
       region: a region of the graph of a step.
       ticks: the ticks of a pipeline's program (`ticks_of`), which say how often the conditionals in its loop run.
       times: the number of executions of the region itself.
-      shares: for each of the region's first conditionals, the share of the region's executions in which it runs.
+      shares: for each conditional of the region, in their order, the share of the region's executions in which it
+        runs; 1 for conditionals after the last entry.
     """
     yield region, times
     left = list(shares)
@@ -44,14 +46,14 @@ def executed(
 
 
 def _shares(loop: Op, ticks: Ticks | None) -> Sequence[float]:
-    """Return, for each conditional of a pipeline's tick loop, the share of ticks in which it runs; else ()."""
+    """Return the share of ticks in which each conditional of a pipeline's tick loop runs; () for any other loop."""
     conditionals = sum(one.name == "cond" for one in loop.regions[0].ops)
     is_ticks = ticks and (loop.params.get("length"), conditionals) == (ticks.length, len(ticks.shares))
     return ticks.shares if ticks and is_ticks else ()
 
 
 def _iterations(loop: Op) -> int:
-    """Return the trip count of a loop; for the exchange of tokens in windows, assume an even routing."""
+    """Return the trip count of a `scan`; 1 for a `while`, or that of equally loaded experts if it exchanges tokens."""
     if loop.name == "scan":
         return int(loop.params["length"])
     inside = [op for body, _ in executed(loop.regions[0]) for op in body.ops]

@@ -56,7 +56,7 @@ class CollectiveCost:
       axes: the mesh axes.
       count: executions per step.
       bytes: bytes that each device receives.
-      array_bytes: bytes of the unscattered arrays, as `js.plan.summary` counts them for a compiled program.
+      array_bytes: bytes before an array is scattered or after it is gathered, as `js.plan.summary` counts them.
       seconds: the time of all these collectives one after the other, at best and at worst.
       link: the slowest link that these collectives use: "ici", "dcn", "nvlink" or "ib"; "" on an unknown chip.
       what: the arrays in words.
@@ -73,7 +73,7 @@ class CollectiveCost:
 
 
 class Group(NamedTuple):
-    """The connections between the devices of one collective.
+    """The links of the network between the devices of one collective.
 
     Attributes:
       inside: (size, True if it is a ring) of each dimension of the torus that the devices cover; for GPUs the number of
@@ -164,7 +164,7 @@ def collective_cost(
 def group_of(mesh: Mesh, axes: Sequence[str], network: Network) -> Group:
     """Return how the network connects the devices of a collective over mesh axes.
 
-    Devices without coordinates, on a network that is a torus, count as a line.
+    If the network is a torus and the devices have no coordinates, they count as a line.
     """
     dims = [mesh.axis_names.index(axis) for axis in axes]
     others = tuple(0 if dim not in dims else slice(None) for dim in range(mesh.devices.ndim))
@@ -187,12 +187,12 @@ def group_of(mesh: Mesh, axes: Sequence[str], network: Network) -> Group:
 
 
 def _extents(places: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return the number of different coordinates along each dimension."""
+    """Return how many different coordinates the devices have along each dimension: the extent of their torus."""
     return tuple(len(set(along)) for along in zip(*places, strict=True))
 
 
 def collective_seconds(kind: str, size: float, group: Group, network: Network) -> Range:
-    """Return the time of one collective, at best and at worst.
+    """Return the seconds of one collective, at best and at worst.
 
     At best the links inside slices (or islands) and between them are used at the same time, at worst one after the
     other; `EFFICIENCY` has the share of the bandwidth that links reach. Over an axis that covers several dimensions of
@@ -234,7 +234,7 @@ def _inside(kind: str, size: float, group: Group, network: Network) -> float:
 
 
 def _outside(kind: str, size: float, group: Group, network: Network) -> float:
-    """Return the seconds that a collective takes on the ports to other slices or islands, at full bandwidth."""
+    """Return the seconds that a collective takes on the links between slices or islands, at full bandwidth."""
     if group.outside == 1:
         return 0.0
     if kind == "collective-permute":
@@ -246,7 +246,7 @@ def _outside(kind: str, size: float, group: Group, network: Network) -> float:
 
 
 def _chosen(expected: Iterable[Expected]) -> Iterator[Expected]:
-    """Yield the promised collectives that the layout implies, without the alternatives that a compiler may choose."""
+    """Yield the promised collectives to count; if a compiler may choose one of several, the one of the layout."""
     sure = [one for one in expected if one.is_counted and one.limit is None and not one.pooled]
     yield from sure
     scattered_singly = {one.what for one in sure if one.kind == "reduce-scatter"}

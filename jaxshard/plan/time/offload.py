@@ -30,7 +30,7 @@ backward pass has twice the products of a forward pass."""
 
 
 class Offload(NamedTuple):
-    """The bytes that one device moves in a step: `out` to host memory, and `back`."""
+    """The bytes that one device copies in a step: `out` to host memory, and `back` from it."""
 
     out: int
     back: int
@@ -40,7 +40,7 @@ NONE = Offload(0, 0)
 
 
 def offload_of(region: Region) -> Offload:
-    """Count the bytes that the graph of a traced step moves between a device and its host."""
+    """Count the bytes that a step copies between a device and host memory, by the graph of the traced step."""
     moved = {True: 0.0, False: 0.0}  # to the host, and back
     for body, times in executed(region):
         for op in body.ops:
@@ -63,6 +63,6 @@ def offload_seconds(moved: Offload, chip: Chip, products: float) -> float:
 
 
 def offload_traffic(moved: Offload, chip: Chip) -> tuple[float, float]:
-    """Return the seconds of traffic in the device's own memory due to offloaded arrays, at best and at worst."""
+    """Return the seconds in which copies to and from the host occupy the device's own memory, at best and at worst."""
     low, high = (sum(moved) * passes / chip.hbm_bandwidth for passes in PASSES)
     return low, high

@@ -18,7 +18,7 @@ from jaxshard.schedules.stats import Costs, compute_stats
 
 
 class Ticks(NamedTuple):
-    """The number of ticks of a pipeline's loop, and how often its conditionals run.
+    """The number of ticks (iterations) of a pipeline's loop, and how often its conditionals run.
 
     Attributes:
       length: the number of ticks.
@@ -30,7 +30,7 @@ class Ticks(NamedTuple):
 
 
 def ticks_of(engine: Engine, layout: Layout) -> Ticks | None:
-    """Count the ticks of an engine's pipeline schedule; return None for an engine without a schedule."""
+    """Count the ticks of an engine's pipeline schedule; None for an engine without a schedule."""
     table = getattr(engine, "table", None)
     if table is None:
         return None
@@ -46,8 +46,8 @@ def ticks_of(engine: Engine, layout: Layout) -> Ticks | None:
 def bubble_of(engine: Engine, layout: Layout) -> float:
     """Return the share of time in which devices idle under an engine's schedule; 0 for an engine without a schedule.
 
-    In each tick all devices wait for the slowest. If only the inputs of blocks are kept, the backward pass recomputes
-    the forward pass, and costs three times as much as the forward pass.
+    In each tick all devices wait for the slowest. A backward pass costs twice as much as a forward pass, and three
+    times as much if only the inputs of blocks are kept, because it then recomputes the forward pass.
     """
     table = getattr(engine, "table", None)
     if table is None:

@@ -24,10 +24,10 @@ Dims = tuple[int, int, int]
 
 
 class Product(NamedTuple):
-    """The matrix products of one execution of an operation.
+    """The matrix products that one operation computes each time it runs.
 
     Attributes:
-      kernel: the name of a kernel; "" for one without a name, and for a plain product.
+      kernel: the name of a Pallas or cuDNN kernel; "" for a kernel without a name, and for a plain product.
       shapes: the shapes of the operands, such as "[24576, 4096] x [4096, 14336]".
       dtype: the dtype of the operand with more bits.
       passes: the number of bf16 passes that a TPU needs at the product's precision.
@@ -51,7 +51,7 @@ class Product(NamedTuple):
 
 
 def fill(dims: Dims, unit: int) -> float:
-    """Return the share of a matrix unit that a product fills.
+    """Return the share of a TPU's matrix unit that a product of the dimensions (rows, contracted, columns) fills.
 
     The unit holds a tile of one operand. The other operand streams through it, along the longer outer dimension.
 
@@ -68,7 +68,7 @@ def product_of(op: Op, visited: float = 1.0) -> Product | None:
 
     Args:
       op: an operation of the graph of a step.
-      visited: the share of a Pallas kernel's grid that is computed.
+      visited: the share of a Pallas kernel's grid points that are computed; a mask may skip the others.
     """
     ins, outs = ([jax.ShapeDtypeStruct(one.shard, one.dtype) for one in some] for some in (op.ins, op.outs))
     if op.name == "pallas_call":
@@ -79,12 +79,12 @@ def product_of(op: Op, visited: float = 1.0) -> Product | None:
 
 
 def device_bytes(*values: Value) -> int:
-    """Return the bytes of values on one device."""
+    """Return the sum of the bytes of values on one device."""
     return sum(0 if one.dtype is None else bytes_of(one.shard, one.dtype) for one in values)
 
 
 def _product(name: str, params: Mapping[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> Product | None:
-    """Return the matrix product that a primitive computes from operands `ins`; None if it computes none."""
+    """Return the matrix product that a primitive computes from `ins`; None for a primitive that is no product."""
     groups = 1
     match name:
         case "dot_general":
@@ -114,7 +114,7 @@ def _product(name: str, params: Mapping[str, Any], ins: Sequence[Any], outs: Seq
 
 
 def _kernel(op: Op, visited: float) -> Product | None:
-    """Return the products of a Pallas kernel: the products of its body, times the visited points of its grid."""
+    """Return the products of a Pallas kernel: those of its body, times the number of computed grid points."""
     body = list(_in_kernel(open_jaxpr(op.params["jaxpr"])[0]))
     estimate = op.params.get("cost_estimate")
     if estimate is None and not body:
@@ -147,7 +147,7 @@ def _in_kernel(jaxpr: Any) -> Iterable[Product]:
 
 
 def _cudnn(op: Op) -> Product:
-    """Return the products of cuDNN's attention: two forward, five backward; half of the FLOPs if it is causal."""
+    """Return the products of cuDNN's attention kernel: two forward, five backward; half the FLOPs if causal."""
     query, key = op.ins[:2]
     forward = op.name == "dot_product_attention_fwd_wrapper"
     # Undocumented: the layout BTNH and the mask types of jax._src.cudnn.fused_attention_stablehlo.

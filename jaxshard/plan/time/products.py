@@ -69,7 +69,7 @@ class ProductCost:
 
 
 class _Source(NamedTuple):
-    """An equation of a jaxpr; `constants` has its constant operands, and None for all other operands."""
+    """An equation of a jaxpr; `constants` has for each operand its array if it is a constant, else None."""
 
     equation: Any
     constants: Sequence[Any]
@@ -106,13 +106,13 @@ def product_costs(
 
 
 def compute_seconds(chip: Chip, flops: float, dtype: str, *, passes: int = 1, fill: float = 1.0) -> float:
-    """Return the seconds of a chip's matrix unit for a product, at the rate that large products reach.
+    """Return the seconds that a chip's matrix unit needs for a product, at the rate that large products reach.
 
     Args:
       chip: the chip.
       flops: the FLOPs of the product.
       dtype: the dtype of the operand with more bits.
-      passes: as for `Chip.rate`.
+      passes: the number of bf16 passes that a TPU needs at the product's precision.
       fill: the share of the matrix unit that the product fills.
     """
     return flops / (chip.rate(dtype, passes) * chip.reached * fill)
@@ -130,14 +130,14 @@ def _cost(where: str, ones: Sequence[tuple[float, Product]], chip: Chip | None) 
 
 
 def _sources(program: Any) -> dict[int, _Source]:
-    """Return the equations of a program by the identity of their parameters, which operations of its graph keep."""
+    """Return {id(params): equation} for a jaxpr; an operation of the graph finds its equation by its `params`."""
     constants = _Constants()
     walk(program, [None] * len(open_jaxpr(program)[0].invars), constants)
     return constants.found
 
 
 class _Constants(Domain[int | None]):
-    """Finds the equations that read constant arrays of a program; a fact is the id of such an array."""
+    """Walks a jaxpr and notes which constant arrays each equation reads; the fact of a variable is its array's id."""
 
     def __init__(self) -> None:
         self.arrays: dict[int, Any] = {}
@@ -164,9 +164,9 @@ class _Constants(Domain[int | None]):
 
 
 def _visited(op: Op, sources: dict[int, _Source]) -> float:
-    """Return the share of a kernel's grid that is computed: for splash attention the blocks with visible elements.
+    """Return the share of a kernel's grid that is computed; splash attention skips blocks that are fully masked.
 
-    The second scalar operand of this kernel has a 0 for each block in which the mask hides all elements.
+    The second scalar operand of that kernel is an array with 0 for each skipped block.
     """
     name = str(op.params.get("name")) if op.name == "pallas_call" else ""
     if name.startswith("splash") and op.params["grid_mapping"].num_index_operands > 1:
@@ -177,7 +177,7 @@ def _visited(op: Op, sources: dict[int, _Source]) -> float:
 
 
 def _where(equation: Any) -> str:
-    """Return the source line of an equation in the user's model or a ready-made model; else in the rest of jaxshard."""
+    """Return the source line of an equation, such as "llama.py:236", in the model if possible, else in jaxshard."""
     lines = [(file, line) for file, line, _ in equation_frames(equation) if not _LIBRARIES & set(Path(file).parts)]
     own = [
         (file, line) for file, line in lines if not is_jaxshard_file(file) or "/models/" in file or "/layers/" in file

@@ -30,7 +30,7 @@ class StepTime:
 
     Attributes:
       compute: matrix products, at the rate that large products reach.
-      memory_bound: memory traffic of other operations, of the optimizer's update and of offloaded arrays.
+      memory_bound: memory traffic of operations between products, the optimizer's update and offloaded arrays.
       exposed_communication: collectives and copies to and from host memory that do not overlap with products.
       bubble: idle time of a pipeline.
       host: waiting for the host.
@@ -51,23 +51,23 @@ class StepTime:
 
     @property
     def parts(self) -> dict[str, Range]:
-        """The range of each part, by its name."""
+        """The seconds of each part at best and at worst, by its name, such as "compute"."""
         names = ("compute", "memory_bound", "exposed_communication", "bubble", "host")
         return {name: getattr(self, name) for name in names}
 
     @property
     def low(self) -> float:
-        """The sum of all parts at best."""
+        """The seconds of a step at best: the sum of all parts."""
         return sum(part[0] for part in self.parts.values())
 
     @property
     def high(self) -> float:
-        """The sum of all parts at worst."""
+        """The seconds of a step at worst: the sum of all parts."""
         return sum(part[1] for part in self.parts.values())
 
     @property
     def middle(self) -> float:
-        """The middle of the range."""
+        """The seconds of a step, halfway between low and high."""
         return (self.low + self.high) / 2
 
 
@@ -95,7 +95,7 @@ def step_time(
         mesh, chip = js.plan.planned_mesh("v5e:2x4", data=8), js.plan.chip("TPU v5e")
         layout = js.layout(js.fsdp(), mesh, init_fn, tx)
         costs = collective_costs(js.plan.promise(layout, js.explicit(), loss_fn, batch), mesh, chip)
-        step_time((), costs, chip, update=update_bytes(layout)).middle   # seconds, were nothing computed but the update
+        step_time((), costs, chip, update=update_bytes(layout)).middle   # if nothing but the update were computed
     """
     busy = sum(one.compute for one in products)
     spent = _sum(one.seconds for one in products)
@@ -172,7 +172,7 @@ def price_range(tokens: int, time: StepTime, devices: int, price: float) -> Rang
 
 
 def _role(one: CollectiveCost) -> str:
-    """Classify a collective: "gather" of weights, "reduce" of gradients or new parameters, or "between" products."""
+    """Return "gather" for collectives of weights, "reduce" of gradients and updates, "between" of activations."""
     word = one.what.split(" ")[0]
     if word == "weight":
         return "gather"
