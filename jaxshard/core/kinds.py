@@ -31,7 +31,7 @@ def group_by_kind(
       rest_of: returns a further property that items of a group must share, such as their shape.
 
     Returns:
-      {(kind, rest): items}, in the order of the first item of each group. The kind of a single item is its path itself.
+      {(kind, rest): items}, in the order of the first item of each group. A group of one item has its path as the kind.
     """
     groups: dict[tuple[str, Any], list[T]] = {}
     for item in items:

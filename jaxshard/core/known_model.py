@@ -1,9 +1,9 @@
 """Models whose structure the library knows, and the functions by which it recognises them.
 
-`model.init`, `model.loss` and `model.evaluate` of a known model are not bound methods but small values, `InitOf`,
-`LossOf` and `EvaluateOf`, that carry their model. So recognition is an `isinstance`, not a comparison of
-names, and works through `jax.jit`. A user's function that *calls* such a value (a lambda, a loss with a penalty) is
-recognised while it is traced: `models_run` lists the known models whose functions ran.
+`model.init`, `model.loss` and `model.evaluate` of a known model are not bound methods but small objects, `InitOf`,
+`LossOf` and `EvaluateOf`, with an attribute `model`. So a known model is recognised by `isinstance`, not by names, and
+also inside `jax.jit`. A user's function that *calls* such an object (a lambda, a loss with a penalty) is recognised
+while it is traced: `models_run` lists the known models whose functions ran.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from jaxshard.core.types import PyTree
 class KnownModel:
     """The base class of models whose structure the library knows.
 
-    A subclass implements `make_params`, `compute_loss` and `compute_metrics`; users call their public forms `init`,
-    `loss` and `evaluate`, which carry the model.
+    A subclass implements `make_params`, `compute_loss` and `compute_metrics`. Users call `init`, `loss` and `evaluate`,
+    which wrap these methods in objects that remember the model.
     """
 
     stacked_for_user: bool = False
@@ -34,17 +34,17 @@ class KnownModel:
 
     @property
     def init(self) -> InitOf:
-        """`init(key)`: the parameters, or js.Model(params, state) where the model has variables besides parameters."""
+        """The function `init(key)`: returns the parameters, or js.Model(params, state) for a model with a state."""
         return InitOf(self)
 
     @property
     def loss(self) -> LossOf:
-        """`loss(model, batch, key)`: the loss of a global training batch, as one device computes it."""
+        """The function `loss(model, batch, key)`: returns the loss of the rows that it receives."""
         return LossOf(self)
 
     @property
     def evaluate(self) -> EvaluateOf:
-        """`evaluate(model, batch)`: {"loss": js.Mean} and the loss's metrics, computed without a random key."""
+        """The function `evaluate(model, batch)`: returns {"loss": js.Mean} and other metrics, without a random key."""
         return EvaluateOf(self)
 
     def make_params(self, key: jax.Array) -> PyTree:
@@ -60,17 +60,23 @@ class KnownModel:
         raise NotImplementedError
 
     def separate_labels(self, batch: PyTree) -> PyTree:
-        """Return a batch with inputs and labels as separate arrays, as `js.context` needs them."""
+        """Return the batch with inputs and labels as separate arrays, as `js.context` needs them.
+
+        From {"tokens": [B, T + 1]} make {"tokens": [B, T], "targets": [B, T]}, for example.
+        """
         return batch
 
     def dim_names(self, params: PyTree) -> PyTree:
-        """Return, for every parameter, a tuple with a logical name or None for each of its first dimensions."""
+        """Return a tuple of dimension names for every parameter, such as ("embed", "mlp").
+
+        A name may be None, and the tuple may be shorter than the shape.
+        """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class InitOf:
-    """The `init_fn` of a known model."""
+    """The `init_fn` of a known model: calls `make_params` and tells `models_run`."""
 
     model: KnownModel
 
@@ -85,7 +91,7 @@ class InitOf:
 
 @dataclass(frozen=True)
 class LossOf:
-    """The `loss_fn` of a known model."""
+    """The `loss_fn` of a known model: calls `compute_loss` and tells `models_run`."""
 
     model: KnownModel
 
@@ -99,7 +105,7 @@ class LossOf:
 
 @dataclass(frozen=True)
 class EvaluateOf:
-    """The `eval_fn` of a known model."""
+    """The `eval_fn` of a known model: calls `compute_metrics`."""
 
     model: KnownModel
 
@@ -111,7 +117,13 @@ class EvaluateOf:
 
 
 def check_function(name: str, fn: Any, call: str) -> None:
-    """Raise TypeError unless `fn` is a function that can be called as `call`; see `check_is_function`."""
+    """Raise TypeError unless `fn` is a function that can be called as `call`, such as "init_fn(key)".
+
+    Args:
+      name: the name of the parameter: "init_fn", "loss_fn" or "eval_fn".
+      fn: the user's argument.
+      call: how the function is called.
+    """
     check_is_function(name, fn, call)
     check_call(name, fn, call)
 
@@ -132,13 +144,16 @@ def check_is_function(name: str, fn: Any, call: str) -> None:
 
 
 def check_call(name: str, fn: Any, call: str) -> None:
-    """Raise TypeError if `fn` takes other arguments than `call`, such as another method of a known model."""
+    """Raise TypeError if the function `fn` can't be called as `call`, such as "loss_fn(model, batch, key)".
+
+    This also refuses the wrong function of a known model, such as `model.init` for `loss_fn`.
+    """
     _check_method(name, fn, call)
     _check_parameters(name, fn, call)
 
 
 def _check_method(name: str, fn: Any, call: str) -> None:
-    """Raise TypeError for the wrong method of a known model, such as `model.init` for `loss_fn`."""
+    """Raise TypeError for the wrong function of a known model, such as `model.init` for `loss_fn`."""
     methods = {InitOf: "init", LossOf: "loss", EvaluateOf: "evaluate"}
     own = {"init_fn": "init", "loss_fn": "loss", "eval_fn": "evaluate"}.get(name)
     given = methods.get(type(unwrap(fn)))
@@ -164,7 +179,7 @@ def _check_parameters(name: str, fn: Any, call: str) -> None:
 
 
 def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function inside `jax.jit` and inside partials that bind nothing.
+    """Return the function inside `jax.jit` and inside `functools.partial` without arguments.
 
     Other wrappers are kept, even if they have `__wrapped__`: they may compute something else.
     """
@@ -178,26 +193,34 @@ def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def known_loss(fn: Callable[..., Any]) -> KnownModel | None:
-    """Return the known model if `fn` is its `loss`; None for any other function."""
+    """Return the known model whose `loss` is `fn`; None for any other function."""
     fn = unwrap(fn)
     return fn.model if isinstance(fn, LossOf) else None
 
 
 def known_evaluate(fn: Callable[..., Any]) -> KnownModel | None:
-    """Return the known model if `fn` is its `evaluate`; None for any other function."""
+    """Return the known model whose `evaluate` is `fn`; None for any other function."""
     fn = unwrap(fn)
     return fn.model if isinstance(fn, EvaluateOf) else None
 
 
 class ModelRun(NamedTuple):
-    """A known model whose `init` or `loss` ran, and the shapes that it returned or received."""
+    """A call of a known model's `init` or `loss`.
+
+    Attributes:
+      model: the known model.
+      tree: the shapes of the model's parameters and state, which `init` returned or `loss` received.
+    """
 
     model: KnownModel
     tree: PyTree
 
 
 class _Runs:
-    """A list of `ModelRun` that compares by identity, as part of the key under which JAX caches a traced function."""
+    """A list of `ModelRun` that is equal only to itself.
+
+    It is a part of the key of JAX's trace cache. So each block traces its functions again, and no model is missed.
+    """
 
     def __init__(self) -> None:
         self.found: list[ModelRun] = []
@@ -209,9 +232,9 @@ _runs = jax.make_user_context(default_value=None)
 
 @contextmanager
 def models_run() -> Iterator[list[ModelRun]]:
-    """Collect the known models whose `init` or `loss` runs in the block, in order.
+    """Return a context that yields a list: a `ModelRun` for each known model whose `init` or `loss` runs inside.
 
-    An enclosing `models_run` block collects them as well.
+    An enclosing `models_run` block receives them as well.
     """
     outer: _Runs | None = _runs.value
     runs = _Runs()

@@ -64,12 +64,12 @@ class LowRank:
 
     @property
     def stack(self) -> int:
-        """The number of dimensions in front that stack matrices."""
+        """The number of leading dimensions that stack several matrices."""
         return int(self.a.ndim + self.b.ndim - 2 - self.base.ndim)
 
     @property
     def inputs(self) -> int:
-        """The number of dimensions of a matrix that are summed over."""
+        """The number of a matrix's input dimensions, which a product with it sums over."""
         return int(self.a.ndim) - 1 - self.stack
 
     @property
@@ -93,21 +93,22 @@ def has_low_rank(tree: PyTree) -> bool:
 
 
 def map_low_rank(fn: Callable[[LowRank], Any], tree: PyTree) -> PyTree:
-    """Replace every `LowRank` of a tree by `fn` of it; other leaves are the same objects."""
+    """Replace every `LowRank` in a tree by the result of `fn`; keep all other leaves."""
     return jax.tree.map(lambda x: fn(x) if is_low_rank(x) else x, tree, is_leaf=is_low_rank)
 
 
 def matrix_shapes(tree: PyTree) -> PyTree:
-    """Return a tree of shapes with one matrix in place of each `LowRank`, in the dtype of its weight."""
+    """Return the shapes of a tree, with one shape in place of each `LowRank`: that of its matrix."""
     return map_low_rank(lambda x: jax.ShapeDtypeStruct(x.base.shape, x.dtype), tree)
 
 
 def choose_trained(params: PyTree, trainable: Callable[[str], bool] | None) -> PyTree:
-    """Return a tree with True for each parameter that is trained; never for the base of a `LowRank`.
+    """Return a tree with True for each parameter to train. The base of a `LowRank` is never trained.
 
     Args:
       params: parameters, or their shapes.
-      trainable: `trainable(path)`; None takes all parameters, or only the factors in a tree with a `LowRank`.
+      trainable: `trainable(path)` chooses parameters. None chooses all parameters, or only the factors if the tree has
+        a `LowRank`.
     """
     adapted = has_low_rank(params)
 
@@ -121,9 +122,13 @@ def choose_trained(params: PyTree, trainable: Callable[[str], bool] | None) -> P
 
 
 def name_factors(params: PyTree, matrices: PyTree) -> PyTree:
-    """Make the `Leaf` of every parameter, given the leaves in which each `LowRank` counts as one matrix.
+    """Return the parameters as a tree of `Leaf`, with names for the factors of each `LowRank`.
 
-    The factors of a `LowRank` take the names of their dimensions from the matrix.
+    The names come from the matrix: ("embed", "mlp") gives ("embed", None) for `a` and (None, "mlp") for `b`.
+
+    Args:
+      params: parameters, or their shapes.
+      matrices: a tree like `params` with one `Leaf` in place of each `LowRank`.
     """
 
     def name(path: Any, x: Any, matrix: Leaf) -> Any:
@@ -153,7 +158,17 @@ def name_factors(params: PyTree, matrices: PyTree) -> PyTree:
 def adapt_matrix(
     w: Shaped[Array, ...], key: jax.Array, *, stack: int, inputs: int, rank: int, gain: float, base: BaseDtype | None
 ) -> LowRank:
-    """Convert a matrix to a `LowRank` that equals it at first: `a` is drawn from N(0, 1 / in), `b` is zero."""
+    """Convert a matrix to an equal `LowRank`: `a` is drawn from N(0, 1 / in), `b` is zero.
+
+    Args:
+      w: the matrix [*stack, *in, *out].
+      key: the random key for `a`.
+      stack: the number of leading dimensions that stack matrices.
+      inputs: the number of input dimensions.
+      rank: the rank of the factors.
+      gain: the factor of a @ b.
+      base: the dtype to which the matrix is cast for storage, "bf16" or "int8"; None keeps its own.
+    """
     front, ins, outs = w.shape[:stack], w.shape[stack : stack + inputs], w.shape[stack + inputs :]
     dtype = jnp.promote_types(w.dtype, jnp.float32)
     a = jax.random.normal(key, (*front, *ins, rank), dtype) / math.sqrt(math.prod(ins))
@@ -164,7 +179,7 @@ def adapt_matrix(
 
 
 def cast_base(w: Shaped[Array, ...], stack: int, inputs: int, cast: BaseDtype | None) -> tuple[Array, Array | None]:
-    """Cast a matrix to the dtype of its base; return (base, scale or None).
+    """Cast a matrix for storage as the base of a `LowRank`; return (base, scale), with the scale None unless int8.
 
     In int8 each output channel has a scale of its own, the largest magnitude over 127, in the dtype of the matrix. The
     error of an element is at most half the scale, so 1 / 254 of the largest magnitude in its channel.
@@ -181,7 +196,7 @@ def cast_base(w: Shaped[Array, ...], stack: int, inputs: int, cast: BaseDtype | 
 
 
 def key_of_path(key: jax.Array, path: Any) -> jax.Array:
-    """Derive the random key for the factors at a path; no parameter of the model is made from the same key."""
+    """Derive a random key for the factors of the matrix at a path, which no parameter of the model is made from."""
     return jax.random.fold_in(jax.random.fold_in(key, 0x10AA), zlib.crc32(path_str(path).encode()) >> 1)
 
 
@@ -203,7 +218,7 @@ that a `jax.checkpoint` policy knows it by name: weights are computed again, nev
 
 
 def bind_weight(x: LowRank) -> jax.Array:
-    """Compute the weight by a single equation of the primitive `WEIGHT`."""
+    """Compute `LowRank.weight` as a single equation, so that programs which read the jaxpr can recognise it."""
     made: list[jax.Array] = WEIGHT.bind(*jax.tree.leaves(x), gain=x.gain, cast=x.cast)
     return made[0]
 

@@ -43,7 +43,7 @@ def bytes_on_host(placed: Sequence[Placed], mesh: Mesh) -> int:
 
 
 def split_share(placed: Sequence[Placed], mesh: Mesh, role: Role) -> float:
-    """Return the fraction, from 0 to 1, of a role's elements in arrays that are split over more than one device."""
+    """Return the fraction, from 0 to 1, of a role's elements that are in arrays split over more than one device."""
     of_role = [one for one in placed if one.role == role]
     split = sum(one.leaf.size for one in of_role if _is_split(one.placement, mesh))
     return split / max(1, sum(one.leaf.size for one in of_role))
