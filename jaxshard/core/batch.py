@@ -202,11 +202,11 @@ def describe_differing(counts: dict[str, int]) -> str:
 
 
 def name_those_without(counts: dict[str, int], rows: int) -> str:
-    """Return advice for an error message: to name the arrays of another first size in `js.without_rows`.
+    """Return advice for an error message: to list arrays without rows in `js.without_rows`.
 
     Args:
       counts: {path: size of dimension 0}, from `row_counts`.
-      rows: the number of rows of the batch. Arrays with another size are the ones to name.
+      rows: the number of rows of the batch. Arrays of another size are the ones that the advice names.
     """
     others = ", ".join([repr(path) for path, size in counts.items() if size != rows][:4])
     return f"name those that have no rows in the strategy, such as js.compose(..., js.without_rows({others}))"

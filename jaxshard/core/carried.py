@@ -20,19 +20,25 @@ class Carried(Protocol):
     """
 
     def start(self, tx: Any, params: PyTree, mesh: Mesh) -> PyTree:
-        """Make the optimizer state for the first step from the trained parameters, as logical arrays."""
+        """Make the optimizer state for the first step from the trained parameters.
+
+        It consists of logical arrays: they have the shapes that `tx.init` gives them.
+        """
         ...
 
     def store(self, placements: PyTree, state: PyTree) -> PyTree:
-        """Convert an optimizer state from logical arrays to stored arrays."""
+        """Convert an optimizer state from logical arrays (the shapes of `tx.init`) to the arrays that a run stores."""
         ...
 
     def unstore(self, placements: PyTree, state: PyTree) -> PyTree:
-        """Convert an optimizer state from stored arrays to logical arrays; the inverse of `store`."""
+        """Convert an optimizer state from stored arrays to logical arrays (the shapes of `tx.init`)."""
         ...
 
     def saved(self, layout: Any) -> Any:
-        """Return the layout in which a checkpoint saves a run that has the layout `layout`."""
+        """Return the layout of the arrays in a checkpoint of a run with the layout `layout`.
+
+        With owners of matrices it is the layout without owners; with `js.local` it is the same layout.
+        """
         ...
 
     def describe(self, mesh: Mesh) -> list[str]:

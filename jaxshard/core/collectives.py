@@ -18,7 +18,7 @@ from jaxshard.core.placement import split_dims
 
 
 def gather(x: jax.Array, spec: PartitionSpec, *, keep: Sequence[str] = ()) -> jax.Array:
-    """All-gather the full array, of which `x` is this device's shard under `spec`.
+    """All-gather an array from its shards, split as `spec` says.
 
     One all-gather per axis, minor axes first, so that the shards are joined in order. The last all-gather moves the
     bytes of the full array, the earlier ones fewer.
@@ -72,7 +72,7 @@ def stack_totals(
 ) -> jax.Array:
     """Compute the scalar `fn(x)` of each global array and return the scalars as one array [len(arrays)].
 
-    The compiler adds the collectives.
+    Call it on global arrays, under `jax.jit`: the compiler adds the collectives. `specs` and `mesh` are not used.
     """
     del specs, mesh  # the compiler knows them
     return jnp.stack([fn(x) for x in arrays])

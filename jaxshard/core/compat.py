@@ -277,12 +277,12 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def newly_manual_axes(params: dict[str, Any]) -> frozenset[str]:
-    """Return the mesh axes that a shard_map makes manual and that are automatic outside of it.
+    """Return the mesh axes that a `shard_map` makes manual and that are automatic outside of it.
 
     Args:
-      params: the parameters of its equation in a jaxpr.
+      params: the parameters of the equation of the `shard_map` in a jaxpr.
 
-    Undocumented: the name of the parameter. If it changes: a KeyError with the name.
+    Undocumented: that JAX calls this parameter "newly_manual_axes". If it changes: a KeyError with the name.
     """
     return frozenset(params["newly_manual_axes"])
 
@@ -447,7 +447,10 @@ def forget_profile() -> None:
 
 
 def dce_jaxpr(jaxpr: Any) -> tuple[Any, list[bool]]:
-    """Return (the jaxpr without dead code, a list that says of each input whether it is still used).
+    """Remove the equations of a jaxpr whose results are not used, and the inputs that are then not used.
+
+    Returns:
+      (the new jaxpr, True or False for each old input: whether it is kept).
 
     Undocumented: `jax.interpreters.partial_eval.dce_jaxpr`, which knows which inputs each primitive with inner jaxprs
     (scan, cond, jit, ...) needs. If it changes: an AttributeError.
@@ -456,7 +459,7 @@ def dce_jaxpr(jaxpr: Any) -> tuple[Any, list[bool]]:
 
 
 def without_callbacks(program: Any) -> Any:
-    """Remove the effects of callbacks from a jaxpr, so that dead code elimination drops callbacks nobody reads.
+    """Remove the effects of callbacks from a jaxpr, so that dead code elimination can drop the callbacks.
 
     `jax.debug.print` is such a callback. Inner jaxprs of calls and control flow are changed too, but not
     inner jaxprs of kernels.
@@ -512,7 +515,9 @@ _UNBOUND_AXIS = re.compile(r"unbound axis name:? '?(\w+)")
 
 
 def unbound_axis_name(error: NameError) -> str | None:
-    """Return the mesh axis that a collective named outside of any `shard_map` over it; None for other NameErrors.
+    """Return the mesh axis of a collective that was called outside of a `shard_map` over this axis.
+
+    Return None for a NameError with another cause.
 
     Undocumented: the text of JAX's error, which has no attribute with the name: "Found an unbound axis name: data. To
     fix this, please call psum under `jax.shard_map`." or "unbound axis name: data". If it changes, there is no error:
@@ -529,10 +534,10 @@ _REFUSED_SPEC = re.compile(
 
 
 def is_refused_spec(error: Exception) -> bool:
-    """Return whether JAX refused a sharding in user code: `out_sharding=P(...)`, a constraint or `reshard`.
+    """Return whether an error says that JAX refused a sharding: `out_sharding=P(...)`, a constraint or `reshard`.
 
-    Undocumented: the texts of JAX's ValueErrors and RuntimeErrors. If it changes, there is no error: the user would see
-    JAX's own error, which suggests `jax.set_mesh`, instead of the explanation. A test checks the texts.
+    Undocumented: the texts of JAX's ValueErrors and RuntimeErrors. If they change, no error is raised: the user would
+    see JAX's own error, which suggests `jax.set_mesh`, instead of the explanation. A test checks the texts.
     """
     return bool(_REFUSED_SPEC.search(str(error)))
 

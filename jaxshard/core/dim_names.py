@@ -21,7 +21,7 @@ from jaxshard.core.types import PyTree
 
 
 def is_leaf(node: Any) -> bool:
-    """Return whether a node of a tree is a `Leaf`, which JAX would flatten as a tuple."""
+    """Return whether a node of a tree is a `Leaf`; JAX must be told, for it would flatten a `Leaf` as a tuple."""
     return isinstance(node, Leaf)
 
 
@@ -33,7 +33,7 @@ def name_dims(strategy: Strategy, mesh: Mesh, runs: Sequence[ModelRun], params: 
     Args:
       strategy: the strategy of the layout.
       mesh: the mesh of the layout.
-      runs: the known models whose `init` made the parameters.
+      runs: the known models (models whose structure the library knows) whose `init` made the parameters.
       params: the parameters' shapes.
     """
     matrices = matrix_shapes(params)

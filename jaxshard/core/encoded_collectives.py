@@ -45,7 +45,9 @@ class Summed(NamedTuple):
 def scatter_sum(
     x: jax.Array, spec: PartitionSpec, axes: Sequence[str], wire: Format, dtype: Any, *, keep: Sequence[str] = ()
 ) -> Summed:
-    """Compute `collectives.scatter_sum` with communication in a format of `js.wire`.
+    """Sum the devices' arrays `x` over mesh axes in a format of `js.wire`; return this device's shard of the sum.
+
+    It computes `collectives.scatter_sum` up to rounding.
 
     Args:
       x: f32, this device's summand, as large as the sum.
@@ -55,6 +57,9 @@ def scatter_sum(
       dtype: the dtype whose size the format is compared with. A part that has no fewer bytes in the format is summed by
         the native collective, in f32.
       keep: axes of the spec that split `x` already and are left alone.
+
+    Returns:
+      (the shard of the sum, this device's rounding error in the shape of `x`).
     """
     split = [(dim, axis) for dim, axis in split_dims(spec) if axis not in keep]
     errors = []
@@ -74,9 +79,17 @@ def scatter_sum(
 
 
 def all_sum(x: jax.Array, axes: Sequence[str], wire: Format, dtype: Any) -> Summed:
-    """Compute `collectives.all_sum` with communication in a format of `js.wire`; see `scatter_sum` for the arguments.
+    """Sum the devices' f32 arrays `x` over mesh axes in a format of `js.wire`; every device gets the sum.
 
-    The last axis is reduced first.
+    Args:
+      x: f32, this device's summand.
+      axes: the mesh axes to sum over; the last axis is reduced first.
+      wire: the format in which `x` is sent.
+      dtype: the dtype whose size the format is compared with. If the array has no fewer bytes in the format, the native
+        collective sums it, in f32.
+
+    Returns:
+      (the sum, this device's rounding error in the shape of `x`).
     """
     axes = [axis for axis in axes if lax.axis_size(axis) > 1]
     if not axes:
@@ -100,10 +113,16 @@ def all_sum(x: jax.Array, axes: Sequence[str], wire: Format, dtype: Any) -> Summ
 
 
 def gather(x: jax.Array, spec: PartitionSpec, wire: Format, *, keep: Sequence[str] = ()) -> jax.Array:
-    """All-gather an array to f32 with communication in a format of `js.wire`; see `collectives.gather`.
+    """All-gather an array from its shards in a format of `js.wire`; return it in f32.
 
     The shard is encoded once and sent over one axis after another. The device's own shard is encoded and decoded too,
     so that all devices get the same array.
+
+    Args:
+      x: this device's shard.
+      spec: how the full array is split.
+      wire: the format in which the shards are sent.
+      keep: axes of the spec that are not gathered.
     """
     stages = [(dim, axis) for dim, axis in reversed(split_dims(spec)) if axis not in keep and lax.axis_size(axis) > 1]
     if not stages or not shrinks(wire, x.size, x.dtype):
@@ -122,9 +141,15 @@ def gather(x: jax.Array, spec: PartitionSpec, wire: Format, *, keep: Sequence[st
 
 
 def gather_bits(x: jax.Array, spec: PartitionSpec, dtype: Any, *, keep: Sequence[str] = ()) -> jax.Array:
-    """All-gather an array in the floating type `dtype`, sent as integers with the same bits; see `collectives.gather`.
+    """All-gather an array from its shards in the floating type `dtype`, sent as integers with the same bits.
 
     Sent as bf16 it would be gathered in f32 on CPUs.
+
+    Args:
+      x: this device's shard.
+      spec: how the full array is split.
+      dtype: the dtype to send, and of the result.
+      keep: axes of the spec that are not gathered.
     """
     return from_bits(collectives.gather(to_bits(x.astype(dtype)), spec, keep=keep), dtype)
 
@@ -135,7 +160,7 @@ class Travel(NamedTuple):
     Attributes:
       kind: the name of the collective in compiled programs, such as "all-to-all".
       axes: the mesh axes of the collective.
-      shape: the shape of the array that all devices of these axes send together, or receive.
+      shape: the shape of its operand or its result on one device, whichever is larger.
       dtype: the dtype that is sent.
     """
 
@@ -155,11 +180,11 @@ def list_scatter_sum(
     *,
     keep: Sequence[str],
 ) -> Iterator[Travel]:
-    """List the collectives of `scatter_sum`, without running it.
+    """List the collectives that `scatter_sum` issues, in their order, without running it.
 
     Args:
       shape: the shape of each device's array, as large as the sum.
-      dtype: the dtype whose size the format is compared with.
+      dtype: the dtype whose size the format is compared with: parts that do not get smaller are not encoded.
       spec: how the sum is split.
       axes: the mesh axes to sum over.
       sizes: the size of each mesh axis.
@@ -184,7 +209,7 @@ def list_scatter_sum(
 def list_gather(
     shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int], wire: Format, *, keep: Sequence[str]
 ) -> Iterator[Travel]:
-    """List the collectives of `gather`, without running it.
+    """List the collectives that `gather` issues, in their order, without running it.
 
     Args:
       shape: the shape of each device's shard, which must have fewer bytes in the format.
@@ -235,13 +260,15 @@ def _scatter(x: jax.Array, dim: int, axis: str, wire: Format, dtype: Any) -> tup
 
 
 def _exchange(parts: jax.Array, axis: str, wire: Format) -> tuple[jax.Array, jax.Array]:
-    """Send row i of `parts` to device i of an axis, and add what this device receives.
+    """Send row i of `parts` to device i of an axis, encoded, and add the rows that this device receives.
 
     Args:
       parts: f32[devices, size].
+      axis: the mesh axis.
+      wire: the format of `js.wire` in which rows are sent.
 
     Returns:
-      (the sum f32[size] of all devices' rows for this device, the rounding errors f32[devices, size] of `parts`).
+      (the sum of the received rows, f32[size]; the rounding errors of `parts`, f32[devices, size]).
     """
     sent = encode(parts, wire)
     received = [lax.all_to_all(one, axis, split_axis=0, concat_axis=0) for one in sent]

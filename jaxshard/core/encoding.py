@@ -86,7 +86,7 @@ def encode(x: jax.Array, wire: Format) -> list[jax.Array]:
 
 
 def decode(sent: Sequence[jax.Array], wire: Format, size: int) -> jax.Array:
-    """Decode the result of `encode` to f32[..., size]."""
+    """Decode the arrays that `encode` returned, such as values and scales, to f32[..., size]."""
     decoded: list[jax.Array] = _DECODE.bind(*sent, wire=wire, size=size)
     return decoded[0]
 

@@ -47,9 +47,9 @@ def _batch(eqn: Any) -> tuple[int, ...]:
 
 
 def _loop(eqn: Any, operands: list[Any]) -> list[Any] | None:
-    """Evaluate a batched factorization, or an equation with one in an inner jaxpr, one matrix at a time.
+    """Evaluate a batched factorization one matrix at a time, also if it is in an inner jaxpr of the equation.
 
-    Return None for any other equation, so that `replay` evaluates it as it is (see `Rule`).
+    This is a rule of `replay`: it returns the results of the equation, or None for `replay` to evaluate it as usual.
     """
     if batch := _batch(eqn):
         flat = [x.reshape(math.prod(batch), *x.shape[len(batch) :]) for x in operands]
@@ -62,7 +62,7 @@ def _loop(eqn: Any, operands: list[Any]) -> list[Any] | None:
 
 
 def _in_param(value: Any) -> Any:
-    """Apply `one_matrix_at_a_time` to the jaxprs in a parameter of an equation: branches, or the body of a loop."""
+    """Put loops over single matrices into the jaxprs in a parameter of an equation: branches, or the body of a loop."""
     if type(value) is tuple:
         return tuple(map(_in_param, value))
     return one_matrix_at_a_time(value) if hasattr(value, "jaxpr") else value

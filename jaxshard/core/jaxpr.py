@@ -70,7 +70,11 @@ class Program(NamedTuple):
         return cls._of(closed, jax.tree.structure(args), jax.tree.structure(shapes))
 
     def results(self, values: Sequence[Any]) -> PyTree:
-        """Arrange the values of the function's results in their tree, and convert Python numbers to arrays."""
+        """Arrange the values of the function's results in the tree that the function returns.
+
+        Args:
+          values: a value for each leaf of the tree. Python numbers are converted to arrays.
+        """
         arrays = (jnp.asarray(x, atom.aval.dtype) for x, atom in zip(values, jax.tree.leaves(self.out), strict=True))
         return jax.tree.unflatten(jax.tree.structure(self.out), arrays)
 
@@ -81,7 +85,7 @@ class Program(NamedTuple):
 
     @property
     def eqns(self) -> list[Any]:
-        """The equations, in the order in which they run."""
+        """The equations of the jaxpr, in the order in which they run."""
         return list(open_jaxpr(self.closed)[0].eqns)
 
     def inline_calls(self) -> Program:
@@ -89,11 +93,11 @@ class Program(NamedTuple):
         return self.replace_closed(inline_calls(self.closed))
 
     def replace_closed(self, closed: Any) -> Program:
-        """Return the program of another closed jaxpr whose arguments and results form the same trees."""
+        """Return a `Program` with another closed jaxpr, whose arguments and results form the same trees as here."""
         return self._of(closed, jax.tree.structure(self.args), jax.tree.structure(self.out))
 
     def part(self, outs: Sequence[Any], ins: Sequence[Any]) -> Callable[..., list[Any]]:
-        """Return a function from the values of `ins` to the values of `outs`, both variables of the program.
+        """Return a function that computes the variables `outs` of the program from values for its variables `ins`.
 
         It runs only the equations that `outs` need.
         """
@@ -179,7 +183,11 @@ def equations_inside(equation: Any) -> Iterator[Any]:
 
 
 def eliminate_dead_code(program: Any) -> tuple[Any, list[bool]]:
-    """Return (the jaxpr without dead code, a list that says of each input whether it is still used)."""
+    """Remove the equations of a jaxpr whose results are not used, and the inputs that are then not used.
+
+    Returns:
+      (the new jaxpr, True or False for each old input: whether it is kept).
+    """
     return dce_jaxpr(open_jaxpr(program)[0])
 
 
@@ -187,7 +195,7 @@ def results_alone(program: Any, results: Sequence[Any]) -> tuple[Any, list[bool]
     """Cut a program down to some of its variables: keep only the equations and inputs that they need.
 
     Returns:
-      (the closed jaxpr whose results are these variables, a list that says of each old input whether it is kept).
+      (the closed jaxpr whose results are these variables, True or False for each old input: whether it is kept).
     """
     jaxpr, consts = open_jaxpr(program)
     steps, _ = needed_equations(jaxpr.eqns, results, set())
@@ -206,10 +214,13 @@ def read_equations(jaxpr: Any) -> list[Any]:
 
 
 def subprogram(program: Any, outs: Sequence[Any], ins: Sequence[Any], eqns: Sequence[Any]) -> Callable[..., list[Any]]:
-    """Return a function from the values of `ins` to the values of `outs`, which evaluates only the equations `eqns`.
+    """Return a function that computes the variables `outs` from values for the variables `ins` by the equations `eqns`.
 
-    `eqns` must have all equations that compute `outs` from `ins`; `needed_equations` finds them. Constants are the
-    program's.
+    Args:
+      program: the jaxpr, whose constants are used.
+      outs: the variables to compute.
+      ins: the variables whose values the function takes, in this order.
+      eqns: all equations that compute `outs` from `ins`; `needed_equations` finds them.
     """
     jaxpr, consts = open_jaxpr(program)
     part = replace_equations(jaxpr, ins, outs, eqns)
@@ -222,7 +233,13 @@ def inline_calls(program: Any) -> Any:
 
 
 def replay(program: Any, args: Sequence[Any], rule: Rule = lambda equation, operands: None) -> list[Any]:
-    """Evaluate a program with its calls inlined. `rule` may give the results of an equation (see `Rule`)."""
+    """Evaluate a jaxpr with its calls inlined, and return its results.
+
+    Args:
+      program: the jaxpr.
+      args: the values of its inputs.
+      rule: `rule(equation, operands)` returns the results to use for an equation, or None to evaluate it.
+    """
 
     def run_opened(eqn: Any, operands: list[Any]) -> list[Any] | None:
         inner = eqn.params.get(CALLS.get(eqn.primitive.name, ""))
@@ -232,7 +249,13 @@ def replay(program: Any, args: Sequence[Any], rule: Rule = lambda equation, oper
 
 
 def evaluate(program: Any, args: Sequence[Any], rule: Rule) -> list[Any]:
-    """Evaluate a program and keep its calls. `rule` may give the results of an equation (see `Rule`)."""
+    """Evaluate a jaxpr without inlining its calls, and return its results.
+
+    Args:
+      program: the jaxpr.
+      args: the values of its inputs.
+      rule: `rule(equation, operands)` returns the results to use for an equation, or None to evaluate it.
+    """
     jaxpr, consts = open_jaxpr(program)
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
@@ -273,7 +296,7 @@ def checkpoint_again(
 
 
 def variables(atoms: Iterable[Any]) -> set[Any]:
-    """Return the variables among these operands or results, without the Literals."""
+    """Return the set of those atoms (operands or results of equations) that are variables, not Literals."""
     return {atom for atom in atoms if not isinstance(atom, Literal)}
 
 
@@ -285,11 +308,11 @@ def needed_equations(
     Args:
       eqns: the equations of a program, in order.
       outs: the variables to compute.
-      given: variables whose values are known, so that the equations that make them are left out.
+      given: variables whose values are known. The equations that make them are left out.
       effects: True to keep equations with side effects too.
 
     Returns:
-      (the equations, in order; the set of all variables that they read, and `outs`).
+      (the equations, in order; the set of all variables that they read, together with `outs`).
     """
     want = variables(outs)
     found = []

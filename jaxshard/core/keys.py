@@ -58,7 +58,10 @@ def row_keys(
 
 
 def keys_of_rows(key: jax.Array, numbers: jax.Array) -> jax.Array:
-    """Make the keys that `row_keys` gives to the rows with these indices in the global batch, uint32[rows]."""
+    """Make one random key per row, from the rows' indices in the global batch, uint32[rows].
+
+    `row_keys` gives each row the same key.
+    """
     # The hash makes row r's key differ from the advanced key, from which the user may draw numbers too.
     keys: jax.Array = jax.vmap(lambda row: jax.random.fold_in(advance(key, row), 0))(numbers)
     return keys

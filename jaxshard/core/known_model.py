@@ -23,7 +23,7 @@ from jaxshard.core.types import PyTree
 
 
 class KnownModel:
-    """The base class of models whose structure the library knows.
+    """The base class of models whose structure the library knows, such as `js.Stacked`.
 
     A subclass implements `make_params`, `compute_loss` and `compute_metrics`. Users call `init`, `loss` and `evaluate`,
     which wrap these methods in objects that remember the model.
@@ -48,15 +48,15 @@ class KnownModel:
         return EvaluateOf(self)
 
     def make_params(self, key: jax.Array) -> PyTree:
-        """Make the result of `init`: the parameters, or `js.Model(params, state)`."""
+        """Make the parameters, or `js.Model(params, state)`, from a random key. Subclasses implement it for `init`."""
         raise NotImplementedError
 
     def compute_loss(self, model: PyTree, batch: PyTree, key: jax.Array | None) -> Any:
-        """Compute the result of `loss`: a `js.Mean`, a scalar or a `js.Loss`."""
+        """Compute the loss of a batch: a `js.Mean`, a scalar or a `js.Loss`. Subclasses implement it for `loss`."""
         raise NotImplementedError
 
     def compute_metrics(self, model: PyTree, batch: PyTree) -> dict[str, Mean | Sum | Max]:
-        """Compute the result of `evaluate`: the loss and metrics of a batch, by name."""
+        """Compute the loss and metrics of a batch, by name. Subclasses implement it for `evaluate`."""
         raise NotImplementedError
 
     def separate_labels(self, batch: PyTree) -> PyTree:
@@ -76,7 +76,10 @@ class KnownModel:
 
 @dataclass(frozen=True)
 class InitOf:
-    """The `init_fn` of a known model: calls `make_params` and tells `models_run`."""
+    """The `init_fn` of a known model (a model whose structure the library knows).
+
+    A call makes the parameters and records the model in the enclosing `models_run`.
+    """
 
     model: KnownModel
 
@@ -91,7 +94,10 @@ class InitOf:
 
 @dataclass(frozen=True)
 class LossOf:
-    """The `loss_fn` of a known model: calls `compute_loss` and tells `models_run`."""
+    """The `loss_fn` of a known model (a model whose structure the library knows).
+
+    A call computes the loss and records the model in the enclosing `models_run`.
+    """
 
     model: KnownModel
 
@@ -105,7 +111,7 @@ class LossOf:
 
 @dataclass(frozen=True)
 class EvaluateOf:
-    """The `eval_fn` of a known model: calls `compute_metrics`."""
+    """The `eval_fn` of a known model (a model whose structure the library knows)."""
 
     model: KnownModel
 
@@ -129,7 +135,7 @@ def check_function(name: str, fn: Any, call: str) -> None:
 
 
 def check_is_function(name: str, fn: Any, call: str) -> None:
-    """Raise TypeError unless `fn` is a function; for a known model the message names the method to pass.
+    """Raise TypeError unless `fn` is a function. If it is a model itself, the message names the method to pass.
 
     Args:
       name: the name of the parameter: "init_fn", "loss_fn" or "eval_fn".
@@ -146,14 +152,14 @@ def check_is_function(name: str, fn: Any, call: str) -> None:
 def check_call(name: str, fn: Any, call: str) -> None:
     """Raise TypeError if the function `fn` can't be called as `call`, such as "loss_fn(model, batch, key)".
 
-    This also refuses the wrong function of a known model, such as `model.init` for `loss_fn`.
+    This also refuses the wrong method of a model, such as `model.init` for `loss_fn`.
     """
     _check_method(name, fn, call)
     _check_parameters(name, fn, call)
 
 
 def _check_method(name: str, fn: Any, call: str) -> None:
-    """Raise TypeError for the wrong function of a known model, such as `model.init` for `loss_fn`."""
+    """Raise TypeError for the wrong method of a `KnownModel`, such as `model.init` for `loss_fn`."""
     methods = {InitOf: "init", LossOf: "loss", EvaluateOf: "evaluate"}
     own = {"init_fn": "init", "loss_fn": "loss", "eval_fn": "evaluate"}.get(name)
     given = methods.get(type(unwrap(fn)))
@@ -162,7 +168,7 @@ def _check_method(name: str, fn: Any, call: str) -> None:
 
 
 def _check_parameters(name: str, fn: Any, call: str) -> None:
-    """Raise TypeError for a function whose signature does not allow the call."""
+    """Raise TypeError if the signature of `fn` does not allow a call such as "loss_fn(model, batch, key)"."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # a builtin; calling it will tell
@@ -193,13 +199,13 @@ def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def known_loss(fn: Callable[..., Any]) -> KnownModel | None:
-    """Return the known model whose `loss` is `fn`; None for any other function."""
+    """Return the model whose method `loss` is `fn`, if it is a `KnownModel`; None for any other function."""
     fn = unwrap(fn)
     return fn.model if isinstance(fn, LossOf) else None
 
 
 def known_evaluate(fn: Callable[..., Any]) -> KnownModel | None:
-    """Return the known model whose `evaluate` is `fn`; None for any other function."""
+    """Return the model whose method `evaluate` is `fn`, if it is a `KnownModel`; None for any other function."""
     fn = unwrap(fn)
     return fn.model if isinstance(fn, EvaluateOf) else None
 
@@ -232,9 +238,10 @@ _runs = jax.make_user_context(default_value=None)
 
 @contextmanager
 def models_run() -> Iterator[list[ModelRun]]:
-    """Return a context that yields a list: a `ModelRun` for each known model whose `init` or `loss` runs inside.
+    """Return a context that yields a list, which gets a `ModelRun` for each call of a known model's `init` or `loss`.
 
-    An enclosing `models_run` block receives them as well.
+    A known model is one whose structure the library knows, such as `js.Stacked`. An enclosing `models_run` block gets
+    the calls as well.
     """
     outer: _Runs | None = _runs.value
     runs = _Runs()

@@ -46,7 +46,8 @@ class Layout:
       trainable: True for every parameter that is trained, False for a frozen one.
       stacked_for_user: True if the user wrote single blocks that the library stacked: `js.make_step` then refuses an
         optimizer that would update stacked blocks differently from single ones.
-      model: the known model whose `init` the layout was made from; None for another function, and after unpickling.
+      model: the model of the library (such as `js.Stacked`) whose `init` the layout was made from; None for another
+        function, and after unpickling.
       carried: makes and stores an optimizer state that is not stored array by array (with owners of matrices, or with
         the replicas of `js.local`); None for all other states.
 
@@ -113,15 +114,18 @@ class Layout:
         return part_of(self.strategy, Expert)
 
     def start_optimizer(self, tx: Any, params: PyTree) -> PyTree:
-        """Make the optimizer state for the first step from the trained parameters, as logical arrays."""
+        """Make the optimizer state for the first step from the trained parameters.
+
+        It consists of logical arrays: they have the shapes that `tx.init` gives them.
+        """
         return tx.init(params) if self.carried is None else self.carried.start(tx, params, self.mesh)
 
     def store_optimizer(self, state: PyTree) -> PyTree:
-        """Convert an optimizer state from logical arrays, as `tx.init` makes them, to stored arrays."""
+        """Convert an optimizer state from logical arrays (the shapes of `tx.init`) to the arrays that a run stores."""
         return (store if self.carried is None else self.carried.store)(self.opt_state, state)
 
     def unstore_optimizer(self, state: PyTree) -> PyTree:
-        """Convert an optimizer state from stored arrays to logical arrays; the inverse of `store_optimizer`."""
+        """Convert an optimizer state from stored arrays to logical arrays (the shapes of `tx.init`)."""
         return (unstore if self.carried is None else self.carried.unstore)(self.opt_state, state)
 
     @cached_property
@@ -163,7 +167,7 @@ class Layout:
         return jax.tree.map(lambda trained: adapted and not trained, self.trainable)
 
     def batch_placement(self, array: Any) -> Placement:
-        """Return the placement of a single array of a global batch; raises ValueError if its rows do not divide."""
+        """Return the placement of one array of a global batch; raise ValueError if devices do not divide its rows."""
         return place_batch(self.strategy, leaf_of((), array), self.mesh)
 
     def batch_sharding(self, array: Any) -> NamedSharding:
@@ -201,11 +205,11 @@ class Layout:
         return self.plan_batch(batch).rows
 
     def shardings(self, placements: PyTree) -> PyTree:
-        """Turn a tree of placements into a tree of `NamedSharding`."""
+        """Convert a tree of placements to a tree of `NamedSharding`."""
         return jax.tree.map(lambda placement: placement.sharding(self.mesh), placements)
 
     def placed(self) -> list[Placed]:
-        """List every array with its role, in the order parameters, gradients, optimizer state, model state."""
+        """List every array with its role and placement: parameters, gradients, optimizer state, model state."""
         trees: list[tuple[Role, PyTree, PyTree]] = [
             ("param", self.shapes.params, self.params),
             ("grad", select(self.trainable, self.shapes.params), self.grads),
@@ -221,7 +225,10 @@ class Layout:
         ]
 
     def bytes_per_device(self) -> dict[Role, int]:
-        """Return the bytes of the stored arrays on one device by role: "param", "grad", "opt", "state"."""
+        """Return the bytes of the stored arrays on one device by role.
+
+        The roles are "param", "grad", "opt" and "state".
+        """
         return bytes_by_role(self.placed(), self.mesh)
 
     def host_bytes_per_device(self) -> int:
@@ -241,7 +248,7 @@ class Layout:
     def sharded_fraction(self, role: Role) -> float:
         """Return the fraction, from 0 to 1, of a role's elements that are in sharded arrays.
 
-        An array counts as sharded if it is split over more than one device.
+        Roles are "param", "grad", "opt" and "state". An array is sharded if it is split over more than one device.
         """
         return split_share(self.placed(), self.mesh, role)
 
@@ -296,22 +303,25 @@ class Shapes(NamedTuple):
 
 
 def split_model(model: PyTree) -> tuple[PyTree, PyTree]:
-    """Split the result of an `init_fn` into (params, state); the state is () if there is none."""
+    """Split the result of an `init_fn` into (params, state). The state is () if `init_fn` returned parameters alone."""
     return (model.params, model.state) if isinstance(model, Model) else (model, ())
 
 
 def join_model(params: PyTree, state: PyTree) -> PyTree:
-    """Join parameters and state to the model that users' functions receive: the inverse of `split_model`."""
+    """Make the model that users' functions receive: `js.Model(params, state)`, or `params` if the state is ()."""
     return params if isinstance(state, tuple) and state == () else Model(params, state)
 
 
 def select(mask: PyTree, tree: PyTree) -> PyTree:
-    """Replace the leaves of a tree by None where the mask is False."""
+    """Replace the leaves of a tree by None where the tree `mask` is False."""
     return jax.tree.map(lambda keep, x: x if keep else None, mask, tree)
 
 
 def put_back(mask: PyTree, chosen: PyTree, rest: PyTree) -> PyTree:
-    """Take leaves of `chosen` where the mask is True and leaves of `rest` elsewhere: the inverse of `select`."""
+    """Merge two trees: take the leaf of `chosen` where `mask` is True, and of `rest` elsewhere.
+
+    This is the inverse of `select`: `put_back(mask, select(mask, tree), tree)` is `tree`.
+    """
     return jax.tree.map(lambda keep, a, b: a if keep else b, mask, chosen, rest, is_leaf=lambda x: x is None)
 
 

@@ -35,8 +35,8 @@ class Contents(NamedTuple):
     Attributes:
       mesh: the mesh.
       batch_axes: the axes that split the rows of a batch.
-      context: the strategy that splits the positions of these rows; None without one.
-      pipeline: the strategy that places the blocks in stages; None without one.
+      context: the `js.context` that splits the positions of these rows; None without one.
+      pipeline: the `js.pipeline` that places the blocks in stages; None without one.
       num_blocks: the number of blocks in all stages.
       placed: every array with its placement.
       carried: lines about the owners of matrices, or about replicas that train independently.
@@ -140,8 +140,9 @@ class _Kind(NamedTuple):
     Attributes:
       kind: the path with stars for indices, "layers/*/fuse/kernel".
       place: the stored shape with its mesh axes, "[512 / data, 2048]".
-      whole: "whole" for replicated arrays, and "" for split ones; see `_find_reason`.
-      why: why the arrays are replicated.
+      whole: "whole" for replicated arrays, "split by js.shard alone" for arrays that `js.tensor` does not split, and ""
+        for all others.
+      why: the reason for it.
     """
 
     kind: str
@@ -193,9 +194,10 @@ def to_html(contents: Contents) -> str:
 
 
 def _group(contents: Contents) -> dict[_Kind, list[_Member]]:
-    """Group the arrays that have the same kind of path, the same stored shape and the same split.
+    """Group the arrays of a layout that have the same kind of path, the same stored shape and the same split.
 
-    An array of optimizer state, such as a moment of Adam, counts under the path of its parameter.
+    Paths are of one kind if they differ only in the index of a layer. An array of optimizer state, such as a moment of
+    Adam, counts under the path of its parameter.
     """
     placed = contents.placed
     params = {one.leaf.path: one.leaf.shape for one in placed if one.role == "param"}
@@ -229,7 +231,8 @@ def _describe_place(placement: Placement) -> str:
 def _find_reason(placement: Placement) -> tuple[str, str]:
     """Return (in which way an array is not split, the reason), such as ("whole", "small, under 16384 elements").
 
-    For an array that is split as the strategy wants, return ("", "").
+    The first part may also be "split by js.shard alone", for an array that `js.tensor` does not split. For all other
+    arrays return ("", "").
     """
     if placement.owned:
         return "", ""

@@ -202,10 +202,11 @@ class Loss:
       parameters and the old state: taken once;
     - any other floating array, such as the running averages of BatchNorm: the mean over devices and micro-batches. A
       mean of variances leaves out the variance between micro-batches;
-    - any other array is refused by its path, and so is an array that depends on the number of rows but not on their
-      data (`n + x.shape[0]`). `n + mask.sum()` in floats can't be told from a mean: `js.parity` finds it.
+    - any other array: an error that names its path. The same for an array that depends on the number of rows but not on
+      their data, such as `n + x.shape[0]`.
 
-    Where the loss sees the global batch (`js.auto()` without micro-batches) nothing is combined.
+    A sum of floats that is not returned as `js.Sum`, such as `n + mask.sum()`, can't be recognised and is averaged;
+    `js.parity` finds it. If the loss sees the global batch (`js.auto()` without micro-batches), nothing is combined.
 
     Attributes:
       value: a scalar or a `Mean`. A scalar does not say how to combine it, and runs only under `js.auto`.
@@ -231,7 +232,12 @@ class Loss:
 
 
 def as_loss(output: Any) -> Loss:
-    """Convert the output of a loss function to a `Loss`; raise TypeError, with the value received, if it can't be."""
+    """Convert the output of a user's loss function to a `Loss`.
+
+    Raises:
+      TypeError: the output is no real floating scalar, `Mean` or `Loss` of these, or a metric is no `Mean`, `Sum` or
+        `Max`; the message says what was received.
+    """
     loss = output if isinstance(output, Loss) else Loss(output)
     value = loss.value
     if not isinstance(value, Mean):
@@ -256,14 +262,14 @@ def as_loss(output: Any) -> Loss:
 
 
 def lowest_value(dtype: Any) -> Any:
-    """Return the smallest value of a dtype: the identity of max."""
+    """Return the smallest value of a dtype, with which a maximum over values starts."""
     if dtype == jnp.bool_:
         return False
     return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
 
 
 def sum_dtype(dtype: Any) -> Any:
-    """Return the dtype in which values of a dtype are added: at least f32 or a 32-bit integer."""
+    """Return the dtype in which a sum over values of `dtype` is computed: at least f32 or a 32-bit integer."""
     dtype = jnp.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.promote_types(dtype, jnp.float32)

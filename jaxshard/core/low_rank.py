@@ -35,16 +35,18 @@ BaseDtype = Literal["bf16", "int8"]
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class LowRank:
-    """A matrix as a frozen base and two trained factors; see the top of this file.
+    """A matrix as a frozen base and two trained factors: base + gain * a @ b.
+
+    In the shapes, `*stack` are dimensions that stack several matrices, `*in` and `*out` the dimensions of one matrix.
 
     Attributes:
       base: the matrix [*stack, *in, *out], in int8 or in a floating dtype.
       a: the first factor, [*stack, *in, rank].
       b: the second factor, [*stack, rank, *out]; zeros at the start.
-      scale: of an int8 base, the factor of each output channel, [*stack, *out]; else None.
+      scale: for an int8 base the scale of each output channel, [*stack, *out]; else None.
       gain: the factor of a @ b, alpha / rank.
-      cast: the cast of the base for storage: none (None), "bf16" or "int8". After a cast to bf16 the weight has the
-        dtype of the factors, otherwise the dtype of base or scale.
+      cast: the dtype to which the base was cast for storage, "bf16" or "int8"; None if it was not. After a cast to bf16
+        the weight has the dtype of the factors, otherwise the dtype of base or scale.
     """
 
     base: Any
@@ -69,12 +71,12 @@ class LowRank:
 
     @property
     def inputs(self) -> int:
-        """The number of a matrix's input dimensions, which a product with it sums over."""
+        """The number of input dimensions of the matrix: a product with the matrix sums over them."""
         return int(self.a.ndim) - 1 - self.stack
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the weight in computation."""
+        """The dtype of the weight base + gain * a @ b, in which the model computes."""
         return {None: self.base, "bf16": self.a, "int8": self.scale}[self.cast].dtype
 
     def weight(self) -> Float[Array, ...]:
@@ -98,7 +100,7 @@ def map_low_rank(fn: Callable[[LowRank], Any], tree: PyTree) -> PyTree:
 
 
 def matrix_shapes(tree: PyTree) -> PyTree:
-    """Return the shapes of a tree, with one shape in place of each `LowRank`: that of its matrix."""
+    """Return the shapes and dtypes of a tree, with each `LowRank` as the single matrix that it stands for."""
     return map_low_rank(lambda x: jax.ShapeDtypeStruct(x.base.shape, x.dtype), tree)
 
 
@@ -122,9 +124,10 @@ def choose_trained(params: PyTree, trainable: Callable[[str], bool] | None) -> P
 
 
 def name_factors(params: PyTree, matrices: PyTree) -> PyTree:
-    """Return the parameters as a tree of `Leaf`, with names for the factors of each `LowRank`.
+    """Return the parameters as a tree of `Leaf`, with path, shape and dimension names of each array.
 
-    The names come from the matrix: ("embed", "mlp") gives ("embed", None) for `a` and (None, "mlp") for `b`.
+    The factors of a `LowRank` get their names from its matrix: ("embed", "mlp") gives ("embed", None) for `a` and
+    (None, "mlp") for `b`.
 
     Args:
       params: parameters, or their shapes.
@@ -196,7 +199,10 @@ def cast_base(w: Shaped[Array, ...], stack: int, inputs: int, cast: BaseDtype | 
 
 
 def key_of_path(key: jax.Array, path: Any) -> jax.Array:
-    """Derive a random key for the factors of the matrix at a path, which no parameter of the model is made from."""
+    """Derive a random key for the factors of the matrix at a path.
+
+    No parameter of the model is made from the same key.
+    """
     return jax.random.fold_in(jax.random.fold_in(key, 0x10AA), zlib.crc32(path_str(path).encode()) >> 1)
 
 
@@ -218,7 +224,7 @@ that a `jax.checkpoint` policy knows it by name: weights are computed again, nev
 
 
 def bind_weight(x: LowRank) -> jax.Array:
-    """Compute `LowRank.weight` as a single equation, so that programs which read the jaxpr can recognise it."""
+    """Compute base + gain * a @ b as a single equation of a jaxpr, so that code that reads the jaxpr recognises it."""
     made: list[jax.Array] = WEIGHT.bind(*jax.tree.leaves(x), gain=x.gain, cast=x.cast)
     return made[0]
 
@@ -226,13 +232,14 @@ def bind_weight(x: LowRank) -> jax.Array:
 def merge_lora(params: PyTree) -> PyTree:
     """Merge the low-rank factors of `js.lora` into the weights, for the original model.
 
+    It may also be called inside of a traced function, such as `eval_fn`.
+
     Args:
-      params: parameters or a `js.Model`, in model order, such as `js.logical(run, layout).params`; also inside a
-        traced function, such as the `eval_fn` of a model that is a plain function.
+      params: parameters or a `js.Model` with logical arrays, such as `js.logical(run, layout).params`.
 
     Returns:
       The tree with base + alpha / rank * a @ b in place of each pair of factors, in the dtype in which the model used
-      it (an int8 base is no longer rounded to 256 steps then). Other leaves are as they were.
+      it. The sum of an int8 base and its factors is not rounded to int8 again. Other leaves are as they were.
 
     Example:
           merged = js.merge_lora(js.logical(run, layout).params)

@@ -53,7 +53,7 @@ def layout(
     *,
     trainable: PyTree | Callable[[str], bool] | None = None,
 ) -> Layout:
-    """Make the layout of a training run, with a placement for every array as the strategy chooses it.
+    """Make the layout of a training run: call the strategy for every array, and collect the placements.
 
     `js.layout` calls this function, and then assigns matrices to owners or adds the replicas of `js.local`. It traces
     `init_fn` and `tx.init` on shapes alone and touches no device.
@@ -138,10 +138,10 @@ STACKED_EXAMPLE = """model = js.Stacked(embed, block, head, num_blocks=24, init=
 
 
 def _find_model(runs: Sequence[ModelRun], params: PyTree) -> KnownModel | None:
-    """Return the known model that a layout is made from; None if there is none, or if several models match.
+    """Return the `KnownModel`, such as a `js.Stacked`, that a layout is made from; None if none or several match.
 
-    This is the model whose `init` made all parameters. If there is no such model, it is the only known model that ran:
-    with `js.lora`, for example, the model that it adapts.
+    This is the model whose `init` made all parameters. If there is no such model, it is the only one that ran: with
+    `js.lora`, for example, the model that it adapts.
     """
     whole = [run for run in runs if same_structure(split_model(run.tree)[0], params)] or runs
     return whole[0].model if len(whole) == 1 else None
@@ -299,10 +299,10 @@ def _place_optimizer(placer: Placer, tx: Any, params: PyTree, placements: PyTree
       placer: places arrays that belong to no parameter.
       tx: the optimizer.
       params: the shapes of the trained parameters.
-      placements: the placements in which the optimizer receives them.
+      placements: the placements of the trained parameters in the role "opt".
 
     Returns:
-      (shapes, placements) of the state.
+      (shapes, placements), two trees like the result of `tx.init`.
     """
     with own_mesh(placer.mesh):
         opt_state = _shapes_of_opt_state(tx, params)

@@ -25,6 +25,8 @@ MARK = mark_primitive("js_mark")
 def show_marks(length: int) -> AbstractContextManager[None]:
     """Return a context in which functions such as `js.attention` and `js.positions` leave marks in the jaxpr.
 
+    A mark is one equation that stands for a function and says how it treats positions, for proofs that read the jaxpr.
+
     Args:
       length: the number of positions in a full row, even if the program is traced for fewer positions.
     """
@@ -33,7 +35,7 @@ def show_marks(length: int) -> AbstractContextManager[None]:
 
 
 def is_marking() -> bool:
-    """Return True in a context of `show_marks`, in which programs are traced only for a proof to read."""
+    """Return True if functions should leave marks: a program is traced only for a proof to read (see `show_marks`)."""
     return bool(_length.value)
 
 

@@ -48,7 +48,10 @@ def make_mesh(devices: Sequence[jax.Device] | None = None, /, **axes: int) -> Me
 
 
 def solve_sizes(axes: dict[str, int], devices: int) -> dict[str, int]:
-    """Replace a size of -1 by the number of devices that remain for the axis; raise errors as `make_mesh` does."""
+    """Replace a size of -1 by the number of remaining devices: {"data": -1, "tensor": 2} on 8 gives data 4.
+
+    Errors are those of `make_mesh`.
+    """
     asked = ", ".join(f"{name}={size}" for name, size in axes.items())
     if not axes:
         raise ValueError(f"make_mesh: name at least one axis, such as data=-1, for the {devices} devices")
@@ -166,7 +169,7 @@ class MeshById(NamedTuple):
 
 
 def axis_names(axis: AxisName | None) -> tuple[str, ...]:
-    """Convert an axis, a tuple of axes or None to a tuple of names."""
+    """Convert a mesh axis to a tuple of names: "x" to ("x",), ("x", "y") to itself and None to ()."""
     if axis is None:
         return ()
     return (axis,) if isinstance(axis, str) else tuple(axis)
@@ -207,16 +210,16 @@ def mesh_str(mesh: Mesh) -> str:
 
 
 def mesh_inside(mesh: Mesh) -> Mesh | AbstractMesh:
-    """Return the mesh to use in sharding constraints.
+    """Return the mesh to name in sharding constraints: inside of a `shard_map` its own mesh, elsewhere `mesh`.
 
-    Inside a `shard_map` this is its mesh, in which some axes are manual; elsewhere it is `mesh`.
+    Some axes of the mesh of a `shard_map` are manual.
     """
     inside = jax.sharding.get_abstract_mesh()
     return inside if inside.manual_axes else mesh
 
 
 def check_is_here(mesh: Mesh) -> None:
-    """Raise ValueError for a mesh of `js.plan.planned_mesh`, for whose imagined devices nothing can be compiled."""
+    """Raise ValueError for a mesh of `js.plan.planned_mesh`: its devices do not exist, so nothing can be compiled."""
     device = mesh.devices.flat[0]
     if not isinstance(device, jax.Device):
         raise ValueError(

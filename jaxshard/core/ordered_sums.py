@@ -42,10 +42,16 @@ def pairwise_sum(parts: Num[Array, " n *dims"]) -> Num[Array, "*dims"]:
 
 
 def scatter_sum(x: jax.Array, spec: PartitionSpec, axes: Sequence[str], *, keep: Sequence[str] = ()) -> jax.Array:
-    """Compute what `collectives.scatter_sum` computes, adding in a fixed order.
+    """Sum the devices' arrays `x` over mesh axes in a fixed order; return this device's shard of the sum.
 
-    An all-to-all replaces each reduce-scatter. It moves the same bytes, but its result is as large as its operand,
-    while a reduce-scatter returns only the shard.
+    It computes what `collectives.scatter_sum` computes. An all-to-all replaces each reduce-scatter. It moves the same
+    bytes, but its result is as large as its operand, while a reduce-scatter returns only the shard.
+
+    Args:
+      x: this device's summand, as large as the sum.
+      spec: how to split the sum.
+      axes: the mesh axes to sum over.
+      keep: axes of the spec that split `x` already and are left alone.
     """
     split = [(dim, axis) for dim, axis in split_dims(spec) if axis not in keep]
     for dim, axis in split:
@@ -59,7 +65,7 @@ def scatter_sum(x: jax.Array, spec: PartitionSpec, axes: Sequence[str], *, keep:
 
 
 def all_sum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Compute what `collectives.all_sum` computes, adding in a fixed order.
+    """Sum the devices' arrays `x` over mesh axes in a fixed order; every device gets the sum.
 
     The array is flattened and padded to a multiple of the devices, for one all-to-all and one all-gather. Together they
     move the bytes of an all-reduce. An array with fewer elements than devices is all-gathered instead.
@@ -80,10 +86,15 @@ def all_sum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 def stack_totals(
     fn: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array], specs: Sequence[PartitionSpec], mesh: Mesh
 ) -> jax.Array:
-    """Compute what `collectives.stack_totals` computes, f32[len(arrays)], adding in a fixed order.
+    """Compute the sum `fn(x)` of each global array, adding over devices in a fixed order; return f32[len(arrays)].
 
-    `fn` must be a sum over elements. Each device sends one number per array in a single all-gather. Call it on global
-    arrays, under `jax.jit`.
+    Each device sends one number per array in a single all-gather. Call it on global arrays, under `jax.jit`.
+
+    Args:
+      fn: a sum over the elements of an array, such as the sum of squares.
+      arrays: the global arrays.
+      specs: how each array is split.
+      mesh: the mesh.
     """
     axes = tuple(axis for axis in mesh.axis_names if any(axis in axes_of(spec) for spec in specs))
     sizes = tuple(mesh.shape[axis] for axis in axes)
@@ -100,12 +111,12 @@ def stack_totals(
 
 
 def _sum_shards(numbers: jax.Array, axes: tuple[str, ...], split: tuple[str, ...]) -> jax.Array:
-    """Sum one number per device, without the copies on replicas.
+    """Sum one number per device; of devices that are replicas of each other only the first counts.
 
     Args:
       numbers: the devices' numbers, with a dimension for each of `axes`.
       axes: the mesh axes.
-      split: the axes that split the array. Along all other axes devices are replicas, of which the first counts.
+      split: the axes that split the array. Devices along all other axes are replicas.
     """
     return pairwise_sum(numbers[tuple(slice(None) if axis in split else 0 for axis in axes)].reshape(-1))
 

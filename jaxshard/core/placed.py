@@ -13,12 +13,12 @@ from jaxshard.core.types import Role
 
 
 class Placed(NamedTuple):
-    """One array of a layout.
+    """One array of a layout in one role.
 
     Attributes:
       role: "param", "grad", "opt" or "state".
-      leaf: its path, logical shape, dtype and names.
-      placement: its placement.
+      leaf: the array's path, logical shape, dtype and names of dimensions.
+      placement: the array's placement.
     """
 
     role: Role
@@ -27,7 +27,7 @@ class Placed(NamedTuple):
 
 
 def bytes_by_role(placed: Sequence[Placed], mesh: Mesh) -> dict[Role, int]:
-    """Return the bytes of the stored arrays on one device by role: "param", "grad", "opt", "state".
+    """Return the bytes of the stored arrays on one device by role: "param", "grad", "opt" and "state".
 
     Arrays in the host's memory are not included (`bytes_on_host`).
     """

@@ -106,7 +106,7 @@ class View:
         return View(self.logical, padded, (*sizes, *padded[1:]), len(sizes) - 1)
 
     def drop_first(self) -> View:
-        """Return the view of one slice along the first logical dimension, such as a single block."""
+        """Return the view of one slice along the first logical dimension, such as one block of a stack."""
         return View(self.logical[1:], self.padded[1:], self.stored[1 + self.extra_dims :])
 
 
@@ -146,7 +146,7 @@ class Placement:
         return replace(self, store=_add_axes(self.store, dim, names), why="")
 
     def use_split(self, dim: int, names: AxisName) -> Placement:
-        """Split the logical dimension `dim` over one or several mesh axes in computation (`use`), too."""
+        """Split the logical dimension `dim` over mesh axes in computation too: no gather over them is needed."""
         return replace(self, use=_add_axes(self.use, dim, names))
 
     def pad(self, dim: int, size: int) -> Placement:
@@ -159,7 +159,10 @@ class Placement:
         return replace(self, view=View(view.logical, padded, stored, view.extra_dims))
 
     def unfold_first(self, sizes: tuple[int, ...]) -> Placement:
-        """Store the first dimension as several dimensions of these sizes. No axis may split it yet."""
+        """Store the first dimension as several dimensions of these sizes. No axis may split it yet.
+
+        With the sizes (2, 2, 2) an array [7, 64] is stored as [2, 2, 2, 64].
+        """
         assert self.store[0] is None, self
         more = (None,) * (len(sizes) - 1)
         return replace(self, view=self.view.unfold_first(sizes), store=PartitionSpec(*more, *self.store))
@@ -175,7 +178,7 @@ class Placement:
         return replace(self, view=View(resized(view.logical), resized(view.padded), resized(view.stored)))
 
     def drop_first(self) -> Placement:
-        """Return the placement of one slice along the first logical dimension, such as a single block."""
+        """Return the placement of one slice along the first logical dimension, such as one block of a stack."""
         use, store = PartitionSpec(*self.use[1:]), PartitionSpec(*self.store[1 + self.view.extra_dims :])
         return replace(self, view=self.view.drop_first(), use=use, store=store)
 
@@ -243,13 +246,16 @@ def _splits_evenly(size: int, count: int, parts: int) -> bool:
 
 
 def whole(leaf: Leaf) -> Placement:
-    """Return the placement that every strategy starts from: the logical shape, replicated on every device."""
+    """Return the placement from which every strategy starts: the array in its logical shape, replicated."""
     spec = PartitionSpec(*(None,) * len(leaf.shape))
     return Placement(View(leaf.shape, leaf.shape, leaf.shape), spec, spec)
 
 
 def spec_entry(names: tuple[str, ...]) -> str | tuple[str, ...] | None:
-    """Return the entry of a PartitionSpec for a dimension that is split over these axes."""
+    """Return the entry of a PartitionSpec for a dimension that is split over these axes.
+
+    () gives None, ("data",) gives "data", and several names stay a tuple.
+    """
     return None if not names else names[0] if len(names) == 1 else names
 
 

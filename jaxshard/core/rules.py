@@ -90,7 +90,7 @@ def _guess_contracted(path: str, shape: tuple[int, ...]) -> list[int] | None:
 
 
 def gating_names(leaf: Leaf) -> Names | None:
-    """Name the dimensions of two gated projections in one kernel [2, embed, mlp] or [2, mlp, embed], as Gemma has it.
+    """Name the dimensions of Gemma's kernel with two gated projections, [2, embed, mlp] or [2, mlp, embed].
 
     The larger dimension is "mlp". An additional leading dimension is "experts".
     """
@@ -207,7 +207,10 @@ class Rules:
         )
 
     def fate(self, name: str | None) -> Fate | None:
-        """Return "split", "whole" or "split or whole" for dimensions with this name; None if no rule knows the name."""
+        """Return whether dimensions of this name are split: "split", "whole" (not split) or "split or whole".
+
+        "split or whole" means split if the devices divide the dimension. Return None if no rule knows the name.
+        """
         if name is None:
             return "whole"
         return next((fate for key, fate in self.rules if key == name and isinstance(fate, str)), None)
@@ -254,7 +257,10 @@ class Rules:
         return [named[leaf.path] for leaf in leaves]
 
     def find_unused(self, leaves: Sequence[Leaf]) -> list[str]:
-        """List the user's own patterns that no parameter got its names from, each with the reason."""
+        """List the user's own patterns that named no parameter, each with the reason.
+
+        A pattern such as "fuse/kernel" names the dimensions of the parameters whose path ends with it.
+        """
         reasons = []
         for key, value in self._own_patterns():
             named = [leaf.names for leaf in leaves if leaf.named_by == key]
@@ -368,8 +374,12 @@ def ends_with(path: str, pattern: str) -> bool:
 def _names_by(value: Fate | Names | NamesOf, leaf: Leaf) -> Names | None:
     """Return the names that the right side of a rule gives to the dimensions of a parameter.
 
-    Return None if the parameter has another number of dimensions. It may have one more dimension in front, which stacks
-    layers as `nn.scan` and `nn.vmap` do.
+    Return None if it has another number of names than the parameter has dimensions. The parameter may have one more
+    dimension in front, which stacks layers as `nn.scan` and `nn.vmap` do.
+
+    Args:
+      value: the right side of a rule: a tuple of names, a function from the parameter to names, or "whole".
+      leaf: the parameter.
     """
     front = leaf.names[: _count_stacked_dims(leaf)]
     rank = len(leaf.shape) - len(front)
@@ -385,6 +395,10 @@ def _bias_names(shape: tuple[int, ...], kernel: Leaf) -> Names | None:
     """Return the names of a bias: those of its kernel's last dimensions. If their sizes differ, return None.
 
     Both may have a first dimension that stacks layers.
+
+    Args:
+      shape: the shape of the bias.
+      kernel: the kernel in the same module, with its names.
     """
     for front in (0, 1):
         tail = len(shape) - front

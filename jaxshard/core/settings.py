@@ -60,9 +60,9 @@ def no_mesh() -> AbstractContextManager[Any]:
 
 
 def settings_of(results: PyTree) -> AbstractContextManager[None]:
-    """Return the context `own_settings(mesh)` for the mesh of the arrays in a tree.
+    """Return a context for programs on the arrays of a tree: `own_settings` for the mesh that they are on.
 
-    If no array has a mesh, the context changes nothing.
+    If no array is on a mesh, the context changes nothing.
     """
     shardings = (x.sharding for x in jax.tree.leaves(results) if isinstance(x, jax.Array))
     mesh = next((sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), None)
@@ -70,7 +70,10 @@ def settings_of(results: PyTree) -> AbstractContextManager[None]:
 
 
 def with_own_settings(fn: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that has a parameter `layout` to run under `own_settings(layout.mesh)`."""
+    """Decorate a function with a parameter `layout` so that it runs under `own_settings(layout.mesh)`.
+
+    Its programs are then traced and run for this mesh, whatever the caller's configuration of JAX.
+    """
     signature = inspect.signature(fn)
 
     @functools.wraps(fn)

@@ -377,7 +377,7 @@ def hybrid(
 
 
 def check_strategy(strategy: Any) -> None:
-    """Raise TypeError unless this is a function that can be called like a strategy."""
+    """Raise TypeError unless `strategy` is a function that can be called as strategy(role, leaf, placement, mesh)."""
     if not callable(strategy):
         raise TypeError(f"strategy must be a strategy such as js.fsdp('data'), got {type(strategy).__name__}")
     makes = "Strategy" in str(getattr(strategy, "__annotations__", {}).get("return"))

@@ -45,7 +45,7 @@ MIN_PART = 8
 
 @dataclass(frozen=True)
 class Composed:
-    """The strategy that applies others one after the other; see `compose`."""
+    """The strategy that applies other strategies one after the other; made by `js.compose`."""
 
     parts: tuple[Strategy, ...]
 
@@ -57,7 +57,7 @@ class Composed:
 
 @dataclass(frozen=True)
 class Batch:
-    """The strategy that splits the rows of a batch; see `batch`."""
+    """The strategy that splits the rows (dimension 0) of a batch over mesh axes; made by `js.batch`."""
 
     rank: ClassVar[int] = 1
 
@@ -75,7 +75,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class WithoutRows:
-    """The strategy that names the arrays of a batch without rows; see `without_rows`.
+    """The strategy that names the arrays of a batch without rows, such as tables; made by `js.without_rows`.
 
     It changes no placement: `BatchPlan` reads its patterns.
     """
@@ -88,7 +88,7 @@ class WithoutRows:
 
 @dataclass(frozen=True)
 class Expert:
-    """The strategy that splits experts, and the rows of a batch, over an axis; see `expert`."""
+    """The strategy that splits experts, and the rows of a batch, over mesh axes; made by `js.expert`."""
 
     rank: ClassVar[int] = 2
 
@@ -119,7 +119,8 @@ class Expert:
           mesh: the mesh of the layout.
 
         Raises:
-          ValueError: no parameter has experts, or the axis does not divide their number; the message names each.
+          ValueError: no parameter has experts, or the axis does not divide their number; the message lists such
+            parameters.
         """
         parts = axis_size(mesh, check_axis(mesh, self.axis, "expert"))
         routed = find_routed(given)
@@ -155,7 +156,7 @@ class Expert:
 
 @dataclass(frozen=True)
 class Shard:
-    """The strategy that splits a dimension which no other axis splits; see `shard`."""
+    """The strategy that splits a dimension which no other axis splits; made by `js.shard`."""
 
     rank: ClassVar[int] = 4
 
@@ -199,7 +200,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Tensor:
-    """The strategy that splits dimensions by name; see `tensor`."""
+    """The strategy that splits dimensions by their names; made by `js.tensor`."""
 
     rules: Rules
     axis: AxisName
@@ -225,14 +226,15 @@ class Tensor:
         return replace(placement, rule=f"whole: {leaf.named_by}" if leaf.named_by else "no rule took it")
 
     def fate(self, name: str | None) -> Fate | None:
-        """Return "split", "whole" or "split or whole" for dimensions of this name; None if no rule knows the name.
+        """Return whether dimensions of this name are split: "split", "whole" (not split) or "split or whole".
 
-        The strategy's own mesh axis is a name too, and is split.
+        "split or whole" means split if the devices divide the dimension. The strategy's own mesh axis is a name too,
+        which is split. Return None if no rule knows the name.
         """
         return self.rules.fate(name) or ("split" if name in axis_names(self.axis) else None)
 
     def name_dims(self, leaves: Sequence[Leaf], mesh: Mesh) -> list[Leaf]:
-        """Give the dimensions of parameters their names; see `Rules.resolve`.
+        """Give the dimensions of parameters their names, from the rules of `js.tensor` and the model's annotations.
 
         Models may be annotated with mesh axes instead of names (`nn.with_partitioning`, a PartitionSpec in NNX). A
         dimension annotated with this strategy's own axis is split. Annotations with other mesh axes are ignored.
@@ -296,7 +298,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The strategy that splits stacked blocks into stages; see `pipeline`."""
+    """The strategy that splits stacked blocks into stages; made by `js.pipeline`."""
 
     rank: ClassVar[int] = 0
 
@@ -340,7 +342,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Context:
-    """The strategy that splits the positions of a batch; see `context`.
+    """The strategy that splits the positions of a batch; made by `js.context`.
 
     It changes no placement: arrays of a batch are stored replicated over its axis, and engines take each device's part.
 
@@ -370,12 +372,12 @@ class Context:
 
 
 def part_of(strategy: Strategy, kind: type[Part]) -> Part | None:
-    """Return the part of a composed strategy that is of a class, such as `Pipeline`; None without one."""
+    """Return the part of a composed strategy that is an instance of `kind`, such as `Pipeline`; None without one."""
     return next((part for part in parts_of(strategy) if isinstance(part, kind)), None)
 
 
 def parts_of(strategy: Strategy) -> tuple[Strategy, ...]:
-    """Return the parts of a composed strategy; the strategy itself if it is not composed."""
+    """Return the strategies that a strategy is composed of; the strategy itself if it is not composed."""
     return strategy.parts if isinstance(strategy, Composed) else (strategy,)
 
 

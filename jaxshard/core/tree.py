@@ -32,7 +32,7 @@ class Leaf(NamedTuple):
       shape: its logical shape, as in the model.
       dtype: its dtype.
       names: the logical name of each dimension, or None, such as ("embed", "mlp").
-      named_by: the rule that gave a parameter its names, for people; "" without one.
+      named_by: the rule of `js.tensor` that gave a parameter its names, as text for people; "" without one.
 
     Example:
         >>> leaf = Leaf("head/kernel", (512, 10), "float32", ("embed", "vocab"))
@@ -66,7 +66,7 @@ def path_str(path: tuple[Any, ...]) -> str:
 
 
 def leaf_of(path: tuple[Any, ...], array: Any, names: tuple[str | None, ...] | None = None) -> Leaf:
-    """Make the `Leaf` of an array or ShapeDtypeStruct."""
+    """Make the `Leaf` (path, shape, dtype and dimension names) of an array or ShapeDtypeStruct at a key path."""
     shape = tuple(array.shape)
     return Leaf(path_str(path), shape, array.dtype, names or (None,) * len(shape))
 
@@ -74,7 +74,7 @@ def leaf_of(path: tuple[Any, ...], array: Any, names: tuple[str | None, ...] | N
 def map_with_path(
     fn: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf: Callable[[Any], bool] | None = None
 ) -> PyTree:
-    """Map like `jax.tree.map`, with a function that receives the key path first."""
+    """Map a function over the leaves of trees, as `jax.tree.map` does; it receives the leaf's key path first."""
     return jax.tree_util.tree_map_with_path(fn, tree, *rest, is_leaf=is_leaf)
 
 

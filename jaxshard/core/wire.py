@@ -53,8 +53,8 @@ class Format:
     def encode(self, x: jax.Array) -> Any:
         """Encode an array as one or several arrays to send.
 
-        It must be a pure function that `jax.vmap` can map. A number that is not finite must be decoded as one that is
-        not finite, since a step recognises bad gradients by it.
+        It must be a pure function that `jax.vmap` can map. Infinite and NaN numbers must be infinite or NaN after
+        `decode`, since a step recognises bad gradients by them.
 
         Args:
           x: f32[size], for any size from 1 on: the flattened numbers that one device sends.
@@ -127,7 +127,7 @@ class Scaled(Format):
         return values.reshape(-1)[: x.size], scales
 
     def decode(self, sent: tuple[jax.Array, jax.Array], size: int) -> jax.Array:
-        """Dequantize the result of `encode` to f32[size]."""
+        """Decode the 8-bit numbers and scales that `encode` returned to f32[size]."""
         values, scales = sent
         if self.dtype != "int8":
             values = lax.bitcast_convert_type(values, jnp.dtype(self.dtype))
