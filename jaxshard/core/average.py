@@ -84,8 +84,8 @@ class Average:
         """Return the `Average` after a training step: decay * average + (1 - decay) * params, elementwise.
 
         Args:
-          params: the parameters after the step, stored sharded if the average is. Parameters without an average are
-            ignored.
+          params: the parameters after the step, in the form of the average: both stored sharded, or both not. The tree
+            may have further parameters.
           step: the index of the step, from 0 on.
         """
         decay = self.decay(step) if callable(self.decay) else self.decay

@@ -170,9 +170,9 @@ class Activations:
         return 1 if axes is _FREE else axis_size(mesh, tuple(axis for axis in axes if axis not in manual))
 
     def mesh(self) -> tuple[Mesh, frozenset[str]]:
-        """Return (the mesh for constraints, its manual axes).
+        """Return (the mesh to name in constraints, its manual axes).
 
-        An axis is manual inside of a `shard_map` over it, where a constraint can't name it.
+        Inside of a `shard_map` some mesh axes are manual, which a constraint can't name.
         """
         inside = jax.sharding.get_abstract_mesh()
         manual = [name for name, kind in zip(inside.axis_names, inside.axis_types) if kind == AxisType.Manual]

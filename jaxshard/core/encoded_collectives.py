@@ -54,8 +54,8 @@ def scatter_sum(
       spec: how to split the sum.
       axes: the mesh axes to sum over.
       wire: the format in which parts of `x` are sent.
-      dtype: the dtype whose size the format is compared with. A part that has no fewer bytes in the format is summed by
-        the native collective, in f32.
+      dtype: the dtype of the array before it was cast to f32. A part that has no fewer bytes in the format than in
+        `dtype` is summed by the native collective, in f32.
       keep: axes of the spec that split `x` already and are left alone.
 
     Returns:
@@ -85,8 +85,8 @@ def all_sum(x: jax.Array, axes: Sequence[str], wire: Format, dtype: Any) -> Summ
       x: f32, this device's summand.
       axes: the mesh axes to sum over; the last axis is reduced first.
       wire: the format in which `x` is sent.
-      dtype: the dtype whose size the format is compared with. If the array has no fewer bytes in the format, the native
-        collective sums it, in f32.
+      dtype: the dtype of the array before it was cast to f32. If the array has no fewer bytes in the format than in
+        `dtype`, the native collective sums it, in f32.
 
     Returns:
       (the sum, this device's rounding error in the shape of `x`).
@@ -184,7 +184,7 @@ def list_scatter_sum(
 
     Args:
       shape: the shape of each device's array, as large as the sum.
-      dtype: the dtype whose size the format is compared with: parts that do not get smaller are not encoded.
+      dtype: the dtype of the array. A part that has no fewer bytes in the format than in `dtype` is not encoded.
       spec: how the sum is split.
       axes: the mesh axes to sum over.
       sizes: the size of each mesh axis.

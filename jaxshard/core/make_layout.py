@@ -157,7 +157,7 @@ def _check_blocks(strategy: Strategy, leaves: PyTree) -> None:
 
 
 def _check_rows(strategy: Strategy, mesh: Mesh) -> None:
-    """Raise ValueError if the strategy can't split the rows of batches, before there is a first batch."""
+    """Raise ValueError if the strategy can't split the rows of batches; the first batch would show it too late."""
     axes, context = split_rows(strategy, mesh), part_of(strategy, Context)
     if both := [axis for axis in axes if context is not None and axis in context.axis]:
         raise ValueError(
@@ -255,7 +255,12 @@ def _shapes_of(fn: Callable[[Any], Any], argument: Any, headline: str) -> PyTree
 
 
 def _place_state(state: PyTree, params: PyTree, fill: Callable[..., Placement]) -> PyTree:
-    """Place the arrays of the model's state: of a `js.Average` like their parameters, others by `fill(path, array)`.
+    """Place the arrays of the model's state: averages (`js.Average`) like their parameters, others by `fill`.
+
+    Args:
+      state: the shapes of the model's state.
+      params: the placements of the parameters.
+      fill: `fill(path, array)` returns the placement of an array that belongs to no average.
 
     Raises:
       ValueError: an array of an average has no parameter of its path and shape.

@@ -11,7 +11,8 @@ from pathlib import Path
 def package_folder(name: str) -> Path:
     """Return the folder of an importable package, such as "jaxshard.engines".
 
-    If a package is renamed, an error is raised here. A folder written as a path would silently match no file any more.
+    The folder is looked up by the name, so that renaming a package raises an error here. Comparisons with a folder that
+    is written as a path would silently be False.
 
     Raises:
       ModuleNotFoundError: there is no such package.
