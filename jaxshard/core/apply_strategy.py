@@ -18,7 +18,7 @@ from jaxshard.core.types import Role
 
 
 class Placer:
-    """Calls a strategy for one array after another, and collects its wrong placements to report them together.
+    """Calls a strategy for each array, checks the placements that it returns, and collects wrong ones for one error.
 
     Args:
       strategy: the strategy to call.
@@ -30,9 +30,9 @@ class Placer:
         self._problems: dict[tuple[str, str], list[Role]] = {}
 
     def place(self, role: Role, leaf: Leaf) -> Placement:
-        """Return the strategy's placement of an array.
+        """Return the strategy's placement of one array in one role, such as "param" or "opt".
 
-        If it is wrong, record the problem for `raise_problems` and return the placement of a replicated array.
+        If the placement is wrong, record why and return a replicated placement. `raise_problems` raises the error.
         """
         try:
             placement = self._strategy(role, leaf, whole(leaf), self.mesh)
@@ -46,7 +46,7 @@ class Placer:
         return whole(leaf)
 
     def raise_problems(self) -> None:
-        """Raise one ValueError that names every wrongly placed array, with its roles; do nothing without any."""
+        """Raise one ValueError that lists every wrong placement recorded so far; do nothing if there is none."""
         raise_all(
             (f"{', '.join(roles)} {array}: {problem}" for (array, problem), roles in self._problems.items()),
             ValueError,
@@ -55,7 +55,7 @@ class Placer:
 
 
 def place_batch(strategy: Strategy, leaf: Leaf, mesh: Mesh) -> Placement:
-    """Return the strategy's placement of an array of a batch; raises ValueError if it is wrong."""
+    """Return the strategy's placement of one array of a batch; raise ValueError if the placement is wrong."""
     placer = Placer(strategy, mesh)
     placement = placer.place("batch", leaf)
     placer.raise_problems()
@@ -63,7 +63,7 @@ def place_batch(strategy: Strategy, leaf: Leaf, mesh: Mesh) -> Placement:
 
 
 def _find_problem(placement: Any, role: Role, leaf: Leaf, mesh: Mesh) -> str:
-    """Describe what is wrong with a placement, and the fix; return "" if nothing is wrong."""
+    """Return as text what is wrong with a placement and how to fix it; return "" if it is right."""
     if not isinstance(placement, Placement):
         return f"got {type(placement).__name__}; return the placement that the strategy received, or one made from it"
     view, use, store = placement.view, placement.use, placement.store

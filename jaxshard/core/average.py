@@ -23,15 +23,16 @@ class Average:
 
         average = decay * average + (1 - decay) * params
 
-    The loss reads `.params` and never writes it. Each array has the placement of its parameter: under
-    FSDP stored sharded, updated on its shards, without a collective. Where the loss reads it, it is all-gathered as
-    many bytes as it has, before the loss. A step that is skipped as a bad one does not change the average.
+    The loss reads `.params` and never writes it. Each array of the average has the sharding of its parameter. Under
+    FSDP it is stored sharded, and updated on its shards without a collective. An array that the loss reads is
+    all-gathered before the loss. A step that is skipped because of a bad batch does not change the average.
 
     Args:
       params: the first value of the average: the parameters, or some of them under their own paths
         ({"encoder": params["encoder"]}). bf16 and f16 arrays are averaged in f32.
-      decay: between 0 and 1; 0.999 averages about 1000 steps. Or a schedule of the step's number, made outside of
-        `init_fn`, such as one of optax's: `optax.cosine_decay_schedule(...)`.
+      decay: a number between 0 and 1 (0.999 averages about 1000 steps), or a schedule `decay(step)` such as
+        `optax.cosine_decay_schedule(...)`. Make the schedule outside of `init_fn`: each trace of `init_fn` would make
+        another one.
 
     Attributes:
       params: the average, a tree like the one given.
@@ -76,15 +77,16 @@ class Average:
         return made
 
     def over(self, params: PyTree) -> Average:
-        """Return an `Average` with the same decay that holds `params` instead."""
+        """Return an `Average` with the same decay and another tree of averages, `params`."""
         return Average.tree_unflatten(self.decay, (params,))
 
     def next(self, params: PyTree, step: jax.Array) -> Average:
         """Return the `Average` after a training step: decay * average + (1 - decay) * params, elementwise.
 
         Args:
-          params: the parameters after the step, in the same view as the average; the tree may have further parameters.
-          step: the step's number, from 0 on.
+          params: the parameters after the step, in the form of the average: both stored sharded, or both not. The tree
+            may have further parameters.
+          step: the index of the step, from 0 on.
         """
         decay = self.decay(step) if callable(self.decay) else self.decay
         new = find_averaged(params, self.params)
@@ -97,7 +99,9 @@ def is_average(x: Any) -> bool:
 
 
 def find_averaged(params: PyTree, averaged: PyTree, what: str = "") -> PyTree:
-    """Select, from a tree with the parameters' paths, the leaves at the paths that an average has.
+    """Select the leaves of `params` that an average holds: the leaves at the same paths.
+
+    For an average of {"encoder": w} this is {"encoder": params["encoder"]}.
 
     Args:
       params: a tree with a leaf for each parameter, such as its array or its placement.
@@ -119,12 +123,12 @@ def find_averaged(params: PyTree, averaged: PyTree, what: str = "") -> PyTree:
 
 
 def average_dtype(x: Any) -> Any:
-    """Return the dtype in which a parameter is averaged: f32 for bf16 and f16, which would round small changes away."""
+    """Return the dtype in which a parameter is averaged: f32 for bf16 and f16, in which small changes would be lost."""
     return jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype
 
 
 def blend(old: jax.Array, new: jax.Array, decay: float | jax.Array) -> jax.Array:
-    """Return `decay * old + (1 - decay) * new`; for integers return `new`."""
+    """Return `decay * old + (1 - decay) * new` in the dtype of `old`; for integers return `new`."""
     if not jnp.issubdtype(old.dtype, jnp.inexact):
         return new
     # In this form the average of two equal numbers is exactly that number, without a rounding error.

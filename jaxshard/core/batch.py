@@ -2,9 +2,9 @@
 
 The rows are the first dimension, which is split over devices and cut into micro-batches.
 
-Scalars have no rows, nor have the arrays that `js.without_rows` names. All other arrays should have the same number.
-Where their first sizes differ, only the arrays of one size have rows. That is allowed only where the loss sees the
-global batch, so that the choice can't change its value.
+Scalars have no rows, nor have the arrays that `js.without_rows` names. All other arrays should have the same number of
+rows. If their first sizes differ, only the arrays of one size have rows. This is allowed only if the loss sees the
+global batch, because then the choice can't change its value.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class BatchPlan:
     One plan serves all batches of the same shapes.
 
     Attributes:
-      strategy: may have `js.without_rows` among its parts.
+      strategy: the strategy of the layout; `js.without_rows` in it names arrays without rows.
       mesh: the mesh of the layout.
       axes: the mesh axes that split the rows.
       batch: the arrays' shapes, a tree.
@@ -49,28 +49,28 @@ class BatchPlan:
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """{path: size of the first dimension} of every array that may have rows; see `row_counts`."""
+        """The size of dimension 0 of every array that may have rows, by path; see `row_counts`."""
         return row_counts(self.strategy, self.batch)
 
     @cached_property
     def row_count(self) -> int:
         """The number of rows; 0 if no array has rows.
 
-        Where arrays differ in their first sizes, prefer a size that splits evenly, then the size of most arrays,
-        then the largest.
+        If arrays differ in their first sizes, this is a size that the devices divide evenly. Among several of these it
+        is the size that most arrays have, and among equally frequent sizes the largest.
         """
         sizes, parts = Counter(self.counts.values()), axis_size(self.mesh, self.axes)
         return max(sizes, key=lambda size: (size % parts == 0, sizes[size], size), default=0)
 
     @cached_property
     def rows(self) -> PyTree:
-        """True for every array that has rows, as a tree."""
+        """A tree like the batch, with True for every array that has rows."""
         count = self.row_count
         return map_with_path(lambda path, x: x.shape[:1] == (count,) and path_str(path) in self.counts, self.batch)
 
     @cached_property
     def placements(self) -> PyTree:
-        """The placement of every array, as a tree; arrays without rows are replicated."""
+        """A tree like the batch, with the placement of every array; arrays without rows are replicated."""
 
         def place(path: tuple[Any, ...], x: Any, has_rows: bool) -> Placement:
             leaf = leaf_of(path, x)
@@ -80,7 +80,7 @@ class BatchPlan:
 
     @cached_property
     def shardings(self) -> PyTree:
-        """The sharding of every array, as a tree."""
+        """A tree like the batch, with the `NamedSharding` of every array."""
         return jax.tree.map(lambda placement: placement.sharding(self.mesh), self.placements)
 
     def check(self, microbatches: int, *, whole: bool = False) -> None:
@@ -88,8 +88,8 @@ class BatchPlan:
 
         Args:
           microbatches: the engine's number of micro-batches.
-          whole: True where the loss sees the global batch. Then arrays may have different first sizes, with a warning
-            that names the arrays that are replicated.
+          whole: True if the loss sees the global batch. Then arrays may have different first sizes, with a warning that
+            names the arrays that are replicated.
 
         Raises:
           TypeError: the batch has a list of numbers in place of an array.
@@ -124,14 +124,22 @@ class BatchPlan:
 
 
 def row_counts(strategy: Strategy, batch: PyTree) -> dict[str, int]:
-    """Return {path: size of dim 0} of the arrays that may have rows: no scalars, none named by `js.without_rows`."""
+    """Return {path: size of dimension 0} of the arrays that may have rows.
+
+    Scalars and the arrays that `js.without_rows` names have no rows.
+    """
     patterns = _patterns(strategy)
     arrays = ((path_str(path), x) for path, x in jax.tree_util.tree_leaves_with_path(batch) if np.ndim(x))
     return {path: np.shape(x)[0] for path, x in arrays if not any(ends_with(path, one) for one in patterns)}
 
 
 def check_several_batches(who: str, batches: Any) -> None:
-    """Raise TypeError for a single batch (a tree or an array) in place of an iterable of batches."""
+    """Raise TypeError if `batches` is a single batch (a tree or an array) and not an iterable of batches.
+
+    Args:
+      who: the function that received it, for the message.
+      batches: the argument of the user.
+    """
     is_one = isinstance(batches, Mapping | str | bytes) or hasattr(batches, "__array__")
     if not is_one and (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
         return
@@ -143,9 +151,10 @@ def check_several_batches(who: str, batches: Any) -> None:
 
 
 def check_no_lists(what: str, tree: PyTree) -> None:
-    """Raise TypeError for lists of numbers that are meant to be arrays, in which JAX sees a scalar for each number.
+    """Raise TypeError for lists of Python numbers in a batch: JAX would take each number for a scalar of its own.
 
-    Refuse lists of lists, lists as long as the arrays have rows, and all lists if no array has rows.
+    Refuse a list if it contains lists, if it has as many numbers as some array has rows, or if no array has rows. Other
+    lists may be meant as scalars.
 
     Args:
       what: the name of the tree, for the message.
@@ -183,24 +192,28 @@ def _describe_no_rows(batch: PyTree) -> str:
 
 
 def describe_differing(counts: dict[str, int]) -> str:
-    """Return the error message for arrays of a batch with different numbers of rows, from `row_counts`."""
+    """Return the error message for a batch whose arrays have different numbers of rows.
+
+    Args:
+      counts: {path: number of rows}, from `row_counts`.
+    """
     listed = ", ".join(f"{path}: {count}" for path, count in counts.items())
     return f"the arrays of a batch must have the same number of rows (dim 0), got {listed}"
 
 
 def name_those_without(counts: dict[str, int], rows: int) -> str:
-    """Return the text of a fix for arrays of different first sizes: name the arrays without rows in `js.without_rows`.
+    """Return advice for an error message: to list arrays without rows in `js.without_rows`.
 
     Args:
-      counts: what `row_counts` returned.
-      rows: the number of rows.
+      counts: {path: size of dimension 0}, from `row_counts`.
+      rows: the number of rows of the batch. Arrays of another size are the ones that the advice names.
     """
     others = ", ".join([repr(path) for path, size in counts.items() if size != rows][:4])
     return f"name those that have no rows in the strategy, such as js.compose(..., js.without_rows({others}))"
 
 
 def warn_of_patterns(strategy: Strategy, batch: PyTree) -> None:
-    """Warn of patterns of `js.without_rows` that match no array of a batch, such as misspelt patterns."""
+    """Warn of patterns in `js.without_rows` that match no array of the batch, for example because they are misspelt."""
     found = paths(batch)
     unused = [p for p in _patterns(strategy) if not any(ends_with(path, p) for path in found)]
     if unused:

@@ -1,7 +1,8 @@
 """The KV cache that attention uses while one part of a model runs: a block, the embedding or the head.
 
-Generation sets it in a context, and `js.attention` writes and reads it, so that a model does not mention it. Rows may
-have different lengths: a key is stored in the slot of its position, and slots after a row's last position are masked.
+Generation activates a cache in a context, and `js.attention` reads and writes it, so the model's code does not mention
+it. Rows may have different lengths: a key is stored in the slot of its position, and slots after a row's last position
+are masked.
 
 Shape suffixes: L blocks, B rows, S slots (one for each position that a row may have), K heads of keys and values, D
 width of a head.
@@ -31,7 +32,9 @@ class Stored(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Shapes, dtypes and sharding of what one `js.attention` call caches for a position of a row in one block.
+    """The size, dtype and sharding of the keys and values that one `js.attention` call adds to the cache.
+
+    They are given for one position of one row in one block; `shapes` makes the shapes of the cached arrays from them.
 
     Attributes:
       kv_heads: the number of heads of keys and values.
@@ -46,7 +49,13 @@ class Slots(NamedTuple):
     spec: PartitionSpec
 
     def shapes(self, blocks: int, rows: int, size: int) -> Stored:
-        """Return the shapes of the cached arrays for a number of blocks, of rows, and of slots in a row (`size`)."""
+        """Return the shapes of the cached keys and values, [blocks, rows, kv_heads, size, width].
+
+        Args:
+          blocks: the number of blocks of the model.
+          rows: the number of rows.
+          size: the number of slots per row: the most positions that a row may have.
+        """
         made = [
             jax.ShapeDtypeStruct((blocks, rows, self.kv_heads, size, width), dtype)
             for width, dtype in zip(self.widths, self.dtypes)
@@ -55,20 +64,23 @@ class Slots(NamedTuple):
 
 
 class Cache:
-    """The KV cache of one part of a model, with an entry for each of its `js.attention` calls, in call order.
+    """The KV cache of one part of a model (a block, the embedding or the head).
 
-    A cache is made for one trace of the part. Its arrays are references (`jax.new_ref`), so that attention may run
-    inside of `jax.jit`, `jax.checkpoint` or `jax.lax.cond` in the part.
+    It has an entry for each `js.attention` call of the part, in call order. A cache is made for one trace of the part.
+    Its arrays are references (`jax.new_ref`), so that attention may run inside of `jax.jit`, `jax.checkpoint` or
+    `jax.lax.cond` in the part.
 
     Args:
       count: how many new positions of each row the part computes.
-      stored: references to the cached arrays of each call; None to only record the calls, in `found`.
-      starts: int32[B], the first new position of each row; None where that is 0, as in a prompt.
-      block: the index of the block.
+      stored: references to the cached keys and values, one `Stored` per call. With None nothing is cached, and each
+        call only records in `found` what it would cache.
+      starts: int32[B], the index of the first new position of each row; None if it is 0, as in a prompt.
+      block: the index of the block, in dimension L of the cached arrays.
 
     Attributes:
-      found: for each call, the shapes and sharding that it would cache; filled where `stored` is None.
-      asked_positions: whether the part asked `js.positions`, which has one answer for all rows.
+      found: for each call, the shapes and sharding that it would cache; filled if `stored` is None.
+      asked_positions: True if the part called `js.positions`, which returns the same positions for all rows. Rows of
+        different lengths are then generated in separate groups.
     """
 
     def __init__(
@@ -85,14 +97,14 @@ class Cache:
         self.asked_positions = False
 
     def in_force(self) -> AbstractContextManager[None]:
-        """Make a context in which attention uses this cache."""
+        """Return a context in which `js.attention` uses this cache."""
         context: AbstractContextManager[None] = _current(self)
         return context
 
     def positions(self, count: int) -> jax.Array:
-        """Return the indices of the `count` new positions, int32[count], which must be the same in all rows.
+        """Return the indices of the new positions, int32[count], for `js.positions`, and set `asked_positions`.
 
-        Sets `asked_positions`.
+        One result serves all rows, so all rows must have the same first new position.
         """
         self.asked_positions = True
         numbers = jnp.arange(count, dtype=jnp.int32)
@@ -104,6 +116,6 @@ _current = jax.make_user_context(default_value=None)
 
 
 def cache_in_force() -> Cache | None:
-    """Return the cache that is in force; None outside of generation."""
+    """Return the cache of the enclosing context `Cache.in_force`; None outside of generation."""
     cache: Cache | None = _current.value
     return cache

@@ -1,4 +1,4 @@
-"""`Carried`: how a training state holds an optimizer state that is not stored array by array."""
+"""`Carried`: a protocol for optimizer states that are not stored array by array."""
 
 from __future__ import annotations
 
@@ -10,29 +10,37 @@ from jaxshard.core.types import PyTree
 
 
 class Carried(Protocol):
-    """A protocol: make, store and save an optimizer state that is not stored array by array.
+    """A protocol to make, store and save an optimizer state that is not stored array by array.
 
-    Where `Layout.carried` is None, the state is the result of `tx.init`, and each array is stored by its own
-    placement. The owners of matrices (`optim/owners`) store several arrays as one stack, and `js.local` (`optim/local`)
-    adds a copy of parameters and state for each replica.
+    If `Layout.carried` is None, `tx.init` makes the optimizer state, and each of its arrays is stored by a placement of
+    its own. Two kinds of states need more. In `optim/owners` one device updates a matrix, and the states of several
+    matrices are stored as one stack. `js.local` (`optim/local`) stores a copy of the state for each replica.
+
+    Its methods convert between logical arrays, which have the shapes that `tx.init` gives them, and stored arrays.
     """
 
     def start(self, tx: Any, params: PyTree, mesh: Mesh) -> PyTree:
-        """Make the optimizer state for the first step, in logical arrays, from the trained parameters."""
+        """Make the optimizer state for the first step from the trained parameters.
+
+        It consists of logical arrays: they have the shapes that `tx.init` gives them.
+        """
         ...
 
     def store(self, placements: PyTree, state: PyTree) -> PyTree:
-        """Convert an optimizer state of logical arrays to stored arrays."""
+        """Convert an optimizer state from logical arrays (the shapes of `tx.init`) to the arrays that a run stores."""
         ...
 
     def unstore(self, placements: PyTree, state: PyTree) -> PyTree:
-        """Convert an optimizer state of stored arrays to logical arrays: the inverse of `store`."""
+        """Convert an optimizer state from stored arrays to logical arrays (the shapes of `tx.init`)."""
         ...
 
     def saved(self, layout: Any) -> Any:
-        """Return the layout in which checkpoints save a training state that has the layout `layout`."""
+        """Return the layout of the arrays in a checkpoint of a run with the layout `layout`.
+
+        With owners of matrices it is the layout without owners; with `js.local` it is the same layout.
+        """
         ...
 
     def describe(self, mesh: Mesh) -> list[str]:
-        """Return lines of text that say how the optimizer state is stored, for `print(layout)`."""
+        """Return lines of text for `print(layout)` that say how the optimizer state is stored."""
         ...

@@ -18,7 +18,7 @@ from jaxshard.core.placement import split_dims
 
 
 def gather(x: jax.Array, spec: PartitionSpec, *, keep: Sequence[str] = ()) -> jax.Array:
-    """All-gather the full array, of which `x` is this device's shard under `spec`.
+    """All-gather an array from its shards, split as `spec` says.
 
     One all-gather per axis, minor axes first, so that the shards are joined in order. The last all-gather moves the
     bytes of the full array, the earlier ones fewer.
@@ -35,14 +35,14 @@ def gather(x: jax.Array, spec: PartitionSpec, *, keep: Sequence[str] = ()) -> ja
 
 
 def scatter_sum(x: jax.Array, spec: PartitionSpec, axes: Sequence[str], *, keep: Sequence[str] = ()) -> jax.Array:
-    """Sum every device's share `x` over `axes` and return this device's shard of the sum under `spec`.
+    """Sum the devices' arrays `x` over mesh axes and return this device's shard of the sum, split as `spec` says.
 
     Axes of the spec that are in `axes` are reduce-scattered, major axes first. Axes of the spec that are not in `axes`
-    are sliced, because every device there holds the same share. Axes that the spec lacks are all-reduced last, when the
+    are sliced, because every device there holds the same array. Axes that the spec lacks are all-reduced last, when the
     array is smallest.
 
     Args:
-      x: this device's share, as large as the sum.
+      x: this device's summand, as large as the sum.
       spec: how to split the sum.
       axes: the mesh axes to sum over.
       keep: axes of the spec that split `x` already and are left alone.
@@ -57,7 +57,7 @@ def scatter_sum(x: jax.Array, spec: PartitionSpec, axes: Sequence[str], *, keep:
 
 
 def slice_shard(x: jax.Array, dim: int, axis: str) -> jax.Array:
-    """Cut dimension `dim` evenly over a mesh axis and return this device's part. Nothing is communicated."""
+    """Return this device's slice of `x`, with dimension `dim` split evenly over a mesh axis; communicate nothing."""
     size = x.shape[dim] // lax.axis_size(axis)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)
 
@@ -70,19 +70,22 @@ def all_sum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 def stack_totals(
     fn: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array], specs: Sequence[PartitionSpec], mesh: Mesh
 ) -> jax.Array:
-    """Compute the scalar `fn(x)` of each global array, and stack the scalars; the compiler adds the collectives."""
+    """Compute the scalar `fn(x)` of each global array and return the scalars as one array [len(arrays)].
+
+    Call it on global arrays, under `jax.jit`: the compiler adds the collectives. `specs` and `mesh` are not used.
+    """
     del specs, mesh  # the compiler knows them
     return jnp.stack([fn(x) for x in arrays])
 
 
 class Sums(NamedTuple):
-    """The functions that add over devices: with native reductions (`NATIVE`), or in a fixed order (`ORDERED`).
+    """Functions that add over devices: by native reductions (`NATIVE`), or in a fixed order (`ORDERED`).
 
     Attributes:
-      scatter_sum: adds the devices' shares and returns this device's shard of the sum; see `scatter_sum` of this file.
-      all_sum: adds the devices' shares and returns the sum on every device; see `all_sum`.
+      scatter_sum: adds the devices' arrays and returns this device's shard of the sum; see `scatter_sum` of this file.
+      all_sum: adds the devices' arrays and returns the sum on every device; see `all_sum`.
       stack_totals: reduces each global array to a scalar; see `stack_totals`.
-      in_order: True if shares are added in a fixed order, which gives the same bits for every number of processes.
+      in_order: True if arrays are added in a fixed order, which gives the same bits for every number of processes.
     """
 
     scatter_sum: Callable[..., jax.Array]
@@ -96,7 +99,7 @@ NATIVE = Sums(scatter_sum, all_sum, stack_totals, in_order=False)
 
 
 def sum_scalar(x: jax.Array, axes: Sequence[str], sums: Sums = NATIVE) -> jax.Array:
-    """Add the devices' shares of a loss, a loss weight or a metric over mesh axes; bf16 and f16 are added in f32."""
+    """Sum a scalar (a part of a loss, a loss weight or a metric) over mesh axes; bf16 and f16 are added in f32."""
     if x.dtype in _NARROW and axes:
         # Also because the CPU compiler aborts on a manual bf16 sum when other axes are automatic (JAX 0.10 to 0.12).
         return sums.all_sum(x.astype(jnp.float32), axes).astype(x.dtype)
@@ -113,7 +116,7 @@ def all_max(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 
 def average_scalar(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Average a floating scalar over mesh axes; of an integer or a boolean take the maximum instead."""
+    """Average a floating scalar over mesh axes; return the maximum of an integer or a boolean."""
     if not axes:
         return x
     if not jnp.issubdtype(x.dtype, jnp.inexact):

@@ -79,7 +79,7 @@ class CompilerInput(NamedTuple):
     Attributes:
       program: MLIR bytecode.
       options: serialized `CompileOptions`, without the overrides.
-      overrides: name and value of each compiler option that differs from its default, sorted.
+      overrides: (name, value) of each compiler option that differs from its default, sorted.
       devices: the ids of the devices, in the order of the program's partitions.
       version: the compiler's own description of its version.
     """
@@ -102,7 +102,7 @@ def compiler_input(lowered: jax.stages.Lowered) -> CompilerInput:
     """Return what `lowered.compile()` would give to the compiler, so that another process can compile it.
 
     Private: `jax._src.compiler.compile_or_get_cached`, which every compilation calls; it is replaced for this thread
-    while `compile` runs. If it changes: an AttributeError, or a program that compiles where the test expects none.
+    while `compile` runs. If it changes: an AttributeError, or an IndexError after the program was compiled here.
     """
     taken: list[CompilerInput] = []
     private: Any = compiler
@@ -156,9 +156,10 @@ def backend_is_initialized() -> bool:
 
 
 def cluster_processes() -> int:
-    """Return how many processes `jax.distributed.initialize()` would join in the cluster that it finds; 1 without one.
+    """Return the number of processes in the cluster that `jax.distributed.initialize()` finds; 1 without a cluster.
 
-    Only Kubernetes pods of an indexed Job count: JAX takes every pod for one of a Job, and fails in a notebook's pod.
+    A Kubernetes pod counts as part of a cluster only if it belongs to an indexed Job. JAX assumes this of every pod,
+    and fails in others, such as a pod for notebooks.
 
     Private: `jax._src.clusters`, `ClusterEnv._cluster_types` and its methods. JAX can't be asked without joining. If it
     changes: an AttributeError in `js.initialize`.
@@ -171,13 +172,16 @@ def cluster_processes() -> int:
 
 
 def place_in_cluster(timeout: int) -> tuple[str, int, int, Sequence[int] | None]:
-    """Return (host:port of process 0, number of processes, index of this one, local devices or None) in the cluster.
+    """Return what `jax.distributed.initialize()` would find out about the cluster and this process.
 
-    These are what `jax.distributed.initialize()` would find, where `cluster_processes` counts several. On TPU
-    pods it may wait, up to `timeout` seconds, until the first host has an address.
+    Call it only if `cluster_processes` returned more than 1. On TPU pods it waits, up to `timeout` seconds, until the
+    first host has an address.
 
     Private: `jax._src.clusters`, `ClusterEnv.auto_detect_unset_distributed_params`. JAX can't be asked without joining.
     If it changes: an AttributeError or TypeError in `js.initialize`.
+
+    Returns:
+      (host:port of process 0, number of processes, index of this process, ids of its devices or None if JAX chooses).
     """
     address, count, index, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
         os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, timeout
@@ -188,7 +192,7 @@ def place_in_cluster(timeout: int) -> tuple[str, int, int, Sequence[int] | None]
 
 
 def process_count_and_id() -> tuple[int, int]:
-    """Return (number of processes, index of this one) as `jax.distributed` knows them, without touching a device.
+    """Return (number of processes, index of this process) without starting JAX's backend.
 
     Private: `jax._src.distributed.global_state`. `jax.process_count()` would start the backend, which has to wait until
     the number of simulated devices is set. If it changes: an AttributeError.
@@ -199,8 +203,10 @@ def process_count_and_id() -> tuple[int, int]:
 def coordinator_client() -> Any:
     """Return the client of JAX's coordinator, whose key-value store all processes share; None in a single process.
 
+    `put_key` and the functions after it use the client.
+
     Private: `jax._src.distributed.global_state.client`, the only way to the store that JAX itself uses. If it changes:
-    an AttributeError. `put_key` and the functions below it use its methods.
+    an AttributeError.
     """
     return distributed.global_state.client
 
@@ -208,8 +214,8 @@ def coordinator_client() -> Any:
 def default_devices() -> list[jax.Device] | None:
     """Return the devices of the default backend, or None if no platform in JAX_PLATFORMS is available.
 
-    Undocumented: up to 0.12 an assertion fails inside JAX for a platform without a plugin. If it changes: another
-    error.
+    Undocumented: for a platform without a plugin JAX raises an AssertionError (up to 0.12), which is caught. If it
+    changes: another error, which is not caught.
     """
     try:
         return jax.devices()
@@ -235,7 +241,7 @@ def has_cudnn() -> bool:
 def device_order(compiled: Any) -> tuple[jax.Device, ...] | None:
     """Return the devices of a compiled program, in the order of its partitions.
 
-    Return None for a program without arguments and results, and for a program that is given as text.
+    Return None if the program has neither arguments nor results, or if `compiled` is the text of a program.
 
     Private: `Sharding._device_assignment`. `device_set` is public, but has no order. If it changes: an AttributeError.
     """
@@ -249,18 +255,20 @@ def device_order(compiled: Any) -> tuple[jax.Device, ...] | None:
 def varying_axes(x: Any) -> frozenset[str]:
     """Return the mesh axes over which the type of `x` varies inside shard_map; none under check_vma=False.
 
-    Undocumented: `.vma` of the type, `.mat.varying` from 0.12 on. If it changes, there is no error: under a third name
-    nothing would seem to vary, and `js.optim` would take each device's gradients for their sum. Tested by name.
+    Undocumented: the type's attribute `vma`, from 0.12 on `mat.varying`. If it changes, there is no error: the result
+    would always be empty, and `js.optim` would add no gradients over devices. A test checks the names.
     """
     kind = jax.typeof(x)
     return frozenset(kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", ()))
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Return (number of constants, number of carries) from the parameters of a scan; its other inputs are scanned over.
+    """Return (number of constants, number of carries) from the parameters of a `scan` equation.
 
-    Reads the undocumented parameters `num_consts` and `num_carry` of JAX's scan, from 0.12 on `ft_in`. If JAX changes
-    them: a KeyError or ValueError.
+    Its operands are the constants, the carries and then the arrays that are scanned over.
+
+    Undocumented: the parameters `num_consts` and `num_carry`, from 0.12 on `ft_in`. If they change: a KeyError or
+    ValueError.
     """
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -269,20 +277,26 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def newly_manual_axes(params: dict[str, Any]) -> frozenset[str]:
-    """Return the mesh axes that a shard_map makes manual and that are automatic outside of it, from its parameters.
+    """Return the mesh axes that a `shard_map` makes manual and that are automatic outside of it.
 
-    Undocumented: the name of the parameter. If it changes: a KeyError with the name.
+    Args:
+      params: the parameters of the equation of the `shard_map` in a jaxpr.
+
+    Undocumented: that JAX calls this parameter "newly_manual_axes". If it changes: a KeyError with the name.
     """
     return frozenset(params["newly_manual_axes"])
 
 
 def contracted_kernel_dims(params: dict[str, Any]) -> tuple[int, ...]:
-    """Return the kernel's dimensions over which a convolution equation sums: its input features and the window.
+    """Return the dimensions of a convolution's kernel that are summed over: its input features and the window.
 
-    With feature groups the kernel's input features are already those of one group.
+    With feature groups this needs no correction: the kernel then has only the input features of one group.
 
     Undocumented: that the equation has a parameter `dimension_numbers` and `rhs_spec` begins with the output features.
     If it changes, there is no error: FLOPs of convolutions would be counted wrong.
+
+    Args:
+      params: the parameters of the convolution's equation in a jaxpr.
     """
     _, *summed = params["dimension_numbers"].rhs_spec
     return tuple(summed)
@@ -311,7 +325,9 @@ def equation_context(equation: Any) -> Iterator[None]:
 
 
 def cast_primitive(name: str) -> Primitive:
-    """Make a primitive `bind(x, dtype=dtype)` that casts, so that a jaxpr shows which casts are deliberate.
+    """Make a primitive `bind(x, dtype=dtype)` that casts an array, with a name of its own.
+
+    A jaxpr then shows which casts are deliberate: all other casts are equations of JAX's `convert_element_type`.
 
     Undocumented: `jax.interpreters.mlir`. If it changes: an AttributeError with the import.
     """
@@ -364,12 +380,12 @@ def function_primitive(name: str, fn: Callable[..., Sequence[jax.Array]]) -> Pri
 
 
 def mark_primitive(name: str) -> Primitive:
-    """Make a primitive `bind(*arrays, results=avals, **params)` that computes nothing and is only found in a jaxpr.
+    """Make a primitive `bind(*arrays, results=avals, **params)` that marks a place in a jaxpr and computes nothing.
 
     Under `jax.vmap` operands and results get the new dimension in front. It has no derivatives and can't be compiled.
 
     Undocumented: `jax.interpreters.batching.primitive_batchers` and the form of its rules. If it changes: an
-    AttributeError with the import, or a TypeError where a mark is mapped.
+    AttributeError with the import, or a TypeError under `jax.vmap`.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -386,11 +402,18 @@ def mark_primitive(name: str) -> Primitive:
 
 
 def splash_gradients(blocks: Any, mask_infos: Any, residuals: Any, d_out: Any, **options: Any) -> Any:
-    """Return the gradients of q, k and v [heads, positions, width] of splash attention's TPU kernels.
+    """Return (dq, dk, dv), the gradients of splash attention on TPU, for a given output and softmax normalizer.
 
-    The public kernel's derivative knows only its own output. In ring attention the output is that of all keys, and each
-    step of the ring computes the gradients of some keys. `residuals` are (q, k, v, segment ids, output, log of the
-    sum of exp(logits)) there.
+    Ring attention needs this function: in each step it computes the gradients of some keys and values, but its output
+    and normalizer are those of attention to all keys. The public function only takes gradients of its own output.
+
+    Args:
+      blocks: the block sizes of the kernel.
+      mask_infos: the kernel's tables of its mask, for the two backward kernels.
+      residuals: (q, k, v, segment ids, output, log of the sum of exp(logits)); q, k and v are
+        [heads, positions, width].
+      d_out: the gradient of the output.
+      **options: `mask_function`, `soft_cap` and `interpret`, as the kernel takes them.
 
     Private: `splash_attention_kernel._splash_attention_bwd`, its arguments and the order of its results. If it changes:
     an AttributeError or TypeError.
@@ -414,9 +437,9 @@ def splash_gradients(blocks: Any, mask_infos: Any, residuals: Any, d_out: Any, *
 
 
 def forget_profile() -> None:
-    """Drop a profile that could not be written, so that another one can be started.
+    """Make JAX forget a running profile that could not be written, so that another profile can be started.
 
-    Private: `jax._src.profiler._profile_state`, which `jax.profiler.stop_trace` resets only where it succeeds. If it
+    Private: `jax._src.profiler._profile_state`, which `jax.profiler.stop_trace` resets only if it succeeds. If it
     changes: an AttributeError.
     """
     with profiler._profile_state.lock:
@@ -424,7 +447,10 @@ def forget_profile() -> None:
 
 
 def dce_jaxpr(jaxpr: Any) -> tuple[Any, list[bool]]:
-    """Return (the jaxpr without dead code, for each input whether it is still used).
+    """Remove the equations of a jaxpr whose results are not used, and the inputs that are then not used.
+
+    Returns:
+      (the new jaxpr, True or False for each old input: whether it is kept).
 
     Undocumented: `jax.interpreters.partial_eval.dce_jaxpr`, which knows which inputs each primitive with inner jaxprs
     (scan, cond, jit, ...) needs. If it changes: an AttributeError.
@@ -433,13 +459,13 @@ def dce_jaxpr(jaxpr: Any) -> tuple[Any, list[bool]]:
 
 
 def without_callbacks(program: Any) -> Any:
-    """Return the jaxpr with callbacks made effect-free, so that dead code elimination removes those that nothing reads.
+    """Remove the effects of callbacks from a jaxpr, so that dead code elimination can drop the callbacks.
 
     `jax.debug.print` is such a callback. Inner jaxprs of calls and control flow are changed too, but not
     inner jaxprs of kernels.
 
-    Private: `Jaxpr.replace`, and the names of the effects. If it changes, there is no error: under other names
-    callbacks would stay, and run once more. Tested by its effect.
+    Private: `Jaxpr.replace`, and the names of the effects. If the names change, there is no error: callbacks would
+    stay in the program and run a second time. A test runs one.
     """
     if hasattr(program, "jaxpr") and program.jaxpr is not program:
         return program.replace(jaxpr=without_callbacks(program.jaxpr))
@@ -466,10 +492,10 @@ _WITH_CALLBACKS_INSIDE = {"jit", "pjit", "remat2", "remat", "checkpoint", "close
 
 
 def replace_equations(jaxpr: Any, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any]) -> Any:
-    """Return a jaxpr with these arguments, results and equations, all of them taken from the jaxpr that is given.
+    """Return a copy of a jaxpr with other arguments, results and equations, all taken from the same jaxpr.
 
-    Private: `debug_info._replace`. The names of arguments and results in it have to be forgotten, since JAX checks that
-    there are as many as arguments. If it changes: an AttributeError, or JAX's own assertion.
+    Private: `debug_info._replace`, which drops the names of arguments and results from the copy, since JAX checks that
+    there are as many names as arguments. If it changes: an AttributeError, or JAX's own assertion.
     """
     names = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     return jaxpr.replace(eqns=list(eqns), invars=list(invars), outvars=list(outvars), debug_info=names)
@@ -489,11 +515,13 @@ _UNBOUND_AXIS = re.compile(r"unbound axis name:? '?(\w+)")
 
 
 def unbound_axis_name(error: NameError) -> str | None:
-    """Return the mesh axis that a collective named outside of any `shard_map` over it; None for other NameErrors.
+    """Return the mesh axis of a collective that was called outside of a `shard_map` over this axis.
 
-    Undocumented: JAX raises "Found an unbound axis name: data. To fix this, please call psum under `jax.shard_map`." or
-    "unbound axis name: data", with no attribute that holds the name. If it changes, there is no error: the user would
-    see JAX's own error instead of the explanation. Tested by name.
+    Return None for a NameError with another cause.
+
+    Undocumented: the text of JAX's error, which has no attribute with the name: "Found an unbound axis name: data. To
+    fix this, please call psum under `jax.shard_map`." or "unbound axis name: data". If it changes, there is no error:
+    the user would see JAX's own error instead of the explanation. A test checks the text.
     """
     found = _UNBOUND_AXIS.search(str(error))
     return found[1] if found else None
@@ -506,10 +534,10 @@ _REFUSED_SPEC = re.compile(
 
 
 def is_refused_spec(error: Exception) -> bool:
-    """Return whether JAX refused a sharding that a function asked for: `out_sharding=P(...)`, a constraint, `reshard`.
+    """Return whether an error says that JAX refused a sharding: `out_sharding=P(...)`, a constraint or `reshard`.
 
-    Undocumented: the texts of JAX's ValueErrors and RuntimeErrors. If it changes, there is no error: the user would see
-    JAX's own error, which suggests `jax.set_mesh`, instead of the explanation. Tested by text.
+    Undocumented: the texts of JAX's ValueErrors and RuntimeErrors. If they change, no error is raised: the user would
+    see JAX's own error, which suggests `jax.set_mesh`, instead of the explanation. A test checks the texts.
     """
     return bool(_REFUSED_SPEC.search(str(error)))
 
@@ -518,7 +546,7 @@ def is_refused_spec(error: Exception) -> bool:
 
 
 def call_before_exit(fn: Callable[[], Any]) -> None:
-    """Call a function when the program ends, while threads can still be started: `atexit` comes too late for that.
+    """Call a function when the program ends, while threads can still be started, which is too late under `atexit`.
 
     Private: `threading._register_atexit`, which `concurrent.futures` itself uses; to be replaced when Python has a
     public name for it (https://github.com/python/cpython/issues/86128). If it changes: an AttributeError.
@@ -554,7 +582,13 @@ def avoid_compilation_cache(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh)
 
 
 def put_key(store: Any, key: str, value: str, *, overwrite: bool = False) -> None:
-    """Store a value under a key.
+    """Store a value under a key in the key-value store of JAX's coordinator.
+
+    Args:
+      store: `coordinator_client()`.
+      key: the key, such as "folder/name".
+      value: the value.
+      overwrite: whether to replace the value of a key that exists.
 
     Raises:
       RuntimeError: the key exists and `overwrite` is False, or the store can't be reached.
@@ -563,7 +597,7 @@ def put_key(store: Any, key: str, value: str, *, overwrite: bool = False) -> Non
 
 
 def get_key(store: Any, key: str) -> str | None:
-    """Return the value of a key, or None if it does not exist."""
+    """Return the value of a key in the coordinator's key-value store, or None if the key does not exist."""
     try:
         return str(store.key_value_try_get(key))
     except RuntimeError as error:
@@ -573,7 +607,10 @@ def get_key(store: Any, key: str) -> str | None:
 
 
 def wait_for_key(store: Any, key: str, seconds: float) -> str | None:
-    """Wait until a key exists and return its value; return None if it does not exist after `seconds`."""
+    """Wait until a key exists in the coordinator's store and return its value.
+
+    Return None if the key does not exist after `seconds`.
+    """
     try:
         return str(store.blocking_key_value_get(key, max(1, int(1000 * seconds))))
     except RuntimeError as error:
@@ -583,10 +620,13 @@ def wait_for_key(store: Any, key: str, seconds: float) -> str | None:
 
 
 def list_keys(store: Any, folder: str) -> dict[str, str]:
-    """Return {last part of the key: value} of all keys below `folder`, which ends in a slash."""
+    """Return the values of all keys in a folder of the coordinator's store, by the last part of the key.
+
+    With the keys "run/0" and "run/1" the folder "run/" gives {"0": ..., "1": ...}.
+    """
     return {key.rsplit("/", 1)[1]: value for key, value in store.key_value_dir_get(folder)}
 
 
 def delete_keys(store: Any, key: str) -> None:
-    """Delete a key and all keys below it."""
+    """Delete a key, and all keys that begin with it and a slash, from the coordinator's store."""
     store.key_value_delete(key)

@@ -1,7 +1,7 @@
 """Sharding constraints on activations by the names of their dimensions; without a layout they do nothing.
 
-Engines set the layout in a context (`follow_layout`) around the user's code, so that a model names its dimensions once
-and knows neither mesh nor strategy.
+Engines run the user's code in a context with the layout (`follow_layout`). So a model only names its dimensions, and
+its code depends on neither mesh nor strategy.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def constrain(
 
 
 def is_split(name: str, size: int | None = None) -> bool:
-    """Return True if the current strategy splits dimensions of this name, and of this size if it is given."""
+    """Return True if the current strategy splits dimensions of this name; with `size`, dimensions of this size."""
     activations: Activations | None = _current.value
     if activations is None:
         return False
@@ -93,7 +93,7 @@ def split_count(name: str, size: int) -> int:
 
 
 def activations_in_force() -> Activations | None:
-    """Return the activation shardings of the current layout; None outside of jaxshard's steps."""
+    """Return the `Activations` of the current layout; None outside of jaxshard's steps."""
     activations: Activations | None = _current.value
     return activations
 
@@ -108,7 +108,7 @@ def devices_in_force() -> list[Any]:
 
 
 def follow_layout(layout: Layout) -> AbstractContextManager[None]:
-    """Make a context in which `constrain` follows the layout."""
+    """Return a context in which `constrain` follows the layout."""
     context: AbstractContextManager[None] = _current(Activations(layout))
     return context
 
@@ -133,7 +133,10 @@ _constrain_both_ways.defvjp(_forward, _backward)
 
 @dataclass(frozen=True)
 class Activations:
-    """The shardings of activations under a layout; equal only for the same `Layout` object."""
+    """Constrains activations as a layout says.
+
+    Two of them are equal only for the same `Layout` object, so that JAX traces a function again for another layout.
+    """
 
     layout: Layout
 
@@ -144,7 +147,7 @@ class Activations:
         return isinstance(other, Activations) and other.layout is self.layout
 
     def constrain(self, x: jax.Array, names: Sequence[str | None], grad: Sequence[str | None]) -> jax.Array:
-        """Implement the function `constrain` under this layout."""
+        """Constrain the dimensions of an activation by their names under this layout; see the function `constrain`."""
         mesh, manual = self.mesh()
         if set(mesh.axis_names) <= manual:
             return x
@@ -159,7 +162,7 @@ class Activations:
         return named
 
     def split_count(self, name: str, size: int) -> int:
-        """Implement the function `split_count` under this layout."""
+        """Return into how many parts this layout splits a dimension; see the function `split_count`."""
         mesh, manual = self.mesh()
         if name not in ("batch", "context", TOKENS) and not is_split(name, size):
             return 1
@@ -167,13 +170,25 @@ class Activations:
         return 1 if axes is _FREE else axis_size(mesh, tuple(axis for axis in axes if axis not in manual))
 
     def mesh(self) -> tuple[Mesh, frozenset[str]]:
-        """Return (the mesh, its axes that an enclosing `shard_map` makes manual); manual axes can't be constrained."""
+        """Return (the mesh to name in constraints, its manual axes).
+
+        Inside of a `shard_map` some mesh axes are manual, which a constraint can't name.
+        """
         inside = jax.sharding.get_abstract_mesh()
         manual = [name for name, kind in zip(inside.axis_names, inside.axis_types) if kind == AxisType.Manual]
         return (inside if manual else self.layout.mesh), frozenset(manual)  # type: ignore[return-value]
 
     def axes(self, name: str | None, size: int, who: str = "constrain") -> Any:
-        """Return the mesh axes that split a dimension; UNCONSTRAINED if they do not divide the rows or positions."""
+        """Return the mesh axes that split a dimension of this name, () for none.
+
+        If the axes of rows or positions do not divide the size, return `PartitionSpec.UNCONSTRAINED`, which leaves the
+        choice to the compiler.
+
+        Args:
+          name: the name of the dimension, or None.
+          size: its size.
+          who: the function that the user called, for error messages.
+        """
         if name is None:
             return ()
         if name in ("batch", TOKENS):
@@ -187,7 +202,7 @@ class Activations:
         return _FREE if of_context and size % axis_size(self.layout.mesh, axes) else axes
 
     def _size_of(self, name: str) -> int:
-        """Return the number of devices over which rules of `js.tensor` split dimensions of this name."""
+        """Return the number of devices over which `js.tensor` splits dimensions of this name."""
         return math.prod(axis_size(self.layout.mesh, p.axis) for p in self.tensors() if p.rules.fate(name) == "split")
 
     def _context_axes(self) -> tuple[str, ...]:

@@ -80,7 +80,7 @@ def context(
 
 
 def rows_without_context(parts: Sequence[Strategy]) -> Sequence[Strategy]:
-    """Return the parts of a strategy, with the axes of `js.context` removed from `js.batch`.
+    """Remove the axes of `js.context` from the `js.batch` parts of a strategy, so that they do not split rows.
 
     Raises:
       ValueError: parts that can't be combined with `js.context`.

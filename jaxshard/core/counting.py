@@ -14,7 +14,7 @@ _counting = jax.make_user_context(default_value=False)
 
 
 def count_formulas() -> AbstractContextManager[None]:
-    """Make a context in which layers compute by plain formulas in place of kernels."""
+    """Return a context in which layers are traced as plain formulas instead of kernels, to count their FLOPs."""
     context: AbstractContextManager[None] = _counting(True)
     return context
 

@@ -21,19 +21,19 @@ from jaxshard.core.types import PyTree
 
 
 def is_leaf(node: Any) -> bool:
-    """Return whether a node of a tree is a `Leaf`, which JAX would flatten as a tuple."""
+    """Return whether a node of a tree is a `Leaf`; JAX must be told, for it would flatten a `Leaf` as a tuple."""
     return isinstance(node, Leaf)
 
 
 def name_dims(strategy: Strategy, mesh: Mesh, runs: Sequence[ModelRun], params: PyTree) -> PyTree:
-    """Make a `Leaf` of every parameter, with the names that models and rules give its dimensions.
+    """Return the parameters as a tree of `Leaf`, with the names that models and rules give to their dimensions.
 
-    Warn of large parameters that are replicated over the axis of `tensor` although no rule asks for it.
+    Warn of large parameters that `js.tensor` leaves replicated although no rule asks for it.
 
     Args:
       strategy: the strategy of the layout.
-      mesh: its mesh.
-      runs: the known models whose `init` made the parameters.
+      mesh: the mesh of the layout.
+      runs: the known models (models whose structure the library knows) whose `init` made the parameters.
       params: the parameters' shapes.
     """
     matrices = matrix_shapes(params)
@@ -51,10 +51,14 @@ def name_dims(strategy: Strategy, mesh: Mesh, runs: Sequence[ModelRun], params: 
 
 
 def names_by_models(runs: Sequence[ModelRun], params: PyTree) -> PyTree:
-    """Find the names of the parameters' dimensions, from the known models whose `init` made the parameters.
+    """Return a tuple of dimension names for every parameter, as the model that made it names them.
 
-    A parameter is recognised by its path and shape, also where `init_fn` puts the result of a model's `init` into a
-    larger tree.
+    A parameter is recognised by its path and shape, even if `init_fn` puts the result of a model's `init` into a larger
+    tree. Parameters that no known model made have the names (None, ...).
+
+    Args:
+      runs: the known models (models whose structure the library knows) whose `init` ran.
+      params: the parameters' shapes.
     """
     known: dict[tuple[Any, ...], tuple[tuple[int, ...], Any]] = {}
     for run in runs:
@@ -86,7 +90,10 @@ def _warn_of_rules(part: Tensor, leaves: list[Leaf], mesh: Mesh) -> None:
 
 
 def _describe_kinds(leaves: list[Leaf]) -> list[str]:
-    """Format the paths and shapes of parameters; one entry for parameters of the same kind in all blocks."""
+    """Describe parameters for a warning, with one text for a parameter that occurs in many blocks.
+
+    An example is "layers/*/fuse/kernel [512, 2048] (24 of them)".
+    """
     groups = group_by_kind(leaves, lambda leaf: leaf.path, lambda leaf: (leaf.shape, leaf.names)).items()
     return [
         f"{kind} {list(same[0].shape)}{_describe_names(same[0])}{f' ({len(same)} of them)' if len(same) > 1 else ''}"

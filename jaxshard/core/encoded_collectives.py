@@ -7,10 +7,10 @@ that each level, inside a slice and across slices, moves fewer bytes; a sum is e
     device 0 holds shares   a0 a1       all-to-all, int8      device 0 receives  a0 b0   and adds  a0 + b0   in f32
     device 1 holds shares   b0 b1     ------------------->    device 1 receives  a1 b1   and adds  a1 + b1
 
-Each function also returns this device's rounding errors, in the shape of its share: the exact sum is the computed sum
+Each sum also returns this device's rounding errors, in the shape of its operand: the exact sum is the computed sum
 plus the sum of all devices' errors.
 
-Arrays that would not shrink (a few numbers for each device) use the native collective.
+An array that would not get smaller in the format (a few elements for each device) uses the native collective.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from jaxshard.core.wire import Format
 
 
 class Summed(NamedTuple):
-    """A sum over devices with encoded communication.
+    """The result of a sum over devices that was communicated in a format of `js.wire`.
 
     Attributes:
-      total: this device's shard of the sum.
-      error: f32, this device's rounding error in the shape of its share; zero where it is not finite.
+      total: the sum, or this device's shard of it.
+      error: f32 in the shape of the operand, this device's rounding error; an infinite or NaN error is set to zero.
     """
 
     total: jax.Array
@@ -45,9 +45,21 @@ class Summed(NamedTuple):
 def scatter_sum(
     x: jax.Array, spec: PartitionSpec, axes: Sequence[str], wire: Format, dtype: Any, *, keep: Sequence[str] = ()
 ) -> Summed:
-    """Compute `collectives.scatter_sum` of f32 numbers, encoded in the format.
+    """Sum the devices' arrays `x` over mesh axes in a format of `js.wire`; return this device's shard of the sum.
 
-    `dtype` is the dtype of a native sum: an array that is no smaller in the format is summed natively in it.
+    It computes `collectives.scatter_sum` up to rounding.
+
+    Args:
+      x: f32, this device's summand, as large as the sum.
+      spec: how to split the sum.
+      axes: the mesh axes to sum over.
+      wire: the format in which parts of `x` are sent.
+      dtype: the dtype of the array before it was cast to f32. A part that has no fewer bytes in the format than in
+        `dtype` is summed by the native collective, in f32.
+      keep: axes of the spec that split `x` already and are left alone.
+
+    Returns:
+      (the shard of the sum, this device's rounding error in the shape of `x`).
     """
     split = [(dim, axis) for dim, axis in split_dims(spec) if axis not in keep]
     errors = []
@@ -67,7 +79,18 @@ def scatter_sum(
 
 
 def all_sum(x: jax.Array, axes: Sequence[str], wire: Format, dtype: Any) -> Summed:
-    """Compute `collectives.all_sum`, encoded in the format, the last axis first; `dtype` as in `scatter_sum`."""
+    """Sum the devices' f32 arrays `x` over mesh axes in a format of `js.wire`; every device gets the sum.
+
+    Args:
+      x: f32, this device's summand.
+      axes: the mesh axes to sum over; the last axis is reduced first.
+      wire: the format in which `x` is sent.
+      dtype: the dtype of the array before it was cast to f32. If the array has no fewer bytes in the format than in
+        `dtype`, the native collective sums it, in f32.
+
+    Returns:
+      (the sum, this device's rounding error in the shape of `x`).
+    """
     axes = [axis for axis in axes if lax.axis_size(axis) > 1]
     if not axes:
         return Summed(x, jnp.zeros_like(x))
@@ -90,9 +113,16 @@ def all_sum(x: jax.Array, axes: Sequence[str], wire: Format, dtype: Any) -> Summ
 
 
 def gather(x: jax.Array, spec: PartitionSpec, wire: Format, *, keep: Sequence[str] = ()) -> jax.Array:
-    """Compute `collectives.gather`, encoded in the format once, before the first axis; the result is f32.
+    """All-gather an array from its shards in a format of `js.wire`; return it in f32.
 
-    The device's own shard is encoded too, so that all devices have the same array.
+    The shard is encoded once and sent over one axis after another. The device's own shard is encoded and decoded too,
+    so that all devices get the same array.
+
+    Args:
+      x: this device's shard.
+      spec: how the full array is split.
+      wire: the format in which the shards are sent.
+      keep: axes of the spec that are not gathered.
     """
     stages = [(dim, axis) for dim, axis in reversed(split_dims(spec)) if axis not in keep and lax.axis_size(axis) > 1]
     if not stages or not shrinks(wire, x.size, x.dtype):
@@ -111,17 +141,26 @@ def gather(x: jax.Array, spec: PartitionSpec, wire: Format, *, keep: Sequence[st
 
 
 def gather_bits(x: jax.Array, spec: PartitionSpec, dtype: Any, *, keep: Sequence[str] = ()) -> jax.Array:
-    """Compute `collectives.gather` in a floating dtype, sent as its bits, since CPUs would gather it in f32."""
+    """All-gather an array from its shards in the floating type `dtype`, sent as integers with the same bits.
+
+    Sent as bf16 it would be gathered in f32 on CPUs.
+
+    Args:
+      x: this device's shard.
+      spec: how the full array is split.
+      dtype: the dtype to send, and of the result.
+      keep: axes of the spec that are not gathered.
+    """
     return from_bits(collectives.gather(to_bits(x.astype(dtype)), spec, keep=keep), dtype)
 
 
 class Travel(NamedTuple):
-    """A collective of one of these functions.
+    """A collective that a sum or a gather of this file issues.
 
     Attributes:
-      kind: the name of the collective in compiled programs.
+      kind: the name of the collective in compiled programs, such as "all-to-all".
       axes: the mesh axes of the collective.
-      shape: the shape of the full array.
+      shape: the shape of its operand or its result on one device, whichever is larger.
       dtype: the dtype that is sent.
     """
 
@@ -141,10 +180,11 @@ def list_scatter_sum(
     *,
     keep: Sequence[str],
 ) -> Iterator[Travel]:
-    """List the collectives of `scatter_sum`, without running it.
+    """List the collectives that `scatter_sum` issues, in their order, without running it.
 
     Args:
-      shape, dtype: of each device's array, as large as the sum.
+      shape: the shape of each device's array, as large as the sum.
+      dtype: the dtype of the array. A part that has no fewer bytes in the format than in `dtype` is not encoded.
       spec: how the sum is split.
       axes: the mesh axes to sum over.
       sizes: the size of each mesh axis.
@@ -169,7 +209,15 @@ def list_scatter_sum(
 def list_gather(
     shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int], wire: Format, *, keep: Sequence[str]
 ) -> Iterator[Travel]:
-    """List the collectives of `gather` for a shard of this shape that shrinks in the format."""
+    """List the collectives that `gather` issues, in their order, without running it.
+
+    Args:
+      shape: the shape of each device's shard, which must have fewer bytes in the format.
+      spec: how the full array is split.
+      sizes: the size of each mesh axis.
+      wire: the format in which the shards are sent.
+      keep: axes of the spec that are not gathered.
+    """
     count, size = 1, math.prod(shape)
     for _, axis in reversed(split_dims(spec)):
         if axis not in keep and sizes[axis] > 1:
@@ -200,7 +248,7 @@ def _list_encoded(kind: str, axis: str, count: int, size: int, wire: Format) -> 
 
 
 def _scatter(x: jax.Array, dim: int, axis: str, wire: Format, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Return (this device's shard, along a dimension, of the sum over an axis; the error in the shape of `x`)."""
+    """Sum `x` over one axis and return (this device's shard of the sum along `dim`, the rounding error like `x`)."""
     count = lax.axis_size(axis)
     if count == 1:
         return x, jnp.zeros_like(x)
@@ -212,7 +260,16 @@ def _scatter(x: jax.Array, dim: int, axis: str, wire: Format, dtype: Any) -> tup
 
 
 def _exchange(parts: jax.Array, axis: str, wire: Format) -> tuple[jax.Array, jax.Array]:
-    """Return (the sum of every device's part i on device i, from parts f32[n, size]; the errors [n, size])."""
+    """Send row i of `parts` to device i of an axis, encoded, and add the rows that this device receives.
+
+    Args:
+      parts: f32[devices, size].
+      axis: the mesh axis.
+      wire: the format of `js.wire` in which rows are sent.
+
+    Returns:
+      (the sum of the received rows, f32[size]; the rounding errors of `parts`, f32[devices, size]).
+    """
     sent = encode(parts, wire)
     received = [lax.all_to_all(one, axis, split_axis=0, concat_axis=0) for one in sent]
     size = parts.shape[-1]

@@ -1,7 +1,7 @@
 """Encode arrays in the formats of `js.wire`, and decode them; convert floats to their bits, and back.
 
-A format encodes one dimension. Here it is applied along the last dimension of an array, and each of the arrays that it
-makes has the other dimensions in front:
+A format encodes arrays of one dimension. Here it is applied along the last dimension, and all other dimensions stay in
+front of the dimensions that the format makes:
 
     x  f32[8, 1000]  --encode, int8 in blocks of 256-->  int8[8, 1000], f32[8, 4]  --decode-->  f32[8, 1000]
 """
@@ -22,11 +22,11 @@ from jaxshard.core.wire import Format
 
 
 class Sent(NamedTuple):
-    """The arrays that a format makes of f32[size].
+    """The shapes and dtypes to which a format encodes f32[size].
 
     Attributes:
-      arrays: shapes and dtypes of the arrays, as `Format.encode` returns them.
-      tree: the structure in which it returns them.
+      arrays: the shape and dtype of each array that `Format.encode` returns.
+      tree: the pytree structure of the result of `Format.encode`.
     """
 
     arrays: tuple[jax.ShapeDtypeStruct, ...]
@@ -35,11 +35,11 @@ class Sent(NamedTuple):
 
 @cache
 def sent_of(wire: Format, size: int) -> Sent:
-    """Trace a format to find the arrays that it makes of f32[size].
+    """Return the shapes and dtypes to which a format encodes f32[size], by tracing it.
 
     Raises:
-      ValueError: it makes none, decodes them to another shape or dtype (the message names the format and both), or
-        decodes a NaN or infinite number as a finite one.
+      ValueError: `encode` returns no array, `decode` does not return f32[size] (the message names both results), or a
+        NaN or infinite number arrives as a finite one.
     """
     x = jax.ShapeDtypeStruct((size,), jnp.float32)
     sent = jax.eval_shape(wire.encode, x)
@@ -78,9 +78,9 @@ def _check_non_finite(wire: Format) -> None:
 
 
 def carrier(dtype: Any) -> Any:
-    """Return the dtype in which a collective sends an array: small floats as their bits.
+    """Return the dtype in which a collective sends an array: integers for floats of fewer than 32 bits, else `dtype`.
 
-    Some compilers cast them to larger floats in collectives.
+    bf16 is sent as uint16 with the same bits, since some compilers cast small floats to larger ones in collectives.
     """
     dtype = jnp.dtype(dtype)
     is_small_float = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
@@ -88,7 +88,10 @@ def carrier(dtype: Any) -> Any:
 
 
 def shrinks(wire: Format, size: int, dtype: Any) -> bool:
-    """Return True if an array has fewer bytes in this format; other arrays are sent as they are."""
+    """Return True if an array of `size` elements has fewer bytes in the format than in `dtype`.
+
+    If not, the array is sent without the format.
+    """
     if size == 0:
         return False
     encoded: int = sum(one.size * one.dtype.itemsize for one in sent_of(wire, size).arrays)
@@ -96,28 +99,31 @@ def shrinks(wire: Format, size: int, dtype: Any) -> bool:
 
 
 def encode(x: jax.Array, wire: Format) -> list[jax.Array]:
-    """Encode an array [..., size] along its last dimension: return the arrays that are sent, such as values and scales.
+    """Encode an array [..., size] along its last dimension and return the arrays to send, such as values and scales.
 
-    Each of them has the same leading dimensions, and then the shape and dtype that the format gives it.
+    Each result has the same leading dimensions, followed by the shape that the format gives it.
     """
     sent: list[jax.Array] = _ENCODE.bind(x.astype(jnp.float32), wire=wire)
     return sent
 
 
 def decode(sent: Sequence[jax.Array], wire: Format, size: int) -> jax.Array:
-    """Decode the result of `encode` to f32[..., size]."""
+    """Decode the arrays that `encode` returned, such as values and scales, to f32[..., size]."""
     decoded: list[jax.Array] = _DECODE.bind(*sent, wire=wire, size=size)
     return decoded[0]
 
 
 def to_bits(x: jax.Array) -> jax.Array:
-    """Return the bits of a floating array as unsigned integers, so that no compiler casts it to f32 in a collective."""
+    """Return the bits of a floating array as unsigned integers: bf16 becomes uint16.
+
+    No compiler casts integers to f32 in a collective, as some do with bf16.
+    """
     bits: list[jax.Array] = _BITS.bind(x)
     return bits[0]
 
 
 def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
-    """Return the floating array of these bits."""
+    """Return the floating array of type `dtype` that has these bits, the inverse of `to_bits`."""
     made: list[jax.Array] = _FROM_BITS.bind(bits, dtype=jnp.dtype(dtype))
     return made[0]
 

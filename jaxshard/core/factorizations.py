@@ -26,7 +26,7 @@ FACTORIZATIONS = frozenset({
 
 
 def one_matrix_at_a_time(program: Any) -> Any:
-    """Return the closed jaxpr with a loop over single matrices in place of every batched factorization.
+    """Return a closed jaxpr in which each batched matrix factorization is a loop over single matrices.
 
     The results are the same, bit for bit if the library factorizes matrices one by one, as LAPACK does. Calls are
     inlined. A batch that the compiler would have split over devices is gathered.
@@ -39,7 +39,7 @@ def _with_loops(program: Any) -> Any:
 
 
 def _batch(eqn: Any) -> tuple[int, ...]:
-    """Return the batch dimensions of a factorization of several matrices; () for any other equation."""
+    """Return the batch dimensions of an equation that factorizes several matrices; () for any other equation."""
     if eqn.primitive.name not in FACTORIZATIONS:
         return ()
     batch = tuple(eqn.invars[0].aval.shape[:-2])
@@ -47,9 +47,9 @@ def _batch(eqn: Any) -> tuple[int, ...]:
 
 
 def _loop(eqn: Any, operands: list[Any]) -> list[Any] | None:
-    """Evaluate an equation that factorizes several matrices, itself or in a branch, by a loop; None for any other.
+    """Evaluate a batched factorization one matrix at a time, also if it is in an inner jaxpr of the equation.
 
-    This is a `Rule` for `replay`.
+    This is a rule of `replay`: it returns the results of the equation, or None for `replay` to evaluate it as usual.
     """
     if batch := _batch(eqn):
         flat = [x.reshape(math.prod(batch), *x.shape[len(batch) :]) for x in operands]
@@ -62,7 +62,7 @@ def _loop(eqn: Any, operands: list[Any]) -> list[Any] | None:
 
 
 def _in_param(value: Any) -> Any:
-    """Replace batched factorizations by loops in the jaxprs of an equation's parameter (branches, a loop's body)."""
+    """Put loops over single matrices into the jaxprs in a parameter of an equation: branches, or the body of a loop."""
     if type(value) is tuple:
         return tuple(map(_in_param, value))
     return one_matrix_at_a_time(value) if hasattr(value, "jaxpr") else value

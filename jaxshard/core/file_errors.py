@@ -15,7 +15,7 @@ _TENSORSTORE = re.compile(r"\[os_error_code='(\d+)'\]")
 
 @contextlib.contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Re-raise an OSError of the `with` block with its errno and the path, without the chain of earlier errors."""
+    """Return a context that raises an OSError again, with the path if it has none, and without earlier errors."""
     try:
         yield
     except OSError as error:
@@ -23,7 +23,7 @@ def naming(path: str | Path) -> Iterator[None]:
 
 
 def errno_of(error: BaseException) -> int | None:
-    """Return the errno of an error, also if a library reports it only in its message; None without one."""
+    """Return the errno of an error, even if a library has it only in the text of its message; None without an errno."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     if found := _TENSORSTORE.search(str(error)):

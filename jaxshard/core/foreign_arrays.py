@@ -20,7 +20,11 @@ _OURS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, str, byte
 
 
 def as_arrays(what: str, tree: PyTree) -> PyTree:
-    """Convert a tree as `convert_foreign` does, and raise TypeError for leaves that are neither arrays nor numbers."""
+    """Convert arrays of other libraries, such as torch, to NumPy arrays (see `convert_foreign`).
+
+    Raises:
+      TypeError: leaves that are neither arrays nor numbers, or arrays that can't be read.
+    """
     if all(isinstance(x, jax.Array) for x in jax.tree.leaves(tree)):  # as in most steps
         return tree
     tree = convert_foreign(what, tree)

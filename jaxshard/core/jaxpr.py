@@ -51,12 +51,12 @@ Rule = Callable[[Any, list[Any]], list[Any] | None]
 
 
 class Program(NamedTuple):
-    """A traced function.
+    """A function as a jaxpr, with its arguments and results as trees of variables.
 
     Attributes:
       closed: the closed jaxpr.
       args: the function's arguments, a tree of variables.
-      out: its results, a tree of variables and, where a result is a number in the program, Literals.
+      out: its results, a tree of variables. A result that is a constant number is a Literal.
     """
 
     closed: Any
@@ -70,7 +70,11 @@ class Program(NamedTuple):
         return cls._of(closed, jax.tree.structure(args), jax.tree.structure(shapes))
 
     def results(self, values: Sequence[Any]) -> PyTree:
-        """Arrange values as the tree of the function's results, with arrays in place of Python numbers."""
+        """Arrange the values of the function's results in the tree that the function returns.
+
+        Args:
+          values: a value for each leaf of the tree. Python numbers are converted to arrays.
+        """
         arrays = (jnp.asarray(x, atom.aval.dtype) for x, atom in zip(values, jax.tree.leaves(self.out), strict=True))
         return jax.tree.unflatten(jax.tree.structure(self.out), arrays)
 
@@ -81,26 +85,30 @@ class Program(NamedTuple):
 
     @property
     def eqns(self) -> list[Any]:
-        """The equations, in the order in which they run."""
+        """The equations of the jaxpr, in the order in which they run."""
         return list(open_jaxpr(self.closed)[0].eqns)
 
     def inline_calls(self) -> Program:
-        """Return the same program with all `CALLS` inlined, on new variables."""
+        """Return the same program with its calls (jit, checkpoint, custom derivatives) inlined, and new variables."""
         return self.replace_closed(inline_calls(self.closed))
 
     def replace_closed(self, closed: Any) -> Program:
-        """Return a program for another closed jaxpr with the same trees of arguments and results."""
+        """Return a `Program` with another closed jaxpr, whose arguments and results form the same trees as here."""
         return self._of(closed, jax.tree.structure(self.args), jax.tree.structure(self.out))
 
     def part(self, outs: Sequence[Any], ins: Sequence[Any]) -> Callable[..., list[Any]]:
-        """Return `fn(*values of ins) -> values of outs`, which runs only the equations that `outs` need."""
+        """Return a function that computes the variables `outs` of the program from values for its variables `ins`.
+
+        It runs only the equations that `outs` need.
+        """
         steps, _ = needed_equations(self.eqns, outs, set(ins))
         return subprogram(self.closed, outs, ins, steps)
 
     def only(self, wanted: Sequence[Any]) -> Callable[..., list[Any]]:
         """Return a function of the program's arguments that computes the variables `wanted` and nothing else.
 
-        Callbacks are left out: the compiler never removes a `jax.debug.print`, which would then print twice.
+        It leaves out callbacks whose results are not used. The compiler would keep a `jax.debug.print`, which would
+        then print twice.
         """
         alone, used = results_alone(without_callbacks(self.closed), wanted)
 
@@ -114,13 +122,16 @@ class Program(NamedTuple):
     def run(
         self, wanted: PyTree, given: Mapping[Any, Any], eqns: Sequence[Any] | None = None, *, effects: bool = False
     ) -> PyTree:
-        """Compute the values of a tree of variables from the values of other variables.
+        """Compute variables of the program from the values of other variables.
 
         Args:
           wanted: a tree of variables and Literals.
-          given: values by variable; it may have values that are not needed.
-          eqns: the equations that may be used, all of them by default.
+          given: {variable: value}. Values that are not needed are ignored.
+          eqns: the equations that may be used, by default all equations of the program.
           effects: whether equations with side effects, such as `jax.debug.print`, run as well.
+
+        Returns:
+          The values, in the tree of `wanted`.
         """
         outs: list[Any]
         tree: Any
@@ -145,7 +156,7 @@ def trace_or_none(trace: Callable[[], T]) -> T | None:
 
 
 def _as_array(x: Any, atom: Any) -> Any:
-    """Convert a Python number, the value of a result that is a Literal, to an array."""
+    """Convert a Python number to an array if it is the value of a Literal; return all other values unchanged."""
     aval: Any = atom.aval
     return jnp.asarray(x, aval.dtype) if isinstance(atom, Literal) else x
 
@@ -154,12 +165,12 @@ def _as_array(x: Any, atom: Any) -> Any:
 
 
 def open_jaxpr(program: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return (jaxpr, constants) of a jaxpr, closed or not; 0.12 has one class for both."""
+    """Return (jaxpr, constants) of an open or a closed jaxpr; JAX 0.12 has one class for both."""
     return getattr(program, "jaxpr", program), tuple(getattr(program, "consts", ()))
 
 
 def all_equations(program: Any) -> list[Any]:
-    """List the equations of a jaxpr, each before those of the jaxprs inside it."""
+    """List all equations of a jaxpr and of the jaxprs inside them, outer equations first."""
     found = []
     for equation in open_jaxpr(program)[0].eqns:
         found.append(equation)
@@ -168,37 +179,39 @@ def all_equations(program: Any) -> list[Any]:
 
 
 def equations_inside(equation: Any) -> list[Any]:
-    """List the equations of the jaxprs in the parameters of an equation, such as the body of a loop."""
+    """List all equations of the jaxprs inside an equation, such as the body of a loop."""
     return [inner for program in jaxprs_in_params(equation.params) for inner in all_equations(program)]
 
 
 def eliminate_dead_code(program: Any) -> tuple[Any, list[bool]]:
-    """Return (the jaxpr without dead code, for each input whether it is still used)."""
+    """Remove the equations of a jaxpr whose results are not used, and the inputs that are then not used.
+
+    Returns:
+      (the new jaxpr, True or False for each old input: whether it is kept).
+    """
     return dce_jaxpr(open_jaxpr(program)[0])
 
 
 def results_alone(program: Any, results: Sequence[Any]) -> tuple[Any, list[bool]]:
-    """Return (the closed jaxpr that computes only these variables, for each input whether they need it)."""
+    """Cut a program down to some of its variables: keep only the equations and inputs that they need.
+
+    Returns:
+      (the closed jaxpr whose results are these variables, True or False for each old input: whether it is kept).
+    """
     jaxpr, consts = open_jaxpr(program)
     steps, _ = needed_equations(jaxpr.eqns, results, set())
     alone, used = eliminate_dead_code(replace_equations(jaxpr, jaxpr.invars, results, steps))
     return ClosedJaxpr(alone, consts), used
 
 
-def read_equations(jaxpr: Any) -> list[Any]:
-    """Return the equations that have effects or whose results are read.
-
-    JAX 0.10 leaves dead Pallas kernels in a program, such as a forward kernel whose results a remat policy offloads.
-    XLA removes them.
-    """
-    read = {id(atom) for equation in jaxpr.eqns for atom in equation.invars} | {id(atom) for atom in jaxpr.outvars}
-    return [one for one in jaxpr.eqns if one.effects or any(id(result) in read for result in one.outvars)]
-
-
 def subprogram(program: Any, outs: Sequence[Any], ins: Sequence[Any], eqns: Sequence[Any]) -> Callable[..., list[Any]]:
-    """Return `fn(*values of ins) -> values of outs`, which evaluates some equations of a program with its constants.
+    """Return a function that computes the variables `outs` from values for the variables `ins` by the equations `eqns`.
 
-    `eqns` must have all equations that compute `outs` from `ins`; `needed_equations` finds them.
+    Args:
+      program: the jaxpr, whose constants are used.
+      outs: the variables to compute.
+      ins: the variables whose values the function takes, in this order.
+      eqns: all equations that compute `outs` from `ins`; `needed_equations` finds them.
     """
     jaxpr, consts = open_jaxpr(program)
     part = replace_equations(jaxpr, ins, outs, eqns)
@@ -206,12 +219,18 @@ def subprogram(program: Any, outs: Sequence[Any], ins: Sequence[Any], eqns: Sequ
 
 
 def inline_calls(program: Any) -> Any:
-    """Return the closed jaxpr with all `CALLS` inlined: jit, checkpoint and functions with custom derivatives."""
+    """Return the closed jaxpr with all calls inlined: jit, checkpoint and functions with custom derivatives."""
     return jax.make_jaxpr(lambda *args: replay(program, args))(*open_jaxpr(program)[0].in_avals)
 
 
 def replay(program: Any, args: Sequence[Any], rule: Rule = lambda equation, operands: None) -> list[Any]:
-    """Evaluate a program with its calls inlined, where `rule` may replace the results of an equation."""
+    """Evaluate a jaxpr with its calls inlined, and return its results.
+
+    Args:
+      program: the jaxpr.
+      args: the values of its inputs.
+      rule: `rule(equation, operands)` returns the results to use for an equation, or None to evaluate it.
+    """
 
     def run_opened(eqn: Any, operands: list[Any]) -> list[Any] | None:
         inner = eqn.params.get(CALLS.get(eqn.primitive.name, ""))
@@ -221,7 +240,13 @@ def replay(program: Any, args: Sequence[Any], rule: Rule = lambda equation, oper
 
 
 def evaluate(program: Any, args: Sequence[Any], rule: Rule) -> list[Any]:
-    """Evaluate a program without inlining calls, where `rule` may replace the results of an equation."""
+    """Evaluate a jaxpr without inlining its calls, and return its results.
+
+    Args:
+      program: the jaxpr.
+      args: the values of its inputs.
+      rule: `rule(equation, operands)` returns the results to use for an equation, or None to evaluate it.
+    """
     jaxpr, consts = open_jaxpr(program)
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
@@ -239,7 +264,7 @@ def evaluate(program: Any, args: Sequence[Any], rule: Rule) -> list[Any]:
 
 
 def bind(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Return the results of an equation for these operands."""
+    """Evaluate an equation on these operands and return its results."""
     made = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(made) if eqn.primitive.multiple_results else [made]
 
@@ -252,7 +277,7 @@ def is_checkpoint(eqn: Any) -> bool:
 def checkpoint_again(
     eqn: Any, body: Callable[..., list[Any]], policy: Callable[..., Any] | None
 ) -> Callable[..., list[Any]]:
-    """Wrap `body` in a `jax.checkpoint` with the options of the checkpoint `eqn`, but with the policy `policy`."""
+    """Wrap `body` in a `jax.checkpoint` with the options of the checkpoint equation `eqn`, except for the policy."""
     prevent_cse = bool(jax.tree.reduce(lambda a, b: a or b, eqn.params["prevent_cse"]))
     again: Callable[..., list[Any]] = jax.checkpoint(body, policy=policy, prevent_cse=prevent_cse)
     return again
@@ -262,17 +287,23 @@ def checkpoint_again(
 
 
 def variables(atoms: Iterable[Any]) -> set[Any]:
-    """Return the set of the atoms that are variables, not Literals."""
+    """Return the set of those atoms (operands or results of equations) that are variables, not Literals."""
     return {atom for atom in atoms if not isinstance(atom, Literal)}
 
 
 def needed_equations(
     eqns: Sequence[Any], outs: Iterable[Any], given: set[Any], *, effects: bool = False
 ) -> tuple[list[Any], set[Any]]:
-    """Return (the equations that `outs` depend on, in order; all their variables, `outs` included).
+    """Find the equations that compute `outs` from the variables `given`.
 
-    Values of `given` are known: an equation that computes only these is not needed, nor are its own inputs.
-    Equations with side effects are needed if `effects` is True.
+    Args:
+      eqns: the equations of a program, in order.
+      outs: the variables to compute.
+      given: variables whose values are known. The equations that make them are left out.
+      effects: True to keep equations with side effects too.
+
+    Returns:
+      (the equations, in order; the set of all variables that they read, together with `outs`).
     """
     want = variables(outs)
     found = []
@@ -284,7 +315,7 @@ def needed_equations(
 
 
 def dependent_variables(eqns: Sequence[Any], roots: Iterable[Any]) -> set[Any]:
-    """Return the variables that depend on any of the roots, and the roots."""
+    """Return all variables whose values depend on any of the variables `roots`, and `roots` themselves."""
     found = variables(roots)
     for eqn in eqns:
         if not found.isdisjoint(variables(eqn.invars)):
@@ -293,5 +324,5 @@ def dependent_variables(eqns: Sequence[Any], roots: Iterable[Any]) -> set[Any]:
 
 
 def assign(names: PyTree, values: PyTree) -> dict[Any, Any]:
-    """Return {variable: value} from two trees of the same structure."""
+    """Return {variable: value} from a tree of variables and a tree of values of the same structure."""
     return dict(zip(jax.tree.leaves(names), jax.tree.leaves(values), strict=True))

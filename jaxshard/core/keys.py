@@ -22,7 +22,10 @@ _stride = jax.make_user_context(default_value=1)
 
 
 def row_stride(rows: int) -> AbstractContextManager[None]:
-    """Make a context in which neighbouring rows that the loss receives are `rows` apart in the global batch."""
+    """Return a context for `row_keys` in which neighbouring rows of a micro-batch are `rows` apart in the global batch.
+
+    With 2 micro-batches and a stride of 2, one has the rows 0, 2, 4, ... and the other the rows 1, 3, 5, ...
+    """
     context: AbstractContextManager[None] = _stride(rows)
     return context
 
@@ -55,14 +58,17 @@ def row_keys(
 
 
 def keys_of_rows(key: jax.Array, numbers: jax.Array) -> jax.Array:
-    """Make the keys of `row_keys` for rows with these indices in the global batch, uint32[rows]."""
+    """Make one random key per row, from the rows' indices in the global batch, uint32[rows].
+
+    `row_keys` gives each row the same key.
+    """
     # The hash makes row r's key differ from the advanced key, from which the user may draw numbers too.
     keys: jax.Array = jax.vmap(lambda row: jax.random.fold_in(advance(key, row), 0))(numbers)
     return keys
 
 
 def advance(key: jax.Array, rows: jax.Array | int) -> jax.Array:
-    """Advance a key by a number of rows: add it to the key's last word, modulo 2**32."""
+    """Advance a key by a number of rows: add the number to the last uint32 word of the key, modulo 2**32."""
     data = words_of(key)
     return keys_of(data.at[..., -1].add(jnp.asarray(rows).astype(data.dtype)), key.dtype)
 
@@ -70,7 +76,7 @@ def advance(key: jax.Array, rows: jax.Array | int) -> jax.Array:
 def neighbour(key: jax.Array) -> jax.Array:
     """Return a second key that is independent of `key` and of every key that is split or folded from `key`.
 
-    The order of `neighbour` and `advance` does not matter: both give the same key.
+    It commutes with `advance`: `neighbour(advance(key, r))` equals `advance(neighbour(key), r)`.
     """
     data = words_of(key)
     # Not by fold_in: engines add rows to the last word before this call, and `row_keys` adds to it afterwards.
@@ -125,7 +131,7 @@ def keys_of(x: jax.Array, dtype: Any) -> jax.Array:
 def key_impl_of(dtype: Any) -> Any:
     """Return the implementation of a dtype of random keys, as `jax.random.wrap_key_data` takes it.
 
-    `jax.random.key_impl` takes keys but no dtypes, so it is asked inside of a trace.
+    `jax.random.key_impl` takes keys but no dtypes, so a key is traced and not made.
     """
     found: list[Any] = []
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))

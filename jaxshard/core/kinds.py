@@ -23,7 +23,7 @@ def kind_of(path: str) -> str:
 def group_by_kind(
     items: Iterable[T], path_of: Callable[[T], str], rest_of: Callable[[T], Any] = lambda item: None
 ) -> dict[tuple[str, Any], list[T]]:
-    """Group items by the kind of their path.
+    """Group items by the kind of their path; paths are of one kind if they differ only in the index of a layer.
 
     Args:
       items: the items, such as leaves.
@@ -31,7 +31,8 @@ def group_by_kind(
       rest_of: returns a further property that items of a group must share, such as their shape.
 
     Returns:
-      {(kind, rest): items}, in the order of the first item of each group. The kind of a single item is its path itself.
+      {(kind, rest): items}, in the order of the first item of each group. The kind is a path with stars,
+      "layers/*/kernel"; in a group of one item it is the path of the item.
     """
     groups: dict[tuple[str, Any], list[T]] = {}
     for item in items:

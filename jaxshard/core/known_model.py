@@ -1,9 +1,9 @@
 """Models whose structure the library knows, and the functions by which it recognises them.
 
-`model.init`, `model.loss` and `model.evaluate` of a known model are not bound methods but small values, `InitOf`,
-`LossOf` and `EvaluateOf`, that carry their model. So recognition is an `isinstance`, not a comparison of
-names, and works through `jax.jit`. A user's function that *calls* such a value (a lambda, a loss with a penalty) is
-recognised while it is traced: `models_run` lists the known models whose functions ran.
+`model.init`, `model.loss` and `model.evaluate` of a known model are not bound methods but small objects, `InitOf`,
+`LossOf` and `EvaluateOf`, with an attribute `model`. So a known model is recognised by `isinstance`, not by names, and
+also inside `jax.jit`. A user's function that *calls* such an object (a lambda, a loss with a penalty) is recognised
+while it is traced: `models_run` lists the known models whose functions ran.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from jaxshard.core.types import PyTree
 
 
 class KnownModel:
-    """The base class of models whose structure the library knows.
+    """The base class of models whose structure the library knows, such as `js.Stacked`.
 
-    A subclass implements `make_params`, `compute_loss` and `compute_metrics`; users call their public forms `init`,
-    `loss` and `evaluate`, which carry the model.
+    A subclass implements `make_params`, `compute_loss` and `compute_metrics`. Users call `init`, `loss` and `evaluate`,
+    which wrap these methods in objects that remember the model.
     """
 
     stacked_for_user: bool = False
@@ -34,43 +34,52 @@ class KnownModel:
 
     @property
     def init(self) -> InitOf:
-        """`init(key)`: the parameters, or js.Model(params, state) where the model has variables besides parameters."""
+        """The function `init(key)`: returns the parameters, or js.Model(params, state) for a model with a state."""
         return InitOf(self)
 
     @property
     def loss(self) -> LossOf:
-        """`loss(model, batch, key)`: the loss of a global training batch, as one device computes it."""
+        """The function `loss(model, batch, key)`: returns the loss of the rows that it receives."""
         return LossOf(self)
 
     @property
     def evaluate(self) -> EvaluateOf:
-        """`evaluate(model, batch)`: {"loss": js.Mean} and the loss's metrics, computed without a random key."""
+        """The function `evaluate(model, batch)`: returns {"loss": js.Mean} and other metrics, without a random key."""
         return EvaluateOf(self)
 
     def make_params(self, key: jax.Array) -> PyTree:
-        """Make the result of `init`: the parameters, or `js.Model(params, state)`."""
+        """Make the parameters, or `js.Model(params, state)`, from a random key. Subclasses implement it for `init`."""
         raise NotImplementedError
 
     def compute_loss(self, model: PyTree, batch: PyTree, key: jax.Array | None) -> Any:
-        """Compute the result of `loss`: a `js.Mean`, a scalar or a `js.Loss`."""
+        """Compute the loss of a batch: a `js.Mean`, a scalar or a `js.Loss`. Subclasses implement it for `loss`."""
         raise NotImplementedError
 
     def compute_metrics(self, model: PyTree, batch: PyTree) -> dict[str, Mean | Sum | Max]:
-        """Compute the result of `evaluate`: the loss and metrics of a batch, by name."""
+        """Compute the loss and metrics of a batch, by name. Subclasses implement it for `evaluate`."""
         raise NotImplementedError
 
     def separate_labels(self, batch: PyTree) -> PyTree:
-        """Return a batch with inputs and labels as separate arrays, as `js.context` needs them."""
+        """Return the batch with inputs and labels as separate arrays, as `js.context` needs them.
+
+        From {"tokens": [B, T + 1]} make {"tokens": [B, T], "targets": [B, T]}, for example.
+        """
         return batch
 
     def dim_names(self, params: PyTree) -> PyTree:
-        """Return, for every parameter, a tuple with a logical name or None for each of its first dimensions."""
+        """Return a tuple of dimension names for every parameter, such as ("embed", "mlp").
+
+        A name may be None, and the tuple may be shorter than the shape.
+        """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class InitOf:
-    """The `init_fn` of a known model."""
+    """The `init_fn` of a known model (a model whose structure the library knows).
+
+    A call makes the parameters and records the model in the enclosing `models_run`.
+    """
 
     model: KnownModel
 
@@ -85,7 +94,10 @@ class InitOf:
 
 @dataclass(frozen=True)
 class LossOf:
-    """The `loss_fn` of a known model."""
+    """The `loss_fn` of a known model (a model whose structure the library knows).
+
+    A call computes the loss and records the model in the enclosing `models_run`.
+    """
 
     model: KnownModel
 
@@ -99,7 +111,7 @@ class LossOf:
 
 @dataclass(frozen=True)
 class EvaluateOf:
-    """The `eval_fn` of a known model."""
+    """The `eval_fn` of a known model (a model whose structure the library knows)."""
 
     model: KnownModel
 
@@ -111,13 +123,19 @@ class EvaluateOf:
 
 
 def check_function(name: str, fn: Any, call: str) -> None:
-    """Raise TypeError unless `fn` is a function that can be called as `call`; see `check_is_function`."""
+    """Raise TypeError unless `fn` is a function that can be called as `call`, such as "init_fn(key)".
+
+    Args:
+      name: the name of the parameter: "init_fn", "loss_fn" or "eval_fn".
+      fn: the user's argument.
+      call: how the function is called.
+    """
     check_is_function(name, fn, call)
     check_call(name, fn, call)
 
 
 def check_is_function(name: str, fn: Any, call: str) -> None:
-    """Raise TypeError unless `fn` is a function; for a known model the message names the method to pass.
+    """Raise TypeError unless `fn` is a function. If it is a model itself, the message names the method to pass.
 
     Args:
       name: the name of the parameter: "init_fn", "loss_fn" or "eval_fn".
@@ -132,13 +150,16 @@ def check_is_function(name: str, fn: Any, call: str) -> None:
 
 
 def check_call(name: str, fn: Any, call: str) -> None:
-    """Raise TypeError if `fn` takes other arguments than `call`, such as another method of a known model."""
+    """Raise TypeError if the function `fn` can't be called as `call`, such as "loss_fn(model, batch, key)".
+
+    This also refuses the wrong method of a model, such as `model.init` for `loss_fn`.
+    """
     _check_method(name, fn, call)
     _check_parameters(name, fn, call)
 
 
 def _check_method(name: str, fn: Any, call: str) -> None:
-    """Raise TypeError for the wrong method of a known model, such as `model.init` for `loss_fn`."""
+    """Raise TypeError for the wrong method of a `KnownModel`, such as `model.init` for `loss_fn`."""
     methods = {InitOf: "init", LossOf: "loss", EvaluateOf: "evaluate"}
     own = {"init_fn": "init", "loss_fn": "loss", "eval_fn": "evaluate"}.get(name)
     given = methods.get(type(unwrap(fn)))
@@ -147,7 +168,7 @@ def _check_method(name: str, fn: Any, call: str) -> None:
 
 
 def _check_parameters(name: str, fn: Any, call: str) -> None:
-    """Raise TypeError for a function whose signature does not allow the call."""
+    """Raise TypeError if the signature of `fn` does not allow a call such as "loss_fn(model, batch, key)"."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # a builtin; calling it will tell
@@ -164,7 +185,7 @@ def _check_parameters(name: str, fn: Any, call: str) -> None:
 
 
 def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function inside `jax.jit` and inside partials that bind nothing.
+    """Return the function inside `jax.jit` and inside `functools.partial` without arguments.
 
     Other wrappers are kept, even if they have `__wrapped__`: they may compute something else.
     """
@@ -178,26 +199,34 @@ def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def known_loss(fn: Callable[..., Any]) -> KnownModel | None:
-    """Return the known model if `fn` is its `loss`; None for any other function."""
+    """Return the model whose method `loss` is `fn`, if it is a `KnownModel`; None for any other function."""
     fn = unwrap(fn)
     return fn.model if isinstance(fn, LossOf) else None
 
 
 def known_evaluate(fn: Callable[..., Any]) -> KnownModel | None:
-    """Return the known model if `fn` is its `evaluate`; None for any other function."""
+    """Return the model whose method `evaluate` is `fn`, if it is a `KnownModel`; None for any other function."""
     fn = unwrap(fn)
     return fn.model if isinstance(fn, EvaluateOf) else None
 
 
 class ModelRun(NamedTuple):
-    """A known model whose `init` or `loss` ran, and the shapes that it returned or received."""
+    """A call of a known model's `init` or `loss`.
+
+    Attributes:
+      model: the known model.
+      tree: the shapes of the model's parameters and state, which `init` returned or `loss` received.
+    """
 
     model: KnownModel
     tree: PyTree
 
 
 class _Runs:
-    """A list of `ModelRun` that compares by identity, as part of the key under which JAX caches a traced function."""
+    """A list of `ModelRun` that is equal only to itself.
+
+    It is a part of the key of JAX's trace cache. So each block traces its functions again, and no model is missed.
+    """
 
     def __init__(self) -> None:
         self.found: list[ModelRun] = []
@@ -209,9 +238,10 @@ _runs = jax.make_user_context(default_value=None)
 
 @contextmanager
 def models_run() -> Iterator[list[ModelRun]]:
-    """Collect the known models whose `init` or `loss` runs in the block, in order.
+    """Return a context that yields a list, which gets a `ModelRun` for each call of a known model's `init` or `loss`.
 
-    An enclosing `models_run` block collects them as well.
+    A known model is one whose structure the library knows, such as `js.Stacked`. An enclosing `models_run` block gets
+    the calls as well.
     """
     outer: _Runs | None = _runs.value
     runs = _Runs()

@@ -38,16 +38,18 @@ class Layout:
       strategy: the strategy that was applied.
       params: the `Placement` of each parameter, stored and in use, as a tree.
       grads: the placement of each gradient; None for frozen parameters.
-      opt_params: the placement of a parameter and its gradient in the optimizer; None for frozen parameters.
+      opt_params: the placement in which the optimizer's update receives each parameter and its gradient; None for
+        frozen parameters.
       opt_state: the placement of each array of the optimizer state.
       state: the placement of each array of the model's own state.
       shapes: the logical shapes of parameters, optimizer state and model state.
       trainable: True for every parameter that is trained, False for a frozen one.
       stacked_for_user: True if the user wrote single blocks that the library stacked: `js.make_step` then refuses an
         optimizer that would update stacked blocks differently from single ones.
-      model: the known model whose `init` the layout was made from; None for another function, and after unpickling.
-      carried: how the optimizer state is made and stored where it is not stored array by array (owners of matrices,
-        replicas of `js.local`); None where it is.
+      model: the model of the library (such as `js.Stacked`) whose `init` the layout was made from; None for another
+        function, and after unpickling.
+      carried: makes and stores an optimizer state that is not stored array by array (with owners of matrices, or with
+        the replicas of `js.local`); None for all other states.
 
     Example:
         layout = js.layout(js.zero2(), js.make_mesh(data=8), init_fn, tx)
@@ -71,7 +73,10 @@ class Layout:
     carried: Carried | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle: devices can't leave their process, so the mesh is described by device ids."""
+        """Return the state to pickle, without the model, and with device ids in place of the mesh's devices.
+
+        Neither functions nor devices can be pickled.
+        """
         own = {one.name: self.__dict__[one.name] for one in fields(self)}
         # A model holds functions, which can't be pickled.
         return own | {"model": None, "mesh": MeshById.of(self.mesh) if isinstance(self.mesh, Mesh) else self.mesh}
@@ -82,9 +87,9 @@ class Layout:
 
     @property
     def owners(self) -> Any:
-        """Which device updates each matrix; None unless the optimizer multiplies matrices and its state is split.
+        """The owner of each matrix: the device that updates it. `print(layout.owners)` shows them.
 
-        `print(layout.owners)` shows it.
+        None unless the optimizer multiplies matrices, as Muon does, and its state is split over devices.
         """
         return getattr(self.carried, "owners", None)
 
@@ -109,15 +114,18 @@ class Layout:
         return part_of(self.strategy, Expert)
 
     def start_optimizer(self, tx: Any, params: PyTree) -> PyTree:
-        """Make the optimizer state for the first step, in logical arrays, from the trained parameters."""
+        """Make the optimizer state for the first step from the trained parameters.
+
+        It consists of logical arrays: they have the shapes that `tx.init` gives them.
+        """
         return tx.init(params) if self.carried is None else self.carried.start(tx, params, self.mesh)
 
     def store_optimizer(self, state: PyTree) -> PyTree:
-        """Convert an optimizer state of logical arrays to stored arrays."""
+        """Convert an optimizer state from logical arrays (the shapes of `tx.init`) to the arrays that a run stores."""
         return (store if self.carried is None else self.carried.store)(self.opt_state, state)
 
     def unstore_optimizer(self, state: PyTree) -> PyTree:
-        """Convert an optimizer state of stored arrays to logical arrays: the inverse of `store_optimizer`."""
+        """Convert an optimizer state from stored arrays to logical arrays (the shapes of `tx.init`)."""
         return (unstore if self.carried is None else self.carried.unstore)(self.opt_state, state)
 
     @cached_property
@@ -132,10 +140,11 @@ class Layout:
 
     @cached_property
     def manual_axes(self) -> frozenset[str]:
-        """The mesh axes that engines make manual in `shard_map`: of the batch, of `js.context`, and of sharded storage.
+        """The mesh axes that engines make manual in `shard_map`.
 
-        An axis of sharded storage splits arrays in `store` but not in `use`. The set is empty if only tensor axes split
-        anything: the compiler derives those collectives.
+        These are the axes that split rows, the axes of `js.context`, and the axes that split parameters or gradients in
+        storage (`store`) but not in computation (`use`). Axes of `js.tensor` are left to the compiler, so the set is
+        empty if no other axis splits anything.
         """
         axes = set(self.sum_axes)
         for placement in (*jax.tree.leaves(self.params), *jax.tree.leaves(self.grads)):
@@ -144,7 +153,7 @@ class Layout:
 
     @property
     def factors(self) -> PyTree:
-        """True for the low-rank factors of a model of `js.lora`, as a tree like the parameters."""
+        """A tree like the parameters, with True for the low-rank factors of a model of `js.lora`."""
 
         def mask(x: Any) -> Any:
             return replace(x, base=False, a=True, b=True, scale=False) if is_low_rank(x) else False
@@ -153,12 +162,12 @@ class Layout:
 
     @property
     def base(self) -> PyTree:
-        """True for parameters that checkpoints leave out: the frozen base of a model of `js.lora`."""
+        """A tree like the parameters, with True for the frozen base of a `js.lora` model; checkpoints leave it out."""
         adapted = has_low_rank(self.shapes.params)
         return jax.tree.map(lambda trained: adapted and not trained, self.trainable)
 
     def batch_placement(self, array: Any) -> Placement:
-        """Return the placement of a single array of a global batch; raises ValueError if its rows do not divide."""
+        """Return the placement of one array of a global batch; raise ValueError if devices do not divide its rows."""
         return place_batch(self.strategy, leaf_of((), array), self.mesh)
 
     def batch_sharding(self, array: Any) -> NamedSharding:
@@ -166,7 +175,10 @@ class Layout:
         return self.batch_placement(array).sharding(self.mesh)
 
     def plan_batch(self, batch: PyTree) -> BatchPlan:
-        """Return which arrays of a batch have rows, and their placements; made once for batches of the same shapes."""
+        """Return the plan of a batch: which arrays have rows, and the placement of every array.
+
+        Batches of the same shapes get the same plan, which is made once.
+        """
         shapes = abstract(batch)
         leaves, tree = jax.tree.flatten(shapes)
         return self._batch_plans.setdefault(
@@ -178,23 +190,26 @@ class Layout:
         return {}
 
     def batch_placements(self, batch: PyTree) -> PyTree:
-        """Return the placement of every array of a global batch, as a tree; arrays without rows are replicated."""
+        """Return a tree like a global batch, with the placement of every array; arrays without rows are replicated."""
         return self.plan_batch(batch).placements
 
     def batch_shardings(self, batch: PyTree) -> PyTree:
-        """Return the sharding of every array of a global batch, as a tree."""
+        """Return a tree like a global batch, with the `NamedSharding` of every array."""
         return self.plan_batch(batch).shardings
 
     def rows_mask(self, batch: PyTree) -> PyTree:
-        """Return a tree with True for every array of a batch, or of a device's share of it, that has rows."""
+        """Return a tree like a batch, with True for every array that has rows.
+
+        The batch may be the global batch or the part of one device.
+        """
         return self.plan_batch(batch).rows
 
     def shardings(self, placements: PyTree) -> PyTree:
-        """Turn a tree of placements into a tree of `NamedSharding`."""
+        """Convert a tree of placements to a tree of `NamedSharding`."""
         return jax.tree.map(lambda placement: placement.sharding(self.mesh), placements)
 
     def placed(self) -> list[Placed]:
-        """List every array with its role, in the order parameters, gradients, optimizer state, model state."""
+        """List every array with its role and placement: parameters, gradients, optimizer state, model state."""
         trees: list[tuple[Role, PyTree, PyTree]] = [
             ("param", self.shapes.params, self.params),
             ("grad", select(self.trainable, self.shapes.params), self.grads),
@@ -210,7 +225,10 @@ class Layout:
         ]
 
     def bytes_per_device(self) -> dict[Role, int]:
-        """Return the bytes of the stored arrays on one device by role: "param", "grad", "opt", "state"."""
+        """Return the bytes of the stored arrays on one device by role.
+
+        The roles are "param", "grad", "opt" and "state".
+        """
         return bytes_by_role(self.placed(), self.mesh)
 
     def host_bytes_per_device(self) -> int:
@@ -230,16 +248,19 @@ class Layout:
     def sharded_fraction(self, role: Role) -> float:
         """Return the fraction, from 0 to 1, of a role's elements that are in sharded arrays.
 
-        An array counts as sharded if its mesh axes have more than one device.
+        Roles are "param", "grad", "opt" and "state". An array is sharded if it is split over more than one device.
         """
         return split_share(self.placed(), self.mesh, role)
 
     def explain(self) -> str:
-        """Write a table of every array: role, path, shape, dtype, spec, bytes, why it is replicated or padded."""
+        """Return a table of all arrays: role, path, shape, dtype, spec, bytes, and why one is replicated or padded."""
         return explain(self._contents())
 
     def __str__(self) -> str:
-        """Write a summary in at most 20 lines of 100 columns: by role and kind of array, what is replicated and why."""
+        """Return a summary by role and kind of array, with what is replicated and why.
+
+        It has at most 20 lines of 100 columns.
+        """
         return summarize(self._contents())
 
     def _contents(self) -> Contents:
@@ -248,16 +269,16 @@ class Layout:
         return Contents(self.mesh, self.batch_axes, self.context, self.pipeline, stacked, self.placed(), extra)
 
     def _repr_html_(self) -> str:
-        """Write the summary with the table of all arrays folded away, for notebooks."""
+        """Return the summary as HTML for notebooks, followed by a folded table of all arrays."""
         return to_html(self._contents())
 
 
 def check_layout(call: str, layout: Any) -> None:
-    """Raise TypeError unless this is a `Layout`, for example if arguments are in another order.
+    """Raise TypeError unless `layout` is a `Layout`, for example because the user mixed up the order of arguments.
 
     Args:
       call: how the function is called: "js.restore(dir, layout)".
-      layout: what was given as the layout.
+      layout: the user's argument.
     """
     if isinstance(layout, Layout):
         return
@@ -282,22 +303,25 @@ class Shapes(NamedTuple):
 
 
 def split_model(model: PyTree) -> tuple[PyTree, PyTree]:
-    """Split the result of an `init_fn` into (params, state); the state is () if there is none."""
+    """Split the result of an `init_fn` into (params, state). The state is () if `init_fn` returned parameters alone."""
     return (model.params, model.state) if isinstance(model, Model) else (model, ())
 
 
 def join_model(params: PyTree, state: PyTree) -> PyTree:
-    """Join parameters and state to the model that users' functions receive: the inverse of `split_model`."""
+    """Make the model that users' functions receive: `js.Model(params, state)`, or `params` if the state is ()."""
     return params if isinstance(state, tuple) and state == () else Model(params, state)
 
 
 def select(mask: PyTree, tree: PyTree) -> PyTree:
-    """Put None in place of the leaves whose mask is False."""
+    """Replace the leaves of a tree by None where the tree `mask` is False."""
     return jax.tree.map(lambda keep, x: x if keep else None, mask, tree)
 
 
 def put_back(mask: PyTree, chosen: PyTree, rest: PyTree) -> PyTree:
-    """Take leaves of `chosen` where the mask is True and leaves of `rest` elsewhere: the inverse of `select`."""
+    """Merge two trees: take the leaf of `chosen` where `mask` is True, and of `rest` elsewhere.
+
+    This is the inverse of `select`: `put_back(mask, select(mask, tree), tree)` is `tree`.
+    """
     return jax.tree.map(lambda keep, a, b: a if keep else b, mask, chosen, rest, is_leaf=lambda x: x is None)
 
 

@@ -30,15 +30,15 @@ _KINDS_IN_NOTEBOOK = 12
 
 
 class Contents(NamedTuple):
-    """The parts of a layout that its text shows.
+    """The facts about a layout that its text shows.
 
     Attributes:
       mesh: the mesh.
       batch_axes: the axes that split the rows of a batch.
-      context: the strategy that splits the positions of these rows; None without one.
-      pipeline: the strategy that places the blocks in stages; None without one.
+      context: the `js.context` that splits the positions of these rows; None without one.
+      pipeline: the `js.pipeline` that places the blocks in stages; None without one.
       num_blocks: the number of blocks in all stages.
-      placed: every array.
+      placed: every array with its placement.
       carried: lines about the owners of matrices, or about replicas that train independently.
     """
 
@@ -63,7 +63,7 @@ def human_bytes(count: float) -> str:
 
 
 def spec_str(placement: Placement) -> str:
-    """Format the stored spec: "whole", or the mesh axes that split each dimension."""
+    """Describe how the stored array is split, as in "dim 0 over data"; return "whole" if it is replicated."""
     if placement.owned:
         return placement.owned
     splits = [f"dim {dim} over {' x '.join(axis_names(e))}" for dim, e in enumerate(placement.store) if e is not None]
@@ -80,7 +80,7 @@ def _describe_reason(placement: Placement) -> str:
 
 
 def explain(contents: Contents) -> str:
-    """Write the mesh, a table of every array, and the bytes on each device by role."""
+    """Return a table of all arrays as text, between a line about the mesh and the bytes on each device by role."""
     totals = bytes_by_role(contents.placed, contents.mesh).items()
     last = f"per device: {', '.join(f'{role} {human_bytes(count)}' for role, count in totals)}"
     return "\n".join([*_describe_mesh(contents), *contents.carried, *align_columns(_all_rows(contents)), last])
@@ -113,7 +113,7 @@ def _describe_mesh(contents: Contents) -> list[str]:
 
 
 def _describe_stages(contents: Contents) -> list[str]:
-    """Write a line per device of the pipeline: which blocks it holds."""
+    """Return a line for each device of the pipeline with the blocks that it holds, as in "pipe=0: blocks 0-1, 4-5"."""
     pipe = contents.pipeline
     if pipe is None:
         return []
@@ -135,7 +135,15 @@ def _run_str(run: range) -> str:
 
 
 class _Kind(NamedTuple):
-    """The key of a group of arrays: kind of path, stored shape with its axes, how they are replicated, and why."""
+    """The properties that the arrays of a group have in common.
+
+    Attributes:
+      kind: the path with stars for indices, "layers/*/fuse/kernel".
+      place: the stored shape with its mesh axes, "[512 / data, 2048]".
+      whole: "whole" for replicated arrays, "split by js.shard alone" for arrays that `js.tensor` does not split, and ""
+        for all others.
+      why: the reason for it.
+    """
 
     kind: str
     place: str
@@ -153,7 +161,7 @@ _KIND_HEAD, _KIND_SIDES = ("largest arrays", "role", "bytes/device", "size / axe
 
 
 def summarize(contents: Contents) -> str:
-    """Write a layout in at most 20 lines of 100 columns: by role, by kind of array, and what is replicated and why."""
+    """Return a summary of at most 20 lines of 100 columns: by role, by kind of array, what is replicated and why."""
     groups = _group(contents)
     lines = [*_fold(_describe_mesh(contents), 4), *_fold(contents.carried, 4), *_role_table(contents).lines]
     why = _fold(_describe_whole(groups), 4)
@@ -167,7 +175,7 @@ def summarize(contents: Contents) -> str:
 
 
 def to_html(contents: Contents) -> str:
-    """Write the summary as HTML for a notebook, with the table of all arrays folded away."""
+    """Return the summary as HTML for a notebook, followed by a folded table of all arrays."""
     groups = _group(contents)
     kinds = _kind_rows(groups)
     shown = kinds[:_KINDS_IN_NOTEBOOK]
@@ -186,7 +194,11 @@ def to_html(contents: Contents) -> str:
 
 
 def _group(contents: Contents) -> dict[_Kind, list[_Member]]:
-    """Group the arrays by kind and place; an optimizer moment has the kind of its parameter."""
+    """Group the arrays of a layout that have the same kind of path, the same stored shape and the same split.
+
+    Paths are of one kind if they differ only in the index of a layer. An array of optimizer state, such as a moment of
+    Adam, counts under the path of its parameter.
+    """
     placed = contents.placed
     params = {one.leaf.path: one.leaf.shape for one in placed if one.role == "param"}
     groups: dict[_Kind, list[_Member]] = {}
@@ -199,7 +211,10 @@ def _group(contents: Contents) -> dict[_Kind, list[_Member]]:
 
 
 def _param_of(path: str, shape: tuple[int, ...], params: dict[str, tuple[int, ...]]) -> str:
-    """Return the path of the parameter that an optimizer state belongs to; the path itself if it belongs to none."""
+    """Return the path of the parameter that an array of optimizer state belongs to, or its own path if there is none.
+
+    With "layer/w" among `params`, "0/mu/layer/w" gives "layer/w" if both have the same shape.
+    """
     words = path.split("/")
     ends = ("/".join(words[first:]) for first in range(len(words)))
     return next((end for end in ends if params.get(end) == shape), path)
@@ -214,7 +229,11 @@ def _describe_place(placement: Placement) -> str:
 
 
 def _find_reason(placement: Placement) -> tuple[str, str]:
-    """Return (how an array is replicated, why); ("", "") for an array that is split as the strategy wants it."""
+    """Return (in which way an array is not split, the reason), such as ("whole", "small, under 16384 elements").
+
+    The first part may also be "split by js.shard alone", for an array that `js.tensor` does not split. For all other
+    arrays return ("", "").
+    """
     if placement.owned:
         return "", ""
     if not axes_of(placement.store):
@@ -235,7 +254,7 @@ def _role_table(contents: Contents) -> Table:
 
 
 def _kind_rows(groups: dict[_Kind, list[_Member]]) -> list[tuple[str, ...]]:
-    """Write a row for each kind of array, most bytes first."""
+    """Return a row of the summary's table for each kind of array, in decreasing order of bytes."""
     merged: dict[tuple[str, str], list[_Member]] = {}
     for group, members in groups.items():
         merged.setdefault((group.kind, group.place), []).extend(members)
@@ -250,7 +269,7 @@ def _kind_rows(groups: dict[_Kind, list[_Member]]) -> list[tuple[str, ...]]:
 
 
 def _describe_whole(groups: dict[_Kind, list[_Member]]) -> list[str]:
-    """Write a line for each reason why arrays are replicated, most bytes first."""
+    """Return a line for each reason why arrays are replicated, in decreasing order of bytes."""
     reasons: dict[tuple[str, str], list[_Member]] = {}
     for group, members in groups.items():
         if group.whole:
@@ -262,7 +281,7 @@ def _describe_whole(groups: dict[_Kind, list[_Member]]) -> list[str]:
 
 
 def _name_rule(why: str) -> str:
-    """Rename a rule's pattern for readers: "whole: *pos_embed*" becomes "the rule *pos_embed*"."""
+    """Shorten the reason of a rule for readers: "whole: *pos_embed*" becomes "the rule *pos_embed*"."""
     pattern = why.removeprefix("whole: ")
     return f"the rule {pattern}" if pattern != why and not why.endswith("kernel") else pattern
 

@@ -118,7 +118,7 @@ class Mean:
 
 
 def _mean(totals: tuple[jax.Array, ...], weights: tuple[jax.Array, ...]) -> Mean:
-    """Make a Mean without checks: as a pytree it may hold shapes, shardings or anything else."""
+    """Make a `Mean` without checks and casts: JAX may put shapes, shardings or other objects in place of the arrays."""
     mean = object.__new__(Mean)
     object.__setattr__(mean, "totals", totals)
     object.__setattr__(mean, "weights", weights)
@@ -131,9 +131,10 @@ def _float_dtype(number: Any) -> Any:
 
 
 def weighted_sum(mean: Mean, weights: tuple[Float[Array, ""], ...]) -> Float[Array, ""]:
-    """Add up the totals of a mean, each divided by the given weight.
+    """Divide each total of a mean by a given weight, and add the results.
 
-    With the weights of the global batch this is a device's share of the global mean: the sum of all shares is the mean.
+    If the totals are those of one device's rows and the weights those of the global batch, the sum of all devices'
+    results is the mean of the global batch.
 
     Args:
       mean: totals of a part of the rows.
@@ -148,12 +149,12 @@ def weighted_sum(mean: Mean, weights: tuple[Float[Array, ""], ...]) -> Float[Arr
 
 
 def explain_weight(whole: str, parts: int, added: str) -> str:
-    """Return the error message for a weight that is no sum over rows, with the fix.
+    """Return the error message for a `Mean` whose weight does not add up over the parts of a batch, with the fix.
 
     Args:
-      whole: the weight of the global batch.
+      whole: the weight of the global batch, as text.
       parts: the number of parts of the batch.
-      added: the sum of the weights of the parts.
+      added: the sum of the weights of the parts, as text.
     """
     return (
         f"the weight of js.Mean is no sum over rows: that of the whole batch is {whole}, those of its {parts} parts "
@@ -201,10 +202,11 @@ class Loss:
       parameters and the old state: taken once;
     - any other floating array, such as the running averages of BatchNorm: the mean over devices and micro-batches. A
       mean of variances leaves out the variance between micro-batches;
-    - any other array is refused by its path, and so is an array that depends on the number of rows but not on their
-      data (`n + x.shape[0]`). `n + mask.sum()` in floats can't be told from a mean: `js.parity` finds it.
+    - any other array: an error that names its path. The same for an array that depends on the number of rows but not on
+      their data, such as `n + x.shape[0]`.
 
-    Where the loss sees the global batch (`js.auto()` without micro-batches) nothing is combined.
+    A sum of floats that is not returned as `js.Sum`, such as `n + mask.sum()`, can't be recognised and is averaged;
+    `js.parity` finds it. If the loss sees the global batch (`js.auto()` without micro-batches), nothing is combined.
 
     Attributes:
       value: a scalar or a `Mean`. A scalar does not say how to combine it, and runs only under `js.auto`.
@@ -230,7 +232,12 @@ class Loss:
 
 
 def as_loss(output: Any) -> Loss:
-    """Convert the output of a loss function to a `Loss`; raise TypeError, with the value received, if it can't be."""
+    """Convert the output of a user's loss function to a `Loss`.
+
+    Raises:
+      TypeError: the output is no real floating scalar, `Mean` or `Loss` of these, or a metric is no `Mean`, `Sum` or
+        `Max`; the message says what was received.
+    """
     loss = output if isinstance(output, Loss) else Loss(output)
     value = loss.value
     if not isinstance(value, Mean):
@@ -255,14 +262,14 @@ def as_loss(output: Any) -> Loss:
 
 
 def lowest_value(dtype: Any) -> Any:
-    """Return the smallest value of a dtype: the identity of max."""
+    """Return the smallest value of a dtype, with which a maximum over values starts."""
     if dtype == jnp.bool_:
         return False
     return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
 
 
 def sum_dtype(dtype: Any) -> Any:
-    """Return the dtype in which values of a dtype are added: at least f32 or a 32-bit integer."""
+    """Return the dtype in which a sum over values of `dtype` is computed: at least f32 or a 32-bit integer."""
     dtype = jnp.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.promote_types(dtype, jnp.float32)
@@ -294,7 +301,10 @@ def combine(a: Mean | Sum | Max, b: Mean | Sum | Max) -> Mean | Sum | Max:
 
 
 def on_host(metric: Mean | Sum | Max) -> Mean | Sum | Max:
-    """Return a metric as NumPy arrays, 64-bit if it is a sum; wait for its values."""
+    """Wait for a metric and return it as NumPy arrays, in 64 bits if it is a `Mean` or a `Sum`.
+
+    Arrays that this process can't read are returned unchanged.
+    """
     read: Callable[[Any], Any] = np.asarray if isinstance(metric, Max) else _exact
     found: Mean | Sum | Max = jax.tree.map(lambda x: read(x) if _readable(x) else x, metric)
     return found
@@ -313,14 +323,14 @@ def _largest(a: Any, b: Any) -> Any:
 
 
 def _readable(x: Any) -> bool:
-    """Return whether this process can read the value: no tracer, and no array that is split over processes."""
+    """Return whether this process can read the value: it is no tracer, and not split over processes."""
     if isinstance(x, jax.core.Tracer):
         return False
     return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
 
 
 def _exact(x: Any) -> np.ndarray:
-    """Read a number or an array as a NumPy array in the largest dtype of its kind."""
+    """Convert a number or an array to a NumPy array in the largest dtype of its kind, such as int64 or f64."""
     x = np.asarray(x)
     kinds = ((jnp.floating, np.float64), (jnp.unsignedinteger, np.uint64), (jnp.complexfloating, np.complex128))
     wide: Any = next((wide for kind, wide in kinds if jnp.issubdtype(x.dtype, kind)), np.int64)

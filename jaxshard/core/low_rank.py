@@ -35,16 +35,18 @@ BaseDtype = Literal["bf16", "int8"]
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class LowRank:
-    """A matrix as a frozen base and two trained factors; see the top of this file.
+    """A matrix as a frozen base and two trained factors: base + gain * a @ b.
+
+    In the shapes, `*stack` are dimensions that stack several matrices, `*in` and `*out` the dimensions of one matrix.
 
     Attributes:
       base: the matrix [*stack, *in, *out], in int8 or in a floating dtype.
       a: the first factor, [*stack, *in, rank].
       b: the second factor, [*stack, rank, *out]; zeros at the start.
-      scale: of an int8 base, the factor of each output channel, [*stack, *out]; else None.
+      scale: for an int8 base the scale of each output channel, [*stack, *out]; else None.
       gain: the factor of a @ b, alpha / rank.
-      cast: the cast of the base for storage: none (None), "bf16" or "int8". After a cast to bf16 the weight has the
-        dtype of the factors, otherwise the dtype of base or scale.
+      cast: the dtype to which the base was cast for storage, "bf16" or "int8"; None if it was not. After a cast to bf16
+        the weight has the dtype of the factors, otherwise the dtype of base or scale.
     """
 
     base: Any
@@ -64,17 +66,17 @@ class LowRank:
 
     @property
     def stack(self) -> int:
-        """The number of dimensions in front that stack matrices."""
+        """The number of leading dimensions that stack several matrices."""
         return int(self.a.ndim + self.b.ndim - 2 - self.base.ndim)
 
     @property
     def inputs(self) -> int:
-        """The number of dimensions of a matrix that are summed over."""
+        """The number of input dimensions of the matrix: a product with the matrix sums over them."""
         return int(self.a.ndim) - 1 - self.stack
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the weight in computation."""
+        """The dtype of the weight base + gain * a @ b, in which the model computes."""
         return {None: self.base, "bf16": self.a, "int8": self.scale}[self.cast].dtype
 
     def weight(self) -> Float[Array, ...]:
@@ -93,21 +95,22 @@ def has_low_rank(tree: PyTree) -> bool:
 
 
 def map_low_rank(fn: Callable[[LowRank], Any], tree: PyTree) -> PyTree:
-    """Replace every `LowRank` of a tree by `fn` of it; other leaves are the same objects."""
+    """Replace every `LowRank` in a tree by the result of `fn`; keep all other leaves."""
     return jax.tree.map(lambda x: fn(x) if is_low_rank(x) else x, tree, is_leaf=is_low_rank)
 
 
 def matrix_shapes(tree: PyTree) -> PyTree:
-    """Return a tree of shapes with one matrix in place of each `LowRank`, in the dtype of its weight."""
+    """Return the shapes and dtypes of a tree, with each `LowRank` as the single matrix that it stands for."""
     return map_low_rank(lambda x: jax.ShapeDtypeStruct(x.base.shape, x.dtype), tree)
 
 
 def choose_trained(params: PyTree, trainable: Callable[[str], bool] | None) -> PyTree:
-    """Return a tree with True for each parameter that is trained; never for the base of a `LowRank`.
+    """Return a tree with True for each parameter to train. The base of a `LowRank` is never trained.
 
     Args:
       params: parameters, or their shapes.
-      trainable: `trainable(path)`; None takes all parameters, or only the factors in a tree with a `LowRank`.
+      trainable: `trainable(path)` chooses parameters. None chooses all parameters, or only the factors if the tree has
+        a `LowRank`.
     """
     adapted = has_low_rank(params)
 
@@ -121,9 +124,14 @@ def choose_trained(params: PyTree, trainable: Callable[[str], bool] | None) -> P
 
 
 def name_factors(params: PyTree, matrices: PyTree) -> PyTree:
-    """Make the `Leaf` of every parameter, given the leaves in which each `LowRank` counts as one matrix.
+    """Return the parameters as a tree of `Leaf`, with path, shape and dimension names of each array.
 
-    The factors of a `LowRank` take the names of their dimensions from the matrix.
+    The factors of a `LowRank` get their names from its matrix: ("embed", "mlp") gives ("embed", None) for `a` and
+    (None, "mlp") for `b`.
+
+    Args:
+      params: parameters, or their shapes.
+      matrices: a tree like `params` with one `Leaf` in place of each `LowRank`.
     """
 
     def name(path: Any, x: Any, matrix: Leaf) -> Any:
@@ -153,7 +161,17 @@ def name_factors(params: PyTree, matrices: PyTree) -> PyTree:
 def adapt_matrix(
     w: Shaped[Array, ...], key: jax.Array, *, stack: int, inputs: int, rank: int, gain: float, base: BaseDtype | None
 ) -> LowRank:
-    """Convert a matrix to a `LowRank` that equals it at first: `a` is drawn from N(0, 1 / in), `b` is zero."""
+    """Convert a matrix to an equal `LowRank`: `a` is drawn from N(0, 1 / in), `b` is zero.
+
+    Args:
+      w: the matrix [*stack, *in, *out].
+      key: the random key for `a`.
+      stack: the number of leading dimensions that stack matrices.
+      inputs: the number of input dimensions.
+      rank: the rank of the factors.
+      gain: the factor of a @ b.
+      base: the dtype to which the matrix is cast for storage, "bf16" or "int8"; None keeps its own.
+    """
     front, ins, outs = w.shape[:stack], w.shape[stack : stack + inputs], w.shape[stack + inputs :]
     dtype = jnp.promote_types(w.dtype, jnp.float32)
     a = jax.random.normal(key, (*front, *ins, rank), dtype) / math.sqrt(math.prod(ins))
@@ -164,7 +182,7 @@ def adapt_matrix(
 
 
 def cast_base(w: Shaped[Array, ...], stack: int, inputs: int, cast: BaseDtype | None) -> tuple[Array, Array | None]:
-    """Cast a matrix to the dtype of its base; return (base, scale or None).
+    """Cast a matrix for storage as the base of a `LowRank`; return (base, scale), with the scale None unless int8.
 
     In int8 each output channel has a scale of its own, the largest magnitude over 127, in the dtype of the matrix. The
     error of an element is at most half the scale, so 1 / 254 of the largest magnitude in its channel.
@@ -181,7 +199,10 @@ def cast_base(w: Shaped[Array, ...], stack: int, inputs: int, cast: BaseDtype | 
 
 
 def key_of_path(key: jax.Array, path: Any) -> jax.Array:
-    """Derive the random key for the factors at a path; no parameter of the model is made from the same key."""
+    """Derive a random key for the factors of the matrix at a path.
+
+    No parameter of the model is made from the same key.
+    """
     return jax.random.fold_in(jax.random.fold_in(key, 0x10AA), zlib.crc32(path_str(path).encode()) >> 1)
 
 
@@ -203,7 +224,7 @@ that a `jax.checkpoint` policy knows it by name: weights are computed again, nev
 
 
 def bind_weight(x: LowRank) -> jax.Array:
-    """Compute the weight by a single equation of the primitive `WEIGHT`."""
+    """Compute base + gain * a @ b as a single equation of a jaxpr, so that code that reads the jaxpr recognises it."""
     made: list[jax.Array] = WEIGHT.bind(*jax.tree.leaves(x), gain=x.gain, cast=x.cast)
     return made[0]
 
@@ -211,13 +232,14 @@ def bind_weight(x: LowRank) -> jax.Array:
 def merge_lora(params: PyTree) -> PyTree:
     """Merge the low-rank factors of `js.lora` into the weights, for the original model.
 
+    It may also be called inside of a traced function, such as `eval_fn`.
+
     Args:
-      params: parameters or a `js.Model`, in model order, such as `js.logical(run, layout).params`; also inside a
-        traced function, such as the `eval_fn` of a model that is a plain function.
+      params: parameters or a `js.Model` with logical arrays, such as `js.logical(run, layout).params`.
 
     Returns:
       The tree with base + alpha / rank * a @ b in place of each pair of factors, in the dtype in which the model used
-      it (an int8 base is no longer rounded to 256 steps then). Other leaves are as they were.
+      it. The sum of an int8 base and its factors is not rounded to int8 again. Other leaves are as they were.
 
     Example:
           merged = js.merge_lora(js.logical(run, layout).params)

@@ -53,9 +53,10 @@ def layout(
     *,
     trainable: PyTree | Callable[[str], bool] | None = None,
 ) -> Layout:
-    """Apply a strategy to a training run, as `js.layout` does before it assigns matrices to owners or adds replicas.
+    """Make the layout of a training run: call the strategy for every array, and collect the placements.
 
-    Traces `init_fn` and `tx.init` on shapes alone and touches no device.
+    `js.layout` calls this function, and then assigns matrices to owners or adds the replicas of `js.local`. It traces
+    `init_fn` and `tx.init` on shapes alone and touches no device.
 
     Args:
       strategy, mesh, init_fn, tx, trainable: as in `js.layout`.
@@ -118,7 +119,11 @@ def layout(
 
 
 def place_optimizer(layout: Layout, tx: Any) -> tuple[PyTree, PyTree]:
-    """Return (shapes, placements) of the state that the optimizer `tx` has for the trained parameters of a layout."""
+    """Return the shapes and placements of the state of the optimizer `tx`, for the trained parameters of a layout.
+
+    Returns:
+      (shapes, placements), two trees like the result of `tx.init`.
+    """
     placer = Placer(layout.strategy, layout.mesh)
     placed = _place_optimizer(placer, tx, select(layout.trainable, layout.shapes.params), layout.opt_params)
     placer.raise_problems()
@@ -133,9 +138,10 @@ STACKED_EXAMPLE = """model = js.Stacked(embed, block, head, num_blocks=24, init=
 
 
 def _find_model(runs: Sequence[ModelRun], params: PyTree) -> KnownModel | None:
-    """Return the known model whose `init` made all parameters, or else the only known model that ran.
+    """Return the `KnownModel`, such as a `js.Stacked`, that a layout is made from; None if none or several match.
 
-    For `js.lora` that is the model which it adapts. Return None if several models match, or none.
+    This is the model whose `init` made all parameters. If there is no such model, it is the only one that ran: with
+    `js.lora`, for example, the model that it adapts.
     """
     whole = [run for run in runs if same_structure(split_model(run.tree)[0], params)] or runs
     return whole[0].model if len(whole) == 1 else None
@@ -151,7 +157,7 @@ def _check_blocks(strategy: Strategy, leaves: PyTree) -> None:
 
 
 def _check_rows(strategy: Strategy, mesh: Mesh) -> None:
-    """Raise ValueError if the strategy splits rows wrongly, now rather than with the first batch."""
+    """Raise ValueError if the strategy can't split the rows of batches; the first batch would show it too late."""
     axes, context = split_rows(strategy, mesh), part_of(strategy, Context)
     if both := [axis for axis in axes if context is not None and axis in context.axis]:
         raise ValueError(
@@ -161,7 +167,7 @@ def _check_rows(strategy: Strategy, mesh: Mesh) -> None:
 
 
 def warn_of_idle_axes(layout: Layout) -> None:
-    """Warn the caller of `js.layout` of mesh axes whose devices all compute the same."""
+    """Warn of mesh axes whose devices all compute the same. The warning names the line that called `js.layout`."""
     placements = [placed.placement for placed in layout.placed()]
     stored = set().union(*(axes_of(placement.store) for placement in placements))
     computing = set(layout.sum_axes).union(*(axes_of(placement.use) for placement in placements))
@@ -259,7 +265,12 @@ def _shapes_of(fn: Callable[[Any], Any], argument: Any, headline: str) -> PyTree
 
 
 def _place_state(state: PyTree, params: PyTree, fill: Callable[..., Placement]) -> PyTree:
-    """Place the model's state: the arrays of a `js.Average` like their parameters, others as the strategy says.
+    """Place the arrays of the model's state: averages (`js.Average`) like their parameters, others by `fill`.
+
+    Args:
+      state: the shapes of the model's state.
+      params: the placements of the parameters.
+      fill: `fill(path, array)` returns the placement of an array that belongs to no average.
 
     Raises:
       ValueError: an array of an average has no parameter of its path and shape.
@@ -303,10 +314,10 @@ def _place_optimizer(placer: Placer, tx: Any, params: PyTree, placements: PyTree
       placer: places arrays that belong to no parameter.
       tx: the optimizer.
       params: the shapes of the trained parameters.
-      placements: the placements in which the optimizer receives them.
+      placements: the placements of the trained parameters in the role "opt".
 
     Returns:
-      (shapes, placements) of the state.
+      (shapes, placements), two trees like the result of `tx.init`.
     """
     with own_mesh(placer.mesh):
         opt_state = _shapes_of_opt_state(tx, params)

@@ -23,22 +23,24 @@ MARK = mark_primitive("js_mark")
 
 
 def show_marks(length: int) -> AbstractContextManager[None]:
-    """Make a context in which functions that handle split positions leave marks.
+    """Return a context in which functions such as `js.attention` and `js.positions` leave marks in the jaxpr.
+
+    A mark is one equation that stands for a function and says how it treats positions, for proofs that read the jaxpr.
 
     Args:
-      length: the number of positions in a row, also where the program is traced for some of them.
+      length: the number of positions in a full row, even if the program is traced for fewer positions.
     """
     context: AbstractContextManager[None] = _length(length)
     return context
 
 
 def is_marking() -> bool:
-    """Return True if a function is traced only for a proof to read, so that it should leave marks."""
+    """Return True if functions should leave marks: a program is traced only for a proof to read (see `show_marks`)."""
     return bool(_length.value)
 
 
 def marked_length() -> int:
-    """Return the number of all positions in a row, as given to `show_marks`; 0 outside of its context."""
+    """Return the number of positions in a full row, as given to `show_marks`; 0 outside of its context."""
     length: int = _length.value
     return length
 
@@ -51,7 +53,9 @@ def leave_mark(
     result_dims: Sequence[int | Literal["sum"] | None],
     how: Any = None,
 ) -> list[jax.Array]:
-    """Add a mark with a function's contract to the jaxpr, in a context of `show_marks`; compute nothing.
+    """Add one equation to the jaxpr that stands for a function and says how it treats positions; compute nothing.
+
+    Call it only in a context of `show_marks`.
 
     Args:
       name: the function that the user calls, such as "js.attention".

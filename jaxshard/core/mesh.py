@@ -48,7 +48,10 @@ def make_mesh(devices: Sequence[jax.Device] | None = None, /, **axes: int) -> Me
 
 
 def solve_sizes(axes: dict[str, int], devices: int) -> dict[str, int]:
-    """Replace a size of -1 so that the sizes multiply to the number of devices; raises as `make_mesh` does."""
+    """Replace a size of -1 by the number of remaining devices: {"data": -1, "tensor": 2} on 8 gives data 4.
+
+    Errors are those of `make_mesh`.
+    """
     asked = ", ".join(f"{name}={size}" for name, size in axes.items())
     if not axes:
         raise ValueError(f"make_mesh: name at least one axis, such as data=-1, for the {devices} devices")
@@ -76,7 +79,7 @@ def solve_sizes(axes: dict[str, int], devices: int) -> dict[str, int]:
 
 
 def _other_counts(wanted: int, devices: int) -> str:
-    """Say how to get another number of devices; simulated devices are counted per process."""
+    """Return advice for an error message: how to get `wanted` devices if there are `devices`."""
     processes = process_count_and_id()[0]
     if processes == 1 and wanted > devices:
         return (
@@ -166,7 +169,7 @@ class MeshById(NamedTuple):
 
 
 def axis_names(axis: AxisName | None) -> tuple[str, ...]:
-    """Convert an axis, a tuple of axes or None to a tuple of names."""
+    """Convert a mesh axis to a tuple of names: "x" to ("x",), ("x", "y") to itself and None to ()."""
     if axis is None:
         return ()
     return (axis,) if isinstance(axis, str) else tuple(axis)
@@ -178,7 +181,10 @@ def axis_size(mesh: Mesh, axis: AxisName | None) -> int:
 
 
 def shares_threads(mesh: Mesh) -> bool:
-    """Return True for a mesh of several CPU devices, which share threads; False for a mesh without devices."""
+    """Return True for a mesh of several CPU devices, which share the threads of a process.
+
+    A mesh without devices (`AbstractMesh`) gives False.
+    """
     return not isinstance(mesh, AbstractMesh) and mesh.size > 1 and bool(mesh.devices.flat[0].platform == "cpu")
 
 
@@ -204,16 +210,16 @@ def mesh_str(mesh: Mesh) -> str:
 
 
 def mesh_inside(mesh: Mesh) -> Mesh | AbstractMesh:
-    """Return the mesh to use in sharding constraints.
+    """Return the mesh to name in sharding constraints: inside of a `shard_map` its own mesh, elsewhere `mesh`.
 
-    Inside a `shard_map` this is its mesh, in which some axes are manual; elsewhere it is `mesh`.
+    Some axes of the mesh of a `shard_map` are manual.
     """
     inside = jax.sharding.get_abstract_mesh()
     return inside if inside.manual_axes else mesh
 
 
 def check_is_here(mesh: Mesh) -> None:
-    """Raise ValueError for a mesh of planned devices (`js.plan.planned_mesh`), for which nothing can be compiled."""
+    """Raise ValueError for a mesh of `js.plan.planned_mesh`: its devices do not exist, so nothing can be compiled."""
     device = mesh.devices.flat[0]
     if not isinstance(device, jax.Device):
         raise ValueError(
@@ -224,7 +230,13 @@ def check_is_here(mesh: Mesh) -> None:
 
 
 def check_axis(mesh: Mesh, axis: AxisName, who: str) -> tuple[str, ...]:
-    """Return the names of `axis`; raise ValueError unless the mesh has each of them and none is repeated."""
+    """Return the names of `axis`; raise ValueError unless the mesh has each of them and none is repeated.
+
+    Args:
+      mesh: the mesh.
+      axis: a mesh axis, or a tuple of axes.
+      who: the strategy or function to name in the error.
+    """
     names = axis_names(axis)
     missing = [name for name in names if name not in mesh.shape]
     if missing:

@@ -18,7 +18,7 @@ HOST = "pinned_host"
 
 @dataclass(frozen=True)
 class Offload:
-    """The strategy that keeps optimizer state in the host's memory; see `offload`."""
+    """The strategy that keeps optimizer state in the host's memory; made by `js.offload`."""
 
     rank: ClassVar[int] = 5
 
@@ -33,11 +33,11 @@ class Offload:
 def offload(role: Literal["opt"] = "opt", *, min_size: int = MIN_SIZE) -> Strategy:
     """Keep the optimizer's state in the host's memory between steps.
 
-    Each device has its part of the state, as the other strategies split it, in pinned memory of its host. During the
-    update, an elementwise optimizer copies stacked arrays to the device one block at a time and back before the next,
-    so that the device's memory holds the state of one block; arrays that are not stacked, and all arrays of an
-    optimizer that is not elementwise, are copied at once. Results are the same, except for the last bit if the compiler
-    fuses the operations of one block differently.
+    Each device has its part of the state, as the other strategies split it, in pinned memory of its host. In the
+    update, an elementwise optimizer copies a stacked array [blocks, ...] to the device block by block, and each block
+    back before the next, so that the device's memory holds the state of one block. Arrays that are not stacked, and all
+    arrays of an optimizer that is not elementwise, are copied as a whole. Results are the same, except for the last bit
+    if the compiler fuses the operations of one block differently.
 
     Args:
       role: "opt", the only one so far.

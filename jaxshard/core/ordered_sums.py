@@ -24,9 +24,13 @@ from jaxshard.core.placement import axes_of, split_dims
 
 
 def pairwise_sum(parts: Num[Array, " n *dims"]) -> Num[Array, "*dims"]:
-    """Add parts [n, ...] -> [...] in pairs: of four parts (0 + 2) + (1 + 3). bf16 and f16 are added in f32.
+    """Add n arrays in pairs, in an order that depends on n alone: four arrays as (0 + 2) + (1 + 3).
 
-    Reference: while n > 1, part i is added to part i + n // 2; an odd last part waits for the next round.
+    In each round array i is added to array i + n // 2, and an odd last array waits for the next round. bf16 and f16 are
+    added in f32.
+
+    Args:
+      parts: the arrays, [n, ...].
     """
     dtype = parts.dtype
     parts = parts.astype(jnp.promote_types(dtype, jnp.float32))
@@ -38,10 +42,16 @@ def pairwise_sum(parts: Num[Array, " n *dims"]) -> Num[Array, "*dims"]:
 
 
 def scatter_sum(x: jax.Array, spec: PartitionSpec, axes: Sequence[str], *, keep: Sequence[str] = ()) -> jax.Array:
-    """Compute what `collectives.scatter_sum` computes, adding in a fixed order.
+    """Sum the devices' arrays `x` over mesh axes in a fixed order; return this device's shard of the sum.
 
-    An all-to-all replaces each reduce-scatter. It moves the same bytes, but its result is as large as its operand,
-    while a reduce-scatter returns only the shard.
+    It computes what `collectives.scatter_sum` computes. An all-to-all replaces each reduce-scatter. It moves the same
+    bytes, but its result is as large as its operand, while a reduce-scatter returns only the shard.
+
+    Args:
+      x: this device's summand, as large as the sum.
+      spec: how to split the sum.
+      axes: the mesh axes to sum over.
+      keep: axes of the spec that split `x` already and are left alone.
     """
     split = [(dim, axis) for dim, axis in split_dims(spec) if axis not in keep]
     for dim, axis in split:
@@ -55,10 +65,10 @@ def scatter_sum(x: jax.Array, spec: PartitionSpec, axes: Sequence[str], *, keep:
 
 
 def all_sum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Compute what `collectives.all_sum` computes, adding in a fixed order.
+    """Sum the devices' arrays `x` over mesh axes in a fixed order; every device gets the sum.
 
-    One all-to-all and one all-gather of the array, flattened and padded so that it divides: together the bytes of an
-    all-reduce. An array with fewer elements than devices is all-gathered instead.
+    The array is flattened and padded to a multiple of the devices, for one all-to-all and one all-gather. Together they
+    move the bytes of an all-reduce. An array with fewer elements than devices is all-gathered instead.
     """
     axes = tuple(axes)
     count = lax.axis_size(axes) if axes else 1
@@ -76,9 +86,15 @@ def all_sum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 def stack_totals(
     fn: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array], specs: Sequence[PartitionSpec], mesh: Mesh
 ) -> jax.Array:
-    """Compute what `collectives.stack_totals` computes, f32[arrays], adding in a fixed order.
+    """Compute the sum `fn(x)` of each global array, adding over devices in a fixed order; return f32[len(arrays)].
 
-    `fn` must be a sum over elements. One all-gather of one number per array and device. In global-view code, under jit.
+    Each device sends one number per array in a single all-gather. Call it on global arrays, under `jax.jit`.
+
+    Args:
+      fn: a sum over the elements of an array, such as the sum of squares.
+      arrays: the global arrays.
+      specs: how each array is split.
+      mesh: the mesh.
     """
     axes = tuple(axis for axis in mesh.axis_names if any(axis in axes_of(spec) for spec in specs))
     sizes = tuple(mesh.shape[axis] for axis in axes)
@@ -95,7 +111,13 @@ def stack_totals(
 
 
 def _sum_shards(numbers: jax.Array, axes: tuple[str, ...], split: tuple[str, ...]) -> jax.Array:
-    """Sum the devices' scalars [size of each axis]; along axes not in `split` devices are replicas and count once."""
+    """Sum one number per device; of devices that are replicas of each other only the first counts.
+
+    Args:
+      numbers: the devices' numbers, with a dimension for each of `axes`.
+      axes: the mesh axes.
+      split: the axes that split the array. Devices along all other axes are replicas.
+    """
     return pairwise_sum(numbers[tuple(slice(None) if axis in split else 0 for axis in axes)].reshape(-1))
 
 
@@ -104,6 +126,6 @@ ORDERED = Sums(scatter_sum, all_sum, stack_totals, in_order=True)
 
 
 def _exchange(parts: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Send part i of parts [n, ...] to device i, which receives every device's part i: [n, ...]."""
+    """Send row i of `parts` [devices, ...] to device i; return the rows that this device receives, [devices, ...]."""
     got: jax.Array = lax.all_to_all(parts, axes, split_axis=0, concat_axis=0)
     return got

@@ -11,8 +11,8 @@ from pathlib import Path
 def package_folder(name: str) -> Path:
     """Return the folder of an importable package, such as "jaxshard.engines".
 
-    Folders are found by importable name, not by path, so that a package that moves raises here instead of silently
-    changing comparisons of paths.
+    The folder is looked up by the name, so that renaming a package raises an error here. Comparisons with a folder that
+    is written as a path would silently be False.
 
     Raises:
       ModuleNotFoundError: there is no such package.
@@ -41,13 +41,13 @@ def is_jaxshard_file(file: str | Path) -> bool:
 
 
 def short_path(file: str) -> str:
-    """Return the path of a source file in its installed package, or else its folder and name."""
+    """Return the path of a source file from its installed package on, or else its folder and name."""
     path = file.replace("\\", "/")
     return path.split("site-packages/")[-1] if "site-packages/" in path else "/".join(path.split("/")[-2:])
 
 
 def users_line(frames: Sequence[str]) -> str:
-    """Choose the frame to show: the innermost frame of the user's code, or else the innermost frame.
+    """Return the source line to show for an operation: the innermost one of the user's code, or else the innermost.
 
     Installed frameworks and this package are not the user's code, but installed models and this package's models are.
     Code that only calls the step does not count: the search ends at a frame of an engine or of the training loop. From
@@ -55,13 +55,17 @@ def users_line(frames: Sequence[str]) -> str:
 
         flax/linen/linear.py:271   user/model.py:22   jaxshard/engines/explicit.py:80   user/train.py:10
 
-    it chooses user/model.py:22; without that frame the operation is the engine's own, not user/train.py's.
+    it returns user/model.py:22. Without that frame the operation is the engine's own, and does not come from
+    user/train.py.
+
+    Args:
+      frames: the stack of the operation as "file:line", innermost frame first.
     """
     return users_frame(frames) or frames[0]
 
 
 def users_frame(frames: Sequence[str]) -> str:
-    """Return the innermost frame of the user's code, as in `users_line`; "" without one."""
+    """Return the innermost frame of the user's code, as `users_line` finds it; "" if there is none."""
     for frame in frames:
         file = Path(frame.rpartition(":")[0])
         if any(file.is_relative_to(folder) for folder in _STEPS):
@@ -72,9 +76,10 @@ def users_frame(frames: Sequence[str]) -> str:
 
 
 def is_outside_engines(line: str) -> bool:
-    """Return True if a source line "file:number", or "near file:number", is not in this package's own code.
+    """Return True if a source line is outside of this package, or in one of its ready-made models.
 
-    The ready-made models of `jaxshard/models` do not count as its own code.
+    Args:
+      line: "file:number", or "near file:number".
     """
     file = Path(line.removeprefix("near ").rpartition(":")[0])
     return file.is_relative_to(_MODELS) or not is_jaxshard_file(file)

@@ -13,12 +13,12 @@ from jaxshard.core.types import Role
 
 
 class Placed(NamedTuple):
-    """One array of a layout.
+    """One array of a layout in one role.
 
     Attributes:
       role: "param", "grad", "opt" or "state".
-      leaf: its path, logical shape, dtype and names.
-      placement: its placement.
+      leaf: the array's path, logical shape, dtype and names of dimensions.
+      placement: the array's placement.
     """
 
     role: Role
@@ -27,7 +27,7 @@ class Placed(NamedTuple):
 
 
 def bytes_by_role(placed: Sequence[Placed], mesh: Mesh) -> dict[Role, int]:
-    """Return the bytes of the stored arrays on one device by role: "param", "grad", "opt", "state".
+    """Return the bytes of the stored arrays on one device by role: "param", "grad", "opt" and "state".
 
     Arrays in the host's memory are not included (`bytes_on_host`).
     """
@@ -43,7 +43,7 @@ def bytes_on_host(placed: Sequence[Placed], mesh: Mesh) -> int:
 
 
 def split_share(placed: Sequence[Placed], mesh: Mesh, role: Role) -> float:
-    """Return the fraction, from 0 to 1, of a role's elements in arrays that are split over more than one device."""
+    """Return the fraction, from 0 to 1, of a role's elements that are in arrays split over more than one device."""
     of_role = [one for one in placed if one.role == role]
     split = sum(one.leaf.size for one in of_role if _is_split(one.placement, mesh))
     return split / max(1, sum(one.leaf.size for one in of_role))

@@ -68,7 +68,7 @@ class View:
         return x.reshape(self.stored) if self.stored != self.padded else x
 
     def invert(self, x: Shaped[Array, "*stored"]) -> Shaped[Array, "*logical"]:
-        """Reshape an array from its stored shape, and drop the padding, to its logical shape."""
+        """Reshape a stored array and drop its padding, to get the array in its logical shape."""
         x = x.reshape(self.padded) if self.stored != self.padded else x
         return x[tuple(slice(size) for size in self.logical)] if self.is_padded else x
 
@@ -83,21 +83,30 @@ class View:
         return jnp.where(inside.reshape(self.stored), x, jnp.zeros((), x.dtype))
 
     def logical_dim(self, stored_dim: int) -> int:
-        """Return the logical dimension of a stored dimension."""
+        """Return the logical dimension that a stored dimension belongs to.
+
+        For [7, 64] stored as [2, 2, 2, 64], the stored dimensions 0, 1 and 2 belong to dimension 0, and 3 to 1.
+        """
         return max(0, stored_dim - self.extra_dims)
 
     def stored_dim(self, logical_dim: int) -> int:
-        """Return the stored dimension of a logical dimension; the innermost if several stored dimensions hold it."""
+        """Return the stored dimension of a logical dimension, the last one if there are several.
+
+        For [7, 64] stored as [2, 2, 2, 64], the dimensions 0 and 1 are stored as 2 and 3.
+        """
         return logical_dim + self.extra_dims
 
     def unfold_first(self, sizes: tuple[int, ...]) -> View:
-        """Return a view with the first dimension stored as dimensions of these sizes, padded to their product."""
+        """Return a view that stores the first dimension as several, padded to the product of their sizes.
+
+        With the sizes (2, 2, 2) an array [7, 64] is stored as [2, 2, 2, 64].
+        """
         assert not self.extra_dims, "the first dimension is unfolded once"
         padded = (math.prod(sizes), *self.padded[1:])
         return View(self.logical, padded, (*sizes, *padded[1:]), len(sizes) - 1)
 
     def drop_first(self) -> View:
-        """Return the view of one slice along the first logical dimension, such as a single block."""
+        """Return the view of one slice along the first logical dimension, such as one block of a stack."""
         return View(self.logical[1:], self.padded[1:], self.stored[1 + self.extra_dims :])
 
 
@@ -108,12 +117,12 @@ class Placement:
     Attributes:
       view: the array's stored shape.
       use: the PartitionSpec in computation, one entry per logical dimension.
-      store: the PartitionSpec in storage, between steps, one entry per stored dimension. From `store` to `use` an
-        engine issues an all-gather.
+      store: the PartitionSpec in storage, between steps, one entry per stored dimension. If it splits more than `use`,
+        an engine issues an all-gather before the computation.
       why: why `js.shard` left the array replicated, as text for people; "" if it is split.
       rule: the rule of `js.tensor` that decided about the array, for people; "" without one.
-      owned: for optimizer state that is stored with the owners of matrices (`Layout.owners`), in a stack of several
-        arrays and not by its own view: where the stack is, as text for people. "" for all other arrays.
+      owned: "" for most arrays. An optimizer with owners (`Layout.owners`) stores the states of several matrices as one
+        stack, which `view` and `store` do not describe; this text says to people where the stack is.
       memory: the memory kind of the stored array, such as "pinned_host"; "" is the device's own memory.
 
     Example:
@@ -133,16 +142,16 @@ class Placement:
     memory: str = ""
 
     def split(self, dim: int, names: AxisName) -> Placement:
-        """Split the stored dimension `dim` over a mesh axis or several, minor to the axes that split it already."""
+        """Split the stored dimension `dim` over one or several mesh axes, minor to the axes that split it already."""
         return replace(self, store=_add_axes(self.store, dim, names), why="")
 
     def use_split(self, dim: int, names: AxisName) -> Placement:
-        """Split the logical dimension `dim` over a mesh axis or several in computation, too."""
+        """Split the logical dimension `dim` over mesh axes in computation too: no gather over them is needed."""
         return replace(self, use=_add_axes(self.use, dim, names))
 
     def pad(self, dim: int, size: int) -> Placement:
-        """Pad the stored dimension `dim` to `size`."""
-        dim = _stored_dim(self.view.stored, dim, "padded")
+        """Pad the stored dimension `dim` with zeros at its end, to `size` elements."""
+        dim = _check_dim(self.view.stored, dim, "padded")
         view, logical_dim = self.view, self.view.logical_dim(dim)
         assert view.stored[dim] == view.padded[logical_dim], "a dimension that was unfolded is not padded again"
         padded = (*view.padded[:logical_dim], size, *view.padded[logical_dim + 1 :])
@@ -150,13 +159,16 @@ class Placement:
         return replace(self, view=View(view.logical, padded, stored, view.extra_dims))
 
     def unfold_first(self, sizes: tuple[int, ...]) -> Placement:
-        """Store the first dimension, which must not be split yet, as several dimensions of these sizes."""
+        """Store the first dimension as several dimensions of these sizes. No axis may split it yet.
+
+        With the sizes (2, 2, 2) an array [7, 64] is stored as [2, 2, 2, 64].
+        """
         assert self.store[0] is None, self
         more = (None,) * (len(sizes) - 1)
         return replace(self, view=self.view.unfold_first(sizes), store=PartitionSpec(*more, *self.store))
 
     def resize(self, dim: int, size: int) -> Placement:
-        """Return this placement for an array with `size` elements along `dim`, such as a chunk, without padding."""
+        """Return the placement of a chunk of this array, with `size` elements along `dim` and no padding there."""
         view = self.view
         assert not view.extra_dims, "blocks in pipeline order have no chunks"
 
@@ -166,21 +178,23 @@ class Placement:
         return replace(self, view=View(resized(view.logical), resized(view.padded), resized(view.stored)))
 
     def drop_first(self) -> Placement:
-        """Return the placement of one slice along the first logical dimension, such as a single block."""
+        """Return the placement of one slice along the first logical dimension, such as one block of a stack."""
         use, store = PartitionSpec(*self.use[1:]), PartitionSpec(*self.store[1 + self.view.extra_dims :])
         return replace(self, view=self.view.drop_first(), use=use, store=store)
 
     def of_blocks(self, counts: tuple[int, ...], mesh: Mesh) -> Placement | None:
-        """Return the placement for an array with one value per block of this array's elements, such as 8-bit scales.
+        """Return the placement of an array with one value per block of this array's elements, such as 8-bit scales.
+
+        A block and its value are on the same device. The exception are axes that would cut a block: they split another
+        dimension that they divide, or none.
 
         Args:
           counts: the shape of the array of values: the number of blocks along each dimension.
           mesh: the mesh of the layout.
 
         Returns:
-          A placement split like this array, so that a block and its value are on the same device. Axes that would cut a
-          block split another dimension, if one divides. None if `counts` can't be numbers of blocks, or this array is
-          stored in another shape along a dimension with blocks.
+          The placement; None if `counts` can't be numbers of blocks, or if this array is padded or unfolded along a
+          dimension with several elements per block.
         """
         view, sizes = self.view, self.view.logical
         if len(counts) != len(sizes) or counts == sizes or math.prod(counts) < 2:
@@ -214,7 +228,7 @@ class Placement:
         return NamedSharding(mesh, self.store, memory_kind=self.memory or None)
 
     def on_device(self) -> Placement:
-        """Return the same placement in the device's own memory."""
+        """Return the same placement, but in the device's own memory."""
         return replace(self, memory="")
 
     def shard_shape(self, mesh: Mesh) -> tuple[int, ...]:
@@ -227,31 +241,40 @@ class Placement:
 
 
 def _splits_evenly(size: int, count: int, parts: int) -> bool:
-    """Return whether splitting `size` elements in `count` blocks over `parts` devices cuts no block."""
+    """Return whether `size` elements in `count` blocks can be split over `parts` devices without cutting a block."""
     return parts == 1 or (size % count == 0 and count % parts == 0)
 
 
 def whole(leaf: Leaf) -> Placement:
-    """Return the placement that every strategy starts from: the logical shape, replicated on every device."""
+    """Return the placement from which every strategy starts: the array in its logical shape, replicated."""
     spec = PartitionSpec(*(None,) * len(leaf.shape))
     return Placement(View(leaf.shape, leaf.shape, leaf.shape), spec, spec)
 
 
 def spec_entry(names: tuple[str, ...]) -> str | tuple[str, ...] | None:
-    """Return the entry of a PartitionSpec for a dimension that is split over these axes."""
+    """Return the entry of a PartitionSpec for a dimension that is split over these axes.
+
+    () gives None, ("data",) gives "data", and several names stay a tuple.
+    """
     return None if not names else names[0] if len(names) == 1 else names
 
 
 def _add_axes(spec: PartitionSpec, dim: int, names: AxisName) -> PartitionSpec:
-    """Split a dimension over more axes, minor to the axes that split it already."""
+    """Split a dimension of a spec over more axes, minor to the axes that split it already."""
     entries = list(spec)
-    dim = _stored_dim(entries, dim, "split")
+    dim = _check_dim(entries, dim, "split")
     entries[dim] = spec_entry(axis_names(entries[dim]) + axis_names(names))
     return PartitionSpec(*entries)
 
 
-def _stored_dim(dims: Sequence[object], dim: int, done: str) -> int:
-    """Return the index of a dimension, counted from the end if negative; raise IndexError if there is none."""
+def _check_dim(dims: Sequence[object], dim: int, done: str) -> int:
+    """Return `dim` as an index from 0 on; raise IndexError if there is no such dimension.
+
+    Args:
+      dims: anything with one element per dimension.
+      dim: the dimension, counted from the end if it is negative.
+      done: what was to be done with it, for the error: "split" or "padded".
+    """
     if not -len(dims) <= dim < len(dims):
         raise IndexError(f"dim {dim} of an array with {len(dims)} dimensions can't be {done}; test leaf.shape first")
     return dim % len(dims)
@@ -268,7 +291,10 @@ def only_axes(spec: PartitionSpec, axes: Container[str]) -> PartitionSpec:
 
 
 def split_dims(spec: PartitionSpec) -> list[tuple[int, str]]:
-    """List (dimension, axis) for every mesh axis of a spec, the major axes of a dimension first."""
+    """List (dimension, axis) for every mesh axis of a spec; the major axes of a dimension come first.
+
+    P(("data", "tensor"), "pipe") gives [(0, "data"), (0, "tensor"), (1, "pipe")].
+    """
     return [(dim, name) for dim, entry in enumerate(spec) for name in axis_names(entry)]
 
 

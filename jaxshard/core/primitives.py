@@ -49,7 +49,10 @@ GENERATORS = frozenset({"random_bits", "random_gamma", "threefry2x32", "rng_bit_
 
 
 def evaluate(name: str, params: dict[str, Any], numbers: Sequence[float | None], dtype: Any) -> float | None:
-    """Compute an elementwise primitive of scalars, rounded to `dtype`; return None if unknown or not finite."""
+    """Compute an elementwise primitive on Python numbers, rounded to `dtype`.
+
+    Return None if this file does not know the primitive, or if the result is not finite.
+    """
     if name not in ARITHMETIC or jnp.issubdtype(dtype, np.complexfloating):
         return None
     extra = {"y": params["y"]} if name == "integer_pow" else {}
@@ -60,5 +63,5 @@ def evaluate(name: str, params: dict[str, Any], numbers: Sequence[float | None],
 
 
 def draws_random_bits(program: Any) -> bool:
-    """Return whether a jaxpr, or an inner jaxpr, draws random numbers."""
+    """Return whether a jaxpr, or one of its inner jaxprs, draws random numbers."""
     return any(equation.primitive.name in GENERATORS for equation in all_equations(program))

@@ -1,6 +1,7 @@
 """Rules of `js.tensor`: the names of a parameter's dimensions, and the names that a tensor axis splits.
 
-A list has two kinds of pairs, and the first pair that fits decides:
+A list has two kinds of pairs, and the first pair that fits decides. The fate of a dimension is "split", "whole" (not
+split), or "split or whole" (split if the devices divide it):
 
     ("mlp", "split")                         a name and its fate, for dimensions of that name in all parameters
     ("up_proj/kernel", ("embed", "mlp"))     a pattern and names, for parameters whose path ends with the pattern
@@ -44,13 +45,15 @@ Without `js.expert` a tensor axis splits "experts", the name that patterns give 
 
 
 def kernel_names(leaf: Leaf) -> Names | None:
-    """Name the dimensions of a kernel that no other rule knows: of a matrix, a DenseGeneral, an einsum, a convolution.
+    """Name the dimensions of a kernel that no other rule knows: of a matrix, DenseGeneral, einsum or convolution.
 
-    A kernel with more inputs than outputs, or that contracts several dimensions into one, is row-parallel: a contracted
-    dimension is split. Any other kernel is column-parallel: an output dimension is split. An up-projection and the
-    down-projection after it then make a pair with one all-reduce (Shoeybi et al. 2019, "Megatron-LM", section 3). Of
-    several dimensions the first of more than three elements is split: attention heads, not the dimension that stacks
-    query, key and value.
+    Of the names, "features" is split over the tensor axis and "embed" is not. A kernel with more inputs than outputs,
+    or that contracts several dimensions into one, is row-parallel: a contracted dimension is "features". Any other
+    kernel is column-parallel: an output dimension is "features". An up-projection and the down-projection after it
+    then need one all-reduce together (Shoeybi et al. 2019, "Megatron-LM", section 3).
+
+    If several dimensions could be split, the first with more than three elements is: the attention heads, not the
+    dimension that stacks query, key and value.
     """
     first = _count_stacked_dims(leaf)
     shape, names = leaf.shape[first:], leaf.names[first:]
@@ -69,10 +72,10 @@ def kernel_names(leaf: Leaf) -> Names | None:
 
 
 def _guess_contracted(path: str, shape: tuple[int, ...]) -> list[int] | None:
-    """Guess from a shape alone which dimensions a kernel contracts; None if it looks like a convolution.
+    """Guess from a kernel's shape which dimensions it contracts; None if it looks like a convolution.
 
-    [512, 8, 64] is taken for a DenseGeneral that makes 8 heads of 64, for 512 = 8 * 64, and [8, 64, 512] for one that
-    joins them; [3, 3, 64, 512] for a convolution.
+    [512, 8, 64] is taken for a DenseGeneral that makes 8 heads of 64, because 512 = 8 * 64, and [8, 64, 512] for one
+    that joins the heads. [3, 3, 64, 512] is taken for a convolution.
     """
     rank = len(shape)
     if rank == 2:
@@ -87,7 +90,7 @@ def _guess_contracted(path: str, shape: tuple[int, ...]) -> list[int] | None:
 
 
 def gating_names(leaf: Leaf) -> Names | None:
-    """Name the dimensions of two gated projections in one kernel [2, embed, mlp] or [2, mlp, embed], as Gemma has it.
+    """Name the dimensions of Gemma's kernel with two gated projections, [2, embed, mlp] or [2, mlp, embed].
 
     The larger dimension is "mlp". An additional leading dimension is "experts".
     """
@@ -98,7 +101,10 @@ def gating_names(leaf: Leaf) -> Names | None:
 
 
 def gate_names(leaf: Leaf) -> Names | None:
-    """Name the dimensions of an MLP's gate, [embed, mlp]; None if it has fewer outputs than inputs, as a router."""
+    """Name the dimensions of a matrix called "gate": (embed, mlp) for an MLP's gate.
+
+    Return None if it has fewer outputs than inputs, for then it is a router.
+    """
     return ("embed", "mlp") if leaf.shape[-1] >= leaf.shape[-2] else None
 
 
@@ -185,7 +191,8 @@ class Rules:
     """The rules of one `js.tensor`, in order.
 
     Attributes:
-      rules: the pairs. Anything that is not such a pair raises TypeError.
+      rules: pairs such as ("mlp", "split") and ("up_proj/kernel", ("embed", "mlp")); see the top of this file. Anything
+        else raises TypeError.
     """
 
     rules: tuple[Rule, ...]
@@ -200,13 +207,19 @@ class Rules:
         )
 
     def fate(self, name: str | None) -> Fate | None:
-        """Return the fate of dimensions with this name, such as "split"; None for a name that no rule knows."""
+        """Return whether dimensions of this name are split: "split", "whole" (not split) or "split or whole".
+
+        "split or whole" means split if the devices divide the dimension. Return None if no rule knows the name.
+        """
         if name is None:
             return "whole"
         return next((fate for key, fate in self.rules if key == name and isinstance(fate, str)), None)
 
     def keeps_whole(self, names: Names) -> bool:
-        """Return True if arrays with these names are replicated on purpose: by a user's rule, or as position tables."""
+        """Return True if arrays with these names are replicated on purpose, so that no warning is needed.
+
+        This is so if the user wrote a rule for one of the names, or if one of them means positions ("length").
+        """
         own = {key for key, value in self.rules if isinstance(value, str) and (key, value) not in RULES}
         return any(name in own or name in _POSITIONS for name in names)
 
@@ -216,11 +229,13 @@ class Rules:
         Names come from the first of the user's own patterns that fits, or else from the model, or else from the
         built-in patterns. A bias has the names of the last dimensions of the kernel in the same module.
 
+        The model's names count if one of them is to be split, or if there is one for each dimension. If not, the
+        built-in patterns are tried as well: Flax's attention, for example, hands an annotation of two names on to
+        kernels of three dimensions.
+
         Args:
-          leaves: parameters; the model's annotation may name only the first dimensions. The annotation decides if
-            it splits something; otherwise the built-in patterns are tried as well. (Flax's attention passes an
-            annotation of two names on to kernels of three dimensions.)
-          axes: names that need no rule.
+          leaves: parameters, with the names that the model gives to their first dimensions.
+          axes: names that need no rule, since they are mesh axes.
 
         Returns:
           The leaves with a name, or None, for every dimension, and the rule that named them.
@@ -242,7 +257,10 @@ class Rules:
         return [named[leaf.path] for leaf in leaves]
 
     def find_unused(self, leaves: Sequence[Leaf]) -> list[str]:
-        """List the user's own patterns that name no parameter, each with the reason."""
+        """List the user's own patterns that named no parameter, each with the reason.
+
+        A pattern such as "fuse/kernel" names the dimensions of the parameters whose path ends with it.
+        """
         reasons = []
         for key, value in self._own_patterns():
             named = [leaf.names for leaf in leaves if leaf.named_by == key]
@@ -259,16 +277,16 @@ class Rules:
         return reasons
 
     def _own_patterns(self) -> list[tuple[str, Any]]:
-        """List the user's own patterns, without the built-in ones."""
         return [(key, value) for key, value in self.rules if _is_pattern(key, value) and (key, value) not in RULES]
 
     def name_dims(self, leaf: Leaf, axes: Container[str] = (), routed: bool = False) -> Leaf:
         """Name the dimensions of one parameter, without checking that rules know the names; see `resolve`.
 
         Args:
-          leaf: the parameter.
-          axes: names that need no rule.
-          routed: True for a parameter from `find_routed`: patterns see it in a module called "experts" as well.
+          leaf: the parameter, with the names that the model gives to its first dimensions.
+          axes: names that need no rule, since they are mesh axes.
+          routed: True if the parameter stacks experts (`find_routed`). Then patterns that ask for a module called
+            "experts" fit too.
         """
         module, _, name = leaf.path.rpartition("/")
         inside = leaf._replace(path=f"{module}/experts/{name}") if routed else leaf
@@ -303,9 +321,10 @@ class Rules:
 
 
 def find_routed(leaves: Sequence[Leaf]) -> set[str]:
-    """Find the paths of parameters [..., experts, in, out] that have a router in the same module.
+    """Return the paths of the parameters that stack experts, found by a router in the same module.
 
-    They are recognised by their third last dimension, as large as the router's outputs.
+    A parameter [..., experts, in, out] is recognised by its third last dimension, which is as large as the number of
+    the router's outputs.
     """
     outputs = {}
     for leaf in leaves:
@@ -321,7 +340,7 @@ def find_routed(leaves: Sequence[Leaf]) -> set[str]:
 
 
 def pad_names(leaf: Leaf) -> Leaf:
-    """Return the leaf with as many names as dimensions: None for each dimension after the last name."""
+    """Return the leaf with as many names as dimensions, by None for every dimension after the last name."""
     return leaf._replace(names=(*leaf.names, *(None,) * (len(leaf.shape) - len(leaf.names))))
 
 
@@ -345,14 +364,22 @@ def _fits(key: str, leaf: Leaf) -> bool:
 
 
 def ends_with(path: str, pattern: str) -> bool:
-    """Return True if an array's path ends with the pattern; the pattern must match words between slashes in full."""
+    """Return True if the last words of a path fit a pattern, "mlp/*/kernel" for example.
+
+    The first word of the pattern must fit a word of the path in full: "proj/kernel" does not fit "up_proj/kernel".
+    """
     return fnmatchcase("/" + path, "*/" + pattern.removeprefix("*/"))
 
 
 def _names_by(value: Fate | Names | NamesOf, leaf: Leaf) -> Names | None:
-    """Return the names that a pattern gives to the dimensions of a parameter; None if their number does not fit.
+    """Return the names that the right side of a rule gives to the dimensions of a parameter.
 
-    A parameter may have one dimension more, in front, that stacks layers as `nn.scan` and `nn.vmap` do.
+    Return None if it has another number of names than the parameter has dimensions. The parameter may have one more
+    dimension in front, which stacks layers as `nn.scan` and `nn.vmap` do.
+
+    Args:
+      value: the right side of a rule: a tuple of names, a function from the parameter to names, or "whole".
+      leaf: the parameter.
     """
     front = leaf.names[: _count_stacked_dims(leaf)]
     rank = len(leaf.shape) - len(front)
@@ -365,9 +392,13 @@ def _names_by(value: Fate | Names | NamesOf, leaf: Leaf) -> Names | None:
 
 
 def _bias_names(shape: tuple[int, ...], kernel: Leaf) -> Names | None:
-    """Return the names of a bias: the names of its kernel's last dimensions, if their sizes agree; else None.
+    """Return the names of a bias: those of its kernel's last dimensions. If their sizes differ, return None.
 
     Both may have a first dimension that stacks layers.
+
+    Args:
+      shape: the shape of the bias.
+      kernel: the kernel in the same module, with its names.
     """
     for front in (0, 1):
         tail = len(shape) - front

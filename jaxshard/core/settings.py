@@ -21,10 +21,10 @@ R = TypeVar("R")
 
 @contextlib.contextmanager
 def own_settings(mesh: Mesh | AbstractMesh) -> Iterator[None]:
-    """Make a context in which programs for a mesh are traced and run, whatever the caller's configuration.
+    """Return a context in which programs for a mesh are traced and run, whatever the caller's configuration of JAX.
 
-    This mesh replaces a mesh that the caller activated (`jax.set_mesh`), which JAX would assume for every array. A
-    transfer guard is lifted: transfers of seeds, batches and constants to devices are intended here.
+    `mesh` replaces a mesh that the caller activated (`jax.set_mesh`), which JAX would use for every array. A transfer
+    guard is lifted: transfers of seeds, batches and constants to devices are intended here.
 
     Raises:
       RuntimeError: `jax.disable_jit` is on. Without compilation nothing is split: JAX would put every array on one
@@ -41,7 +41,7 @@ def own_settings(mesh: Mesh | AbstractMesh) -> Iterator[None]:
 
 
 def own_mesh(mesh: Mesh | AbstractMesh) -> AbstractContextManager[Any]:
-    """Return a context in which this mesh replaces the mesh that the caller activated, if any."""
+    """Return a context in which `mesh` replaces the mesh that the caller activated, if any."""
     active = jax.sharding.get_abstract_mesh()
     if active.empty or active == (mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh):
         return contextlib.nullcontext()
@@ -60,9 +60,9 @@ def no_mesh() -> AbstractContextManager[Any]:
 
 
 def settings_of(results: PyTree) -> AbstractContextManager[None]:
-    """Return the context `own_settings(mesh)` for the mesh that the arrays of a tree are on.
+    """Return a context for programs on the arrays of a tree: `own_settings` for the mesh that they are on.
 
-    If they are on no mesh, the context changes no setting of JAX.
+    If no array is on a mesh, the context changes nothing.
     """
     shardings = (x.sharding for x in jax.tree.leaves(results) if isinstance(x, jax.Array))
     mesh = next((sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), None)
@@ -70,7 +70,10 @@ def settings_of(results: PyTree) -> AbstractContextManager[None]:
 
 
 def with_own_settings(fn: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that has a parameter `layout` to run under `own_settings(layout.mesh)`."""
+    """Decorate a function with a parameter `layout` so that it runs under `own_settings(layout.mesh)`.
+
+    Its programs are then traced and run for this mesh, whatever the caller's configuration of JAX.
+    """
     signature = inspect.signature(fn)
 
     @functools.wraps(fn)

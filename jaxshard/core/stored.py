@@ -13,12 +13,18 @@ from jaxshard.core.types import PyTree
 
 
 def store(placements: PyTree, tree: PyTree) -> PyTree:
-    """Convert logical arrays to stored arrays, leaf by leaf, and move offloaded arrays to the host's memory."""
+    """Convert a tree from logical arrays (the shapes of the model) to stored arrays (padded, reshaped).
+
+    Offloaded arrays are moved to the host's memory.
+    """
     return send_to_host(placements, jax.tree.map(lambda x, placement: placement.view.apply(x), tree, placements))
 
 
 def unstore(placements: PyTree, tree: PyTree) -> PyTree:
-    """Convert stored arrays to logical arrays on the devices, leaf by leaf."""
+    """Convert a tree from stored arrays (padded, reshaped) to logical arrays (the shapes of the model).
+
+    Offloaded arrays are moved to the devices.
+    """
     there = bring_to_device(placements, tree)
     return jax.tree.map(lambda x, placement: placement.view.invert(x), there, placements)
 
@@ -33,7 +39,7 @@ def bring_to_device(placements: PyTree, tree: PyTree) -> PyTree:
 
 
 def send_to_host(placements: PyTree, tree: PyTree) -> PyTree:
-    """Copy offloaded arrays to the host's memory; the inverse of `bring_to_device`."""
+    """Copy the arrays that their placements keep in the host's memory there; return all other arrays unchanged."""
 
     def send(x: jax.Array, placement: Placement) -> jax.Array:
         return jax.device_put(x, jax.memory.Space.Host) if placement.memory else x

@@ -2,7 +2,7 @@
 
 A strategy maps (role, leaf, placement, mesh) to a new placement. It is called once for every array in every role that
 the array has, so ZeRO-1, ZeRO-2 and FSDP are one function, `shard`, given different roles. Strategies compose because
-functions compose: each receives the placement that the one before it returned.
+functions compose: each receives the placement that the strategy before it returned.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from jaxshard.core.types import ROLES, AxisName, Role
 def shard(axis: AxisName, roles: Role | Iterable[Role], *, min_size: int = MIN_SIZE) -> Strategy:
     """Split every array of the given roles over a mesh axis, along a free dimension that is chosen by its size.
 
-    This is the first free dimension that divides and whose shards have at least 8 elements (`MIN_PART`), or else the
-    largest that divides. If no dimension divides, the stored array is padded along the dimension where that costs
-    least. Scalars and small arrays are replicated. The dimension of stacked blocks is never split. The engine issues
-    the collectives that follow: all-gathers of arrays that are stored sharded but used replicated, and reduce-scatters
-    of gradients.
+    A dimension is free if no other axis splits it. The axis splits the first free dimension that divides and whose
+    shards have at least 8 elements (`MIN_PART`), or else the largest that divides. If no dimension divides, the stored
+    array is padded along the dimension where that costs least. Scalars and small arrays are replicated. The dimension
+    of stacked blocks is never split. The engine issues the collectives that follow: all-gathers of arrays that are
+    stored sharded but used replicated, and reduce-scatters of gradients.
 
     Args:
       axis: a mesh axis, or a tuple of axes that split one dimension together.
@@ -219,8 +219,8 @@ def expert(
 def compose(*strategies: Strategy) -> Strategy:
     """Combine strategies into one that applies them all.
 
-    Their order does not matter: `js.pipeline` is applied first, then `js.batch` and placements by name (`js.expert`
-    before `js.tensor`) and functions of your own, and last the fills (`js.shard`), which split dimensions that are
+    The order of the arguments does not matter. `js.pipeline` is applied first, then `js.batch`. Then come placements by
+    name (`js.expert` before `js.tensor`) and functions of your own. `js.shard` is last and splits dimensions that are
     still free. The axes of `js.context` never split rows.
 
     Raises:
@@ -377,7 +377,7 @@ def hybrid(
 
 
 def check_strategy(strategy: Any) -> None:
-    """Raise TypeError unless this is a function that can be called like a strategy."""
+    """Raise TypeError unless `strategy` is a function that can be called as strategy(role, leaf, placement, mesh)."""
     if not callable(strategy):
         raise TypeError(f"strategy must be a strategy such as js.fsdp('data'), got {type(strategy).__name__}")
     makes = "Strategy" in str(getattr(strategy, "__annotations__", {}).get("return"))

@@ -45,7 +45,7 @@ MIN_PART = 8
 
 @dataclass(frozen=True)
 class Composed:
-    """The strategy that applies others one after the other; see `compose`."""
+    """The strategy that applies other strategies one after the other; made by `js.compose`."""
 
     parts: tuple[Strategy, ...]
 
@@ -57,7 +57,7 @@ class Composed:
 
 @dataclass(frozen=True)
 class Batch:
-    """The strategy that splits rows; see `batch`."""
+    """The strategy that splits the rows (dimension 0) of a batch over mesh axes; made by `js.batch`."""
 
     rank: ClassVar[int] = 1
 
@@ -75,7 +75,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class WithoutRows:
-    """The strategy that names arrays of the batch without rows; see `without_rows`. `core/batch.py` reads it."""
+    """The strategy that names the arrays of a batch without rows, such as tables; made by `js.without_rows`.
+
+    It changes no placement: `BatchPlan` reads its patterns.
+    """
 
     patterns: tuple[str, ...]
 
@@ -85,7 +88,7 @@ class WithoutRows:
 
 @dataclass(frozen=True)
 class Expert:
-    """The strategy that splits experts, and rows, over an axis; see `expert`."""
+    """The strategy that splits experts, and the rows of a batch, over mesh axes; made by `js.expert`."""
 
     rank: ClassVar[int] = 2
 
@@ -108,13 +111,16 @@ class Expert:
     def name_dims(self, leaves: Sequence[Leaf], given: Sequence[Leaf], mesh: Mesh) -> list[Leaf]:
         """Name the dimension of experts in the parameters that have one.
 
+        The name comes from the rules of `js.tensor`, or else from the model, or else from the rules of this strategy.
+
         Args:
-          leaves: the parameters, with names from the rules of `tensor`, if any.
+          leaves: the parameters, with names from the rules of `js.tensor` if it is used.
           given: the same parameters, with names from the model.
           mesh: the mesh of the layout.
 
         Raises:
-          ValueError: no parameter has experts, or the axis does not divide their number; the message names each.
+          ValueError: no parameter has experts, or the axis does not divide their number; the message lists such
+            parameters.
         """
         parts = axis_size(mesh, check_axis(mesh, self.axis, "expert"))
         routed = find_routed(given)
@@ -150,7 +156,7 @@ class Expert:
 
 @dataclass(frozen=True)
 class Shard:
-    """The strategy that splits a free dimension; see `shard`."""
+    """The strategy that splits a dimension which no other axis splits; made by `js.shard`."""
 
     rank: ClassVar[int] = 4
 
@@ -194,7 +200,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Tensor:
-    """The strategy that splits dimensions by name; see `tensor`."""
+    """The strategy that splits dimensions by their names; made by `js.tensor`."""
 
     rules: Rules
     axis: AxisName
@@ -220,11 +226,15 @@ class Tensor:
         return replace(placement, rule=f"whole: {leaf.named_by}" if leaf.named_by else "no rule took it")
 
     def fate(self, name: str | None) -> Fate | None:
-        """Return the fate of dimensions of this name; the name of this strategy's own axis is split."""
+        """Return whether dimensions of this name are split: "split", "whole" (not split) or "split or whole".
+
+        "split or whole" means split if the devices divide the dimension. The strategy's own mesh axis is a name too,
+        which is split. Return None if no rule knows the name.
+        """
         return self.rules.fate(name) or ("split" if name in axis_names(self.axis) else None)
 
     def name_dims(self, leaves: Sequence[Leaf], mesh: Mesh) -> list[Leaf]:
-        """Give the dimensions of parameters their names; see `Rules.resolve`.
+        """Give the dimensions of parameters their names, from the rules of `js.tensor` and the model's annotations.
 
         Models may be annotated with mesh axes instead of names (`nn.with_partitioning`, a PartitionSpec in NNX). A
         dimension annotated with this strategy's own axis is split. Annotations with other mesh axes are ignored.
@@ -239,10 +249,10 @@ class Tensor:
         return self.rules.resolve([without_foreign(leaf) for leaf in leaves], own)
 
     def find_whole(self, leaves: Sequence[Leaf], mesh: Mesh) -> dict[str, list[Leaf]]:
-        """Return {reason: parameters} of large parameters that stay replicated although no rule asks for it.
+        """Return the large parameters that stay replicated although no rule asks for it, as {reason: parameters}.
 
-        Large means `MIN_SIZE` elements or more. Leave out parameters that a pattern or a fate of the user keeps
-        replicated, tables of positions, and the kernels of fewer key and value heads than devices.
+        Large means `MIN_SIZE` elements or more. Three kinds are left out: parameters that the user's own rules keep
+        replicated, tables of positions, and kernels with fewer key and value heads than devices.
         """
         found: dict[str, list[Leaf]] = {}
         for leaf in leaves:
@@ -264,7 +274,13 @@ class Tensor:
         return "the model's annotations split nothing of"
 
     def entry(self, name: str | None, size: int, mesh: Mesh, who: str = "constrain") -> tuple[str, ...]:
-        """Return the mesh axes that split a dimension of an activation with this name; () if the rules keep it whole.
+        """Return the mesh axes that split a dimension of an activation with this name; () if no axis does.
+
+        Args:
+          name: the name of the dimension.
+          size: its size.
+          mesh: the mesh.
+          who: the function that the user called, for error messages.
 
         Raises:
           ValueError: no rule knows the name, or the axis does not divide a dimension that is to be split.
@@ -282,7 +298,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The strategy that splits stacked blocks into stages; see `pipeline`."""
+    """The strategy that splits stacked blocks into stages; made by `js.pipeline`."""
 
     rank: ClassVar[int] = 0
 
@@ -298,11 +314,11 @@ class Pipeline:
         return placement.unfold_first(sizes).split(1, names)
 
     def stages(self, mesh: Mesh) -> int:
-        """Return the number of stages of the model."""
+        """Return the number of stages: chunks times devices of the axis."""
         return self.chunks * axis_size(mesh, self.axis)
 
     def per_stage(self, blocks: int, mesh: Mesh) -> int:
-        """Return the number of blocks in a stage; raise ValueError if there are fewer blocks than stages."""
+        """Return the number of blocks per stage, rounded up; raise ValueError if there are fewer blocks than stages."""
         stages = self.stages(mesh)
         if blocks < stages:
             most = max(1, blocks // axis_size(mesh, self.axis))
@@ -313,7 +329,7 @@ class Pipeline:
         return -(-blocks // stages)
 
     def holders(self, blocks: int, mesh: Mesh) -> list[tuple[int, int, range]]:
-        """List the stages in model order, each as (device on the axis, chunk, range of its blocks).
+        """Return where each stage is, in model order: (device on the axis, chunk, range of its blocks).
 
         7 blocks on 2 devices in 2 chunks: (0, 0, 0-1), (1, 0, 2-3), (0, 1, 4-5), (1, 1, 6).
         """
@@ -326,13 +342,13 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Context:
-    """The strategy that splits positions; see `context`.
+    """The strategy that splits the positions of a batch; made by `js.context`.
 
     It changes no placement: arrays of a batch are stored replicated over its axis, and engines take each device's part.
 
     Attributes:
       axis: the mesh axes, major first.
-      dims: {last name of a batch array's path: dimension of its positions, or None}.
+      dims: pairs (last name of a batch array's path, dimension of its positions or None).
       how: how attention sees the keys and values of other devices: "gather", "ulysses", "usp" or "ring".
     """
 
@@ -345,7 +361,7 @@ class Context:
         return placement
 
     def dim_of(self, path: str, ndim: int) -> int | None:
-        """Return the dimension of the positions of an array of a batch; None if it has none.
+        """Return the dimension of an array of a batch that has positions; None if it has none.
 
         Args:
           path: the array's path in the batch.
@@ -356,12 +372,12 @@ class Context:
 
 
 def part_of(strategy: Strategy, kind: type[Part]) -> Part | None:
-    """Return the part of a strategy that is of a class, such as `Pipeline`; None without one."""
+    """Return the part of a composed strategy that is an instance of `kind`, such as `Pipeline`; None without one."""
     return next((part for part in parts_of(strategy) if isinstance(part, kind)), None)
 
 
 def parts_of(strategy: Strategy) -> tuple[Strategy, ...]:
-    """Return the parts of a composed strategy; the strategy itself if it is not composed."""
+    """Return the strategies that a strategy is composed of; the strategy itself if it is not composed."""
     return strategy.parts if isinstance(strategy, Composed) else (strategy,)
 
 
@@ -389,7 +405,7 @@ def _split_rows(who: str, names: tuple[str, ...], leaf: Leaf, placement: Placeme
 
 
 def _expert_axes(leaf: Leaf, placement: Placement) -> tuple[str, ...]:
-    """Return the axes that split an array's dimension of experts in computation."""
+    """Return the mesh axes that split the dimension of experts of an array in computation; () if there is none."""
     dims = (dim for dim, name in enumerate(leaf.names) if name in EXPERTS)
     return tuple(axis for dim in dims for axis in axis_names(placement.use[dim]))
 

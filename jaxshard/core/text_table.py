@@ -12,7 +12,7 @@ class Table(NamedTuple):
 
     Attributes:
       rows: the cells.
-      sides: one character per column, as `align_columns` takes them.
+      sides: one character per column: "<" to align it left, ">" to align it right.
       head: the cells of the heading; () for none.
     """
 

@@ -18,7 +18,7 @@ def check_transform(tx: Any) -> None:
 
 
 def as_transform(tx: Any) -> optax.GradientTransformationExtraArgs:
-    """Convert a transform to one whose update takes extra arguments.
+    """Convert an optax transform to one whose `update` accepts extra keyword arguments.
 
     Raises:
       TypeError: `tx` is no transform.

@@ -32,7 +32,7 @@ class Leaf(NamedTuple):
       shape: its logical shape, as in the model.
       dtype: its dtype.
       names: the logical name of each dimension, or None, such as ("embed", "mlp").
-      named_by: the rule that gave a parameter its names, for people; "" without one.
+      named_by: the rule of `js.tensor` that gave a parameter its names, as text for people; "" without one.
 
     Example:
         >>> leaf = Leaf("head/kernel", (512, 10), "float32", ("embed", "vocab"))
@@ -66,7 +66,7 @@ def path_str(path: tuple[Any, ...]) -> str:
 
 
 def leaf_of(path: tuple[Any, ...], array: Any, names: tuple[str | None, ...] | None = None) -> Leaf:
-    """Make the `Leaf` of an array or ShapeDtypeStruct."""
+    """Make the `Leaf` (path, shape, dtype and dimension names) of an array or ShapeDtypeStruct at a key path."""
     shape = tuple(array.shape)
     return Leaf(path_str(path), shape, array.dtype, names or (None,) * len(shape))
 
@@ -74,7 +74,7 @@ def leaf_of(path: tuple[Any, ...], array: Any, names: tuple[str | None, ...] | N
 def map_with_path(
     fn: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf: Callable[[Any], bool] | None = None
 ) -> PyTree:
-    """Map like `jax.tree.map`, with a function that receives the key path first."""
+    """Map a function over the leaves of trees, as `jax.tree.map` does; it receives the leaf's key path first."""
     return jax.tree_util.tree_map_with_path(fn, tree, *rest, is_leaf=is_leaf)
 
 
@@ -91,9 +91,11 @@ def row_count(batch: PyTree) -> int:
 def find_by_suffix(known: dict[tuple[Any, ...], tuple[tuple[int, ...], Any]], path: tuple[Any, ...], shape: Any) -> Any:
     """Look up a value by the end of an array's key path; the longest end wins, and the shape must agree.
 
+    The path of Adam's moment "0/mu/layer/w" ends with "layer/w", so it finds the value of that parameter.
+
     Args:
       known: {key path: (shape, value)}, of parameters for example.
-      path: the array's key path; that of an optimizer state ends with its parameter's path.
+      path: the array's key path.
       shape: the array's shape.
 
     Returns:
@@ -107,7 +109,7 @@ def find_by_suffix(known: dict[tuple[Any, ...], tuple[tuple[int, ...], Any]], pa
 
 
 def raise_all(problems: Iterable[str], error: type[Exception], headline: str) -> None:
-    """Raise one error that lists every problem; do nothing if there are none."""
+    """Raise one error of class `error` that lists all problems below a headline; do nothing if there are none."""
     found = list(problems)
     if found:
         raise error(headline + "".join(f"\n  - {problem}" for problem in found))
@@ -153,13 +155,18 @@ def _describe(array: Any) -> str:
 
 
 def bytes_of(shape: tuple[int, ...], dtype: Any) -> int:
-    """Return the bytes of an array without padding; a typed random key counts its words."""
+    """Return the bytes of an array without padding; for random keys, the bytes of their uint32 words."""
     words = words_of(jax.ShapeDtypeStruct(shape, dtype))
     return int(math.prod(words.shape) * jnp.dtype(words.dtype).itemsize)
 
 
 def check_arrays(what: str, tree: PyTree) -> None:
-    """Raise a TypeError that names the leaves that are neither arrays nor numbers; `what` is the tree's name."""
+    """Raise a TypeError that names every leaf of a tree that is neither an array nor a number.
+
+    Args:
+      what: the name of the tree, for the message.
+      tree: the tree.
+    """
     bad = [(path_str(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree) if not _is_numeric(x)]
     groups = group_by_kind(bad, lambda leaf: leaf[0], lambda leaf: type(leaf[1]).__name__)
     raise_all(

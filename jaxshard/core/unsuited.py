@@ -6,6 +6,7 @@ from __future__ import annotations
 class Unsuited(TypeError):
     """Raised if a loss or model can't be trained by this engine, schedule or form of attention.
 
-    Only checks raise it, so that a search over layouts can tell it from a TypeError of Python or JAX in the middle of a
-    computation, which is a bug. Values that a layout can't hold or divide are ValueErrors.
+    Another layout or engine may be able to train it, so a search over layouts catches this error and goes on. Only
+    checks raise it. Any other TypeError, of Python or JAX in the middle of a computation, is a bug. Values that a
+    layout can't hold or divide are ValueErrors.
     """

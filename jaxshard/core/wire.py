@@ -28,14 +28,14 @@ LARGEST = {"int8": 127.0, "float8_e3m4": 15.5, "float8_e4m3fn": 448.0}
 class Format:
     """The base class of all formats: subclass it for `reduce_dtype` or `gather_dtype` of `js.explicit`.
 
-    A format encodes f32[size] as a few arrays, and decodes those. The engine sends the arrays, each in a collective,
-    and computes with what it decodes. From the shapes that `encode` returns it derives the bytes that `js.audit`
-    promises. An array that would have no fewer bytes is sent as it is.
+    A format encodes f32[size] as one or several arrays, and decodes them. The engine sends each of the arrays in a
+    collective, and computes with the decoded result. From the shapes that `encode` returns it derives the bytes that
+    `js.audit` promises. An array that would have no fewer bytes is sent as it is.
 
     A format is a part of the compiled program, so it must be hashable: a frozen dataclass, or a class without fields.
 
     Attributes:
-      feedback: True if a step adds the rounding error of the step before to each device's share of a gradient.
+      feedback: True to keep the rounding error of each device's gradient and add it in the next step (error feedback).
 
     Example:
         class Halves(js.wire.Format):  # sends bf16, adds in f32
@@ -51,13 +51,13 @@ class Format:
     feedback: bool = False
 
     def encode(self, x: jax.Array) -> Any:
-        """Encode an array.
+        """Encode an array as one or several arrays to send.
 
-        It must be a pure function that `jax.vmap` can map. A number that is not finite must be decoded as one that is
-        not finite, since a step recognises bad gradients by it.
+        It must be a pure function that `jax.vmap` can map. Infinite and NaN numbers must be infinite or NaN after
+        `decode`, since a step recognises bad gradients by them.
 
         Args:
-          x: f32[size], for any size from 1 on: the numbers that one device sends to another, or gathers, flattened.
+          x: f32[size], for any size from 1 on: the flattened numbers that one device sends.
 
         Returns:
           An array or a tree of arrays of any shapes and dtypes, also scalars. Floats of fewer than 32 bits are sent
@@ -66,7 +66,7 @@ class Format:
         raise NotImplementedError(f"{type(self).__name__} has no encode")
 
     def decode(self, sent: Any, size: int) -> jax.Array:
-        """Decode the result of `encode`: return the array, f32[size], up to rounding."""
+        """Return the array that was encoded, f32[size] up to rounding, from the result of `encode`."""
         raise NotImplementedError(f"{type(self).__name__} has no decode")
 
     @property
@@ -80,12 +80,12 @@ class Format:
 
 @dataclass(frozen=True)
 class Scaled(Format):
-    """The format of blocks of 8-bit numbers with a scale in f32 each; made by `js.wire.int8` and `js.wire.fp8`.
+    """The format of blocks of 8-bit numbers with an f32 scale for each block; made by `js.wire.int8` and `js.wire.fp8`.
 
     Attributes:
       dtype: the dtype of the numbers: "int8", "float8_e3m4" or "float8_e4m3fn".
       block: how many numbers share a scale; the last block of an array may have fewer.
-      feedback: True if a step adds the rounding error of the step before to each device's share of a gradient.
+      feedback: True to keep the rounding error of each device's gradient and add it in the next step (error feedback).
 
     Example:
         engine = js.explicit(reduce_dtype=js.wire.int8())
@@ -109,9 +109,10 @@ class Scaled(Format):
         return f"{self.dtype} in blocks of {self.block}" + (" with feedback" if self.feedback else "")
 
     def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Quantize f32[size] in blocks, to (int8[size], or the bits of 8-bit floats; the scales f32[blocks]).
+        """Quantize f32[size] in blocks; return (8-bit numbers [size], their scales f32[blocks]).
 
-        A block with an infinite or NaN number has the scale NaN, so that the receiver decodes all of it as NaN.
+        The numbers are int8, or uint8 with the bits of 8-bit floats. A block with an infinite or NaN number has the
+        scale NaN, so that the receiver decodes all of it as NaN.
         """
         blocks = self._cut(x)
         largest = jnp.max(jnp.abs(blocks), axis=1)
@@ -126,14 +127,14 @@ class Scaled(Format):
         return values.reshape(-1)[: x.size], scales
 
     def decode(self, sent: tuple[jax.Array, jax.Array], size: int) -> jax.Array:
-        """Dequantize the result of `encode`."""
+        """Decode the 8-bit numbers and scales that `encode` returned to f32[size]."""
         values, scales = sent
         if self.dtype != "int8":
             values = lax.bitcast_convert_type(values, jnp.dtype(self.dtype))
         return (self._cut(values.astype(jnp.float32)) * scales[:, None]).reshape(-1)[:size]
 
     def _cut(self, x: jax.Array) -> jax.Array:
-        """Cut an array into blocks, [blocks, size of a block], with zeros to fill the last block."""
+        """Reshape an array to [blocks, size of a block], with zeros to fill the last block."""
         width = min(self.block, x.size)
         return jnp.pad(x, (0, -x.size % width)).reshape(-1, width)
 
@@ -141,7 +142,7 @@ class Scaled(Format):
 def int8(*, block: int = 256, feedback: bool = False) -> Scaled:
     """Make the format of int8 numbers in blocks: each number is off by at most half of its block's scale.
 
-    The scale is the largest magnitude of the block over 127, so that the error is at most 1/254 of that.
+    The scale is the largest magnitude in the block over 127, so the error is at most 1/254 of this magnitude.
 
     Args:
       block: how many numbers share an f32 scale.
@@ -160,14 +161,15 @@ def int8(*, block: int = 256, feedback: bool = False) -> Scaled:
 
 
 def fp8(*, mantissa: int = 4, block: int = 256, feedback: bool = False) -> Scaled:
-    """Make the format of 8-bit floats in blocks: each number is off by at most 1/32 of itself, or a little more.
+    """Make the format of 8-bit floats in blocks: each number is off by at most 1/32 of itself, unless it is tiny.
 
     Compared with int8, small numbers in a block with a large number keep more precision, and large numbers less. The
-    scale maps the largest number of a block to the largest of the format, so a format needs few bits for exponents:
+    scale maps the largest number of a block to the largest of the format, so a format needs few bits for exponents. The
+    error of a number is at most the larger of two bounds:
 
-        mantissa  format  a number is off by at most     but no less than, of the largest in its block
-        4         e3m4    1/32 of itself                 1/1984
-        3         e4m3    1/16 of itself                 1/458752
+        mantissa  format  relative to the number     relative to the largest number in its block
+        4         e3m4    1/32                       1/1984
+        3         e4m3    1/16                       1/458752
 
     Args:
       mantissa: bits of the mantissa, 4 or 3.

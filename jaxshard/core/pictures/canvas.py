@@ -27,7 +27,7 @@ _POINTS_PER_INCH = 72
 
 @contextmanager
 def drawing(width: float, height: float) -> Iterator[tuple[Figure, Look]]:
-    """Make an empty figure of a size in inches, and a context in which drawing on it has the common style.
+    """Return a context that yields an empty figure of a size in inches; drawing on it has the common style.
 
     Yields:
       (figure, look): the figure, which a notebook shows without a window, and the background and text colours.
@@ -50,7 +50,7 @@ def drawing(width: float, height: float) -> Iterator[tuple[Figure, Look]]:
 
 
 def _settings(look: Look) -> Any:
-    """Return the look as matplotlib's rc parameters."""
+    """Return the colours and sizes of a picture as matplotlib's rc parameters."""
     from cycler import cycler
 
     inks = ("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.labelcolor", "ytick.labelcolor")
@@ -85,7 +85,7 @@ def inches_of(text: str, points: float = SIZE) -> float:
 
 
 def fold(text: str, inches: float, points: float = SIZE) -> str:
-    """Break a text into lines of at most a width in inches, at spaces and after slashes; longer words are not broken.
+    """Break a text into lines of at most `inches` width, at spaces and after slashes; longer words are not broken.
 
     Args:
       text: the text, in one line.

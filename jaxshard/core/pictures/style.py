@@ -53,7 +53,7 @@ class Look(NamedTuple):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The palette for lines, with the ink in place of yellow, which is not visible on white."""
+        """The colours of lines, with the colour of text in place of yellow, which is not visible on white."""
         return tuple(self.ink if colour == YELLOW else colour for colour in PALETTE)
 
 

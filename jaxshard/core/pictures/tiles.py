@@ -20,7 +20,7 @@ def parts_held(mesh: Mesh, placement: Placement) -> np.ndarray:
 
 
 def arrange(mesh: Mesh) -> np.ndarray:
-    """Arrange the indices of a mesh's devices in two dimensions: the longest axis across, all others downwards."""
+    """Arrange the indices of a mesh's devices in a table: the longest axis across, all other axes downwards."""
     ids = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
     longest = int(np.argmax(ids.shape))
     return np.moveaxis(ids, longest, -1).reshape(-1, ids.shape[longest])
