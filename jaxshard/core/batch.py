@@ -56,8 +56,8 @@ class BatchPlan:
     def row_count(self) -> int:
         """The number of rows; 0 if no array has rows.
 
-        If arrays differ in their first sizes, this is a size that the devices divide evenly. Among several of these it
-        is the size that most arrays have, and among equally frequent sizes the largest.
+        If arrays differ in their first sizes, the number is one of these sizes. Sizes that the devices divide evenly
+        come first, then the most frequent size, then the largest size.
         """
         sizes, parts = Counter(self.counts.values()), axis_size(self.mesh, self.axes)
         return max(sizes, key=lambda size: (size % parts == 0, sizes[size], size), default=0)
@@ -206,7 +206,7 @@ def name_those_without(counts: dict[str, int], rows: int) -> str:
 
     Args:
       counts: {path: size of dimension 0}, from `row_counts`.
-      rows: the number of rows of the batch. Arrays of another size are the ones that the advice names.
+      rows: the number of rows of the batch. The advice names the arrays of another size.
     """
     others = ", ".join([repr(path) for path, size in counts.items() if size != rows][:4])
     return f"name those that have no rows in the strategy, such as js.compose(..., js.without_rows({others}))"

@@ -37,9 +37,9 @@ def gather(x: jax.Array, spec: PartitionSpec, *, keep: Sequence[str] = ()) -> ja
 def scatter_sum(x: jax.Array, spec: PartitionSpec, axes: Sequence[str], *, keep: Sequence[str] = ()) -> jax.Array:
     """Sum the devices' arrays `x` over mesh axes and return this device's shard of the sum, split as `spec` says.
 
-    Axes of the spec that are in `axes` are reduce-scattered, major axes first. Axes of the spec that are not in `axes`
-    are sliced, because every device there holds the same array. Axes that the spec lacks are all-reduced last, when the
-    array is smallest.
+    Over axes of the spec that are in `axes`, `x` is reduce-scattered, major axes first. Over axes of the spec that are
+    not in `axes`, `x` is sliced, because all devices along them hold the same array. Over `axes` that the spec lacks,
+    `x` is all-reduced last, when it is smallest.
 
     Args:
       x: this device's summand, as large as the sum.

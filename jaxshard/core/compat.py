@@ -546,7 +546,7 @@ def is_refused_spec(error: Exception) -> bool:
 
 
 def call_before_exit(fn: Callable[[], Any]) -> None:
-    """Call a function when the program ends, while threads can still be started, which is too late under `atexit`.
+    """Call a function when the program ends, but while it can still start threads, which `atexit` functions can't.
 
     Private: `threading._register_atexit`, which `concurrent.futures` itself uses; to be replaced when Python has a
     public name for it (https://github.com/python/cpython/issues/86128). If it changes: an AttributeError.

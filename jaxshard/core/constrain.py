@@ -41,10 +41,10 @@ def constrain(
 ) -> Shaped[Array, "*dims"]:
     """Constrain the dimensions of an activation to be split as the current strategy splits these names.
 
-    "batch" is split over the batch axes (where they divide the rows), "context" over those of `js.context`, any other
-    name as the rules of `js.tensor` say ("sequence" over both), and None is not split. Outside of jaxshard's steps, or
-    without such axes, `x` is returned unchanged. Under `js.explicit` each device has its own rows and positions, so
-    "batch" and "context" have no effect there.
+    "batch" is split over the batch axes (if they divide the rows), "context" over the axes of `js.context`, and any
+    other name as the rules of `js.tensor` say. "sequence" is split over the axes of `js.context` and the axes of its
+    rule. None is not split. Outside of jaxshard's steps, or without such axes, `x` is returned unchanged. Under
+    `js.explicit` each device has its own rows and positions, so "batch" and "context" have no effect there.
 
     Collectives: the compiler chooses those that change the sharding of `x`.
 
@@ -75,7 +75,7 @@ def constrain(
 
 
 def is_split(name: str, size: int | None = None) -> bool:
-    """Return True if the current strategy splits dimensions of this name; with `size`, dimensions of this size."""
+    """Return True if the current strategy splits dimensions of this name; given `size`, only if the axes divide it."""
     activations: Activations | None = _current.value
     if activations is None:
         return False

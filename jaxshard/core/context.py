@@ -28,8 +28,8 @@ def context(
     and device i has the chunks i and 2n - 1 - i. So a row must have a multiple of 2n positions.
 
     Batches are stored replicated over the axis. In `js.compose` the axis never splits rows, even if another strategy
-    names it for them, but it may split other arrays: `js.fsdp(("data", "context"))` splits rows over data alone and
-    parameters over both. Losses, metrics and gradients are summed over the axis, as over the batch axes.
+    has it among its axes. It may split other arrays: `js.fsdp(("data", "context"))` splits rows over data alone, and
+    parameters over both axes. Losses, metrics and gradients are summed over the axis, as over the batch axes.
 
     Outside of `js.attention` a loss must compute each position by itself, and it must read positions from the batch or
     from `js.positions`. Labels must be an array of their own: {"tokens": [B, T], "targets": [B, T]}, not one array of
@@ -39,7 +39,7 @@ def context(
     Args:
       axis: a mesh axis, or a tuple of axes that split the positions together; a pair of them for "usp".
       dims: the arrays of a batch that have positions, by the last name of their path, and in which dimension. An array
-        of fewer dimensions, such as weights [rows], has none, and neither has an array with the value None.
+        of fewer dimensions, such as weights [rows], has no positions. None in place of the dimension means the same.
       how: how attention sees the keys and values of other devices. "gather" gathers all of them. "ulysses" exchanges
         heads for positions (all-to-all), "usp" gathers over the first axis and exchanges over the second, and "ring"
         passes them around.

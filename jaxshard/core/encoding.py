@@ -60,7 +60,7 @@ def sent_of(wire: Format, size: int) -> Sent:
 
 @cache
 def _check_non_finite(wire: Format) -> None:
-    """Raise ValueError if a format hides a NaN or infinite number, by which a step recognises bad gradients."""
+    """Raise ValueError if a format makes NaN or infinite numbers finite, because they tell a step of bad gradients."""
 
     def decoded(x: jax.Array) -> jax.Array:
         return wire.decode(wire.encode(x), x.size)

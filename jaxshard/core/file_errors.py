@@ -15,7 +15,7 @@ _TENSORSTORE = re.compile(r"\[os_error_code='(\d+)'\]")
 
 @contextlib.contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Return a context that raises an OSError again, with the path if it has none, and without earlier errors."""
+    """Return a context that re-raises an OSError `from None`, and fills in `path` if the error names no file."""
     try:
         yield
     except OSError as error:

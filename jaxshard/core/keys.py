@@ -24,7 +24,7 @@ _stride = jax.make_user_context(default_value=1)
 def row_stride(rows: int) -> AbstractContextManager[None]:
     """Return a context for `row_keys` in which neighbouring rows of a micro-batch are `rows` apart in the global batch.
 
-    With 2 micro-batches and a stride of 2, one has the rows 0, 2, 4, ... and the other the rows 1, 3, 5, ...
+    With a stride of 2, the first of two micro-batches has the rows 0, 2, 4, ... and the second the rows 1, 3, 5, ...
     """
     context: AbstractContextManager[None] = _stride(rows)
     return context

@@ -253,7 +253,7 @@ class Layout:
         return split_share(self.placed(), self.mesh, role)
 
     def explain(self) -> str:
-        """Return a table of all arrays: role, path, shape, dtype, spec, bytes, and why one is replicated or padded."""
+        """Return a table: for each array role, path, shape, dtype, spec, bytes, and why it is replicated or padded."""
         return explain(self._contents())
 
     def __str__(self) -> str:

@@ -142,7 +142,7 @@ class _Kind(NamedTuple):
       place: the stored shape with its mesh axes, "[512 / data, 2048]".
       whole: "whole" for replicated arrays, "split by js.shard alone" for arrays that `js.tensor` does not split, and ""
         for all others.
-      why: the reason for it.
+      why: the reason why the array is replicated, or not split by `js.tensor`; "" for all others.
     """
 
     kind: str

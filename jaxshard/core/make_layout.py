@@ -140,8 +140,8 @@ STACKED_EXAMPLE = """model = js.Stacked(embed, block, head, num_blocks=24, init=
 def _find_model(runs: Sequence[ModelRun], params: PyTree) -> KnownModel | None:
     """Return the `KnownModel`, such as a `js.Stacked`, that a layout is made from; None if none or several match.
 
-    This is the model whose `init` made all parameters. If there is no such model, it is the only one that ran: with
-    `js.lora`, for example, the model that it adapts.
+    This is the model whose `init` made all parameters. If there is no such model, it is the only known model whose
+    `init` ran, such as the model that `js.lora` adapts.
     """
     whole = [run for run in runs if same_structure(split_model(run.tree)[0], params)] or runs
     return whole[0].model if len(whole) == 1 else None

@@ -55,8 +55,8 @@ def users_line(frames: Sequence[str]) -> str:
 
         flax/linen/linear.py:271   user/model.py:22   jaxshard/engines/explicit.py:80   user/train.py:10
 
-    it returns user/model.py:22. Without that frame the operation is the engine's own, and does not come from
-    user/train.py.
+    it returns user/model.py:22. If this frame were missing, it would return flax/linen/linear.py:271 and not
+    user/train.py:10, which only calls the step.
 
     Args:
       frames: the stack of the operation as "file:line", innermost frame first.

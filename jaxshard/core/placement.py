@@ -146,7 +146,7 @@ class Placement:
         return replace(self, store=_add_axes(self.store, dim, names), why="")
 
     def use_split(self, dim: int, names: AxisName) -> Placement:
-        """Split the logical dimension `dim` over mesh axes in computation too: no gather over them is needed."""
+        """Split the logical dimension `dim` over mesh axes in computation (`use`), which needs no gather over them."""
         return replace(self, use=_add_axes(self.use, dim, names))
 
     def pad(self, dim: int, size: int) -> Placement:

@@ -45,15 +45,15 @@ Without `js.expert` a tensor axis splits "experts", the name that patterns give 
 
 
 def kernel_names(leaf: Leaf) -> Names | None:
-    """Name the dimensions of a kernel that no other rule knows: of a matrix, DenseGeneral, einsum or convolution.
+    """Name the dimensions of a kernel (a matrix, DenseGeneral, einsum or convolution) that no other rule names.
 
-    Of the names, "features" is split over the tensor axis and "embed" is not. A kernel with more inputs than outputs,
-    or that contracts several dimensions into one, is row-parallel: a contracted dimension is "features". Any other
-    kernel is column-parallel: an output dimension is "features". An up-projection and the down-projection after it
-    then need one all-reduce together (Shoeybi et al. 2019, "Megatron-LM", section 3).
+    The tensor axis splits the dimension named "features", and not the dimensions named "embed". A kernel is
+    row-parallel if it has more inputs than outputs, or contracts several dimensions into one. Then "features" is a
+    contracted dimension. Any other kernel is column-parallel, and "features" is an output dimension. An up-projection
+    and the down-projection after it then need one all-reduce together (Shoeybi et al. 2019, "Megatron-LM", section 3).
 
-    If several dimensions could be split, the first with more than three elements is: the attention heads, not the
-    dimension that stacks query, key and value.
+    If several dimensions could be "features", the first of them with more than three elements is named so. This splits
+    the attention heads, and not the dimension that stacks query, key and value.
     """
     first = _count_stacked_dims(leaf)
     shape, names = leaf.shape[first:], leaf.names[first:]

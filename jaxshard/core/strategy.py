@@ -28,11 +28,11 @@ from jaxshard.core.types import ROLES, AxisName, Role
 def shard(axis: AxisName, roles: Role | Iterable[Role], *, min_size: int = MIN_SIZE) -> Strategy:
     """Split every array of the given roles over a mesh axis, along a free dimension that is chosen by its size.
 
-    A dimension is free if no other axis splits it. The axis splits the first free dimension that divides and whose
-    shards have at least 8 elements (`MIN_PART`), or else the largest that divides. If no dimension divides, the stored
-    array is padded along the dimension where that costs least. Scalars and small arrays are replicated. The dimension
-    of stacked blocks is never split. The engine issues the collectives that follow: all-gathers of arrays that are
-    stored sharded but used replicated, and reduce-scatters of gradients.
+    A dimension is free if no other axis splits it. The axis splits the first free dimension whose size it divides and
+    whose shards have at least 8 elements (`MIN_PART`), or else the largest dimension whose size it divides. If it
+    divides no dimension, the stored array is padded along the dimension where that costs least. Scalars and small
+    arrays are replicated. The dimension of stacked blocks is never split. The engine issues the collectives that
+    follow: all-gathers of arrays that are stored sharded but used replicated, and reduce-scatters of gradients.
 
     Args:
       axis: a mesh axis, or a tuple of axes that split one dimension together.
@@ -69,7 +69,7 @@ def batch(*axes: AxisName) -> Strategy:
       *axes: mesh axes, the first one major: consecutive rows are on neighbours along the last axis.
 
     Returns:
-      A strategy. Applied, it raises ValueError if the mesh has no such axis or the rows do not divide.
+      A strategy. Applied, it raises ValueError if the mesh has no such axis or the axes do not divide the rows.
 
     Example:
         js.batch("replica", "data")     # on replica=2, data=4: [rows / 8, ...] on each device
@@ -140,10 +140,10 @@ def pipeline(axis: AxisName = "pipe", *, chunks: int = 2) -> Strategy:
     """Pipeline parallelism: split the stacked blocks of a `js.Stacked` model into stages over a mesh axis.
 
     With p devices there are p * chunks stages of ceil(blocks / (p * chunks)) consecutive blocks each; stage k is chunk
-    k // p of device k % p. If the blocks do not divide, the last stages hold fewer: their padding blocks are stored as
-    zeros and pass activations through unchanged. A leaf [blocks, ...] is stored as [chunks, p, blocks per stage, ...]
-    and is in model order everywhere else. Parameters that are not stacked (embedding, head) are replicated over the
-    axis.
+    k // p of device k % p. If the stages do not divide the blocks, the last stages are filled up with padding blocks,
+    which are stored as zeros and pass activations through unchanged. A leaf [blocks, ...] is stored as [chunks, p,
+    blocks per stage, ...] and is in model order everywhere else. Parameters that are not stacked (embedding, head) are
+    replicated over the axis.
 
     The strategy only places arrays; the engine `js.pipelined(...)` runs the stages.
 

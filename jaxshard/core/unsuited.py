@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Unsuited(TypeError):
-    """Raised if a loss or model can't be trained by this engine, schedule or form of attention.
+    """Raised if the chosen engine, schedule or form of attention can't train a loss or model.
 
     Another layout or engine may be able to train it, so a search over layouts catches this error and goes on. Only
     checks raise it. Any other TypeError, of Python or JAX in the middle of a computation, is a bug. Values that a

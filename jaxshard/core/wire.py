@@ -150,7 +150,7 @@ def int8(*, block: int = 256, feedback: bool = False) -> Scaled:
         gathers of weights.
 
     Raises:
-      ValueError, TypeError: an argument has another value or type; the message names it.
+      ValueError, TypeError: an argument has a value or type that is not allowed; the message names it.
 
     Example:
         js.explicit(reduce_dtype=js.wire.int8())                                    # gradients
@@ -177,7 +177,7 @@ def fp8(*, mantissa: int = 4, block: int = 256, feedback: bool = False) -> Scale
       feedback: as in `js.wire.int8`.
 
     Raises:
-      ValueError, TypeError: an argument has another value or type; the message names it.
+      ValueError, TypeError: an argument has a value or type that is not allowed; the message names it.
 
     Example:
         engine = js.explicit(gather_dtype=js.wire.fp8(), reduce_dtype=js.wire.int8())
