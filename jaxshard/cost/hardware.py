@@ -92,8 +92,8 @@ class Chip(NamedTuple):
         Args:
           dtype: the dtype of the operands, such as "bfloat16"; the larger one if they differ.
           passes: bf16 passes of an f32 product on a TPU: 1 by default, 3 at precision "high", 6 at "highest". On GPUs
-            more than one means f32 without TF32, which is not in the table: it is taken as an eighth of TF32, as on
-            A100 (19.5 of 156 TFLOPs) and H100 (67 of 495).
+            more than 1 means f32 without TF32. Its rate is not in the table, and is taken as an eighth of the rate of
+            TF32, as on A100 (19.5 of 156 TFLOPs) and H100 (67 of 495).
 
         Example:
           >>> chip("TPU v6e").rate("int8") / 1e12

@@ -286,7 +286,7 @@ def _is_known(version: str, shape: tuple[int, ...]) -> bool:
 
 
 def _near(version: str, text: str) -> list[str]:
-    """Return the three topologies nearest in size to a misspelled one: `version` is known, `text` is its shape."""
+    """Return the three topologies of a version that are nearest in size to the misspelled shape `text`."""
     wanted = math.prod(int(size) for size in re.findall(r"\d+", text) or [16]) or 1
     best = sorted(_shapes(version), key=lambda shape: abs(math.log(math.prod(shape) / wanted)))[:3]
     return [_name(version, shape) for shape in best]

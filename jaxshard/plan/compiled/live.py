@@ -118,7 +118,7 @@ class _Program:
 
     @cached_property
     def _weights(self) -> set[tuple[int, ...]]:
-        """The shapes of weights (`normal_shape`): global, stored or used on a device; of all blocks and of one."""
+        """The shapes of weights (`normal_shape`): global, stored, and used on a device; of a stack and of one block."""
         mesh, shapes = self.layout.mesh, set[tuple[int, ...]]()
         for one in self.layout.placed():
             if one.role in ("param", "grad"):

@@ -138,8 +138,9 @@ class Candidate:
 def candidates(facts: Facts, devices: int, *, num_slices: int = 1, precision: str | None = None) -> Iterator[Candidate]:
     """List the candidates that the shapes of a model and its batch allow.
 
-    The size of an axis divides what the axis splits: for data and expert the rows of the batch, for tensor and expert
-    the dimensions of the model that `js.tensor` and `js.expert` split, for context the positions, for pipe the blocks.
+    The sizes of the axes data and expert divide the rows of the batch. The sizes of tensor and expert divide the
+    dimensions of the model that `js.tensor` and `js.expert` split. The size of context divides the positions, and the
+    size of pipe the blocks.
 
     Args:
       facts: the facts of the model and its batch.

@@ -64,7 +64,7 @@ def _verdict(judge: Callable[[Plan], Verdict], plan: Plan) -> Verdict | None:
 
 
 def distinct(plans: Sequence[Plan]) -> list[Plan]:
-    """Return the first of all plans that differ only in their remat policies."""
+    """Return the plans without repeated layouts: of plans that differ only in their remat policies, keep the first."""
     found: dict[Any, Plan] = {}
     for plan in plans:
         found.setdefault(layout_of(plan), plan)
@@ -72,5 +72,5 @@ def distinct(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def layout_of(plan: Plan) -> Any:
-    """Return the candidate of a plan without its remat policy, to compare plans by all else."""
+    """Return the candidate of a plan without its remat policy; equal results mean that only the policies differ."""
     return replace(plan.candidate, policy=None)

@@ -44,11 +44,11 @@ def open_costs(
     region: Region, promise: Promise, mesh: Mesh, tensor_axes: frozenset[str], chip: Chip | None = None,
     ticks: Ticks | None = None,
 ) -> tuple[CollectiveCost, ...]:  # fmt: skip
-    """Estimate the costs of collectives whose sizes a promise leaves open: of activations, stages and experts.
+    """Estimate the costs of collectives without a promised size: of activations, pipeline stages and experts.
 
     Args:
       region: the step as a graph (`plan/memory/peak.step_graph`).
-      promise: the promise of the step.
+      promise: the collectives that the step may issue (`js.plan.promise`).
       mesh: the mesh of the layout.
       tensor_axes: the axes that split weights during use.
       chip: the chip of the mesh; None leaves out the times.
@@ -114,7 +114,7 @@ def _stays_partial(op: Op, partial: Mapping[Value, tuple[str, ...]]) -> bool:
 
 
 def _contracted(op: Op) -> set[str]:
-    """Return the mesh axes that split a dimension which the operation sums over: its result is a partial sum."""
+    """Return the mesh axes over which an operation leaves partial sums: they split a dimension that it sums over."""
     if op.name == "dot_general":
         (left, right), _ = op.params["dimension_numbers"]
         return {

@@ -53,7 +53,11 @@ def _shares(loop: Op, ticks: Ticks | None) -> Sequence[float]:
 
 
 def _iterations(loop: Op) -> int:
-    """Return the trip count of a `scan`; 1 for a `while`, or that of equally loaded experts if it exchanges tokens."""
+    """Return the number of iterations of a loop: the length of a `scan`, and 1 for a `while`.
+
+    The exception is a `while` that sends tokens to experts in portions: its result is the number of iterations if all
+    experts get the same number of tokens.
+    """
     if loop.name == "scan":
         return int(loop.params["length"])
     inside = [op for body, _ in executed(loop.regions[0]) for op in body.ops]

@@ -93,9 +93,10 @@ class Group(NamedTuple):
 def collective_costs(promise: Promise, mesh: Mesh, chip: Chip | None) -> tuple[CollectiveCost, ...]:
     """Estimate the bytes and seconds of the promised collectives of a step.
 
-    If a compiler may choose between collectives (an all-reduce in place of a reduce-scatter), the collective that the
-    layout implies counts, as often as it may run. Collectives without a promised size are not in the result: sums of
-    activations over tensor axes, and exchanges of tokens. `collective_cost` estimates a collective of known bytes.
+    If a compiler may choose between collectives (an all-reduce in place of a reduce-scatter), only the collective that
+    the layout implies counts, with the largest number of executions that is promised. Collectives without a promised
+    size are not in the result: sums of activations over tensor axes, and exchanges of tokens. `collective_cost`
+    estimates a collective of known bytes.
 
     Args:
       promise: the promise of the step.
@@ -246,7 +247,11 @@ def _outside(kind: str, size: float, group: Group, network: Network) -> float:
 
 
 def _chosen(expected: Iterable[Expected]) -> Iterator[Expected]:
-    """Yield the promised collectives to count; if a compiler may choose one of several, the one of the layout."""
+    """Yield the promised collectives whose costs are estimated.
+
+    If a compiler may choose between several collectives, such as a reduce-scatter and an all-reduce, only the
+    collective that the layout implies is yielded.
+    """
     sure = [one for one in expected if one.is_counted and one.limit is None and not one.pooled]
     yield from sure
     scattered_singly = {one.what for one in sure if one.kind == "reduce-scatter"}

@@ -82,10 +82,10 @@ def product_costs(
 
     Args:
       region: the step as a graph (`plan/memory/peak.step_graph`).
-      program: the jaxpr of that graph, which has the source lines.
+      program: the jaxpr from which `region` was made; its equations have the source lines.
       chip: the chip of the mesh; None leaves out the times.
-      gpu: True for planned GPUs: attention runs as one kernel, whose logits never leave the chip, although the traced
-        program has their products.
+      gpu: True for planned GPUs. Attention runs there as one kernel. The matrix products of attention in the traced
+        program then count no bytes, because their results stay on the chip.
       ticks: the ticks of a pipeline's program (`ticks_of`).
 
     Returns:

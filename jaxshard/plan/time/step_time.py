@@ -172,7 +172,7 @@ def price_range(tokens: int, time: StepTime, devices: int, price: float) -> Rang
 
 
 def _role(one: CollectiveCost) -> str:
-    """Return "gather" for collectives of weights, "reduce" of gradients and updates, "between" of activations."""
+    """Return "gather" for weights and all permutes, "reduce" for gradients and updates, "between" for activations."""
     word = one.what.split(" ")[0]
     if word == "weight":
         return "gather"
