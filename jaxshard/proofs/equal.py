@@ -115,7 +115,7 @@ class Differences(Domain[Difference]):
         self.manual = manual
 
     def value(self, values: Sequence[Any], place: Place) -> Difference:
-        """Return that a literal or constant is equal on all devices."""
+        """Return the fact about a literal or constant: it is equal on all devices."""
         return Difference()
 
     def join(self, place: Place, facts: Sequence[Difference]) -> Difference:
@@ -124,11 +124,11 @@ class Differences(Domain[Difference]):
         return Difference(_over(facts), shards.pop() if len(shards) == 1 else None)
 
     def choose(self, place: Place, choice: Difference, facts: list[Difference]) -> list[Difference]:
-        """Return the facts about the results of a branch or loop: they differ wherever its predicate does, too."""
+        """Return the facts about the results of a `cond` or `while`, each with the mesh axes of its predicate added."""
         return [fact._replace(over=fact.over | choice.over) for fact in facts]
 
     def unknown(self, place: Place, facts: list[Difference]) -> list[Difference]:
-        """Return that every result may differ over all axes over which any operand may differ."""
+        """Return the same fact for every result: the union of the mesh axes over which the operands may differ."""
         return place.joined(Difference(_over(facts)))
 
     def rule(self, place: Place, facts: list[Difference]) -> list[Difference] | None:
@@ -216,7 +216,7 @@ def _split_over(place: Place, spec: Any) -> Axes:
 
 
 class _Rows(NamedTuple):
-    """Mark the spec of an array that a scan stacked along a new first dimension: `row` is the spec of each slice."""
+    """The spec of an array that a scan stacked along a new first dimension; `row` is the spec of each slice."""
 
     row: Any
 

@@ -12,7 +12,7 @@ from jaxshard.proofs.walk import Domain, Place, walk, walk_equation
 
 
 class _Source(NamedTuple):
-    """The argument of a program that a value equals; inside scans, the argument that has the value as a row.
+    """The argument of which a value is a copy, or one row if a scan goes over the rows of the argument.
 
     Attributes:
       argument: the index of the argument.

@@ -106,8 +106,9 @@ class Domain(Generic[Fact]):
     def rule(self, place: Place, facts: list[Fact]) -> list[Fact] | None:
         """Return the facts about the results of an equation, given the facts about its operands.
 
-        It is not called for calls, branches and loops: the walk goes through their bodies. Return None if the domain
-        has no rule for the primitive; for a `shard_map` None means that the walk goes through its body, too.
+        The walk calls this method for all equations except calls, branches and loops, whose bodies it walks through.
+        Return None if the domain has no rule for the primitive. After None for a `shard_map` the walk goes through its
+        body, too.
         """
         raise NotImplementedError
 
