@@ -72,8 +72,9 @@ class Parity:
         engine refuses the loss function because the weight of its `js.Mean` does not count rows.
       why: the likely causes of the differences, each with its remedy; () if all arrays agree or no cause is found.
       notes: what was changed for the comparison, such as casts to f32.
-      batches: the batches that were compared, up to the first that differs: the given one and, under engines that give
-        each device its own rows, others made of it in which devices differ. All other attributes are of the last batch.
+      batches: the names of the batches that were compared, up to the first batch with a difference. The first is the
+        given batch. If the engine gives each device its own rows, variants of the given batch follow, in which the rows
+        of different devices differ more. All other attributes are of the last batch.
     """
 
     where: str
@@ -497,10 +498,10 @@ def _make_bind(fn: Callable[..., Any], plan: Layout, args: tuple[Any, ...], note
 
 
 def _with_stand_ins(tx: Any, params: PyTree, notes: list[str]) -> optax.GradientTransformation:
-    """Return `tx` with placeholders for its extra arguments (`value`, `grad`, `value_fn`), the same on both sides.
+    """Return `tx` with placeholders for its extra arguments (`value`, `grad`, `value_fn`).
 
-    The placeholder for the loss function is the sum of squares of the parameters: the loss of both sides would differ
-    by rounding.
+    The sharded step and the step on one device get the same placeholders. The placeholder for the loss function is the
+    sum of squares of the parameters, because the true losses of the two steps differ by rounding.
     """
     tx = take_fast_gradients(tx, params)
     extra = find_extra_args(tx, params)

@@ -89,9 +89,10 @@ class ReplicasDiffer(RuntimeError):
 def check_replicas(run: TrainState, layout: Layout) -> None:
     """Raise unless all copies of every replicated array are equal, bit by bit.
 
-    Every process calls it with the same run. A change inside one element is always found, any other is missed with a
-    probability of 2**-32 (`checks/bit_sums.py`). Only copies are compared: an array that is wrong in the same way on
-    all devices is not found, nor one with a single copy. `js.ReplicaWatch` does the same during `js.fit`.
+    Every process calls it with the same run. A change of a single element is always found. A change of several elements
+    is missed with a probability of 2**-32 (`checks/bit_sums.py`). Only copies are compared: an array that is wrong in
+    the same way on all devices is not found, nor one with a single copy. `js.ReplicaWatch` does the same during
+    `js.fit`.
 
     Each device reads its copies once. In several processes 4 bytes for each array and device are gathered. The first
     call for a layout compiles. The call waits until the arrays of the TrainState are computed.

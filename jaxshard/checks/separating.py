@@ -59,10 +59,11 @@ def make_separating(batch: PyTree, mask: PyTree, parts: int) -> Iterator[tuple[s
 
 
 def _move_apart(x: np.ndarray, part: np.ndarray) -> np.ndarray:
-    """Add a constant to the rows of every second part, and subtract it from the rows of all other parts.
+    """Move the parts of an array apart: add a constant to parts 0, 2, 4, ..., and subtract it from parts 1, 3, 5, ...
 
-    `part` has the part of each row, an integer. Arrays without negative numbers are multiplied by 2 and 1/2 instead.
-    Arrays that contain both zeros and ones and nothing else (masks, weights of rows) stay as they are.
+    A part is the rows of one device and micro-batch; `part` has for each row the index of its part. An array without
+    negative numbers is multiplied by 2 in parts 0, 2, ... and by 1/2 in parts 1, 3, ... instead. Arrays that contain
+    both zeros and ones and nothing else (masks, weights of rows) stay as they are.
     """
     if not x.size or not np.isfinite(x).all() or (np.isin(x, (0, 1)).all() and np.ptp(x)):
         return x

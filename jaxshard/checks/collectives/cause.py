@@ -98,7 +98,7 @@ def _cause_of_permute(one: Collective, own: str, over: str) -> str:
 def _ends(one: Collective, own: str) -> tuple[str, str]:
     """Describe (the operation that computes a collective's first array, the operation that reads it).
 
-    `own` is JAX's name of the collective's own operation, used where one of them is not known.
+    `own` is JAX's name of the collective itself, which replaces an operation that is not known.
     """
     trail = one.trail
     made = first_words(trail.arguments) or _operation(trail.maker, trail.made_at) or own or "what makes it"

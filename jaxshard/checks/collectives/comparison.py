@@ -33,7 +33,8 @@ class Comparison:
       promised: the promised collectives.
       found: every collective of the program.
       surprises: collectives that nothing promised, in the order of the program.
-      missing: a line for each collective that happens less often than promised; compilers drop unneeded ones.
+      missing: a line for each collective that happens less often than promised, for example because the compiler found
+        that it is not needed.
       tolerated: bytes of unpromised arrays so small that they are not reported as surprises.
       substitutes: a line for each collective of another kind or dtype than promised. For example an all-reduce may
         replace a reduce-scatter (and moves about twice the bytes), a CPU sends bf16 as f32, and a TPU gathers f32
@@ -91,9 +92,9 @@ class Comparison:
 
         Returns:
           Dictionaries, in the order of `found.KINDS`, with these keys: "kind"; "axis" (several joined by "+");
-          "promised", the most bytes that are promised (None if only arrays of any size are, as activations over tensor
-          axes); "bytes" and "count", the bytes and executions in the program. A collective that may happen but does
-          not has no row.
+          "promised", the most bytes that are promised (None if the promise leaves the size open, as for activations
+          over tensor axes); "bytes" and "count", the bytes and executions in the program. A collective that may happen
+          but does not has no row.
         """
         found = {(row.kind, row.axes): row for row in summary(arrays_only(self.found))}
         sized = [one for one in self.promised if one.bytes is not None and one.elements[1] > 1]
@@ -171,7 +172,7 @@ class Comparison:
             yield "\n    ".join(filter(None, (describe(of), cause(of[0]))))
 
     def _notes(self) -> Iterator[str]:
-        """Yield notes on bytes that f32 adds on a CPU, on unpromised small arrays, and on bytes of only some steps."""
+        """Yield notes on bytes that f32 adds on a CPU, small unpromised arrays, and collectives of only some steps."""
         if self.widened_bytes:
             more = human_bytes(self.widened_bytes)
             yield f"a CPU's compiler sends bf16 as f32, {more} more than promised here; TPUs and GPUs send bf16"

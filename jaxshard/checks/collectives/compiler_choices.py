@@ -129,9 +129,9 @@ def between_slices(mesh: Mesh, expected: Iterable[Expected]) -> Iterator[Expecte
     """Replace each collective over several TPU slices by the collectives it is compiled to; yield others unchanged.
 
     A sum over chips of a slice and over slices is scattered or summed in each slice, then summed between slices, then
-    gathered in each slice. Between slices arrays are padded to tiles, and several are joined into one. So each of
-    these kinds of collectives may move as many elements as were promised in total, both over the axes inside a slice
-    and over the axes across slices.
+    gathered in each slice. Between slices arrays are padded to tiles, and several are joined into one. So the result
+    promises sums of elements, not single arrays (`Expected.pooled`): for each kind of collective above, over the axes
+    inside a slice and over the axes across slices.
     """
     slices = slice_indices(mesh)
     if slices.max() == slices.min():
@@ -174,8 +174,8 @@ def explain_substitutes(mesh: Mesh, axes: Sequence[str]) -> str:
     """Explain why a TPU replaces promised collectives over these mesh axes by others, and how to avoid it.
 
     If an axis covers several dimensions of a TPU torus, libtpu has no reduce-scatter over it, in any order of the
-    devices. It also turns some all-gathers into all-reduces, and all of them over three dimensions that are not closed
-    to rings. If no axis covers several dimensions, the explanation is "".
+    devices. It also turns some all-gathers into all-reduces, and turns every all-gather into an all-reduce if the axis
+    covers three dimensions without wrap-around links. If no axis covers several dimensions, the explanation is "".
     """
     for axis in axes:
         sizes = torus_sizes(mesh, axis)

@@ -74,7 +74,7 @@ def resolve(scope: Scope, name: str, path: Path = ()) -> tuple[Scope, Op, Path]:
 
 
 def _is_started(scope: Scope, op: Op) -> bool:
-    """Return True for a custom call in an asynchronous computation, which runs the computation that it names."""
+    """Return True for a custom call, inside an asynchronous computation, that runs another computation."""
     return bool(op.runs) and scope.caller is not None and starts_computation(scope.caller)
 
 
@@ -106,7 +106,7 @@ def integer(scope: Scope, name: str, path: Path = (), iteration: _Iteration | No
     Args:
       scope: the computation that uses the scalar.
       name: the name of the value.
-      path: its place in the value, if the value is a tuple.
+      path: the element to follow if the value is a tuple, as in `resolve`.
       iteration: the loop iteration in which it is computed; needed if it depends on a loop's carry.
     """
     scope, op, path = resolve(scope, name, path)

@@ -24,7 +24,7 @@ _SENT = ("int8", "uint8", "uint16")
 
 @dataclass(frozen=True)
 class Expected:
-    """A promised collective: one that a layout implies, as one device sees it.
+    """A promised collective: a collective that follows from a layout, as one device sees it.
 
     Attributes:
       kind: one of `found.KINDS`.
@@ -38,12 +38,12 @@ class Expected:
         None if all elements of `shape` are moved.
       limit: the most elements of an array whose `shape` is None; None if it may have any number of elements.
       stack: the number of blocks whose executions the compiler may join into a single one, on a stacked array.
-      pooled: True if not each array is compared, but the sum of elements over all such collectives, because the
-        compiler cuts and joins their arrays.
+      pooled: True if only the sum of the elements of all such collectives is compared, because the compiler cuts and
+        joins their arrays; False if each array is compared.
       every: 1 if it happens in every step, n if it happens once in n steps. `least` and `most` are for such a step.
       until: n if it happens only in the first n steps, 0 if it happens in all steps.
-      instead_of: if it may happen in place of another promised collective, the `what` of that one, so that its bytes
-        are not counted twice; "" otherwise.
+      instead_of: the `what` of another promised collective that this collective may replace, so that bytes are not
+        counted twice; "" if it replaces none.
 
     Example:
         promised = js.plan.promise(layout, js.explicit(), loss_fn, batch)
@@ -118,7 +118,7 @@ def gather_stages(
       mesh: the mesh.
       old: the placement of the array before it is gathered.
       keep: the mesh axes over which it stays split.
-      one: an all-gather with all other attributes; axes and shape of the result are filled in for each stage.
+      one: the all-gather of which each stage is a copy, with its own axes and shape.
       at_once: gather over all axes of a dimension in one stage, not over one axis after the other.
     """
     shape = list(old.shard_shape(mesh))

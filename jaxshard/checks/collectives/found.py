@@ -87,7 +87,7 @@ class Collective(Operation):
         return f"{self.kind} over {'+'.join(self.axes)}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a dictionary for JSON: that of `Operation.as_dict`, with "axis" (several joined by "+")."""
+        """Return a dictionary for JSON: the entries of `Operation.as_dict`, and "axis" (several joined by "+")."""
         return super().as_dict() | {"axis": "+".join(self.axes)}
 
 

@@ -318,7 +318,7 @@ def bits_of(dtype: str) -> int:
 def _parse_stack_frames(lines: list[str]) -> dict[int, tuple[str, ...]]:
     """Return {number of a stack frame: its stack}, each stack `file:line` from the innermost frame outwards.
 
-    They are in three numbered tables at the head of the program, and each frame refers to its caller:
+    The stacks are in three numbered tables at the head of the program, in which each frame refers to its caller:
 
         FileNames        1 "/home/user/model.py"
         FileLocations    2 {file_name_id=1 function_name_id=1 line=22 end_line=22 column=4 end_column=9}

@@ -35,20 +35,22 @@ _STANDS_FOR = {"all-reduce": ("reduce-scatter", "all-gather")}
 class Allowance:
     """Promised collectives that look alike in a compiled program, and how many of their executions were found.
 
-    They have the same kind, axes, dtype and numbers of elements and blocks; their shapes may differ, because compilers
-    change shapes. For promises with `Expected.pooled` elements are counted instead of executions.
+    They have the same kind, axes, dtype, number of elements and number of stacked blocks. Their shapes may differ,
+    because compilers change shapes. For promises with `Expected.pooled` elements are counted instead of executions.
 
     Attributes:
       kind: one of `found.KINDS`.
       axes: the mesh axes.
       elements: the fewest and the most elements of an array.
-      stack: the number of blocks whose executions may be joined into one; 0 for pooled promises.
+      stack: the number of stacked blocks. The compiler may join their executions, one for each block, into a single
+        execution. 0 for promises with `Expected.pooled`.
       dtype: the dtype that is sent.
       least: the fewest executions per step.
       most: the most executions per step.
       used: the executions that were found.
       what: the arrays in words.
-      forms: (number of promised executions, shape) of each array; arrays of these shapes are matched first.
+      forms: pairs (times, shape): one found execution on an array of this shape stands for `times` promised executions.
+        Arrays of these shapes are matched first.
     """
 
     kind: str
@@ -72,9 +74,9 @@ class Allowance:
         self.forms |= {(1, normal_shape(one.shape)), (one.stack, normal_shape((one.stack, *one.shape)))}
 
     def fitting(self, elements: int) -> Iterator[int]:
-        """Yield how many promised executions one found execution may stand for, by the number of its elements.
+        """Yield how many promised executions may match one found execution on an array of `elements` elements.
 
-        It stands for one, or for all blocks of a stack if the compiler joined their arrays.
+        The number is 1, or the number of stacked blocks if the compiler joined their executions.
         """
         least, most = self.elements
         for times in dict.fromkeys((1, self.stack)) if self.stack else (elements,):
@@ -191,7 +193,7 @@ class Allowances:
                 )
 
     def unread(self, found: Iterable[Collective], instead: Iterable[Collective]) -> Iterator[str]:
-        """Yield a line for each promised kind and axes of which nothing was found, neither itself nor a substitute.
+        """Yield a line for each promised (kind, axes) if the program has no such collective and no substitute for it.
 
         Either it does not happen, or the compiler wrote it in a form that the parser does not know.
 

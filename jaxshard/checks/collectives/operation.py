@@ -71,7 +71,7 @@ class Operation:
 
     @property
     def is_users(self) -> bool:
-        """True if the source is a line of a model, the user's own or a ready-made one, and not of the framework."""
+        """True if `source` is a line outside of jaxshard, such as the user's, or a line of its ready-made models."""
         return bool(self.frames) and is_outside_engines(self.source)
 
     @property

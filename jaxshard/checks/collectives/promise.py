@@ -187,7 +187,7 @@ class _Step(NamedTuple):
 
 
 def _weight_gathers(step: _Step, parameter: Parameter) -> Iterator[Expected]:
-    """Yield the all-gathers of one weight, from the sharding in which it is stored to the one in which it is used."""
+    """Yield the all-gathers of one weight, from the sharding in which it is stored to that in which it is used."""
     dtype, engine = parameter.dtype, step.engine
     wire = engine.gather_dtype if jnp.issubdtype(dtype, jnp.floating) else None
     if wire is not None and not isinstance(wire, Format):  # the bits are sent as integers
@@ -212,9 +212,10 @@ def _weight_gathers(step: _Step, parameter: Parameter) -> Iterator[Expected]:
 
 
 def _part_of(placement: Placement, shape: tuple[int, ...]) -> Placement:
-    """Return the placement of a part of an array, where `placement` is that of the full array.
+    """Return the placement of a part of an array, from the placement of the full array.
 
-    `shape` tells the part: the full array, one block of a stack (a dimension less), or some columns of a matrix.
+    `shape` is the shape of the part: the full array, one block of a stack (one dimension less), or some columns of a
+    matrix.
     """
     if len(shape) < len(placement.view.logical):
         return placement.drop_first()
@@ -243,9 +244,9 @@ def _gradient_reductions(step: _Step, parameter: Parameter) -> Iterator[Expected
 def _reduce_stages(step: _Step, parameter: Parameter, grad: Placement, count: int) -> Iterator[Expected]:
     """Yield the collectives, one after the other, that reduce one gradient over devices, `count` times per step.
 
-    First the gradient is reduce-scattered over each batch axis that splits its stored array, and sliced along the other
-    axes that do. So its shape shrinks from collective to collective. Then it is all-reduced over the remaining batch
-    axes. `grad` is the placement of the full gradient or of one block's gradient.
+    First the gradient is reduce-scattered over each batch axis that splits its stored array, and sliced along all other
+    axes that split its stored array. So its shape shrinks from collective to collective. Then it is all-reduced over
+    the remaining batch axes. `grad` is the placement of the full gradient or of one block's gradient.
     """
     layout, mesh, compiler_chooses = step.layout, step.layout.mesh, step.engine.compiler_chooses
     owned = axes_of(parameter.param.use)

@@ -35,8 +35,8 @@ class SourceLine(NamedTuple):
 def find_source(scope: hlo.Scope, op: hlo.Op) -> SourceLine:
     """Find the source line of an operation.
 
-    It is in the operation's metadata, or in that of the fusion that contains it. Otherwise the line of a nearby operand
-    is returned, as `near file:line`, and if there is none the operation's name.
+    The line is in the metadata of the operation, or of the fusion that contains the operation. Otherwise the line of a
+    nearby operand is returned, as `near file:line`. Without such a line the operation's name is returned.
     """
     chain = list(_fusions(scope, op))
     for _, one in chain:
@@ -61,9 +61,9 @@ def _additions(scope: hlo.Scope, op: hlo.Op) -> Iterator[hlo.Op]:
 def find_reader(scope: hlo.Scope, op: hlo.Op) -> SourceLine:
     """Find the source line that uses the result of an operation: the nearest line of the user, else of a library.
 
-    It tells which part of the model needs an array that the compiler moves. The operation's own source line does not:
-    it is that of the operand, and for a weight a line of the engine. If no such line is near, all strings in the
-    result are empty.
+    It tells which part of the model needs an array that the compiler moves. The operation's own source line does not
+    tell this, because it is the line that makes the operand; for a weight this is a line of the engine. If no line of
+    the user or a library is near, all strings in the result are empty.
     """
     computation, outer = list(_fusions(scope, op))[-1]
     library = SourceLine("", (), "")

@@ -59,7 +59,7 @@ class Surprise:
         return _advice(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a dictionary for JSON: that of the collective, with "what", "why", "cause" and "advice"."""
+        """Return a dictionary for JSON: the entries of the collective, and "what", "why", "cause" and "advice"."""
         words = {"what": array_words(self.found), "why": self.why, "cause": self.cause, "advice": self.advice}
         return self.found.as_dict() | words
 

@@ -39,16 +39,17 @@ class Trail(NamedTuple):
     """Where an array that a collective moves comes from, and which operation reads it.
 
     Attributes:
-      arguments: the arguments of the step that it is a copy of, such as "weight blocks/wq" or "batch tokens"; () if it
-        is computed.
-      maker: JAX's name of the operation that computes it, such as "dot_general"; "reduce-scatter" if it is the result
-        of that collective; "" if the compiler lost the name.
-      made_at: the line of that operation in the model, or "".
-      reader: JAX's name of an operation in the user's code, or in a library, that uses the result; "" if none is near.
+      arguments: the arguments of the step that the array is a copy of, such as "weight blocks/wq" or "batch tokens"; ()
+        if the array is computed.
+      maker: JAX's name of the operation that computes the array, such as "dot_general", or "reduce-scatter" if that
+        collective does; "" if `arguments` is not empty, or if the compiler lost the name.
+      made_at: the line of the maker in the model, or "".
+      reader: JAX's name of the nearest operation, in the user's code or in a library, that uses the collective's
+        result; "" if no such operation is near.
       read_at: the source line of the reader, or "".
       dim: the dimension that is gathered, scattered or cut into parts; None for other collectives.
       numbers: the indices of `arguments` among the arguments of the program.
-      gathered: the factor by which earlier all-gathers enlarged these arguments; 1 without any.
+      gathered: the factor by which earlier all-gathers enlarged `arguments`; 1 without earlier all-gathers.
     """
 
     arguments: tuple[str, ...] = ()
@@ -78,7 +79,7 @@ def find_trail(scope: hlo.Scope, op: hlo.Op, part: int) -> Trail:
 
 
 def _maker(scope: hlo.Scope, name: str) -> tuple[str, str]:
-    """Return (JAX's name of the operation that computes a value, its source line); "" for what is not known."""
+    """Return (JAX's name of the operation that computes a value, its source line); "" for an unknown name or line."""
     for _ in range(_FAR):
         scope, op, path = resolve(scope, name)
         if op.opcode not in _HANDED_ON or path or not op.operands:

@@ -22,7 +22,7 @@ _MOST_BLOCKS = 256
 def stacked_dim(parameters: Iterable[Argument]) -> int:
     """Return the dimension that counts blocks in a model with stacked blocks: 0, or 1 in models such as MaxText's.
 
-    Of these two dimensions it is the one that has the same size in more parameters.
+    It is the dimension, of these two, in which more parameters have the same size.
     """
     shapes = [one.shape for one in parameters if len(one.shape) > 1]
     alike = [max(Counter(shape[dim] for shape in shapes).values(), default=0) for dim in (0, 1)]

@@ -248,7 +248,7 @@ class _Judge:
                 yield f"{one.name} is split over {words(split)}: {self.strategy} keeps it replicated there"
 
     def missing(self) -> Iterator[str]:
-        """Yield a line on parameters whose gradient is never summed; under FSDP also on those never gathered."""
+        """Yield a line on parameters whose gradient is never summed; under FSDP also on parameters never gathered."""
         gathered, summed = ({number for of, number, _ in self.used if of == stage} for stage in ("gather", "sum"))
         if self.terms.gathers and (rest := [one for one in self.large if one.number not in gathered]):
             yield f"a gather of {_names(rest)}: already replicated, used sharded, or gathered in another form"
@@ -271,8 +271,8 @@ class _Judge:
 def vocabularies_of(parameters: Sequence[Argument]) -> set[int]:
     """Return the sizes of vocabularies: the longest dimensions of parameters with names such as "embed" and "lm_head".
 
-    A size that other parameters have too is left out. It is the number of features, which is the longest dimension if
-    each device has only a small shard of the vocabulary.
+    A size that other parameters have too is left out, because it is the number of features. The number of features is
+    the longest dimension if each device has only a small shard of the vocabulary.
     """
     named = [one for one in parameters if any(word in one.name.lower() for word in _VOCABULARY)]
     others = {size for one in parameters if one not in named for size in one.global_shape}
