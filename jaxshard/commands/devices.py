@@ -18,8 +18,9 @@ def choose_devices(count: int | None, mesh_size: int | None = None) -> list[jax.
     """Choose devices of the default backend; call it before JAX starts a backend.
 
     Without an accelerator, CPU devices are simulated, also if JAX_PLATFORMS names an accelerator that is absent. Their
-    number is `count`, else `mesh_size`, else the number in JAX_NUM_CPU_DEVICES or XLA_FLAGS, else eight. It is the
-    number over all processes, each of which gets an equal share; in the environment it is the number for each process.
+    number is `count`, else `mesh_size`, else the number in JAX_NUM_CPU_DEVICES or XLA_FLAGS, else eight. `count`,
+    `mesh_size` and eight are numbers over all processes, each of which gets an equal share; the number in the
+    environment is for each process.
 
     Args:
       count: the number of devices over all processes; None for all accelerators.

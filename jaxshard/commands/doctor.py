@@ -78,7 +78,7 @@ def run(flags: Doctor) -> int:
 
 
 def _judge_before_start(machine: Machine) -> Iterator[Finding]:
-    """Find problems of settings, packages and libtpu before JAX starts a backend, which some of them would crash."""
+    """Find problems of settings, packages and libtpu, before JAX starts a backend: some would crash the start."""
     chips = [*Path("/dev").glob("accel*"), *Path("/dev/vfio").glob("[0-9]*")]
     yield from judge_settings(os.environ, machine.interfaces, _GPU.exists() or bool(chips))
     yield from judge_packages(installed_version, os.environ)
@@ -124,7 +124,7 @@ def _print(console: Console, report: dict[str, Any], found: Sequence[Finding]) -
 
 
 def describe_host(host: Host, count: int) -> str:
-    """Describe a host in a line; if `count` hosts are more than one, also its clock and how many others it reaches."""
+    """Describe one of `count` hosts in a line; if there are several, also its clock and how many others it reaches."""
     sizes = {"memory": "of memory", "available": "of it free", "shm": "in /dev/shm"}
     known = [f"{human_bytes(host.facts[name])} {what}" for name, what in sizes.items() if host.facts.get(name)]
     if count > 1:

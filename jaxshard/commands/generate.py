@@ -76,7 +76,7 @@ def run(flags: Generate) -> None:
 
 
 def _make_model(named: NamedModel, checkpoint: Path | None) -> Decoder:
-    """Build the model; for a checkpoint with the sequence length of its training, and in f32."""
+    """Build the model; for a checkpoint in f32, and with the sequence length with which it was trained."""
     if named.folder is not None:
         return read_model(named.folder, dtype=None if checkpoint is None else "float32", **named.changes)
     data = None if checkpoint is None else describe(checkpoint).data
@@ -86,7 +86,7 @@ def _make_model(named: NamedModel, checkpoint: Path | None) -> Decoder:
 
 
 def _read_params(flags: Generate, folder: Path | None, network: Decoder, layout: Layout) -> PyTree:
-    """Read the weights from the checkpoint or Hugging Face folder, sharded as the layout says; random without both."""
+    """Read weights from a checkpoint or a Hugging Face folder, or else draw them, sharded as the layout says."""
     if flags.checkpoint is not None:
         return restore(flags.checkpoint, layout).params
     if folder is not None:

@@ -64,7 +64,7 @@ def _unmet(package: str) -> Iterator[Requirement]:
 
 
 def _extra_of(requirement: Requirement) -> str | None:
-    """Return the extra, such as "tpu", that has a requirement; "" if all installations have it, None if none here."""
+    """Return the extra, such as "tpu", that adds a requirement; "" without an extra, None if it does not apply here."""
     marker = requirement.marker
     return next((name for name in ("", *_EXTRAS) if marker is None or marker.evaluate({"extra": name})), None)
 

@@ -187,7 +187,7 @@ class _Step(NamedTuple):
 
 
 def _weight_gathers(step: _Step, parameter: Parameter) -> Iterator[Expected]:
-    """Yield the all-gathers of one weight, from the sharding in which it is stored to that in which it is used."""
+    """Yield the all-gathers that make one weight, as the loss uses it, from its stored shards."""
     dtype, engine = parameter.dtype, step.engine
     wire = engine.gather_dtype if jnp.issubdtype(dtype, jnp.floating) else None
     if wire is not None and not isinstance(wire, Format):  # the bits are sent as integers
