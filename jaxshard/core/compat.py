@@ -224,7 +224,7 @@ def default_devices() -> list[jax.Device] | None:
 
 
 def has_cudnn() -> bool:
-    """Return whether cuDNN can be loaded: JAX reads its version when it traces attention for a GPU.
+    """Return whether cuDNN can be loaded; JAX needs its version to trace attention for a GPU.
 
     Private: `jax._src.lib.cuda_versions`, None without a CUDA plugin. If it changes: an ImportError.
     """

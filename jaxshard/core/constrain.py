@@ -135,7 +135,8 @@ _constrain_both_ways.defvjp(_forward, _backward)
 class Activations:
     """Constrains activations as a layout says.
 
-    Two of them are equal only for the same `Layout` object, so that JAX traces a function again for another layout.
+    Two `Activations` are equal only if they have the same `Layout` object. So JAX traces a function again for another
+    layout.
     """
 
     layout: Layout
@@ -172,7 +173,7 @@ class Activations:
     def mesh(self) -> tuple[Mesh, frozenset[str]]:
         """Return (the mesh to name in constraints, its manual axes).
 
-        Inside of a `shard_map` some mesh axes are manual, which a constraint can't name.
+        Inside of a `shard_map` some mesh axes are manual. A constraint can't name these axes.
         """
         inside = jax.sharding.get_abstract_mesh()
         manual = [name for name, kind in zip(inside.axis_names, inside.axis_types) if kind == AxisType.Manual]

@@ -143,7 +143,7 @@ def gather(x: jax.Array, spec: PartitionSpec, wire: Format, *, keep: Sequence[st
 def gather_bits(x: jax.Array, spec: PartitionSpec, dtype: Any, *, keep: Sequence[str] = ()) -> jax.Array:
     """All-gather an array from its shards in the floating type `dtype`, sent as integers with the same bits.
 
-    Sent as bf16 it would be gathered in f32 on CPUs.
+    Otherwise the CPU's compiler would cast bf16 to f32 for the gather.
 
     Args:
       x: this device's shard.

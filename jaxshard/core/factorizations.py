@@ -62,7 +62,7 @@ def _loop(eqn: Any, operands: list[Any]) -> list[Any] | None:
 
 
 def _in_param(value: Any) -> Any:
-    """Put loops over single matrices into the jaxprs in a parameter of an equation: branches, or the body of a loop."""
+    """Rewrite the jaxprs in a parameter of an equation, such as a loop's body, to factorize one matrix at a time."""
     if type(value) is tuple:
         return tuple(map(_in_param, value))
     return one_matrix_at_a_time(value) if hasattr(value, "jaxpr") else value

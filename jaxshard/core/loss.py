@@ -133,8 +133,8 @@ def _float_dtype(number: Any) -> Any:
 def weighted_sum(mean: Mean, weights: tuple[Float[Array, ""], ...]) -> Float[Array, ""]:
     """Divide each total of a mean by a given weight, and add the results.
 
-    If the totals are those of one device's rows and the weights those of the global batch, the sum of all devices'
-    results is the mean of the global batch.
+    If each device passes the totals of its own rows and the weights of the global batch, the results of all devices add
+    up to the mean of the global batch.
 
     Args:
       mean: totals of a part of the rows.

@@ -210,9 +210,9 @@ def mesh_str(mesh: Mesh) -> str:
 
 
 def mesh_inside(mesh: Mesh) -> Mesh | AbstractMesh:
-    """Return the mesh to name in sharding constraints: inside of a `shard_map` its own mesh, elsewhere `mesh`.
+    """Return the mesh to name in sharding constraints: `mesh`, or inside of a `shard_map` the mesh that JAX uses there.
 
-    Some axes of the mesh of a `shard_map` are manual.
+    That mesh says which of its axes are manual.
     """
     inside = jax.sharding.get_abstract_mesh()
     return inside if inside.manual_axes else mesh

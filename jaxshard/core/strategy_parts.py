@@ -109,7 +109,7 @@ class Expert:
         return replace(split, rule=f"{leaf.names[dim]}: {leaf.named_by or BY_MODEL}")
 
     def name_dims(self, leaves: Sequence[Leaf], given: Sequence[Leaf], mesh: Mesh) -> list[Leaf]:
-        """Name the dimension of experts in the parameters that have one.
+        """Name the dimension of experts in every parameter that stacks experts.
 
         The name comes from the rules of `js.tensor`, or else from the model, or else from the rules of this strategy.
 
