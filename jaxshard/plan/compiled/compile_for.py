@@ -37,8 +37,8 @@ def compile_for(
     `js.plan.topology_mesh`. It is made again on a `topology_mesh` of the same axes and sizes. A loss function that
     itself names a mesh has to name this `topology_mesh`.
 
-    The compiler runs in a child process (0.4 to 0.9 GB) that is ended when memory is assigned: that takes seconds,
-    where a full compilation takes minutes. Answers are cached in `$XDG_CACHE_HOME/jaxshard/compiled`.
+    The compiler runs in a child process (0.4 to 0.9 GB), which is ended as soon as memory is assigned. This takes
+    seconds; a full compilation takes minutes. Answers are cached in `$XDG_CACHE_HOME/jaxshard/compiled`.
 
     A program that needs too much memory is no error: the verdict has the bytes that it asked for, the arrays and lines
     of the model that need them, and the changes that would save memory. Several processes and threads may compile at

@@ -106,7 +106,7 @@ class Trials:
 
 
 def may_be_likely(least: int, usable: int) -> bool:
-    """Return True if a step of at least `least` bytes may be likely to fit, False if that is excluded."""
+    """Return False if a step with at least `least` bytes can't be rated as likely to fit, else True."""
     return least * LIKELY <= usable
 
 

@@ -137,7 +137,7 @@ def _sources(program: Any) -> dict[int, _Source]:
 
 
 class _Constants(Domain[int | None]):
-    """Walks a jaxpr and notes which constant arrays each equation reads; the fact of a variable is its array's id."""
+    """Notes which constant arrays each equation of a jaxpr reads; the fact about a constant is the id of its array."""
 
     def __init__(self) -> None:
         self.arrays: dict[int, Any] = {}
