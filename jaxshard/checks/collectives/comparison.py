@@ -62,7 +62,7 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """True if there are no surprises, no misplaced arrays and no unread kinds."""
+        """True if `surprises`, `misplaced` and `unread` are empty."""
         return not self.surprises and not self.misplaced and not self.unread
 
     @property

@@ -324,7 +324,7 @@ def _sum_stages(step: _Step, one: Expected) -> Iterator[Expected]:
 
 
 def _optimizer_gathers(layout: Layout, parameter: Parameter) -> Iterator[Expected]:
-    """Yield the all-gathers around the update of one parameter: of parameter and gradient before, of the result after.
+    """Yield the all-gathers of one parameter and its gradient before the optimizer's update, and of the result after.
 
     A parameter or gradient is gathered only over axes that do not split the optimizer state in the same way. If the
     state is split further, the array is sliced, which needs no collective. So under ZeRO-1 only the new parameter is

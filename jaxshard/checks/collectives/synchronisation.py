@@ -27,7 +27,7 @@ def rows_of_replica(layout: Layout, local: Local, batch: PyTree) -> PyTree:
 
 
 def synchronisations(layout: Layout, local: Local, inside: Iterable[Expected]) -> Iterator[Expected]:
-    """Yield the collectives that `js.local` adds: over the replica axis, and gathers of parameters after its update.
+    """Yield the collectives that `js.local` adds: sums over the replica axis, and gathers of the new parameters.
 
     Args:
       layout: the layout on the mesh of all replicas.

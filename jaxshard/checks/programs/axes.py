@@ -66,7 +66,7 @@ def position_mesh(axes: dict[str, int], devices: int, *, slices: bool = False) -
 
 
 def axes_for(mesh: Mesh, *uses: str) -> tuple[str, ...]:
-    """Return the mesh axes larger than 1 that, by their names, are for one of `uses`, in mesh order (see `use_of`)."""
+    """Return the mesh axes larger than 1 whose names tell one of `uses`, such as rows (see `use_of`), in mesh order."""
     return tuple(name for name, size in mesh.shape.items() if size > 1 and use_of(name) in uses)
 
 
