@@ -32,7 +32,7 @@ class Average:
         ({"encoder": params["encoder"]}). bf16 and f16 arrays are averaged in f32.
       decay: a number between 0 and 1 (0.999 averages about 1000 steps), or a schedule `decay(step)` such as
         `optax.cosine_decay_schedule(...)`. Make the schedule outside of `init_fn`: each trace of `init_fn` would make
-        another one.
+        another schedule.
 
     Attributes:
       params: the average, a tree like the one given.

@@ -21,7 +21,7 @@ def gather(x: jax.Array, spec: PartitionSpec, *, keep: Sequence[str] = ()) -> ja
     """All-gather an array from its shards, split as `spec` says.
 
     One all-gather per axis, minor axes first, so that the shards are joined in order. The last all-gather moves the
-    bytes of the full array, the earlier ones fewer.
+    bytes of the full array, earlier all-gathers move fewer.
 
     Args:
       x: this device's shard.

@@ -464,8 +464,8 @@ def without_callbacks(program: Any) -> Any:
     `jax.debug.print` is such a callback. Inner jaxprs of calls and control flow are changed too, but not
     inner jaxprs of kernels.
 
-    Private: `Jaxpr.replace`, and the names of the effects. If the names change, there is no error: callbacks would
-    stay in the program and run a second time. A test runs one.
+    Private: `Jaxpr.replace`, and the names of the effects. If the names change, there is no error: callbacks would stay
+    in the program and run a second time. A test runs such a callback.
     """
     if hasattr(program, "jaxpr") and program.jaxpr is not program:
         return program.replace(jaxpr=without_callbacks(program.jaxpr))

@@ -46,7 +46,7 @@ def constrain(
     rule. None is not split. Outside of jaxshard's steps, or without such axes, `x` is returned unchanged. Under
     `js.explicit` each device has its own rows and positions, so "batch" and "context" have no effect there.
 
-    Collectives: the compiler chooses those that change the sharding of `x`.
+    Collectives: the compiler chooses collectives that change the sharding of `x`.
 
     Args:
       x: an activation of any shape, global under `js.auto`.

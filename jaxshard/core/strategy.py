@@ -179,7 +179,7 @@ def expert(
     Parameters with a dimension of experts, their gradients and their optimizer state are split along it. Computation
     uses the shards: they are never gathered over the axis, nor are their gradients summed over it. The model calls
     `js.moe`, whose all-to-alls are the only collectives that the strategy adds. Rows of the batch are split over the
-    axis too. The axis may be a separate one, or one that splits rows anyway:
+    axis too. The axis may be an axis of its own, or an axis that splits rows anyway:
 
         js.compose(js.fsdp("data"), js.expert("expert"))              # on data=2, expert=4: rows over both
         js.compose(js.fsdp(("data", "expert")), js.expert("expert"))  # all other parameters split over both, too
