@@ -33,8 +33,8 @@ def extrapolate(ask: Callable[[Step], Verdict], step: Step, at_depth: Callable[[
       The extrapolated verdict; None if the step has at most 32 blocks, or is refused even with 2 or 4 blocks.
 
     Raises:
-      ValueError: the numbers of parameters at 2 and 4 blocks do not extrapolate to that of `step`, so `at_depth` does
-        not make the same model.
+      ValueError: the numbers of parameters at 2 and 4 blocks do not extrapolate to the number in `step`, so `at_depth`
+        does not make the same model.
     """
     small, larger = at_depth(SMALL), at_depth(LARGER)
     depth = _depth(*(_count(one) for one in (small, larger, step)))

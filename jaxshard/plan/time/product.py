@@ -114,7 +114,7 @@ def _product(name: str, params: Mapping[str, Any], ins: Sequence[Any], outs: Seq
 
 
 def _kernel(op: Op, visited: float) -> Product | None:
-    """Return the products of a Pallas kernel: those of its body, times the number of computed grid points."""
+    """Return the products of a Pallas kernel: the products in its body, times the number of computed grid points."""
     body = list(_in_kernel(open_jaxpr(op.params["jaxpr"])[0]))
     estimate = op.params.get("cost_estimate")
     if estimate is None and not body:
@@ -133,7 +133,7 @@ def _kernel(op: Op, visited: float) -> Product | None:
 
 
 def _in_kernel(jaxpr: Any) -> Iterable[Product]:
-    """Yield the products of a kernel's body; of a conditional only those of the most expensive branch."""
+    """Yield the products in a kernel's body; of a conditional only the products in the most expensive branch."""
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
         avals = ([var.aval for var in some] for some in (equation.invars, equation.outvars))
