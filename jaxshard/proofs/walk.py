@@ -87,7 +87,7 @@ class Domain(Generic[Fact]):
     """The facts that `walk` propagates through a jaxpr, and the rules by which equations change them.
 
     A fact is a hashable claim about one value of the program, such as the set of inputs on which the value depends. A
-    subclass defines `value`, `join` and `rule`. The other methods have defaults, which fit facts like this one.
+    subclass defines `value`, `join` and `rule`. The other methods have defaults, which fit facts of this kind.
     """
 
     def value(self, values: Sequence[Any], place: Place) -> Fact:
