@@ -36,9 +36,9 @@ class Difference(NamedTuple):
     Attributes:
       what: "loss", "gradient", "update" or "state".
       leaf: the path of the array in its tree; "" for the loss.
-      error: the relative error; NaN if either side is not finite.
+      error: the relative error; NaN if either array has numbers that are not finite.
       allowed: the largest error that passes.
-      note: on which side numbers are not finite; "" if all are.
+      note: which of the two arrays has numbers that are not finite; "" if neither has.
       factor: the constant by which all elements are off, so that sharded array = factor * array of one device; None
         if there is none, or numbers are not finite.
       size: the number of elements.

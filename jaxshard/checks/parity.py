@@ -208,10 +208,10 @@ def parity(
     On both sides `tx` updates twice from the same gradients (of one device), and the second updates are compared.
     So neither Adam's amplification of rounding nor a learning rate that warms up from zero affects the comparison.
 
-    If an engine gives each device its own rows, a single batch may hide that the loss depends on all rows, for
-    example by a branch on their mean. So more batches are made from the given one, in which devices differ: with its
-    rows sorted, with one row for each device, and with its floats moved apart (`Parity.batches`). This finds
-    differences; it cannot prove that there are none.
+    If an engine gives each device its own rows, a single batch may hide that the loss depends on all rows, for example
+    by a branch on their mean. So variants of the batch are compared too, in which the rows of different devices differ
+    more: the rows are sorted, or every device gets copies of one row, or the floats of different devices are moved
+    apart (`Parity.batches`). This finds differences; it cannot prove that there are none.
 
     If the engine refuses the loss because the weight of its `js.Mean` does not count rows, nothing runs over the mesh.
     Then the loss is computed on one device from the parts of the batch, and the report has the message of the error.

@@ -91,7 +91,7 @@ def check_replicas(run: TrainState, layout: Layout) -> None:
 
     Every process calls it with the same run. A change of a single element is always found. A change of several elements
     is missed with a probability of 2**-32 (`checks/bit_sums.py`). Only copies are compared: an array that is wrong in
-    the same way on all devices is not found, nor one with a single copy. `js.ReplicaWatch` does the same during
+    the same way on all devices is not found, nor an array with a single copy. `js.ReplicaWatch` does the same during
     `js.fit`.
 
     Each device reads its copies once. In several processes 4 bytes for each array and device are gathered. The first

@@ -33,7 +33,7 @@ def find_start(computation: hlo.Computation, op: hlo.Op) -> hlo.Op:
 
 
 def operands_of(computation: hlo.Computation, start: hlo.Op) -> tuple[str, ...]:
-    """Return the operands of a `-start` operation; if it has none, as on a SparseCore, those of its `-update`."""
+    """Return the operands of a `-start` operation, or of its `-update` if it has none, as on a SparseCore."""
     if start.operands or not starts_computation(start):
         return start.operands
     updates = (user for user in users(computation, start.name) if user.opcode.endswith("-update"))

@@ -55,7 +55,7 @@ def audit(step: Step, batch: PyTree) -> Comparison:
 
 
 def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
-    """Match every collective of a program with a promised one, by kind, axes and number of elements.
+    """Match every collective of a program with a promised collective, by kind, axes and number of elements.
 
     An all-reduce may replace a reduce-scatter or an all-gather of the same array, and an array may be sent in more bits
     than promised. Reported as surprises are: a sum in fewer bits than promised; an array in `promised.never`; and

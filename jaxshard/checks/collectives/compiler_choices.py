@@ -94,7 +94,7 @@ def border_permutes(one: Expected, shard: Shape) -> Expected:
     """Return the permute between neighbouring devices that follows the reduce-scatter `one` on a TPU.
 
     A TPU scatters arrays padded to whole tiles. If a shard is not a whole number of tiles, the padded shards begin at
-    other elements than the unpadded ones, and the compiler sends the difference to the neighbouring device.
+    other elements than the unpadded shards, and the compiler sends the difference to the neighbouring device.
 
     Args:
       one: the promised reduce-scatter.

@@ -198,7 +198,7 @@ class Scope(NamedTuple):
       parent: the scope of its caller; None for the entry.
       caller: the operation in `parent` that calls it.
       arguments: the names of the values in `parent` that become the computation's parameters; the body of a loop has a
-        single one, the tuple that the loop carries.
+        single parameter, the tuple that the loop carries.
     """
 
     module: Module

@@ -118,8 +118,8 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
     - under `js.local`, all of this inside a replica; over the replica axis all-reduces of parameters, flags and array
       metrics; and an all-gather of each parameter that is sharded less than the outer optimizer's state;
     - over other axes that split the `use` of weights (`js.tensor`), all-reduces of activations; if a rule splits the
-      sequence, also all-gathers and reduce-scatters of activations. Forbidden there are a weight that these axes split,
-      and logits with the full vocabulary if they split the vocabulary.
+      sequence, also all-gathers and reduce-scatters of activations. Over these axes it is forbidden to move a weight
+      that they split, and logits with the full vocabulary if they split the vocabulary.
 
     Args:
       layout: the layout of the step.

@@ -46,7 +46,7 @@ class Argument:
       role: one of `ROLES`, such as "parameter" or "batch".
       dtype: the dtype as HLO writes it.
       shape: the shape of one device's shard.
-      global_shape: the shape of the full array; that of the shard if the text does not say how the array is split.
+      global_shape: the shape of the full array; the shape of the shard if the text does not say how the array is split.
       splits: for each dimension the mesh axes that split it; None if the text does not say.
     """
 

@@ -44,7 +44,7 @@ def position_mesh(axes: dict[str, int], devices: int, *, slices: bool = False) -
 
     Args:
       axes: name and size of each axis; one size may be -1.
-      devices: the number of devices of the program; for several TPU slices, those of one slice.
+      devices: the number of devices of the program; if there are several TPU slices, the number in one slice.
       slices: True if the program communicates with other slices; then the mesh may be a multiple of `devices`.
 
     Raises:
