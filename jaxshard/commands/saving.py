@@ -100,7 +100,7 @@ class Saving(NamedTuple):
         Args:
           layout: the layout of the run.
           facts: the values that determine batches and updates (`Job.sequence`); they are saved with the run, and
-            compared with the saved ones.
+            compared with the saved values.
           load: a function that reads the pretrained weights of a new run onto a layout.
           frozen: True if `js.lora` freezes these weights, so that checkpoints do not contain them.
 
