@@ -129,8 +129,8 @@ def check_loss(who: str, loss_fn: Any, options: Sequence[str]) -> None:
 def explain_missing_key(who: str, loss_fn: Callable[..., Any], key: jax.Array | None) -> Iterator[None]:
     """Enter a context for calling a user's loss, which explains errors of a missing random key.
 
-    In evaluation a loss receives None as its `key` or `rngs`. If it then raises a TypeError or AttributeError, a note
-    that says so is added to the error.
+    In evaluation a loss receives None as its `key` or `rngs`. If the loss then raises a TypeError or AttributeError, a
+    note about the missing key is added to the error.
     """
     try:
         yield
