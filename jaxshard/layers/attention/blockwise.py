@@ -285,12 +285,12 @@ class Cut(NamedTuple):
         return jax.lax.dynamic_update_slice(sum, part + x, starts)
 
     def pairs(self, form: Form, extras: Extras, starts: Starts | None = None) -> tuple[jax.Array, jax.Array | None]:
-        """List the pairs (block of queries, block of keys) in which some query sees some key.
+        """List the pairs (block of queries, block of keys) in which at least one query sees at least one key.
 
         Returns:
           (int32[pairs, 2], the number of pairs to compute). Without `starts` the number is None: compute all listed
-          pairs. With `starts` the number is traced, since it differs between devices: compute only the first so many;
-          the rest is padding.
+          pairs. With `starts` the number is traced, since it differs between devices: compute only that many pairs from
+          the start of the list, whose rest is padding.
         """
         # With a mask, a query that sees no key takes the mean of all values, so no pair may be skipped.
         every = extras.mask is not None

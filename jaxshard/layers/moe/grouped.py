@@ -115,7 +115,7 @@ def _take_forward(rows: int, b: jax.Array, sizes_G: jax.Array) -> tuple[jax.Arra
 def _take_backward(rows: int, sizes_G: jax.Array, dy: jax.Array) -> tuple[jax.Array, None]:
     """Sum the rows of the gradient `dy` that belong to each group: [rows, ...] -> [groups, ...].
 
-    A product with a one-hot matrix, since scatters are slow on TPUs.
+    It is computed as a product with a one-hot matrix, since scatters are slow on TPUs.
     """
     groups = group_of_rows(rows, sizes_G)
     ones_GM = (groups == jnp.arange(sizes_G.shape[0])[:, None]).astype(dy.dtype)

@@ -99,7 +99,8 @@ def room_of(capacity: float, tokens: int, k: int, experts: int) -> int:
 def _largest(ranked: jax.Array, k: int) -> jax.Array:
     """Return the indices of each token's k largest scores, int32[..., T, k], in descending order, all different.
 
-    They are found by k argmaxes: for `jax.lax.top_k` the compiler would all-gather rows that are split (CPU, JAX 0.12).
+    The scores are found by k argmaxes, because for `jax.lax.top_k` the compiler would all-gather rows that are split
+    (CPU, JAX 0.12).
     """
     ranked = jnp.maximum(ranked, jnp.finfo(ranked.dtype).min)  # scores of -inf stay above those already chosen
     chosen = []
