@@ -168,10 +168,10 @@ def auto(
 
 
 def make_move(layout: Layout, engine: Engine) -> MakeMove:
-    """Return a function that makes the `Move` of one weight: how `js.auto` gathers it and reduces its gradient.
+    """Return a function that makes the `Move` of one weight, which gathers the weight and reduces its gradient.
 
-    Both are sharding constraints, for which the compiler inserts the collectives. A weight is constrained to the
-    sharding in its placement's `use`, a gradient to the sharding in its placement's `store`.
+    Under `js.auto` both are sharding constraints, for which the compiler inserts the collectives. A weight is
+    constrained to the sharding in its placement's `use`, a gradient to the sharding in its placement's `store`.
     """
 
     # The compiler decides the order of a cast and an all-gather. A constraint to the stored sharding after the cast

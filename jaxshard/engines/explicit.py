@@ -83,7 +83,7 @@ class Explicit(WholeModelEngine):
         return layout.manual_axes
 
     def sums(self, layout: Layout) -> Sums:
-        """Return the functions that sum over devices, in a native or a fixed order, as the argument `reduction` says.
+        """Return the functions that sum over devices, in the hardware's or in a fixed order, as `reduction` says.
 
         Raises:
           ValueError: reduction="ordered" for a layout with sums whose order the compiler chooses: over tensor axes,
@@ -219,8 +219,9 @@ def explicit(
 
     Collectives of a step, for each parameter:
 
-    - an all-gather just before use, over the axes that split it as stored (its `store`) and not in use (its `use`). It
-      is issued in the forward pass, and for blocks of a `Stacked` model and for units again in the backward pass;
+    - an all-gather just before use, over the axes that split the stored parameter (its `store`) but not the weight in
+      use (its `use`). It is issued in the forward pass, and for blocks of a `Stacked` model and for units again in the
+      backward pass;
     - a reduce-scatter of its gradient over the batch axes in the gradient's `store`, then an all-reduce of the shard
       over all other batch axes but those in its `use`. With scatter="each" both are issued for every micro-batch.
 
@@ -247,7 +248,7 @@ def explicit(
       remat: the activations that the forward pass of a block of a `Stacked` model, or of a unit, saves: "nothing",
         "dots", "everything", a function of `jax.checkpoint_policies`, or {name of an activation: what to do with it},
         such as {"attention_out": "save", "mlp_hidden": "offload"}. "save" keeps it on the device, "offload" moves it to
-        the host's memory and back, "remat" computes it again, as all activations that are not named. The names in
+        the host's memory and back, "remat" computes it again, like all activations that are not named. The names in
         `js.models` are in their docstrings; your own model gives names by `jax.ad_checkpoint.checkpoint_name`;
         "block_in" is the input of a block. Gathered weights are never saved. The default is the model's own choice
         (`js.models.make`), or else "everything".

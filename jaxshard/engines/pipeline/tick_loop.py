@@ -56,14 +56,17 @@ Tick = dict[str, jax.Array]
 
 
 class Carry(NamedTuple):
-    """The carry of the scan over ticks: four buffers, trees of arrays [slots, ...], and the accumulators.
+    """The carry of the scan over ticks: four buffers for values that wait for a later tick, and the accumulators.
+
+    A buffer is a tree of arrays [slots, ...].
 
     Attributes:
-      inbox: inputs of chunks (groups of consecutive blocks), until their forward.
-      kept: residuals of chunks, from the forward until the backward.
-      outbox: outputs of the last chunk until the head runs, and cotangents until a chunk or the embedding runs
-        backward.
-      carried: values that the backward for inputs leaves to the backward for weights.
+      inbox: the buffer of the inputs of chunks (groups of consecutive blocks), from their arrival to the chunk's
+        forward.
+      kept: the buffer of the residuals of chunks, from the chunk's forward to its backward.
+      outbox: the buffer of the model's last outputs and of cotangents. An output waits for the head; a cotangent waits
+        for the backward of a chunk or of the embedding.
+      carried: the buffer of the values that the backward for inputs computes and the backward for weights needs.
       grads: the gradients of this device's blocks.
       totals: loss, metrics, and gradients of embedding and head.
     """
@@ -118,7 +121,7 @@ def run_forwards(
     """Evaluate micro-batches by the forward operations of a schedule's table, inside `shard_map` over `axis`.
 
     Return this device's share of the metrics, of the micro-batches for which `counts(microbatch)` is True. Collectives:
-    as in `run_ticks`, without those of the backward.
+    as in `run_ticks`, without the collectives of the backward.
     """
     loop = _TickLoop.of(plan, axis, stages, embed_and_head)
     x = jax.eval_shape(embed_and_head.run_embed, jnp.int32(0))
@@ -146,8 +149,8 @@ class _Operation(NamedTuple):
 class _RunMember(NamedTuple):
     """The micro-batch for which one device runs the embedding or head in a tick.
 
-    Each device of the pipeline has another micro-batch. If `active` is False there is none for this device, and its
-    result is discarded.
+    Each device of the pipeline has a micro-batch of its own. If `active` is False there is none for this device, and
+    the device's result is discarded.
     """
 
     microbatch: jax.Array
@@ -324,7 +327,7 @@ class _TickLoop:
         return jax.tree.map(lambda leaf: jnp.zeros((self.sizes[name], *leaf.shape), leaf.dtype), like)
 
     def _empty_value(self, buffer: PyTree) -> PyTree:
-        """Return zeros with the shapes of one slot of the buffer: the value of a tick that computes none."""
+        """Return zeros with the shapes of one slot of the buffer, for a tick that computes no value."""
         return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), buffer)
 
     def _run(self, name: str, at: Tick) -> _RunMember:
@@ -353,8 +356,8 @@ def run_if(condition: jax.Array, fn: Callable[[Any], tuple[Any, Any]], nothing: 
 def write_slot(buffer: PyTree, slot: jax.Array, value: PyTree) -> PyTree:
     """Return the buffer with the value written into a slot; unchanged if the slot is -1.
 
-    For -1 the content of slot 0 is written back: a conditional around the write would copy the buffer, and an extra
-    slot for unused values would take as much memory as any other.
+    For -1 the content of slot 0 is written back, because a conditional around the write would copy the buffer, and an
+    extra slot for unused values would take as much memory as any other.
     """
     at = jnp.maximum(slot, 0)
 
