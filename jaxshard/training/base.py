@@ -58,7 +58,7 @@ def merge_stored(params: PyTree, layout: Layout) -> tuple[PyTree, Layout]:
 def merge_given(params: PyTree, layout: Layout) -> PyTree:
     """Merge each matrix's base weights and low-rank factors into one array; keep other parameters.
 
-    The parameters may be stored or in model order.
+    `params` may be parameters as the layout stores them, or parameters in model order.
     """
     if not has_low_rank(params):
         return params

@@ -378,7 +378,7 @@ def _check_results(output: Any) -> Results:
 def _combine_rows(metric: Mean | Sum | Max, counts: jax.Array) -> Mean | Sum | Max:
     """Combine the results of single rows, stacked along the first dimension, leaving out rows where `counts` is False.
 
-    It selects by `where` and does not multiply by 0, so that NaN in the padding can't leak.
+    Rows are left out by `where`, not by a multiplication with 0, so that NaN in the padding can't reach the result.
     """
 
     def only(x: jax.Array, otherwise: Any) -> jax.Array:
