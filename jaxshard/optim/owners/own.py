@@ -78,7 +78,7 @@ def owned_update(layout: Layout, tx: Any) -> Update | None:
 def find_owned(layout: Layout, tx: Any) -> Owned | None:
     """Assign each matrix to a device, its owner, and split the optimizer's update into programs for shards and owners.
 
-    None if no parameter is sharded in the optimizer, or if the optimizer multiplies no matrix.
+    Return None if no parameter is sharded in the optimizer, or if the optimizer multiplies no matrix.
     """
     params = select(layout.trainable, layout.shapes.params)
     placements = jax.tree.leaves(layout.opt_params)

@@ -76,7 +76,7 @@ def has_own_slices(core: Core, count: int) -> tuple[bool, ...] | None:
 
 
 class _Slices(Domain[Rows]):
-    """Follow the stacked dimension of every value through a jaxpr; refuse operations that mix slices or are unknown."""
+    """Find the stacked dimension of every value in a jaxpr; refuse operations that mix slices or that are unknown."""
 
     def value(self, values: Sequence[Any], place: Place) -> Rows:
         return _without_slices(values[0])
