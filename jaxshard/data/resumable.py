@@ -32,8 +32,7 @@ def batches_in_turn(
       prefetch: the number of batches to make ahead.
 
     Raises:
-      ValueError: `start` is not a position. Also raised by `seek`, for a position before the first batch of an
-        iterator.
+      ValueError: `start` is not a position. `seek` raises it too, for a position before the first batch of an iterator.
       TypeError: `start` contains a state, but the iterator can't restore one.
     """
     once = isinstance(iterable, Iterator) and _state_of(iterable) is None
