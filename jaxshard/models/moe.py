@@ -197,7 +197,7 @@ class Router:
 
         Under `js.context` a device has only some positions of each row. The balance loss and the bias are not linear in
         the counts, so their counts are first summed over the devices that share a row. The other statistics need no
-        collective here: they are summed together with the loss.
+        collective here, because they are summed together with the loss.
 
         Args:
           numbers: the statistics of the blocks before, as from `start`.
