@@ -73,7 +73,7 @@ class Flow(Domain[Reach]):
         return Reach()
 
     def join(self, place: Place, facts: Sequence[Reach]) -> Reach:
-        """Return the parameters on which a value depends that is computed from several values with these reaches."""
+        """Return the union of several reaches, for a value that is computed from values with these reaches."""
         arrays, numbers, why = 0, 0, None
         for one in facts:
             arrays, numbers, why = arrays | one.arrays, numbers | one.numbers, why or one.why
