@@ -226,7 +226,7 @@ def split_at_scan(program: Program) -> SplitLoss:
 def _sort_inputs(
     scan: Any, weights: dict[Any, Path], random: set[Any], dependent: set[Any]
 ) -> tuple[MovingVariables, list[BodyInput], list[str]]:
-    """Decide for each input of the scan's body where a block, which runs by itself, finds its value.
+    """Decide for each input of the scan's body where a block that runs outside of the scan finds its value.
 
     Args:
       scan: the equation. Its inputs are the consts, then the initial carry, then the arrays that it slices.
