@@ -207,7 +207,8 @@ def _gather(x: jax.Array, axes: Axes, form: Form) -> jax.Array:
 def _group_count(kv_heads: int, size: int) -> int:
     """Return into how many equal groups to split the heads, so that a group has at most `_MOST_GATHERED` bytes.
 
-    Groups are gathered one at a time; the fewest are taken. If even a single head is larger, each head is a group.
+    Groups are gathered one at a time. The result is the smallest number of groups within this limit; if even a single
+    head exceeds the limit, each head is a group.
 
     Args:
       kv_heads: the number of heads of keys and values.
