@@ -197,7 +197,7 @@ def make_move(layout: Layout, engine: Engine) -> MakeMove:
 def constrain(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Constrain an array to the sharding `spec` on the layout's mesh.
 
-    The axes of `spec` must divide the dimensions of `x`. They do if `x` was padded as for storage.
+    The axes of `spec` must divide the dimensions of `x`. They do if `x` was padded for storage.
     """
     constrained: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(mesh_inside(layout.mesh), spec))
     return constrained

@@ -225,8 +225,8 @@ def explicit(
     - a reduce-scatter of its gradient over the batch axes in the gradient's `store`, then an all-reduce of the shard
       over all other batch axes but those in its `use`. With scatter="each" both are issued for every micro-batch.
 
-    Besides, there is an all-reduce of a few scalars (the loss, its weights and the metrics), and one of each array of
-    the model's state that is not proven equal on all devices (see `js.Loss`).
+    Besides, there is an all-reduce of a few scalars (the loss, its weights and the metrics), and an all-reduce of each
+    array of the model's state that is not proven equal on all devices (see `js.Loss`).
 
     Args:
       microbatches: the number of micro-batches, which are computed one after another and whose gradients are added. A
@@ -254,9 +254,9 @@ def explicit(
         (`js.models.make`), or else "everything".
       units: classes of modules of a `js.linen` or `js.nnx` model, such as [Block]. The parameters of a module of these
         classes are gathered just before it runs, freed after it, and gathered again in the backward pass. All other
-        parameters are gathered at once. A unit inside another runs with the outer one; a class that only runs inside
-        other units is refused. Peak memory falls most with remat="nothing", which keeps the activations of only one
-        unit.
+        parameters are gathered at once. A unit inside another unit runs with the outer unit; a class that only runs
+        inside other units is refused. Peak memory falls most with remat="nothing", which keeps the activations of only
+        one unit.
       reduction: "ordered" adds over devices in a fixed order, so that losses and parameters are the same bits for every
         number of processes; "native" leaves the order to the hardware. Ordered, an all-to-all replaces a
         reduce-scatter, and an all-to-all and an all-gather replace an all-reduce: the same bytes, but each result is
