@@ -284,7 +284,7 @@ Evaluate = Callable[..., Results]
 
 
 def _make_device_evaluation(eval_fn: EvalFn, layout: Layout, engine: Engine | None) -> Evaluate | None:
-    """Make the evaluation that runs in a `shard_map`, for sums in a fixed order and for pipelines; otherwise None."""
+    """Make the evaluation that runs in a `shard_map`; None if neither ordered sums nor a pipeline need it."""
     sums = NATIVE if engine is None else engine.sums(layout)
     if sums.in_order:
         return _make_ordered(eval_fn, layout, sums)
