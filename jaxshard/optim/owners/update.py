@@ -37,10 +37,11 @@ class Stages(NamedTuple):
     The matrix products of a parameter are its core, which runs on the device that owns the matrix.
 
     Attributes:
-      before: a jaxpr from the inputs of the update, except those in `absent`, to the first variables in `moved`.
+      before: a jaxpr that takes the inputs of the update, except those in `absent`, and returns the first variables in
+        `moved`.
       moved: the variables that the cores read: first the results of `before`, then inputs of the update itself.
-      after: a jaxpr from the inputs of `before`, and then the variables in `made`, to the updates and to the state that
-        is not stored on owners.
+      after: a jaxpr that takes the inputs of `before` and then the variables in `made`. It returns the updates, and the
+        state that is not stored on owners.
       made: the variables that the cores return.
       absent: the indices of those inputs of the update that are stored on owners.
     """

@@ -135,7 +135,7 @@ class _Elements(Domain[Fact]):
         return self._unlike(place, fact) if fact.kind is not Kind.PARTIAL_SUM else mixed(fact.influences, fact.why)
 
     def _unlike(self, place: Place, fact: Fact) -> Fact:
-        """Convert a fact about an array to a fact about its rows, or a fact about rows to one about the stacked array.
+        """Convert a fact about an array to a fact about its rows, or a fact about rows to a fact about their stack.
 
         An ELEMENTWISE fact (element i belongs to element i of a parameter) becomes MIXED, which claims nothing, since
         the shape is no longer that of the parameter.
