@@ -317,8 +317,8 @@ def turn(
 ) -> Float[Array, "batch seq heads dim"]:
     """Rotate the pairs of dimensions (i, i + D / 2) at position t by t * rates[i] radians, and multiply by `gain`.
 
-    `rates` is [D / 2], or [B, 1, 1, D / 2] with different rates for each row. The positions are `at`; by default 0 to T
-    - 1.
+    `rates` is [D / 2], or [B, 1, 1, D / 2] with different rates for each row. The positions are `at`, by default 0, 1,
+    2, ...
     """
     at = positions(x_BTHD.shape[1]) if at is None else at
     angles_T1D = at.astype(jnp.float32)[..., None, None] * rates  # or [B, T, 1, D / 2]
