@@ -208,7 +208,7 @@ def _sides(leaf: Leaf) -> tuple[int, int]:
 
 
 def _with_factors(known: KnownModel, make: Callable[[jax.Array], PyTree]) -> KnownModel:
-    """Return a copy of a model whose parameters have low-rank factors; the model's own functions see ordinary arrays.
+    """Return a copy of the model `known` for parameters with low-rank factors; its functions still see ordinary arrays.
 
     `make(key)` makes the parameters with factors.
     """

@@ -130,7 +130,7 @@ def explain_missing_key(who: str, loss_fn: Callable[..., Any], key: jax.Array | 
     """Enter a context for calling a user's loss, which explains errors of a missing random key.
 
     In evaluation a loss receives None as its `key` or `rngs`. If the loss then raises a TypeError or AttributeError, a
-    note about the missing key is added to the error.
+    note about the missing key is added to the error. The note names `who`, the public function, such as "js.linen".
     """
     try:
         yield
