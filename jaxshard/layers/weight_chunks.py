@@ -106,7 +106,7 @@ class Chunks:
         return lax.dynamic_update_slice_in_dim(total, old + new, start, self.dim + 1)
 
     def finish(self, total: jax.Array, sink: jax.ShapeDtypeStruct) -> jax.Array:
-        """Return the accumulated gradient of all chunks in the shape of the stored gradient.
+        """Return `total`, the accumulated gradient of all chunks, in the shape of the stored gradient.
 
         `sink` has this shape.
         """

@@ -104,7 +104,7 @@ _sort_tokens.defvjp(_sort_forward, _sort_backward)
 
 
 def _sum_choices(k: int, dx_RC: jax.Array, order: Order) -> jax.Array:
-    """Sum the k rows of each token: rows sorted by expert [N * k, C] -> [N, C].
+    """Sum the k rows of each token, given in the order that is sorted by expert: [N * k, C] -> [N, C].
 
     Rows of dropped choices have undefined values and are left out.
     """
@@ -179,7 +179,9 @@ class Share(NamedTuple):
     others: tuple[str, ...] = ()
 
     def count_windows(self, counts: jax.Array) -> jax.Array:
-        """Return the number of rounds that the busiest group of devices needs, the same on all groups, by a pmax.
+        """Return the number of rounds that the busiest group of devices needs: the same number on all, by a pmax.
+
+        `counts` is int32[devices, E], the number of rows that each device has for each expert.
 
         A group of devices that needs fewer rounds could stop earlier. But then the loop, which has collectives, would
         run more iterations in other groups. That is safe only for collectives with device groups, and a compiler may
@@ -337,8 +339,9 @@ def _apply_forward(share: Share, call: Any, *args: Any) -> tuple[jax.Array, Any]
 def _apply_backward(share: Share, call: Any, kept: Any, dout_NC: jax.Array) -> tuple[Any, ...]:
     """Compute the gradients: send each round's rows again, recompute the experts' outputs, and send the gradients back.
 
-    The gradient of a row's router weight w is sum(dout * y), computed on the device of the row's expert. That device
-    therefore receives dout and w, not w * dout.
+    `kept` are the arguments of the forward pass, `dout_NC` is the gradient with respect to its result. The gradient of
+    a row's router weight w is sum(dout * y), computed on the device of the row's expert. That device therefore receives
+    dout and w, not w * dout.
     """
     x_NC, choice, floats, others, order, load = kept
     N, k = choice.experts.shape
