@@ -70,7 +70,10 @@ class Auto(WholeModelEngine):
         return found[0]
 
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
-        """Make the function that computes loss and gradient in global-view code; see `ValueAndGrad`."""
+        """Make the function that computes the loss `objective` and its gradient in global-view code.
+
+        For its signature see `ValueAndGrad`.
+        """
         return widen_sums(self._value_and_grad(objective, layout, lambda rules: None))
 
     def _value_and_grad(

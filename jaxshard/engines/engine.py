@@ -122,7 +122,7 @@ class Engine:
         return "\n".join([repr(self), "compiler options:", *describe_options(self.options)])
 
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
-        """Make the function that computes the loss and gradient of a batch; its signature is `ValueAndGrad`."""
+        """Make the function that computes the loss `objective` and its gradient, with the signature `ValueAndGrad`."""
         raise NotImplementedError(f"{type(self).__name__} has no value_and_grad")
 
     @property

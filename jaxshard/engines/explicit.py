@@ -126,7 +126,10 @@ class Explicit(WholeModelEngine):
         return found[0]
 
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
-        """Make the function that computes loss and gradient, each device on its own rows; see `ValueAndGrad`."""
+        """Make the function that computes the loss `objective` and its gradient, each device on its own rows.
+
+        For its signature see `ValueAndGrad`.
+        """
         return self._value_and_grad(objective, layout, lambda rules: None)
 
     def _value_and_grad(

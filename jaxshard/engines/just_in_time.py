@@ -224,7 +224,7 @@ def make_opaque_run(
 
 
 def _warn_of_gathered_weights(layout: Layout, missed: list[Stacked]) -> None:
-    """Warn that the weights of models were gathered all at once, not block by block, if this costs memory."""
+    """Warn that weights of the `missed` models were gathered all at once, not block by block, if this costs memory."""
     gathered = [
         (x, placement)
         for x, placement in zip(jax.tree.leaves(layout.shapes.params), jax.tree.leaves(layout.params), strict=True)

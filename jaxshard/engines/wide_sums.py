@@ -99,7 +99,7 @@ def _run(program: Any, args: Sequence[Any], outs: Dtypes) -> list[Any]:
 
 
 def _cast(atoms: Sequence[Any], values: Sequence[Any], dtypes: Dtypes) -> list[Any]:
-    """Cast each value to its dtype in `dtypes`, or, if that is None, to the dtype of its variable in the jaxpr."""
+    """Cast each value to its dtype in `dtypes`, or, if this is None, to the dtype of its variable in `atoms`."""
 
     def cast(atom: Any, value: Any, dtype: Any) -> Any:
         if dtype is not None and _is_float(atom):

@@ -256,20 +256,24 @@ class _TickLoop:
     def embed(self, at: Tick, sums: tuple[()]) -> tuple[list[PyTree], tuple[()]]:
         """Embed one micro-batch on each device, and collect the results on the first device.
 
-        Return (the results, `sums` unchanged).
+        Return (the results, `sums` unchanged). `at` is the entry of the table for this device and tick.
         """
         run = self._run("embed", at)
         return self.ring.gather_to(self.embed_and_head.run_embed(run.microbatch), to=0), sums
 
     def forward(self, at: Tick, inbox: PyTree, sums: tuple[()]) -> tuple[tuple[PyTree, PyTree], tuple[()]]:
-        """Run one chunk of blocks forward on every device. Return ((its output, its residuals), `sums` unchanged)."""
+        """Run one chunk of blocks forward on every device. Return ((its output, its residuals), `sums` unchanged).
+
+        `at` is the entry of the table for this device and tick.
+        """
         chunk, microbatch, _ = _Operation.of(at, "f")
         return self.stages.forward(chunk, microbatch, Slot(inbox, at["f_inbox"]).whole()), sums
 
     def head(self, at: Tick, outbox: PyTree, totals: Totals) -> tuple[list[PyTree], Totals]:
         """Compute head and loss of one micro-batch on each device, and collect the cotangents on the last device.
 
-        Return (the cotangents of the head's inputs, the new totals).
+        Return (the cotangents of the head's inputs, the new totals). `at` is the entry of the table for this device and
+        tick.
         """
         run = self._run("head", at)
         dy, totals = self.embed_and_head.run_head(run.microbatch, self._outputs(at, outbox), totals, run.active)
@@ -280,7 +284,7 @@ class _TickLoop:
     ) -> tuple[tuple[()], Metrics]:
         """Compute the metrics of one micro-batch on each device, and add them to `metrics` where `counts` is True.
 
-        For evaluation only. Return ((), the new metrics).
+        For evaluation only. Return ((), the new metrics). `at` is the entry of the table for this device and tick.
         """
         run = self._run("head", at)
         active = run.active & counts(run.microbatch)
@@ -292,7 +296,8 @@ class _TickLoop:
     ) -> tuple[tuple[PyTree, PyTree], GradSums]:
         """Run one chunk of blocks backward on every device, and add the gradients of its weights to `grads`.
 
-        Return ((the cotangent of the chunk's input, the values that `weight_backward` needs), the new gradients).
+        Return ((the cotangent of the chunk's input, the values that `weight_backward` needs), the new gradients). `at`
+        is the entry of the table for this device and tick.
         """
         chunk, microbatch, active = _Operation.of(at, "b")
         residuals, dy = Slot(kept, at["b_kept"]), Slot(outbox, at["b_outbox"]).whole()
@@ -306,7 +311,7 @@ class _TickLoop:
         """Run the embedding backward for one micro-batch on each device, and add its weights' gradients to `sums`.
 
         The first device sends each device the cotangent of its embedding's output, from its outbox. Return ((), the new
-        sums).
+        sums). `at` is the entry of the table for this device and tick.
         """
         run = self._run("embed_grad", at)
         values = read_slots(outbox, self._run_slots("embed_grad", at), self.ring.size)
@@ -316,7 +321,7 @@ class _TickLoop:
     def weight_backward(self, at: Tick, carried: PyTree, grads: GradSums) -> tuple[tuple[()], GradSums]:
         """Compute the gradients of weights that a chunk's backward postponed, and add them to `grads`, on every device.
 
-        Return ((), the new gradients).
+        Return ((), the new gradients). `at` is the entry of the table for this device and tick.
         """
         chunk, microbatch, active = _Operation.of(at, "w")
         values = Slot(carried, at["w_carried"])
@@ -335,7 +340,10 @@ class _TickLoop:
         return _RunMember(jnp.maximum(mine, 0), mine >= 0)
 
     def _run_slots(self, name: str, at: Tick) -> jax.Array:
-        """Return the buffer slot of each device's micro-batch, [devices], for embedding or head; -1 for no slot."""
+        """Return the buffer slot of each device's micro-batch, [devices], for embedding or head; -1 for no slot.
+
+        `name` is "embed" or "head", `at` the entry of the table for this device and tick.
+        """
         return self.runs[name][1][at[name], self.device]
 
     def _outputs(self, at: Tick, outbox: PyTree) -> PyTree:
