@@ -83,7 +83,7 @@ def make_update(
     def to_optimizer(tree: PyTree, placements: PyTree) -> PyTree:
         """Reshard stored parameters or gradients like the optimizer state.
 
-        This is a slice if the state is split over more mesh axes (ZeRO).
+        `placements` says how the arrays are stored. This is a slice if the state is split over more mesh axes (ZeRO).
         """
         return view.enter(seen, move_stored(layout, tree, placements, seen))
 
