@@ -223,7 +223,9 @@ def _runs_on_parts(eqn: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _bound(made: TracedUpdate, numbers: set[int], leaf: int, shape: tuple[int, ...], flows: Any) -> _Part | None:
-    """Find the inputs, states and outputs that a set of equations would have as a core; None if it can't be a core.
+    """Find the inputs, states and outputs that the equations with indices `numbers` would have as a core.
+
+    Return None if the equations can't be a core.
 
     In a core every output has the shape of the parameter, every input has this shape or is a scalar, and no input is a
     random key.

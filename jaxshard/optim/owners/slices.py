@@ -130,7 +130,10 @@ def _without_slices(x: Any) -> Rows:
 
 
 def _varies(eqn: Any, given: list[Rows], out: Any) -> frozenset[int]:
-    """Return the dimensions along which a result is not constant, for an equation whose operands depend on no slice."""
+    """Return the dimensions along which the result `out` of an equation is not constant.
+
+    The operands, which `given` describes, depend on no slice.
+    """
     name = eqn.primitive.name
     if name in ELEMENTWISE or name in SAME:
         return frozenset().union(*(one.varies for one in given))
