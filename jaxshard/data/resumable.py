@@ -101,7 +101,7 @@ def _open_iterator(
 
 
 def _state_of(holder: Any) -> _State | None:
-    """Return the methods of an object that save and restore its state, or None if it has no such methods."""
+    """Return the methods by which the object `holder` saves and restores its state, or None without such methods."""
     for save, restore in (("get_state", "set_state"), ("state_dict", "load_state_dict")):
         if hasattr(holder, save) and hasattr(holder, restore):
             return _State(getattr(holder, save), getattr(holder, restore))
