@@ -342,7 +342,7 @@ class _TickLoop:
     def _run_slots(self, name: str, at: Tick) -> jax.Array:
         """Return the buffer slot of each device's micro-batch, [devices], for embedding or head; -1 for no slot.
 
-        `name` is "embed" or "head", `at` the entry of the table for this device and tick.
+        `name` is "embed", "head" or "embed_grad"; `at` is the entry of the table for this device and tick.
         """
         return self.runs[name][1][at[name], self.device]
 
