@@ -46,7 +46,8 @@ def initialize_through(
 ) -> tuple[Any, dict[str, Any]]:
     """Initialise a module as `module.init` does, but keep the variables that earlier calls have made.
 
-    `Module.init` starts without variables, so it can initialise through only one call; a loss may make several.
+    `Module.init` starts without variables, so it can initialise through only one call of the module; a loss may make
+    several calls.
 
     Args:
       module: an unbound Linen module.
@@ -132,8 +133,8 @@ def intercept_calls(
     Args:
       module: the module, which is changed; pass a copy.
       classes: subclasses of `nnx.Module`.
-      around: `around(path, instance)` returns the wrapper of an instance, an `Around`. It must be hashable, since it
-        becomes a static attribute in the graph of the module.
+      around: `around(path, instance)` returns the wrapper of an instance, an `Around`. The wrapper must be hashable,
+        since it becomes a static attribute in the graph of the module.
     """
     from flax import nnx
 

@@ -245,7 +245,7 @@ class BoundModules:
 
 
 class _BlocksReached(BaseException):
-    """Raised by `model.blocks` to end the user's loss there: the embedding is then computed.
+    """Raised by `model.blocks` to end the user's loss at this call, when the input of the first block is known.
 
     It is a BaseException, so that no `except Exception` in the user's loss catches it.
     """

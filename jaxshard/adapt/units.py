@@ -52,7 +52,8 @@ class Adapted(KnownModel):
     def compute_loss(self, model: PyTree, batch: PyTree, key: jax.Array | None) -> Any:
         """Return the loss of a training batch, with the module's new state.
 
-        Inside a user's own loss, an engine may run the module on its stored shards instead (`offer.py`).
+        If a user's own loss calls this function, an engine may run the module on stored shards instead of the gathered
+        weights in `model` (see `offer.py`).
         """
         return run_as_offered(self, model, batch, key, lambda: self.run(model, batch, key))
 
