@@ -31,7 +31,7 @@ def positions(count: int) -> Int[Array, " count"]:
       count: the number of positions of the model's arrays here.
 
     Raises:
-      ValueError: a negative count, or an odd one where a device has two chunks of the sequence.
+      ValueError: a negative count, or an odd count where a device has two chunks of the sequence.
 
     Example:
         angles = js.positions(x.shape[1])[:, None] * rates      # x: [rows, positions, width]

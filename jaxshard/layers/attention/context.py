@@ -68,7 +68,7 @@ def why_not_in_context(length: int, extras: Extras, form: Form, how: str, n: int
     Args:
       length: the number of positions of each device.
       extras: the optional arrays of the call, such as a bias.
-      form: its static arguments, such as `causal`.
+      form: the static arguments of the call, such as `causal`.
       how: the form of context parallelism, such as "ring".
       n: the number of devices.
     """

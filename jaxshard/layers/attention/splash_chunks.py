@@ -68,7 +68,9 @@ class Blocks(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """The blocks of keys that the kernel loads, in order, for each of I blocks of queries (or the other way round).
+    """The blocks of keys that the kernel loads, in order, for each of I blocks of queries.
+
+    For the gradients of keys and values: the blocks of queries that it loads for each of I blocks of keys.
 
     Attributes:
       next: int32[I, width], the index of the block to load in each iteration.

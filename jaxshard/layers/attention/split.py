@@ -36,7 +36,7 @@ class Split:
       manual: the mesh axes that are manual already around the call.
       rows: the axes over which the `shard_map` of `run` splits rows of the batch.
       heads: the axes over which this `shard_map` splits heads of queries.
-      kv_heads: the axes over which it splits heads of keys and values: the axes of `heads`, or none.
+      kv_heads: the axes over which this `shard_map` splits heads of keys and values: the axes of `heads`, or none.
       context: the layout's context parallelism, if the call uses it; else None.
       queries: the axes over which queries are split, but not keys. Only for a call that can't use the layout's context
         parallelism.
@@ -182,7 +182,7 @@ def _why_whole(T: int, S: int, n: int, extras: Extras, form: Form) -> str:
       S: the number of keys in the full sequence.
       n: the number of devices.
       extras: the optional arrays of the call, such as a bias.
-      form: its static arguments, such as `causal`.
+      form: the static arguments of the call, such as `causal`.
     """
     if extras.bias is not None or extras.mask is not None:
         return f"a {'bias' if extras.mask is None else 'mask'} is given"

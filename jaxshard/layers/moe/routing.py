@@ -59,7 +59,7 @@ def route(
       logits: the router's logits, [..., T, E].
       k: the number of experts of a token.
       scores: the function from logits to scores: "softmax" or "sigmoid".
-      normalize: True to divide the weights of a token, the scores of its experts, by their sum.
+      normalize: True to divide the weights of a token (the scores of its experts) by their sum.
       scale: a factor by which the weights are multiplied.
       bias: [E], added to the scores to choose the experts, but not to the weights.
       room: the largest number of tokens of a row that an expert accepts; None for no limit.
