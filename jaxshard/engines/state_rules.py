@@ -155,9 +155,9 @@ class StateRules:
 
         Args:
           total: the totals of this device's micro-batches.
-          count: the number of its micro-batches.
+          count: the number of this device's micro-batches.
           axes: the mesh axes over whose devices the rows differ.
-          sums: how to add over them.
+          sums: the functions that add over these axes.
 
         Returns:
           A list in the order of the state's leaves; None for an array that the loss returned unchanged.
