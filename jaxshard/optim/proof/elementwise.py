@@ -128,8 +128,8 @@ def check_state(tx: Any, views: PyTree, placements: PyTree) -> Report:
     """Report the state arrays that are stored in another shape than `tx.init` returns for the stored parameters.
 
     The transform can't update such arrays as they are stored. For example, a state array with the last three losses has
-    the same shape however the parameters are stored. If the layout padded it, the transform would mistake the padding
-    for losses.
+    the same shape however the parameters are stored. If the layout padded this array, the transform would mistake the
+    padding for losses.
 
     Args:
       tx: An optax transform.

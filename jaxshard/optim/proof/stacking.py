@@ -194,7 +194,7 @@ def _compare_updates(tx: Any, shapes: _Shapes, tiny: PyTree) -> dict[str, float]
 
 
 def _draw(shapes: PyTree, seed: int) -> PyTree:
-    """Draw random arrays of these shapes; along the first dimension, the blocks, magnitudes differ.
+    """Draw random arrays of these shapes, whose magnitudes differ between blocks (along the first dimension).
 
     With equal magnitudes, an update divided by the norm of a block would hardly differ from an update divided by the
     norm of the stack.
