@@ -113,7 +113,7 @@ def _of_count(entry: Entry, grad: Placement, count: int) -> Entry:
 def _share_out(x: jax.Array, to: Placement, mesh: Mesh) -> jax.Array:
     """Sum a residual over the devices that saved it, and divide the sum evenly over the devices of the placement `to`.
 
-    If both have the same number of devices, the residual is returned unchanged.
+    If the two numbers of devices are equal, the residual is returned unchanged.
     """
     count = to.view.stored[0]
     if x.shape[0] == count:
