@@ -85,7 +85,7 @@ def moe(
 ) -> RoutedDecoder:
     """Build a Llama 3 with a mixture of experts in place of the MLP, with `model.init` and `model.loss`.
 
-    A router, a matrix product with [C, E] in f32, scores the experts for every token. The k experts with the best
+    A router (a matrix product with [C, E] in f32) scores the experts for every token. The k experts with the best
     scores compute the token, and their outputs are summed, weighted by the scores (`js.moe`). With `js.expert` each
     device holds some of the experts.
 
