@@ -225,7 +225,7 @@ class BoundModules:
 
     Args:
       bound: {name: (the callable that the user's loss receives, a function to call after the loss)}. The function
-        returns the module's parameters, which the loss must not have changed.
+        returns the module's parameters, for the check that the loss has not changed them.
 
     Attributes:
       called: the callables, by name.
