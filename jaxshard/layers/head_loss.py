@@ -360,7 +360,7 @@ def _cap(logits: jax.Array, soft_cap: float | None) -> jax.Array:
 
 
 def _default_count(x_NC: jax.Array, vocab: int) -> int:
-    """Return into how many chunks `head_loss` splits the vocabulary by default.
+    """Return the number of chunks into which `head_loss` splits the vocabulary by default.
 
     Args:
       x_NC: the output of the last block.

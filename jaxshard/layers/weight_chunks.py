@@ -180,7 +180,7 @@ def offer_chunks(offered: Iterable[Offered]) -> Iterator[None]:
 
 
 def parts_in_use(weight: jax.Array, dim: int) -> int | None:
-    """Return over how many devices a dimension of a weight is split in computation, as by a tensor axis.
+    """Return the number of devices that split a dimension of a weight in computation, such as those of a tensor axis.
 
     None if `weight` is not a gathered parameter of the current engine.
     """

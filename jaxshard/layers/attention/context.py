@@ -205,7 +205,7 @@ def _gather(x: jax.Array, axes: Axes, form: Form) -> jax.Array:
 
 
 def _group_count(kv_heads: int, size: int) -> int:
-    """Return into how many equal groups to split the heads, so that a group has at most `_MOST_GATHERED` bytes.
+    """Return the number of equal groups into which to split the heads, of at most `_MOST_GATHERED` bytes each.
 
     Groups are gathered one at a time. The result is the smallest number of groups within this limit; if even a single
     head exceeds the limit, each head is a group.
