@@ -46,7 +46,8 @@ def initialize_through(
 ) -> tuple[Any, dict[str, Any]]:
     """Initialise a module as `module.init` does, but keep the variables that earlier calls have made.
 
-    `Module.init` starts without variables, so it can initialise through only one call; a loss may make several.
+    `Module.init` starts without variables, so it can initialise through only one call of the module; a loss may make
+    several calls.
 
     Args:
       module: an unbound Linen module.
@@ -56,7 +57,7 @@ def initialize_through(
       leave_out: collections to drop from the result.
 
     Returns:
-      (the output of `call`, all variables, the earlier ones included, in their metadata boxes if they have any).
+      (the output of `call`; all variables, including the earlier variables, in their metadata boxes if they have any).
     """
     # Module.is_initializing() reads the flag "initializing". Flax calls the flags internal.
     flags = {"initializing": True}
@@ -79,9 +80,9 @@ def names_in_boxes(boxed: PyTree) -> dict[Path, Names]:
 def without_box_placement() -> Iterator[None]:
     """Enter a context in which unboxing a Linen variable adds no sharding constraint.
 
-    If a mesh is in use, as inside of `shard_map`, Flax's `unbox` would take the names in the box for axes of this mesh.
-    DenseGeneral unboxes in its initializer, which Flax runs in every call to compare shapes. There the array is a
-    matrix with three names, which would raise.
+    If a mesh is in use, as inside of `shard_map`, Flax's `unbox` would mistake the names in the box for axes of this
+    mesh. DenseGeneral unboxes in its initializer, which Flax runs in every call to compare shapes. There the array is a
+    matrix, but has three names, so that the constraint would raise.
     """
     kinds: tuple[Any, ...] = (nn.Partitioned, nn.LogicallyPartitioned)
     before = [kind.unbox for kind in kinds]
@@ -127,13 +128,13 @@ def intercept_calls(
 
     NNX has nothing like Linen's `intercept_methods`. Python looks `__call__` up in the class, never in the instance, so
     each instance gets a subclass of its class. `object.__setattr__` bypasses the checks of `nnx.Module.__setattr__`,
-    which would take the wrapper for a part of the model.
+    which would mistake the wrapper for a part of the model.
 
     Args:
       module: the module, which is changed; pass a copy.
       classes: subclasses of `nnx.Module`.
-      around: `around(path, instance)` returns the wrapper of an instance, an `Around`. It must be hashable, since it
-        becomes a static attribute in the graph of the module.
+      around: `around(path, instance)` returns the wrapper of an instance, an `Around`. The wrapper must be hashable,
+        since it becomes a static attribute in the graph of the module.
     """
     from flax import nnx
 

@@ -71,7 +71,7 @@ def _count(dims: Any) -> int:
 
 
 def _names_in_equation(equation: str | None) -> Names:
-    """Return which dimensions of the kernel, the second operand of an einsum, are summed over; () if it has "...".
+    """Return which dimensions of an einsum's second operand (the kernel) are summed over; () if the equation has "...".
 
     For example "BTD,DNH->BTNH" -> (CONTRACTED, None, None).
     """

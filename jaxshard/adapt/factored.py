@@ -67,7 +67,7 @@ class _Factored:
 
     Attributes:
       matrix: base and factors of a single matrix (not a stack of matrices).
-      order: for each dimension of the transposed matrix the dimension of `matrix` that it is.
+      order: the transpose: dimension i of the transposed matrix is dimension `order[i]` of `matrix`.
       dtype: the dtype after the cast.
     """
 
@@ -78,7 +78,8 @@ class _Factored:
     def may_become(self, dtype: Any) -> bool:
         """Return True if products with the matrix may cast base and factors to `dtype`, instead of the computed matrix.
 
-        False after a cast to fewer bits if `dtype` has more bits: the first cast rounds, and must not be skipped.
+        False after a cast to fewer bits if `dtype` has more bits, because the first cast rounds, and must not be
+        skipped.
         """
         if not jnp.issubdtype(dtype, jnp.floating):
             return False

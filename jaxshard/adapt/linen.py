@@ -168,7 +168,7 @@ class Linen(Adapted):
         return attach_state("js.linen", output, split_model(model)[1], called.state, self.declared)
 
     def unit_params(self, units: Units, params: PyTree) -> PyTree:
-        """Return a tree like `params`: True for each parameter of a unit, a submodule whose class is in `units`.
+        """Return a tree like `params`: True for each parameter of a unit (a submodule whose class is in `units`).
 
         Raises:
           TypeError: a class is not a Linen module.

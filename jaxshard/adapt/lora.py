@@ -94,7 +94,7 @@ def lora(
     Args:
       init_fn: makes the base model, `init_fn(key) -> parameters | js.Model`.
       loss_fn: the loss of the base model: a plain function, or the loss of a `js.Stacked`, `js.linen` or `js.nnx`
-        model, whose blocks or units engines gather one at a time as without factors.
+        model, of which engines gather one block or unit at a time, as they do without factors.
       rank: the rank of the factors, at most the smaller side of each matrix.
       match: patterns of paths, as in the rules of `js.tensor`: "q_proj/kernel" matches every path that ends with it,
         "*" matches any text. If a matrix has more than two dimensions, its Flax layer says which dimensions are inputs;
@@ -208,7 +208,7 @@ def _sides(leaf: Leaf) -> tuple[int, int]:
 
 
 def _with_factors(known: KnownModel, make: Callable[[jax.Array], PyTree]) -> KnownModel:
-    """Return a copy of a model whose parameters have low-rank factors; the model's own functions see ordinary arrays.
+    """Return a copy of the model `known` for parameters with low-rank factors; its functions still see ordinary arrays.
 
     `make(key)` makes the parameters with factors.
     """

@@ -97,7 +97,7 @@ def _refuse_update_alone(loss: Loss) -> None:
 def _check_update(update: Callable[..., PyTree]) -> None:
     """Raise ValueError if an `update` closes over traced values.
 
-    Such values belong to a single micro-batch, and their trace has ended when `update` runs.
+    A traced value belongs to a single micro-batch, whose trace has ended when `update` runs.
     """
     names = [name for name, value in _variables_of(update, set()) if _is_traced(value)]
     if names:
@@ -109,7 +109,11 @@ def _check_update(update: Callable[..., PyTree]) -> None:
 
 
 def _variables_of(fn: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of a function's closure variables and bound arguments, and of the functions among them."""
+    """Yield (name, value) for each closure variable and bound argument of a function.
+
+    A closure variable that is a function itself is searched in the same way. `seen` has the ids of the functions that
+    were searched already.
+    """
     if id(fn) in seen:
         return
     seen.add(id(fn))

@@ -250,7 +250,7 @@ class Nnx(Adapted):
         return run_unchanged(run, params)
 
     def unit_params(self, units: Units, params: PyTree) -> PyTree:
-        """Return a tree like `params`: True for each parameter of a unit, a submodule whose class is in `units`.
+        """Return a tree like `params`: True for each parameter of a unit (a submodule whose class is in `units`).
 
         Raises:
           TypeError: a class is not an NNX module.

@@ -27,7 +27,7 @@ class Opaque:
 
     @property
     def stacked_for_user(self) -> bool:
-        """True if jaxshard stacked the parameters of separate blocks, as `js.stack` does, and not the user."""
+        """True if jaxshard stacked the parameters of the user's separate blocks, as `js.stack` does."""
         return False
 
     @property

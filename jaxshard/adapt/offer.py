@@ -25,9 +25,10 @@ from jaxshard.core.types import PyTree
 
 @dataclass
 class Offer:
-    """An engine's offer to run a known model (`js.Stacked`, `js.linen`, `js.nnx`) in a user's loss on stored shards.
+    """An engine's offer to a user's loss: a model that the loss calls may run on stored shards, not gathered weights.
 
-    It is valid only if the loss passes the parameters that it received to the model unchanged.
+    It is for known models (`js.Stacked`, `js.linen`, `js.nnx`), and only for calls in which the loss passes the
+    parameters that it received to the model unchanged.
 
     Attributes:
       weights: the gathered parameters that the loss received.

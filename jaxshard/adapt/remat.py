@@ -70,7 +70,8 @@ def make_save_policy(policy: RematPolicy) -> Callable[..., Any]:
 def save_no_weights(allows: Callable[..., Any]) -> Callable[..., Any]:
     """Return the `jax.checkpoint` policy `allows`, changed so that it saves no gathered parameter.
 
-    It excludes the primitives that make them, such as all-gathers, reshapes and casts.
+    The changed policy refuses the results of the primitives that make gathered parameters: all-gathers, reshapes, casts
+    and the like.
     """
 
     def save(prim: Any, *args: Any, **params: Any) -> Any:

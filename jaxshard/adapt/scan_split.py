@@ -71,8 +71,8 @@ class ScanCarry:
       layered: values [num_blocks, ...], of which each block reads one slice.
       drawn: random values that the embedding drew and the head reads.
       count: the number of blocks that have run, a scalar; None if there are no layered values.
-      form: static: (tree structure of parameters and batch, their shapes and dtypes, True if there is a random key). A
-        block needs it to trace the loss again.
+      form: static: (tree structure of parameters and batch, their shapes and dtypes, True if there is a random key),
+        with which a block can trace the loss again.
     """
 
     carry: list[jax.Array]
@@ -99,10 +99,11 @@ class BodyInput(NamedTuple):
     """The place where a block finds the value of one input of the scan's body.
 
     Attributes:
-      kind: "carry", "shared", "layered": in the field of `ScanCarry` with this name. "weight": among its parameters.
-        "key": a random key made from the block's own key. "fixed": computed from literals alone.
-      which: the index in the field of `ScanCarry`; the path of the parameter for "weight"; for "key" an index that
-        differs for every key; the variable or literal for "fixed".
+      kind: "carry", "shared" or "layered" for a value in the field of `ScanCarry` with this name; "weight" for a
+        parameter of the block; "key" for a random key that is made from the block's own key; "fixed" for a value that
+        is computed from literals alone.
+      which: the index in that field of `ScanCarry`; for "weight" the path of the parameter; for "key" a number that
+        differs for every key; for "fixed" the variable or literal.
     """
 
     kind: Kind
@@ -225,7 +226,7 @@ def split_at_scan(program: Program) -> SplitLoss:
 def _sort_inputs(
     scan: Any, weights: dict[Any, Path], random: set[Any], dependent: set[Any]
 ) -> tuple[MovingVariables, list[BodyInput], list[str]]:
-    """Decide for each input of the scan's body where a block, which runs by itself, finds its value.
+    """Decide for each input of the scan's body where a block that runs outside of the scan finds its value.
 
     Args:
       scan: the equation. Its inputs are the consts, then the initial carry, then the arrays that it slices.
@@ -266,8 +267,8 @@ def _sort_inputs(
 def find_scan(program: Program) -> tuple[Any, frozenset[Path]]:
     """Find the scan over stacked parameters, as `nn.scan(variable_axes={"params": 0})` makes, among a loss's equations.
 
-    It slices parameters themselves. Other scans, as in a recurrent layer, slice activations or values computed from
-    parameters, and are ignored.
+    A scan over stacked parameters slices the parameters themselves. Other scans, as in a recurrent layer, slice
+    activations or values computed from parameters, and are ignored.
 
     Returns:
       (the equation of the scan, the paths of the parameters that it slices).

@@ -225,7 +225,7 @@ class BoundModules:
 
     Args:
       bound: {name: (the callable that the user's loss receives, a function to call after the loss)}. The function
-        returns the module's parameters, which the loss must not have changed.
+        returns the module's parameters, for the check that the loss has not changed them.
 
     Attributes:
       called: the callables, by name.
@@ -245,7 +245,7 @@ class BoundModules:
 
 
 class _BlocksReached(BaseException):
-    """Raised by `model.blocks` to end the user's loss there: the embedding is then computed.
+    """Raised by `model.blocks` to end the user's loss at this call, when the input of the first block is known.
 
     It is a BaseException, so that no `except Exception` in the user's loss catches it.
     """

@@ -110,7 +110,8 @@ class Stacked(KnownModel):
     def compute_loss(self, model: PyTree, batch: PyTree, key: jax.Array | None) -> Mean | Loss:
         """Run the model on the batch and return the head's output.
 
-        Inside a user's own loss, an engine may run the model on its stored shards instead (`offer.py`).
+        If a user's own loss calls this function, an engine may run the model on stored shards instead of the gathered
+        weights in `model` (see `offer.py`).
         """
         output: Mean | Loss = run_as_offered(self, model, batch, key, lambda: self.run(model, batch, key))
         return output

@@ -20,9 +20,9 @@ Values = list[tuple[str, Any]]
 def run_unchanged(run: Callable[[PyTree], tuple[Any, Values]], params: PyTree) -> Any:
     """Call `run(params)`, and raise if it changed parameters: only the optimizer may change them.
 
-    Flax's transforms (nnx.remat, nnx.jit, nnx.scan) replace the array in each variable by a result of their program, a
-    new array with the same value. So if an array was replaced, `run` is traced as well, and the jaxpr shows whether the
-    new array is an input that was returned unchanged.
+    Flax's transforms (nnx.remat, nnx.jit, nnx.scan) replace the array in each variable by a new array with the same
+    value, a result of their program. So a replaced array is no proof of a change. If an array was replaced, `run` is
+    traced as well, and the jaxpr shows whether the new array is an input that was returned unchanged.
 
     Args:
       run: returns (output, [(path, value)] of all parameters afterwards).

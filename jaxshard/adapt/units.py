@@ -52,7 +52,8 @@ class Adapted(KnownModel):
     def compute_loss(self, model: PyTree, batch: PyTree, key: jax.Array | None) -> Any:
         """Return the loss of a training batch, with the module's new state.
 
-        Inside a user's own loss, an engine may run the module on its stored shards instead (`offer.py`).
+        If a user's own loss calls this function, an engine may run the module on stored shards instead of the gathered
+        weights in `model` (see `offer.py`).
         """
         return run_as_offered(self, model, batch, key, lambda: self.run(model, batch, key))
 
@@ -129,8 +130,8 @@ def check_loss(who: str, loss_fn: Any, options: Sequence[str]) -> None:
 def explain_missing_key(who: str, loss_fn: Callable[..., Any], key: jax.Array | None) -> Iterator[None]:
     """Enter a context for calling a user's loss, which explains errors of a missing random key.
 
-    In evaluation a loss receives None as its `key` or `rngs`. If it then raises a TypeError or AttributeError, a note
-    that says so is added to the error.
+    In evaluation a loss receives None as its `key` or `rngs`. If the loss then raises a TypeError or AttributeError, a
+    note about the missing key is added to the error. The note names `who`, the public function, such as "js.linen".
     """
     try:
         yield

@@ -225,11 +225,11 @@ class Checkpointer:
 
 
 class _Best:
-    """A saver of the run with the best evaluation so far, in its own folder.
+    """A saver of the run with the best evaluation so far, into a folder of its own.
 
     At the start it reads the evaluation of the run in this folder, which an earlier process may have saved. A later run
-    replaces that run if its evaluation is better, or if its step is not larger: then this training started again from
-    an earlier step.
+    replaces the saved run if its evaluation is better. It also replaces the saved run if its step is not larger, which
+    means that this training started again from an earlier step.
     """
 
     def __init__(self, root: Path, layout: Layout, metric: str, mode: str, data: Callable[[], Any] | None):

@@ -171,7 +171,7 @@ def compare_sizes(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def _lists_too_much(manifest: Manifest) -> bool:
-    """Return True if a manifest lists far more bytes than its arrays need, at most 16 bytes for each element.
+    """Return True if a manifest lists far more bytes than its arrays can need: 16 bytes for each element.
 
     A wrong manifest could list a sparse file of many terabytes, which would take days to read.
     """

@@ -50,8 +50,8 @@ _LOCATION = re.compile(r"\w+:(.*?):(.*):(\d+):(\d+)")
 class BlocksHandler(type_handlers.ArrayHandler):  # type: ignore[misc]  # Orbax ships no types for this module
     """Orbax's handler of arrays, changed to write blocks that were already copied to the host (`HostBlocks`).
 
-    Orbax's own `serialize` takes arrays on the devices and writes them unchanged. For it, a run would have to be
-    converted to model order on the devices, which takes more compiled programs and memory for a second copy of the run.
+    Orbax's own `serialize` takes arrays on the devices and writes them unchanged. So a run would have to be converted
+    to model order on the devices first, which takes more compiled programs and memory for a second copy of the run.
     Reading is not changed.
     """
 
@@ -119,7 +119,7 @@ def find_shapes(database: Path) -> Iterator[tuple[str, list[int], str]]:
 
 
 def _walk(base: Any, node: str, prefix: bytes) -> Iterator[tuple[bytes, str]]:
-    """Yield (key, location) of every value under a node of OCDBT's B-tree, except values that are stored in a node."""
+    """Yield (key, location) of every value below a node of OCDBT's B-tree, except values stored in the tree itself."""
     for entry in tensorstore.ocdbt.dump(base, node).result()["entries"]:
         if "location" in entry:  # an inner node's: another node
             yield from _walk(base, entry["location"], prefix + entry["subtree_common_prefix"])

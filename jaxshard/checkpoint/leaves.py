@@ -113,9 +113,9 @@ def pair_up(shapes: PyTree, placements: PyTree, name: Callable[[Any], str]) -> t
 def logical_spec(placement: Placement, mesh: Mesh) -> tuple[PartitionSpec, PartitionSpec]:
     """Choose the sharding of an array in model order, as close as possible to the sharding of the stored array.
 
-    A dimension that is neither padded nor reshaped into several keeps its mesh axes. A mesh axis that splits another
-    dimension is moved to the largest dimension that it divides evenly, or dropped if there is none. To move an axis
-    takes an all-to-all, which is cheaper than the all-gather for a dropped axis.
+    A dimension that is neither padded nor reshaped into several keeps its mesh axes. A mesh axis that splits a padded
+    or reshaped dimension is moved to the largest dimension that it divides evenly, or dropped if there is none. To move
+    an axis takes an all-to-all, which is cheaper than the all-gather for a dropped axis.
 
     Args:
       placement: how the array is stored.
@@ -142,12 +142,12 @@ def logical_spec(placement: Placement, mesh: Mesh) -> tuple[PartitionSpec, Parti
 
 
 def jit_to_saved(entry: Entry, mesh: Mesh) -> Any:
-    """Return the jitted conversion from a stored to a saved array; entries that differ only in name share one."""
+    """Return the jitted conversion from a stored to a saved array, the same for entries that differ only in name."""
     return _jit_both(_without_names(entry), mesh)[0]
 
 
 def jit_to_stored(entry: Entry, mesh: Mesh) -> Any:
-    """Return the jitted conversion from a saved to a stored array; entries that differ only in name share one."""
+    """Return the jitted conversion from a saved to a stored array, the same for entries that differ only in name."""
     return _jit_both(_without_names(entry), mesh)[1]
 
 

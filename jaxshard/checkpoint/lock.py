@@ -48,7 +48,7 @@ def hold(root: Path) -> None:
 
 
 def release(root: Path) -> None:
-    """Undo one call of `hold`; after the last one, free the lock and delete the lock file."""
+    """Undo one call of `hold`; if all calls of `hold` are undone, free the lock and delete the lock file."""
     name = os.path.realpath(root)
     with _guard:
         opened, count = _held.pop(name)

@@ -6,7 +6,7 @@ from jaxshard.core.file_errors import errno_of
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Return the actual error: the end of the chain of `__cause__`, since Orbax raises its own exceptions from it."""
+    """Return the actual error, the last in the chain of `__cause__`, from which Orbax raises its own exceptions."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

@@ -41,9 +41,9 @@ def restore(
     """Restore a run from a folder of checkpoints, with the shardings of `layout`. Every process calls this.
 
     Parameters, optimizer and model state, random key and step are restored bit for bit, whatever strategy, mesh,
-    schedule and number of processes saved them. Residuals of gradients (`js.wire.int8(feedback=True)`) are restored bit
-    for bit if gradients are summed over the same number of devices; otherwise the sum of the residuals is divided
-    evenly over the devices.
+    schedule and number of processes the saved run had. Residuals of gradients (`js.wire.int8(feedback=True)`) are
+    restored bit for bit if gradients are summed over the same number of devices; otherwise the sum of the residuals is
+    divided evenly over the devices.
 
     Each process reads only what the shards of its devices need. A device needs memory for its shard of an array. If the
     layout pads the array or reshapes its first dimension, the device also needs memory for a shard of the array in

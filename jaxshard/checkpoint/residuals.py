@@ -100,7 +100,8 @@ def _entry(path: str, placement: Placement) -> Entry:
 def _of_count(entry: Entry, grad: Placement, count: int) -> Entry:
     """Return the entry of a residual that `count` devices saved: f32[count, *shape of the parameter].
 
-    It is sharded like the gradient of the parameter, and not along the first dimension.
+    If `entry` is for `count` devices already, return it. Otherwise the result has the sharding of the parameter's
+    gradient, and its first dimension is not split.
     """
     if entry.shape[0] == count:
         return entry
@@ -112,7 +113,7 @@ def _of_count(entry: Entry, grad: Placement, count: int) -> Entry:
 def _share_out(x: jax.Array, to: Placement, mesh: Mesh) -> jax.Array:
     """Sum a residual over the devices that saved it, and divide the sum evenly over the devices of the placement `to`.
 
-    If both have the same number of devices, the residual is returned unchanged.
+    If the two numbers of devices are equal, the residual is returned unchanged.
     """
     count = to.view.stored[0]
     if x.shape[0] == count:

@@ -66,8 +66,8 @@ def snapshot(arrays: Sequence[tuple[Entry, jax.Array]]) -> dict[str, HostBlocks]
     """Copy the parts of a run that this process writes to the host; the arrays may be donated afterwards.
 
     Issues no collectives, and computes nothing except the uint32 words of random keys. If an array is replicated, only
-    one replica is copied: replica i for the i-th array, modulo the number of replicas. So all devices and processes
-    share the work.
+    one replica is copied: for the i-th array replica number i modulo the number of replicas, so that all devices and
+    processes share the work.
 
     Args:
       arrays: (entry, stored array) of each array of the run.

@@ -104,7 +104,7 @@ def begin_save(root: Path, run: TrainState, layout: Layout, data: Any) -> Callab
 
     Returns:
       The function that writes the step and returns its folder. It issues no collective of devices, and may be called in
-      another thread. It must be called: until then other saves of this step wait.
+      another thread. It must be called, because other saves of this step wait for it.
 
     Raises:
       ValueError, OSError: as `save`.
@@ -262,8 +262,8 @@ def _wait_for(file: Path, folder: Path) -> None:
 def _save_error(folder: Path, error: Exception) -> OSError:
     """Delete an incomplete step, and return the OSError to raise.
 
-    Its message has the text of the actual error, which is the last in the chain of causes that Orbax raises. If the
-    actual error has no errno, it also becomes the `__cause__` of the result.
+    The message has the text of the actual error, the last in the chain of causes of Orbax's exception. If the actual
+    error has no errno, the actual error also becomes the `__cause__` of the result.
     """
     shutil.rmtree(folder, ignore_errors=True)
     cause = first_cause(error)

@@ -183,7 +183,7 @@ def _list_files(root: Path, pattern: str, skip: frozenset[str]) -> list[Path]:
 
 
 def _join_texts(name: str, texts: dict[str, bytes]) -> Corpus[np.ndarray]:
-    """Make a corpus from {relative path: text}. Each text is used completely for training, or is held out."""
+    """Make a corpus from {relative path: text}. Each text is for training or held out; a single text is divided."""
     texts = {path: text for path, text in texts.items() if text}
     if len(texts) < 2:
         return _split_tokens(name, np.frombuffer(b"".join(texts.values()), np.uint8), _BYTES)

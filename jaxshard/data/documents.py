@@ -183,7 +183,7 @@ class _Texts(NamedTuple):
 
 
 def _open(path: Path, tokenizer: Tokenizer, template: str | None) -> _Texts:
-    """Find the documents at a path and hash their bytes, without tokenising them.
+    """Find the documents at a path, and hash the bytes of the files, without tokenising.
 
     Raises:
       FileNotFoundError: nothing at the path.

@@ -32,8 +32,7 @@ def batches_in_turn(
       prefetch: the number of batches to make ahead.
 
     Raises:
-      ValueError: `start` is not a position. Also raised by `seek`, for a position before the first batch of an
-        iterator.
+      ValueError: `start` is not a position. `seek` raises it too, for a position before the first batch of an iterator.
       TypeError: `start` contains a state, but the iterator can't restore one.
     """
     once = isinstance(iterable, Iterator) and _state_of(iterable) is None
@@ -102,7 +101,7 @@ def _open_iterator(
 
 
 def _state_of(holder: Any) -> _State | None:
-    """Return the methods of an object that save and restore its state, or None if it has no such methods."""
+    """Return the methods by which the object `holder` saves and restores its state, or None without such methods."""
     for save, restore in (("get_state", "set_state"), ("state_dict", "load_state_dict")):
         if hasattr(holder, save) and hasattr(holder, restore):
             return _State(getattr(holder, save), getattr(holder, restore))

@@ -29,7 +29,7 @@ class TokenFiles(NamedTuple):
       starts: int64[documents + 1], the index of the first token of each document.
       answers: bool[tokens], True for tokens that are learned; None if all tokens are.
       lines: int64[documents], the line number of each document in its file; None if documents are not lines.
-      held_out: the number of documents held out: the last ones.
+      held_out: the number of held-out documents, which are the last documents.
       notes: warnings about documents that were left out.
     """
 

@@ -107,7 +107,7 @@ class Peers:
     def meet(self, point: str) -> None:
         """Wait until all processes have called this, without a time limit.
 
-        Use it before a collective: the collective itself would time out if a process is late.
+        Use it before a collective, because the collective itself would time out if a process is late.
 
         Args:
           point: the name of this point of the program, for messages.
@@ -148,7 +148,7 @@ class Peers:
             raise Disagreement(describe_mismatches(point, found))
 
     def _collect(self, room: str, facts: Mapping[str, str]) -> list[tuple[str, Mismatch]]:
-        """Do the first process's part of `agree`: publish its facts, collect all differences, and publish them.
+        """Do what `agree` does in the first process: publish its facts, collect all differences, and publish them.
 
         Args:
           room: the beginning of the keys of this call in the key-value store.
@@ -173,7 +173,7 @@ class Peers:
         return found
 
     def _answer(self, room: str, facts: Mapping[str, str]) -> list[tuple[str, Mismatch]]:
-        """Do another process's part of `agree`: compare its facts with the first process's, and send the differences.
+        """Do what `agree` does in other processes: compare facts with the first process, and send the differences.
 
         Args:
           room: the beginning of the keys of this call in the key-value store.
@@ -219,7 +219,7 @@ class Peers:
             waiting.say(list_names(missing))
 
     def _wait_until_seen(self, room: str) -> None:
-        """Report that this process has read the outcome; the first process then waits for the reports of all others.
+        """Report that this process has read the outcome; in the first process, wait for the reports of all others.
 
         The store is in the first process, so the others could not read the outcome if the first process ended earlier.
         """

@@ -102,7 +102,7 @@ def list_failures(store: Any) -> dict[int, Failure]:
 def common_status(failures: Sequence[Failure]) -> int:
     """Return the exit status of a process that ends because others failed: the largest of their statuses.
 
-    If any of them is 2 (wrong usage), it is 2, so that no supervisor restarts the processes in vain.
+    If any status is 2 (wrong usage), the result is 2, so that no supervisor restarts the processes in vain.
     """
     statuses = [failure.status for failure in failures]
     return WRONG_USAGE if WRONG_USAGE in statuses else max(statuses)
@@ -165,7 +165,7 @@ def _end(failed: Sequence[Failure]) -> None:
 
 
 def _wait_until_left(store: Any, count: int) -> None:
-    """Wait in process 0 until every process that reported "heard" (it knows of the failure) has reported "left"."""
+    """Wait, in process 0, until every process that reported "heard" (it knows of the failure) has reported "left"."""
     start = time.monotonic()
     while True:
         states = [state for process, state in list_keys(store, _PARTING).items() if process != "0"]

@@ -25,10 +25,10 @@ def leave(status: int) -> NoReturn:
     """End this process at once with an exit status.
 
     Use it if only one of several processes gives up. A normal exit, `sys.exit` included, waits in JAX's shutdown for
-    all other processes, which may wait for this process in a collective: both would wait forever. `leave` flushes the
-    output and tells the other processes, which end with the same status: immediately if they wait for this process at
-    `js.init`, `js.batches` and the like, otherwise five seconds after they read the report. `leave` runs no `finally`
-    and no `atexit`, and does not finish a save that is being written.
+    all other processes. If these wait for this process in a collective, all processes would wait forever. `leave`
+    flushes the output and tells the other processes, which end with the same status: immediately if they wait for this
+    process at `js.init`, `js.batches` and the like, otherwise five seconds after they read the report. `leave` runs no
+    `finally` and no `atexit`, and does not finish a save that is being written.
 
         if not os.path.exists(path):
             print(f"no data at {path}", file=sys.stderr)

@@ -143,8 +143,8 @@ class CommonStop:
     Example: processes 0 and 1 have finished steps 7 and 8. They write after/0 = 7, after/1 = 8, and stop after step 9.
 
     Why plus 1: a process may be in the middle of its next step, whose collectives need all processes. No process can be
-    further. From writing its finished step until the last step is known it holds a lock, and `is_last`, which is called
-    after every step, waits for this lock.
+    further than that step, because a process holds a lock from writing its finished step until the last step is known,
+    and `is_last`, which is called after every step, waits for this lock.
 
     The main thread calls `is_last`; another thread calls `request` and `find_last_step`. That thread can wait for other
     processes even while the main thread hangs in a collective.

@@ -142,7 +142,7 @@ class _Host:
             connection.close()
 
     def _listen(self, bind: str) -> socket.socket:
-        """Listen on the port of `bind`; while another program uses the port, wait until the time limit."""
+        """Listen on the port of `bind`; if another program uses the port, try again until the time limit."""
         while (listener := _try_to_listen(bind)) is None:
             if time.monotonic() > self._end:
                 raise MissingProcess(f"{_POINT}: another program has used the port of {bind} for {self._me.limit:g} s")
@@ -159,7 +159,7 @@ class _Host:
             selector.register(connection, selectors.EVENT_READ)
 
     def _read(self, connection: socket.socket) -> bool:
-        """Read from a connection; return False if it should be closed: it ended, or is from another program."""
+        """Read from a connection; return False if it must be closed, because it ended or another program opened it."""
         try:
             data = connection.recv(_LONGEST)
         except OSError:
@@ -200,7 +200,7 @@ class _Host:
         connection.close()
 
     def _outcome(self) -> tuple[str, str] | None:
-        """Return (outcome, error message); None if processes are missing and no time limit has ended yet."""
+        """Return (outcome, error message), as in `collect`; None if processes are missing and no time limit is over."""
         if self._difference is not None:
             return "differ", f"{_POINT}: the processes differ: {self._difference}"
         if len(self._guests) == self._me.processes - 1:

@@ -10,7 +10,7 @@ _TELL = 10.0
 
 
 class Waiting:
-    """A timer for a wait at one point of the program, which says when to print a message about it.
+    """A timer that says when to print a message about a wait at one point of the program.
 
     A message is due after 10, 20, 40 and 80 seconds, and then every minute:
 

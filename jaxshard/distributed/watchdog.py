@@ -217,8 +217,8 @@ class Watchdog:
     def _find_hang(self, beat: Beat) -> str | None:
         """Write the report about a step that takes too long to the key-value store, and return it.
 
-        Return None, to look again later, while any process is paused, and until there was enough time to see which
-        processes send no heartbeats.
+        Return None while any process is paused, and until there was enough time to see which processes send no
+        heartbeats. The caller then looks again later.
         """
         peers, limit = self._peers, self.limit
         if peers is None:

@@ -70,7 +70,10 @@ class Auto(WholeModelEngine):
         return found[0]
 
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
-        """Make the function that computes loss and gradient in global-view code; see `ValueAndGrad`."""
+        """Make the function that computes the loss `objective` and its gradient in global-view code.
+
+        For its signature see `ValueAndGrad`.
+        """
         return widen_sums(self._value_and_grad(objective, layout, lambda rules: None))
 
     def _value_and_grad(
@@ -168,10 +171,10 @@ def auto(
 
 
 def make_move(layout: Layout, engine: Engine) -> MakeMove:
-    """Return a function that makes the `Move` of one weight: how `js.auto` gathers it and reduces its gradient.
+    """Return a function that makes the `Move` of one weight, which gathers the weight and reduces its gradient.
 
-    Both are sharding constraints, for which the compiler inserts the collectives. A weight is constrained to the
-    sharding in its placement's `use`, a gradient to the sharding in its placement's `store`.
+    Under `js.auto` both are sharding constraints, for which the compiler inserts the collectives. A weight is
+    constrained to the sharding in its placement's `use`, a gradient to the sharding in its placement's `store`.
     """
 
     # The compiler decides the order of a cast and an all-gather. A constraint to the stored sharding after the cast
@@ -197,7 +200,7 @@ def make_move(layout: Layout, engine: Engine) -> MakeMove:
 def constrain(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Constrain an array to the sharding `spec` on the layout's mesh.
 
-    The axes of `spec` must divide the dimensions of `x`. They do if `x` was padded as for storage.
+    The axes of `spec` must divide the dimensions of `x`. They do if `x` was padded for storage.
     """
     constrained: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(mesh_inside(layout.mesh), spec))
     return constrained

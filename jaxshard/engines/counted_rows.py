@@ -25,9 +25,9 @@ class UnequalMeans(Unsuited):
 
 
 def has_doubtful_mean(program: Program, loss: Loss, rows: PyTree) -> bool:
-    """Return False if the trace of a part of the batch proves that its means combine to the means of the batch.
+    """Return False if a trace proves that each `js.Mean` over parts of the batch combines to the mean over the batch.
 
-    It proves it, for example, if every `js.Mean` has a weight that is computed from the part's rows. True means that
+    That is proven, for example, if the weight of every `js.Mean` is computed from the rows of the part. True means that
     the trace alone proves nothing, and that the check of `make_mean_check` has to run.
 
     Args:
@@ -49,7 +49,7 @@ def make_mean_check(
     compute_dtype: Any = None,
     with_key: bool = True,
 ) -> Callable[[PyTree], None]:
-    """Make `check(batch)`, which raises if the means of `fn` over parts of a batch do not combine to the batch's mean.
+    """Make `check(batch)`, which raises if the parts' `js.Mean`s of `fn` do not combine to the mean over the batch.
 
     A part is the rows of one device, or of one of its micro-batches. A mean is wrong, for example, if its weight is the
     constant number of rows of the batch, of which a part has fewer.

@@ -122,7 +122,7 @@ class Engine:
         return "\n".join([repr(self), "compiler options:", *describe_options(self.options)])
 
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
-        """Make the function that computes the loss and gradient of a batch; its signature is `ValueAndGrad`."""
+        """Make the function that computes the loss `objective` and its gradient, with the signature `ValueAndGrad`."""
         raise NotImplementedError(f"{type(self).__name__} has no value_and_grad")
 
     @property
@@ -172,7 +172,7 @@ class Engine:
         return layout.sum_axes
 
     def sums(self, layout: Layout) -> Sums:
-        """Return the functions that sum a loss, a gradient or a metric over devices, natively or in a fixed order."""
+        """Return the functions that sum over devices, in the order that the hardware chooses or in a fixed order."""
         return NATIVE
 
     def residuals(self, layout: Layout) -> PyTree:
@@ -183,16 +183,16 @@ class Engine:
         return ()
 
     def block_passes(self, layout: Layout) -> BlockPasses | None:
-        """Return how often a schedule gathers and reduces the blocks' weights in a step, at most.
+        """Return upper bounds of how often a schedule gathers and reduces the blocks' weights in a step.
 
-        Return None for an engine without a schedule: there a trace of the loss shows the exact numbers.
+        Return None for an engine without a schedule, because there a trace of the loss shows the exact numbers.
         """
         return None
 
     def compiler_options(self, mesh: Mesh, params: PyTree = ()) -> dict[str, Any] | None:
-        """Return the compiler options of a step: those for the chip, those that the engine needs, and the user's.
+        """Return the compiler options of a step: options for the chip, options that the engine needs, and the user's.
 
-        They are for `jax.jit(compiler_options=...)`, also if a step runs inside a user's jitted function.
+        Pass the result to `jax.jit(compiler_options=...)`, also if a step runs inside a user's jitted function.
 
         Args:
           mesh: the mesh of the step.

@@ -83,7 +83,7 @@ class Explicit(WholeModelEngine):
         return layout.manual_axes
 
     def sums(self, layout: Layout) -> Sums:
-        """Return the functions that sum over devices, in a native or a fixed order, as the argument `reduction` says.
+        """Return the functions that sum over devices, in the hardware's or in a fixed order, as `reduction` says.
 
         Raises:
           ValueError: reduction="ordered" for a layout with sums whose order the compiler chooses: over tensor axes,
@@ -126,7 +126,10 @@ class Explicit(WholeModelEngine):
         return found[0]
 
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
-        """Make the function that computes loss and gradient, each device on its own rows; see `ValueAndGrad`."""
+        """Make the function that computes the loss `objective` and its gradient, each device on its own rows.
+
+        For its signature see `ValueAndGrad`.
+        """
         return self._value_and_grad(objective, layout, lambda rules: None)
 
     def _value_and_grad(
@@ -219,13 +222,14 @@ def explicit(
 
     Collectives of a step, for each parameter:
 
-    - an all-gather just before use, over the axes that split it as stored (its `store`) and not in use (its `use`). It
-      is issued in the forward pass, and for blocks of a `Stacked` model and for units again in the backward pass;
+    - an all-gather just before use, over the axes that split the stored parameter (its `store`) but not the weight in
+      use (its `use`). It is issued in the forward pass, and for blocks of a `Stacked` model and for units again in the
+      backward pass;
     - a reduce-scatter of its gradient over the batch axes in the gradient's `store`, then an all-reduce of the shard
       over all other batch axes but those in its `use`. With scatter="each" both are issued for every micro-batch.
 
-    Besides, there is an all-reduce of a few scalars (the loss, its weights and the metrics), and one of each array of
-    the model's state that is not proven equal on all devices (see `js.Loss`).
+    Besides, there is an all-reduce of a few scalars (the loss, its weights and the metrics), and an all-reduce of each
+    array of the model's state that is not proven equal on all devices (see `js.Loss`).
 
     Args:
       microbatches: the number of micro-batches, which are computed one after another and whose gradients are added. A
@@ -247,15 +251,15 @@ def explicit(
       remat: the activations that the forward pass of a block of a `Stacked` model, or of a unit, saves: "nothing",
         "dots", "everything", a function of `jax.checkpoint_policies`, or {name of an activation: what to do with it},
         such as {"attention_out": "save", "mlp_hidden": "offload"}. "save" keeps it on the device, "offload" moves it to
-        the host's memory and back, "remat" computes it again, as all activations that are not named. The names in
+        the host's memory and back, "remat" computes it again, like all activations that are not named. The names in
         `js.models` are in their docstrings; your own model gives names by `jax.ad_checkpoint.checkpoint_name`;
         "block_in" is the input of a block. Gathered weights are never saved. The default is the model's own choice
         (`js.models.make`), or else "everything".
       units: classes of modules of a `js.linen` or `js.nnx` model, such as [Block]. The parameters of a module of these
         classes are gathered just before it runs, freed after it, and gathered again in the backward pass. All other
-        parameters are gathered at once. A unit inside another runs with the outer one; a class that only runs inside
-        other units is refused. Peak memory falls most with remat="nothing", which keeps the activations of only one
-        unit.
+        parameters are gathered at once. A unit inside another unit runs with the outer unit; a class that only runs
+        inside other units is refused. Peak memory falls most with remat="nothing", which keeps the activations of only
+        one unit.
       reduction: "ordered" adds over devices in a fixed order, so that losses and parameters are the same bits for every
         number of processes; "native" leaves the order to the hardware. Ordered, an all-to-all replaces a
         reduce-scatter, and an all-to-all and an all-gather replace an all-reduce: the same bytes, but each result is

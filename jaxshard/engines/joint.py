@@ -40,7 +40,7 @@ class Joint:
     def weigh(self, weights: Weights) -> Weights:
         """Sum the weights of a loss over all replicas in a warm-up step; otherwise return them without communication.
 
-        Each call appends to `asked` whether there were weights.
+        Each call appends an entry to `asked`: True if there were weights.
         """
         self.asked.append(bool(weights))
         if not weights:

@@ -46,7 +46,7 @@ class Move(NamedTuple):
     """The functions by which an engine gathers one weight and reduces its gradient.
 
     Attributes:
-      gather: `gather(stored) -> weight`, from this device's shard to the logical shape.
+      gather: `gather(stored) -> weight`, from this device's shard to an array of the weight's logical shape.
       reduce: `reduce(cotangent of the weight) -> gradient`, summed over devices and sharded for storage.
     """
 
@@ -59,11 +59,11 @@ MakeMove = Callable[[Placement, Placement | None], Move]
 
 
 def use_weight(move: Move, stored: jax.Array, sink: jax.Array | None) -> jax.Array:
-    """Gather a weight for use. In the backward pass, reduce its gradient and return it as the gradient of `sink`.
+    """Gather a weight for use; in the backward pass, reduce the weight's gradient and pass it to `sink`.
 
     JAX requires that the gradient of an argument has the argument's shape. But a gradient may be stored in another
-    shape than its parameter: under ZeRO-2 the parameter is replicated and the gradient sharded. So `sink` has the shape
-    of the stored gradient and receives it, and the gradient of `stored` is zero.
+    shape than its parameter: under ZeRO-2 the parameter is replicated and the gradient sharded. So the reduced gradient
+    becomes the gradient of `sink`, which has the shape of the stored gradient, and the gradient of `stored` is zero.
 
     Collectives: those of `move.gather` in the forward pass, and those of `move.reduce` in the backward pass.
 
@@ -109,7 +109,9 @@ def use_weights(make_move: MakeMove, params: PyTree, grads: PyTree, stored: PyTr
 def list_offered(
     layout: Layout, make_move: MakeMove, weights: PyTree, params: PyTree, grads: PyTree, stored: PyTree, sinks: PyTree
 ) -> list[Offered]:
-    """List the weights that a layer may gather chunk by chunk instead: matrices that no batch axis splits in use.
+    """List the weights that a layer may gather in chunks instead of all at once.
+
+    These weights are the matrices that no batch axis splits in use.
 
     Args:
       layout: the layout.
@@ -179,8 +181,8 @@ def make_opaque_run(
     """Make a function that gathers all weights and passes them to `fn(model, batch, key)`, which may be any function.
 
     If `fn` passes these weights unchanged to a known model (`js.Stacked`, `js.linen`, `js.nnx`), that model gathers its
-    weights just in time instead. If `fn` passes other arrays to it, and gathering all weights at once costs memory,
-    warn once. The result is a `Run`.
+    weights just in time instead. If `fn` passes other arrays to a known model, and gathering all weights at once costs
+    memory, warn once. The result is a `Run`.
 
     Raises:
       TypeError: when the result runs, if `units` were given and `fn` ran no model with modules.
@@ -222,7 +224,7 @@ def make_opaque_run(
 
 
 def _warn_of_gathered_weights(layout: Layout, missed: list[Stacked]) -> None:
-    """Warn that the weights of models were gathered all at once, not block by block, if this costs memory."""
+    """Warn that weights of the `missed` models were gathered all at once, not block by block, if this costs memory."""
     gathered = [
         (x, placement)
         for x, placement in zip(jax.tree.leaves(layout.shapes.params), jax.tree.leaves(layout.params), strict=True)
@@ -368,7 +370,8 @@ def users_code(layout: Layout, what: str = "the loss") -> Iterator[None]:
 def check_stacked(layout: Layout) -> None:
     """Raise ValueError if the layout does not allow a scan over the blocks of a `js.Stacked` model.
 
-    It does not if it places them in a pipeline, has no blocks, or splits or pads their stacked dimension.
+    Refused are a layout that places the blocks in a pipeline, a layout without blocks, and a layout that splits or pads
+    the dimension in which the blocks are stacked.
     """
     if layout.pipeline is not None:
         raise ValueError(
@@ -386,7 +389,10 @@ def check_stacked(layout: Layout) -> None:
 
 
 def _split_stacks(layout: Layout) -> list[str]:
-    """List the parameters of the blocks whose stacked dimension, the first, is split or padded."""
+    """Find the blocks' parameters and gradients that are split or padded along dimension 0, which stacks the blocks.
+
+    Return a message with the path and the shape of each.
+    """
     problems: list[str] = []
 
     def check(path: Any, placement: Placement) -> None:

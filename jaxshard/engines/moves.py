@@ -62,8 +62,8 @@ def reduce_gradient(
     """Sum a gradient over devices, and return this device's shard of the sum.
 
     The sum is over the mesh axes that split rows or sequence positions, except axes that split the weight itself in
-    use. It is a reduce-scatter over the axes in the gradient's `store`, then an all-reduce over the others, which so
-    moves a shard and not the full array. For HSDP on (replica=2, data=4) and a gradient [64]
+    use. It is a reduce-scatter over the axes in the gradient's `store`, then an all-reduce over the remaining axes,
+    which therefore moves a shard and not the full array. For HSDP on (replica=2, data=4) and a gradient [64]
 
         [64] on each device  --reduce-scatter over data-->  [16]  --all-reduce over replica-->  [16]
 
@@ -185,7 +185,7 @@ def place_residual(layout: Layout, param: Placement, grad: Placement | None) -> 
 
 
 def stack_view(view: View, count: int) -> View:
-    """Return the view of a stack of `count` arrays with the view `view`, along a new first dimension.
+    """Return the view of `count` arrays that are stacked along a new first dimension, given the view of each array.
 
     A view says how an array is padded and reshaped for storage.
     """

@@ -35,8 +35,9 @@ class Pending:
     """A weight that is not gathered yet.
 
     Attributes:
-      parts: a stored parameter and its sink (see `just_in_time.py`), or a low-rank weight's parts.
-      make: `make(*parts) -> weight`; issues the all-gathers.
+      parts: the arguments of `make`: a stored parameter, and zeros whose gradient becomes the gradient of the parameter
+        (its sink). For a matrix with low-rank factors, the base and the factors, which may be `Pending` too.
+      make: `make(*parts) -> weight`, which issues the all-gathers.
     """
 
     parts: tuple[Any, ...]

@@ -71,7 +71,10 @@ def make_position_check(
 
 
 def _microbatch_shapes(layout: Layout, batch: PyTree, microbatches: int) -> PyTree:
-    """Return the shapes of one micro-batch of one device. An array whose rows do not divide keeps all of them."""
+    """Return the shapes of one micro-batch of one device.
+
+    An array keeps all rows if their number is not divisible by the number of micro-batches on all devices.
+    """
     count = axis_size(layout.mesh, layout.batch_axes) * microbatches
 
     def shrink(x: Any, has_rows: bool) -> Any:

@@ -25,8 +25,8 @@ def row_axes() -> tuple[str, ...]:
     are no axes: (). No collectives.
 
     Raises:
-      ValueError: under an engine that computes micro-batches one after another: other rows of the batch are then not
-        on another device but in another micro-batch, so statistics of all rows can't be computed.
+      ValueError: the engine computes micro-batches one after another. Statistics of all rows can't be computed then,
+        because the other rows of the batch are not on another device but in another micro-batch.
 
     Example:
       Batch normalisation with the statistics of the global batch under either engine:

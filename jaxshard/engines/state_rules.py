@@ -120,7 +120,7 @@ class StateRules:
     update: Callable[[PyTree, PyTree], PyTree] | None
 
     def parts(self, loss: Loss) -> list[jax.Array]:
-        """Return the arrays of the state in `loss` that must be combined: all but those with the rule "kept"."""
+        """Return the arrays of the state in `loss` that must be combined: all arrays whose rule is not "kept"."""
         leaves = jax.tree.leaves(loss.state) if self.rules else []
         return [jnp.asarray(x) for rule, x in zip(self.rules, leaves, strict=True) if rule != "kept"]
 
@@ -155,9 +155,9 @@ class StateRules:
 
         Args:
           total: the totals of this device's micro-batches.
-          count: the number of its micro-batches.
+          count: the number of this device's micro-batches.
           axes: the mesh axes over whose devices the rows differ.
-          sums: how to add over them.
+          sums: the functions that add over these axes.
 
         Returns:
           A list in the order of the state's leaves; None for an array that the loss returned unchanged.
@@ -217,7 +217,7 @@ def trace_step(value_and_grad: ValueAndGrad, layout: Layout, batch: PyTree) -> N
 
 
 def find_state_rules(part: Part, sharing: Sharing) -> StateRules:
-    """Find the rule for every array of the model state that a loss returns, by which the parts of a batch are combined.
+    """Find the rule by which each array of a loss's model state is combined over the parts of a batch.
 
     If an array does not depend on the data of the rows, the loss is traced once more with twice the rows, to see
     whether the array depends on their number.
@@ -305,7 +305,7 @@ def _rule_of(var: Any, fact: Axes, microbatches: int) -> Rule | None:
 def _depend_on_row_count(part: Part, mask: PyTree, which: Sequence[int]) -> list[int]:
     """Return those indices in `which` whose state array changes with the number of rows.
 
-    It does if its equations in the jaxpr for twice as many rows are not the same.
+    A state array changes if its equations differ between the jaxpr for these rows and the jaxpr for twice as many rows.
     """
     more = part.of_twice_the_rows(mask) if which else None
     if more is None:

@@ -85,7 +85,7 @@ def widen_sums(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run(program: Any, args: Sequence[Any], outs: Dtypes) -> list[Any]:
-    """Evaluate a jaxpr whose results are wanted in the dtypes `outs` (None: unchanged).
+    """Evaluate a jaxpr, with its results in the dtypes `outs`; None keeps a result's dtype.
 
     The arguments may have other dtypes than the jaxpr's variables.
     """
@@ -99,7 +99,7 @@ def _run(program: Any, args: Sequence[Any], outs: Dtypes) -> list[Any]:
 
 
 def _cast(atoms: Sequence[Any], values: Sequence[Any], dtypes: Dtypes) -> list[Any]:
-    """Cast each value to its dtype in `dtypes`, or, if that is None, to the dtype of its variable in the jaxpr."""
+    """Cast each value to its dtype in `dtypes`, or, if this is None, to the dtype of its variable in `atoms`."""
 
     def cast(atom: Any, value: Any, dtype: Any) -> Any:
         if dtype is not None and _is_float(atom):
@@ -146,7 +146,10 @@ def _evaluate(eqn: Any, values: Sequence[Any], wanted: Dtypes) -> list[Any]:
 
 
 def _narrow_sum(x: jax.Array, dims: Sequence[int], dtype: Any) -> jax.Array:
-    """Sum over `dims`, and only over the first of them, the rows that devices split, in the smaller `dtype`."""
+    """Sum over `dims`: in the dtype of `x` over all but the first dimension, then in `dtype`, which has fewer bits.
+
+    The first dimension is the rows, which devices split, so that only the sum over devices is in `dtype`.
+    """
     rows, *rest = sorted(dims)
     zero = np.zeros((), x.dtype)
     partial = lax.convert_element_type(lax.reduce(x, zero, lax.add, rest) if rest else x, dtype)

@@ -44,7 +44,8 @@ class CachedModel:
     Args:
       model: any `js.Stacked` whose attention is `js.attention`.
       layout: the layout of the model's parameters.
-      readout: `readout(params, x) -> logits[B, T, V]` from the output of the last block; None to use the model's own.
+      readout: `readout(params, x) -> logits[B, T, V]` from the output of the last block; None to use the method
+        `readout` of the model.
 
     Attributes:
       vocab: the number of logits per position.

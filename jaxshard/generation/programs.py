@@ -62,8 +62,8 @@ class Programs:
     """The jitted functions `prefill` and `decode` of a model under a layout, compiled once per shape.
 
     Weights that are only stored sharded (`js.fsdp`) are all-gathered one block at a time; weights that `js.tensor` and
-    `js.expert` split stay split. The blocks of a pipeline can't be gathered one at a time: there the method `weights`
-    gathers all blocks once, and every device has all of them.
+    `js.expert` split stay split. The blocks of a pipeline can't be gathered one at a time. For a pipeline the method
+    `weights` gathers all blocks once, so that every device has all blocks.
 
     Args:
       model: any `js.Stacked` whose attention is `js.attention`.

@@ -87,7 +87,7 @@ def in_vocabulary(labels: Int[Array, "*batch"], vocab: int) -> Bool[Array, "*bat
 def spoil(good: Bool[Array, "*batch"], nats: Float32[Array, "*batch"]) -> Float32[Array, "*batch"]:
     """Return `nats` with NaN wherever `good` is False.
 
-    Only values change: the gradient passes as if this function were not there, and costs nothing.
+    Only values change. Gradients pass as if this function were not there, which costs nothing.
     """
     return nats + jnp.where(good, jnp.float32(0), jnp.float32(jnp.nan))
 

@@ -299,9 +299,10 @@ class _ChunkedHead(NamedTuple):
         return dx_PNC.sum(0).astype(x_NC.dtype), gradient
 
     def _numbers(self, index: jax.Array) -> jax.Array:
-        """Return the vocabulary indices of the W columns that chunk `index` has of each of P parts, int32[P, W].
+        """Return the vocabulary indices of the logits in chunk `index`, int32[P, W].
 
-        A tensor axis splits the vocabulary into P parts. The index is -1 for padding.
+        A tensor axis splits the vocabulary into P parts, and a chunk has W indices of each part. The index is -1 for
+        padding.
         """
         return self.chunks.numbers(index).reshape(self.parts, -1)
 
@@ -338,7 +339,7 @@ class _ChunkedHead(NamedTuple):
 def _devices_first(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Flatten rows and positions, [B, T, ...] -> [B * T, ...], so that the entries of each device are contiguous.
 
-    This is needed if the compiler splits the positions: after a plain reshape a device's entries would not be
+    This is needed if the compiler splits the positions, because after a plain reshape a device's entries would not be
     contiguous, which no sharding of one dimension can express. If positions are not split, return `x` unchanged.
 
     Args:
@@ -359,7 +360,7 @@ def _cap(logits: jax.Array, soft_cap: float | None) -> jax.Array:
 
 
 def _default_count(x_NC: jax.Array, vocab: int) -> int:
-    """Return into how many chunks `head_loss` splits the vocabulary by default.
+    """Return the number of chunks into which `head_loss` splits the vocabulary by default.
 
     Args:
       x_NC: the output of the last block.

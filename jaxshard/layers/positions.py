@@ -31,7 +31,7 @@ def positions(count: int) -> Int[Array, " count"]:
       count: the number of positions of the model's arrays here.
 
     Raises:
-      ValueError: a negative count, or an odd one where a device has two chunks of the sequence.
+      ValueError: a negative count, or an odd count where a device has two chunks of the sequence.
 
     Example:
         angles = js.positions(x.shape[1])[:, None] * rates      # x: [rows, positions, width]
@@ -66,7 +66,8 @@ def count_in_row(count: int) -> int:
 def sum_in_row(x: jax.Array) -> jax.Array:
     """Return the sum over all positions of the full sequence, from the sum over this device's positions.
 
-    Needed only for expressions that are not linear in such sums, such as a product of two: `js.Mean` adds plain sums.
+    Needed only for expressions that are not linear in such sums, such as a product of two sums, because `js.Mean`
+    itself adds the devices' plain sums.
 
     Collectives: an all-reduce of `x` over the axes of `js.context`, if each device has its own positions.
     """

@@ -39,16 +39,17 @@ _LANES = 128
 class Chunks:
     """The chunks into which one weight is split along a dimension, to be gathered one at a time.
 
-    Each device stores an equal shard of the dimension. A chunk has the same number of elements of every shard.
+    The dimension is stored in equal shards. Every chunk takes `width` elements from each shard.
 
     Attributes:
       dim: the dimension.
       size: its size, without padding.
       parts: the number of shards in which the weight or its gradient is stored.
       part: the size of a shard along the dimension.
-      width: the number of elements of every shard that a chunk has.
-      gather: maps a stored chunk to the chunk of the weight, [..., parts * width, ...].
-      reduce: maps the gradient with respect to that chunk to the stored chunk of the gradient.
+      width: the number of elements that a chunk takes from each shard.
+      gather: gathers a chunk: from this device's elements to the chunk of the weight, [..., parts * width, ...].
+      reduce: reduces the gradient with respect to a chunk over devices, to this device's elements of the stored
+        gradient.
     """
 
     dim: int
@@ -105,7 +106,10 @@ class Chunks:
         return lax.dynamic_update_slice_in_dim(total, old + new, start, self.dim + 1)
 
     def finish(self, total: jax.Array, sink: jax.ShapeDtypeStruct) -> jax.Array:
-        """Return the accumulated gradient of all chunks in the shape of the stored gradient, that of `sink`."""
+        """Return `total`, the accumulated gradient of all chunks, in the shape of the stored gradient.
+
+        `sink` has this shape.
+        """
         whole = total.reshape(*sink.shape[: self.dim], -1, *sink.shape[self.dim + 1 :])
         return lax.slice_in_dim(whole, 0, sink.shape[self.dim], axis=self.dim)
 
@@ -176,7 +180,7 @@ def offer_chunks(offered: Iterable[Offered]) -> Iterator[None]:
 
 
 def parts_in_use(weight: jax.Array, dim: int) -> int | None:
-    """Return over how many devices a dimension of a weight is split in computation, as by a tensor axis.
+    """Return the number of devices that split a dimension of a weight in computation, such as those of a tensor axis.
 
     None if `weight` is not a gathered parameter of the current engine.
     """
@@ -196,8 +200,8 @@ def cut_weight(weight: jax.Array, dim: int, count: int, parts: int) -> tuple[Chu
       parts: the number of devices that split the dimension in computation.
 
     Returns:
-      (the chunks, the array to take them from, an array whose gradient becomes the weight's gradient). The values of
-      the last are not used. It is None if the weight is frozen.
+      (the chunks, the array to take them from, an array whose gradient becomes the weight's gradient). The third array
+      is None if the weight is frozen; its values are not used.
     """
     offered = _current.get().get(id(weight))
     chunks = None if offered is None else offered.cut(dim, count, parts)

@@ -229,7 +229,7 @@ class Attention(nn.Module):
     def attend(self, x_BTC: jax.Array, rows: Rows | None = None) -> jax.Array:
         """Compute x + attention(rms_norm(x)) for x[B, T, C].
 
-        A subclass calls this method in its own `__call__`: a Flax class may have only one compact method.
+        A subclass calls this method in its own `__call__`, because a Flax class may have only one compact method.
         """
         C, D, rows = x_BTC.shape[-1], self.head_dim, rows or Rows()
         init, residual_init = nn.initializers.normal(STDDEV), nn.initializers.normal(self.residual_stddev)
@@ -300,9 +300,10 @@ def rotate(
 ) -> Float[Array, "batch seq heads dim"]:
     """Apply rotary positions: rotate the dimensions (i, i + D / 2) at position t by t * base^(-2 i / D) radians.
 
-    The positions are `at`; by default 0, 1, ... in the full row, also on a device that has only some of its positions.
-    Computed in f32. Source: Su et al. 2021, "RoFormer", section 3.2, with the pairs of dimensions as in Hugging Face's
-    weights of Llama. `scaling` changes the angles for longer rows, such as `js.models.RopeScaling(...)`.
+    The positions are `at`. By default they are the indices 0, 1, ... in the full row, also on a device that has only
+    some positions of the row. Computed in f32. Source: Su et al. 2021, "RoFormer", section 3.2, with the pairs of
+    dimensions as in Hugging Face's weights of Llama. `scaling` changes the angles for longer rows, such as
+    `js.models.RopeScaling(...)`.
     """
     rates = jnp.asarray(rotary_rates(x_BTHD.shape[3], base, scaling), jnp.float32)
     return turn(x_BTHD, rates, rotary_gain(scaling), at)
@@ -316,8 +317,8 @@ def turn(
 ) -> Float[Array, "batch seq heads dim"]:
     """Rotate the pairs of dimensions (i, i + D / 2) at position t by t * rates[i] radians, and multiply by `gain`.
 
-    `rates` is [D / 2], or [B, 1, 1, D / 2] with other rates for each row. The positions are `at`; by default 0 to T -
-    1.
+    `rates` is [D / 2], or [B, 1, 1, D / 2] with different rates for each row. The positions are `at`, by default 0, 1,
+    2, ...
     """
     at = positions(x_BTHD.shape[1]) if at is None else at
     angles_T1D = at.astype(jnp.float32)[..., None, None] * rates  # or [B, T, 1, D / 2]

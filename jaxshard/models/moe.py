@@ -85,7 +85,7 @@ def moe(
 ) -> RoutedDecoder:
     """Build a Llama 3 with a mixture of experts in place of the MLP, with `model.init` and `model.loss`.
 
-    A router, a matrix product with [C, E] in f32, scores the experts for every token. The k experts with the best
+    A router (a matrix product with [C, E] in f32) scores the experts for every token. The k experts with the best
     scores compute the token, and their outputs are summed, weighted by the scores (`js.moe`). With `js.expert` each
     device holds some of the experts.
 
@@ -197,7 +197,7 @@ class Router:
 
         Under `js.context` a device has only some positions of each row. The balance loss and the bias are not linear in
         the counts, so their counts are first summed over the devices that share a row. The other statistics need no
-        collective here: they are summed together with the loss.
+        collective here, because they are summed together with the loss.
 
         Args:
           numbers: the statistics of the blocks before, as from `start`.

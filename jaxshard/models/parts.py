@@ -32,7 +32,7 @@ HEADS = ("batch", "context", "heads", None)
 class Output(nn.Module):
     """Apply the final norm and the output matrix: x[B, T, C] to logits [B, T, vocab].
 
-    If `vocab` is None there is no matrix, and the result is the normalized x[B, T, C]: for models that use the
+    If `vocab` is None there is no matrix, and the result is the normalized x[B, T, C]. This is for models that use the
     embedding table as the output matrix.
     """
 
@@ -57,7 +57,7 @@ def apply(module: nn.Module, params: PyTree, *args: Any) -> jax.Array:
 def apply_to_rows(layer: nn.Module, x: jax.Array) -> jax.Array:
     """Apply a dense layer to x[B, T, ...], with rows and positions merged to one dimension [B * T, ...].
 
-    The merge is for XLA on CPU: the gradient of a kernel contracts rows and positions, and for two contracted
+    The merge is for XLA on CPU. The gradient of a kernel contracts rows and positions, and for two contracted
     dimensions XLA first transposes both operands, at several times the cost of the product. Positions that are split
     over a tensor axis, or by the compiler over a context axis, are not merged, since a merged dimension can't be split
     by positions.
@@ -138,8 +138,8 @@ def window_of(window: int | tuple[int | None, ...] | None, number_B: jax.Array |
 
     Args:
       window: one window for all blocks, or a tuple with the window of each block; the result of `check_window`.
-      number_B: the index of the block, one copy for each row. None in `init`, where the index is not known: then the
-        result for a tuple is None, since parameters do not depend on the window.
+      number_B: the index of the block, one copy for each row. None in `init`, where the index is not known. The result
+        for a tuple is then None too, since parameters do not depend on the window.
     """
     if not isinstance(window, tuple):
         return window

@@ -137,7 +137,7 @@ def rotary_gain(scaling: Scaling | None) -> float:
 
 
 def _yarn_share(dims: int, base: float, scaling: YarnScaling) -> NDArray[np.float64]:
-    """Return the share of its unscaled rate that each pair of dimensions keeps, [dims / 2]: 1 if fast, 0 if slow."""
+    """Return how much of its unscaled rate each pair of dimensions keeps, [dims / 2]: 1 if fast, 0 if slow."""
 
     def pair_that_turns(times: float) -> float:
         return dims * math.log(scaling.original / (2 * math.pi * times)) / (2 * math.log(base))

@@ -21,7 +21,7 @@ def make(name: str, /, **changes: Any) -> Any:
     Args:
       name: a key of `js.models.SIZES`, such as "llama3-8b".
       **changes: arguments of the model's function (`js.models.gpt`, `llama` or `moe`), which replace the ready-made
-        ones.
+        arguments.
 
     Returns:
       The model, without arrays: a `js.Stacked` that every engine can run, with the `remat` of the size as the default

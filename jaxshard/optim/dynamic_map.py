@@ -22,7 +22,7 @@ SIGN = 128
 def encode_magnitude(x: Float32[Array, "*shape"], bits: int) -> UInt8[Array, "*shape"]:
     """Return the nearest code of each number in [0, 1], in the 8-bit dynamic map of Dettmers et al.
 
-    The code 0 stands only for the number 0: smaller positive numbers than that of code 1 get the code 1.
+    The code 0 stands only for the number 0. So positive numbers below the number of code 1 get the code 1.
 
     Args:
       x: the numbers.

@@ -29,7 +29,7 @@ def layout(
     """Apply a strategy to a training run: make a `Layout`, which says how every array of the run is sharded.
 
     Traces `init_fn`, `tx.init` and `tx.update` on shapes alone and touches no device. On several CPU devices JAX's
-    persistent compilation cache is turned off, with a warning: programs loaded from it can hang there.
+    persistent compilation cache is turned off, with a warning, because programs loaded from the cache can hang on CPUs.
 
     If the optimizer multiplies matrices (Muon, Shampoo) and its state is sharded, every matrix gets an owner, the only
     device that updates it; `print(layout.owners)` lists them. With `layout.without_owners` instead the state of every

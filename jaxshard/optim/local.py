@@ -81,8 +81,8 @@ class Local:
     def due(self, step: jax.Array) -> jax.Array:
         """Return what follows step number `step` (the first is 0), as an integer.
 
-        0: nothing. 1: average the replicas and update the shared parameters. 2, after a warm-up step: copy the
-        parameters of a replica, equal on all replicas, to the shared parameters.
+        0: nothing. 1: average the replicas and update the shared parameters. 2: after a warm-up step, copy the
+        parameters of one replica to the shared parameters; all replicas then have equal parameters.
         """
         return jnp.where(step < self.warmup, 2, ((step + 1) % self.every == 0).astype(jnp.int32))
 
@@ -115,7 +115,7 @@ class Local:
         return [f"{self.replicas(mesh)} replicas over {' x '.join(self.axis)}: {often}"]
 
     def lift(self, placement: Placement, mesh: Mesh) -> Placement:
-        """Return the placement of an array [replicas, ...], given that of one replica's array [...]."""
+        """Return the placement of an array [replicas, ...], given the placement of one replica's array [...]."""
         count, axis, view = self.replicas(mesh), spec_entry(self.axis), placement.view
         lifted = View((count, *view.logical), (count, *view.padded), (count, *view.stored), view.extra_dims)
         use, store = (PartitionSpec(axis, *spec) for spec in (placement.use, placement.store))

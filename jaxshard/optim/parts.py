@@ -119,7 +119,8 @@ class Parts(NamedTuple):
     def gather_replicated(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """All-gather a full array of this shape from the devices' parts, and remove its padding.
 
-        JAX's type of the result does not vary over the axes, so that `shard_map` accepts it as replicated.
+        The result has a type of JAX that does not vary over the axes, so that `shard_map` accepts the result as
+        replicated.
 
         Args:
           x: this device's part.
@@ -136,7 +137,7 @@ class Parts(NamedTuple):
 def types_are_checked(axes: tuple[str, ...]) -> bool:
     """Return True if JAX tracks over which mesh axes each value varies, as in a `shard_map` with `check_vma=True`.
 
-    Without this check no value's type varies over an axis, so a type does not prove that devices have equal values.
+    Without this check the type of every value says that it does not vary, which then proves nothing about the values.
     """
     return all(axis in varying_axes(lax.axis_index(axis)) for axis in axes)
 

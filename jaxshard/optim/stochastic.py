@@ -147,7 +147,7 @@ def random_bits(key: UInt32[Array, ""], number: int, shape: tuple[int, ...]) -> 
 
 
 def _seed_word(seed: int | jax.Array) -> jax.Array:
-    """Return the seed modulo 2**32. It may be an int32 array, which `optax.inject_hyperparams` makes of it."""
+    """Return the seed, an int or an int32 array, modulo 2**32; `optax.inject_hyperparams` makes arrays of ints."""
     return seed.astype(jnp.uint32) if isinstance(seed, jax.Array) else jnp.uint32(seed % 2**32)
 
 

@@ -168,7 +168,7 @@ def _resize(
 
 
 def _read_partial(partial: PyTree | Callable[[str], bool] | None, tree: PyTree) -> dict[str, bool] | None:
-    """Convert the user's argument `partial` to {path of a parameter: True if its gradient is partial}, or None.
+    """Convert the user's argument `partial` to {path of a parameter: True if its gradient is partial}; None stays None.
 
     A gradient is partial if the full gradient is the sum over the devices of the tensor axis.
     """

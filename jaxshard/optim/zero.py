@@ -32,7 +32,7 @@ Reduce = Literal["mean", "sum"]
 class OnParts(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types, so this is Any
     """An optax transform that splits arrays over devices and proves in `init` that the transform inside is elementwise.
 
-    `js.optim.tensor` recognises this class, and does not prove it again.
+    `js.optim.tensor` recognises this class, and does not repeat the proof.
     """
 
 

@@ -66,7 +66,7 @@ class Value(NamedTuple):
 
 
 class Lifetime(NamedTuple):
-    """When a value is written to a buffer of a device and when it is last read; a time is (tick, event in it)."""
+    """The times at which a value is written to a device's buffer and last read; a time is (tick, event in the tick)."""
 
     device: int
     value: Value
@@ -88,9 +88,9 @@ class BufferPlan:
           pass of the embedding reads.
         - "arrive_f", "arrive_b": the slots for values from neighbours, written at the end of the tick, or -1.
         - "f", "b", "w" [ticks]: 1 if any device has such an operation.
-        - "embed", "head", "embed_grad" [ticks]: the index of the run in the tick, or -1.
+        - "embed", "head", "embed_grad" [ticks]: the index of the run (see `runs`) that is in the tick, or -1.
       runs: for each of "embed", "head" and "embed_grad" a pair of arrays. In a run every device computes the embedding
-        or head of another micro-batch.
+        or head for a micro-batch of its own.
         - members [runs + 1, devices]: the micro-batch that each device computes in the run, or -1.
         - slots [runs + 1, devices, devices]: in which slot of device i the value of device j's micro-batch is, or -1.
           Only the first device (for "head" the last) has such values.
@@ -237,7 +237,7 @@ def _run_arrays(
 
 
 def _narrow(x: np.ndarray) -> np.ndarray:
-    """Convert to the smallest of int8, int16 and int32 that holds the integers; they are constants in the program."""
+    """Convert integers to the smallest of int8, int16 and int32 that holds them, for small constants in a program."""
     for dtype in (np.int8, np.int16):
         if np.abs(x).max(initial=0) <= np.iinfo(dtype).max:
             return x.astype(dtype)

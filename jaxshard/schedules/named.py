@@ -97,10 +97,10 @@ def interleaved(stages: int, microbatches: int, *, chunks: int = 2) -> Schedule:
 def zero_bubble(stages: int, microbatches: int, *, chunks: int = 2) -> Schedule:
     """Make a zero-bubble schedule: `interleaved`, with the gradients of weights as separate operations (W).
 
-    No device waits for another device's W. So all devices run their n-th W in the same tick, in which device 0 runs its
-    n-th B, after all other devices. Between the first and the last W there are no idle slots of W. At its peak device s
-    stores the residuals of min(m v, D + p - s) pairs of chunk and micro-batch, with D as in `interleaved`. Source: Qi
-    et al. 2024.
+    No device waits for another device's W. So all devices run their n-th W in the same tick: the tick in which device
+    0, the last of all devices, runs its n-th B. Between the first and the last W there are no idle slots of W. At its
+    peak device s stores the residuals of min(m v, D + p - s) pairs of chunk and micro-batch, with D as in
+    `interleaved`. Source: Qi et al. 2024.
 
     Args:
       stages: the devices of the pipeline, p.
@@ -136,7 +136,7 @@ def _fused(stages: int, microbatches: int, chunks: int, *, split: bool) -> tuple
 def _groups(microbatches: int, stages: int) -> list[_Group]:
     """Split m micro-batches into floor(m / p) groups of nearly equal size, the larger first.
 
-    A group has at least p micro-batches: with fewer, a chunk would have to wait for the chunk before it.
+    A group has at least p micro-batches, because with fewer a chunk would have to wait for the chunk before it.
     """
     size, larger = divmod(microbatches, microbatches // stages)
     sizes = [size + (i < larger) for i in range(microbatches // stages)]

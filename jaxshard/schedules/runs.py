@@ -20,7 +20,7 @@ from jaxshard.schedules.table import Kind, Op, Table
 
 
 class Run(NamedTuple):
-    """A run of the embedding or the head: in one tick, each device computes it for another micro-batch.
+    """A run of the embedding or the head: in one tick, each device computes it for a micro-batch of its own.
 
     Attributes:
       tick: the tick of the run.
@@ -37,9 +37,9 @@ class Run(NamedTuple):
 def head_runs(schedule: Table) -> list[Run]:
     """Return the runs of the head, each of which computes the losses of several micro-batches and their gradients.
 
-    A run has micro-batches in the order in which the last stage finishes their forwards, up to one per device. It ends
-    earlier if the backward of one of them needs its result. It takes place in the tick of its last forward, between the
-    F slot and the B slot.
+    A run has micro-batches in the order in which the last stage finishes their forwards, up to one per device. A run
+    ends earlier if the backward of one of its micro-batches needs its result. It takes place in the tick of the last
+    forward of its micro-batches, between the F slot and the B slot.
 
     Example:
         [(run.tick, run.microbatches) for run in js.schedules.head_runs(js.schedules.gpipe(2, 2))]
@@ -59,15 +59,16 @@ def head_runs(schedule: Table) -> list[Run]:
 
 
 def output_runs(schedule: Table) -> list[Run]:
-    """Return the runs of the head in evaluation, each for up to p micro-batches, in the tick of their last forward."""
+    """Return the runs of the head in evaluation, each for up to p micro-batches, in the tick of the last forward."""
     last = schedule.stages * schedule.chunks - 1
     return [Run(run[-1].tick, _members(run)) for run in _in_runs(schedule, "F", last)]
 
 
 def embed_runs(schedule: Table) -> list[Run]:
-    """Return the runs of the embedding, each of which computes the stage 0 inputs of up to one micro-batch per device.
+    """Return the runs of the embedding, each of which computes the input of stage 0 for up to p micro-batches.
 
-    A run takes place in the tick of its first forward, before the F slot.
+    There are p devices, each with one of these micro-batches. A run takes place in the tick of the first forward of its
+    micro-batches, before the F slot.
 
     Example:
         [(run.tick, run.microbatches) for run in js.schedules.embed_runs(js.schedules.gpipe(2, 2))]

@@ -207,7 +207,8 @@ def _shared_slots(ops: Iterable[Op]) -> Iterator[Problem]:
 def _inputs(key: Key, depth: int) -> list[tuple[Key, int]]:
     """Return [(key, gap)] for the operations whose results an operation needs; a key is (kind, stage, micro-batch).
 
-    Each of them must be at least `gap` ticks earlier. `depth` is the number of stages of the model.
+    An operation must come at least `gap` ticks after the operation with this key. `depth` is the number of stages of
+    the model.
     """
     kind, stage, microbatch = key
     if kind == "F":

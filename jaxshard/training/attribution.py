@@ -149,7 +149,8 @@ def attribution(
 class _Question:
     """The static arguments of the jitted `_answer`.
 
-    Two are equal if their functions and options are, and their layout is the same object, so that jit compiles once.
+    Two `_Question`s are equal if they have equal functions and options and the same layout object. So jit compiles once
+    for equal questions.
     """
 
     apply: Callable[[PyTree, PyTree], PyTree]

@@ -58,7 +58,7 @@ def merge_stored(params: PyTree, layout: Layout) -> tuple[PyTree, Layout]:
 def merge_given(params: PyTree, layout: Layout) -> PyTree:
     """Merge each matrix's base weights and low-rank factors into one array; keep other parameters.
 
-    The parameters may be stored or in model order.
+    `params` may be parameters as the layout stores them, or parameters in model order.
     """
     if not has_low_rank(params):
         return params
@@ -126,7 +126,10 @@ def _checksum(x: Shaped[Array, "*stored"], view: View) -> UInt32[Array, ""]:
 
 
 def _places(view: View, dim: int) -> jax.Array:
-    """Return, for each element of the stored array, its index along dimension `dim` of the logical array."""
+    """Return for each element of a stored array its index along dimension `dim` of the logical array.
+
+    `view` says how the array is padded and reshaped for storage.
+    """
     dims = range(view.extra_dims + 1) if dim == 0 else [view.stored_dim(dim)]
     place = jnp.zeros((), jnp.uint32)
     for one in dims:

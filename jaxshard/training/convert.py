@@ -13,10 +13,10 @@ from jaxshard.training.state import TrainState
 def convert_optimizer(run: TrainState, source: Layout, target: Layout) -> TrainState:
     """Convert the optimizer state of a TrainState to another layout of the same model.
 
-    A layout may give each matrix to one device, its owner, which stores the optimizer state of the matrix; `target` may
-    be the same layout without owners (`layout.without_owners`). Parameters and all other arrays are shared with `run`.
-    The compiler chooses the collectives: an all-to-all of the optimizer state that owners store. If both layouts store
-    the state alike, return `run` itself.
+    A layout may give each matrix to one device (its owner), which stores the optimizer state of the matrix; `target`
+    may be the same layout without owners (`layout.without_owners`). Parameters and all other arrays are shared with
+    `run`. The compiler chooses the collectives: an all-to-all of the optimizer state that owners store. If both layouts
+    store the state alike, return `run` itself.
     """
     if source.carried == target.carried:
         return run

@@ -88,7 +88,7 @@ class EarlyStopping:
         return self.patience is not None or self.max_worse is not None
 
     def _gain(self, value: float, other: float) -> float:
-        """Return by how much `value` is better than `other`: -inf if `value` is NaN, inf if only `other` is NaN."""
+        """Return by how much `value` is better than `other`; -inf if `value` is NaN, inf if only `other` is NaN."""
         if math.isnan(value) or math.isnan(other):
             return -math.inf if math.isnan(value) else math.inf
         return other - value if self.mode == "min" else value - other

@@ -284,7 +284,7 @@ Evaluate = Callable[..., Results]
 
 
 def _make_device_evaluation(eval_fn: EvalFn, layout: Layout, engine: Engine | None) -> Evaluate | None:
-    """Make the evaluation that runs in a `shard_map`, for sums in a fixed order and for pipelines; otherwise None."""
+    """Make the evaluation that runs in a `shard_map`; None if neither ordered sums nor a pipeline need it."""
     sums = NATIVE if engine is None else engine.sums(layout)
     if sums.in_order:
         return _make_ordered(eval_fn, layout, sums)
@@ -378,7 +378,7 @@ def _check_results(output: Any) -> Results:
 def _combine_rows(metric: Mean | Sum | Max, counts: jax.Array) -> Mean | Sum | Max:
     """Combine the results of single rows, stacked along the first dimension, leaving out rows where `counts` is False.
 
-    It selects by `where` and does not multiply by 0, so that NaN in the padding can't leak.
+    Rows are left out by `where`, not by a multiplication with 0, so that NaN in the padding can't reach the result.
     """
 
     def only(x: jax.Array, otherwise: Any) -> jax.Array:

@@ -96,9 +96,10 @@ def find_extra_args(tx: optax.GradientTransformation, params: PyTree) -> ExtraAr
 
 
 def take_fast_gradients(tx: optax.GradientTransformation, params: PyTree) -> optax.GradientTransformation:
-    """Wrap `optax.lookahead` so that its update takes the gradients of all parameters, as steps compute them.
+    """Wrap `optax.lookahead` so that its update takes gradients of both the fast and the slow parameters.
 
-    The update of `optax.lookahead` itself takes only the gradients of the fast parameters, not of the slow ones.
+    A step computes the gradients of all parameters, but the update of `optax.lookahead` itself takes only the gradients
+    of the fast parameters.
 
     Args:
       tx: an optax transform; returned unchanged unless its parameters are an `optax.LookaheadParams`.

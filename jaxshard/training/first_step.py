@@ -41,7 +41,8 @@ class Evidence(NamedTuple):
 
     Attributes:
       loss: the loss.
-      squares: f32[trained parameters], the sum of squares of each parameter's gradient, NaN if it is not finite.
+      squares: f32[trained parameters], the sum of squares of each parameter's gradient; NaN for a gradient that is not
+        finite.
     """
 
     loss: jax.Array

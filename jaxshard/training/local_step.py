@@ -99,7 +99,7 @@ def take_local_step(
 def _synchronise(layout: Layout, local: Local, run: TrainState, own: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     """Run the outer optimizer if replicas synchronise after this step; otherwise return the arrays unchanged.
 
-    After a warm-up step the parameters of all replicas are equal. Then copy any replica's parameters to the shared
+    After a warm-up step the parameters of all replicas are equal, so copy the parameters of any replica to the shared
     parameters instead.
 
     Args:
@@ -159,7 +159,7 @@ def _mean_over_replicas(layout: Layout, local: Local, own: PyTree, stored: PyTre
       local: the `js.local` of the layout's strategy.
       own: each replica's trained parameters, [replicas, ...].
       stored: the placements in which the shared parameters are stored.
-      seen: the placements of the result: those in which the outer optimizer receives the parameters.
+      seen: the placements of the result, in which the outer optimizer receives the parameters.
     """
 
     def lift(placement: Placement) -> Placement:

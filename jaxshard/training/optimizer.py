@@ -19,13 +19,13 @@ from jaxshard.training.update import make_update
 class Optimizer:
     """An optax transform and the arrays on which a step runs it.
 
-    They are the stored arrays, or logical arrays (without padding, in model order), or, for a layout with owners, full
-    matrices, each on the one device that updates it.
+    These are the stored arrays, or logical arrays (without padding, in model order). For a layout with owners they are
+    full matrices, each on the only device that updates it.
 
     Args:
       tx: the optax transform.
       layout: the layout; under `js.local` the layout of one replica.
-      sums: how sums over devices are computed, natively or in a fixed order.
+      sums: the functions that sum over devices, in the order that the hardware chooses or in a fixed order.
 
     Attributes:
       update: the function that `make_update` returns.
@@ -102,8 +102,8 @@ class Optimizer:
     def check_stacking(self) -> None:
         """Raise ValueError if the optimizer updates stacked blocks differently from the same blocks as separate arrays.
 
-        An optimizer that uses the norm of each array, for example, does. Only the first call checks. The step calls
-        this before it compiles, if the library stacked the blocks for the user.
+        One example is an optimizer that uses the norm of each array. Only the first call checks. The step calls this
+        before it compiles, if the library stacked the blocks for the user.
         """
         if self._checked_stacking:
             return

@@ -102,7 +102,10 @@ def _check_given(expected: PyTree, model: PyTree, what: str, fix: str) -> None:
 
 
 def _check_dtypes(expected: PyTree, given: PyTree, what: str) -> None:
-    """Raise ValueError, with all arrays whose dtypes differ; JAX would cast them silently, such as float64 to f32."""
+    """Raise ValueError, with all arrays whose dtypes differ.
+
+    JAX would cast these arrays silently, such as float64 to f32.
+    """
     pairs = zip(jax.tree_util.tree_leaves_with_path(given), jax.tree.leaves(expected), strict=True)
     raise_all(
         (

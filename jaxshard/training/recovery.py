@@ -55,7 +55,7 @@ class Feed(Iterator[tuple[int, PyTree]]):
             )
 
     def go_back(self, step: int, position: Any) -> None:
-        """Set the batches back to `position` if it is a saved state of batches, else to the batch after step `step`."""
+        """Go back to the batch at `position`, if this is a saved state of batches, else to the batch after `step`."""
         known = isinstance(position, int) or (isinstance(position, Mapping) and "batches" in position)
         self._batches.seek(position if known else step)  # type: ignore[attr-defined]  # check_can_go_back saw to it
         self._iterator, self._step = iter(self._batches), step

@@ -104,7 +104,7 @@ def _find_streamed(grads: PyTree, state: PyTree, placements: PyTree) -> list[_St
 
 
 def _has_blocks(placement: Placement) -> bool:
-    """Return True if an array is on the host, unpadded, and its first dimension, of blocks, is not split."""
+    """Return True for an unpadded array on the host whose first dimension (the blocks) is not split."""
     sizes = placement.view.stored
     whole = bool(sizes) and sizes[0] > 1 and placement.store[0] is None
     return bool(placement.memory) and not placement.view.is_padded and whole
@@ -125,7 +125,7 @@ def _stream(
     """Compute the update of one parameter and its new state block by block, in a loop of the compiled program.
 
     Args:
-      block: the jaxpr of `tx.update`, traced for arrays of which the streamed ones have a single block.
+      block: the jaxpr of `tx.update`, traced with a single block of each streamed array.
       one: the parameter, and the arrays of its state.
       ok: bool[]; if False, the returned state is the old state.
       grads: all gradients.

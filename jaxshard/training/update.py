@@ -52,7 +52,7 @@ def make_update(
     Args:
       tx: an optax transform.
       layout: the layout.
-      sums: how sums over devices are computed, natively or in a fixed order.
+      sums: the functions that sum over devices, in the order that the hardware chooses or in a fixed order.
       stored: True if `tx` runs on the stored arrays; otherwise on logical arrays, unpadded and in model order.
       streamed: True if optimizer state in the host's memory is copied to the device block by block; `tx` must be
         elementwise.
@@ -81,7 +81,10 @@ def make_update(
         state_view = View(UNCHANGED.enter, STORED.leave)
 
     def to_optimizer(tree: PyTree, placements: PyTree) -> PyTree:
-        """Reshard stored parameters or gradients like the optimizer state: by a slice if it is split more (ZeRO)."""
+        """Reshard stored parameters or gradients like the optimizer state.
+
+        `placements` says how the arrays are stored. This is a slice if the state is split over more mesh axes (ZeRO).
+        """
         return view.enter(seen, move_stored(layout, tree, placements, seen))
 
     def from_optimizer(tree: PyTree) -> PyTree:
@@ -137,8 +140,9 @@ def _update_with_kept_state(
     Return (updates, new state); the updates of a bad step are not used.
 
     If the selection came after all of `tx.update`, the compiled program would keep two values of each new moment
-    (`mu`), before and after the selection. It would compute the first from the old moment, whose memory is overwritten
-    by the second, and so would copy the old moment of every parameter.
+    (`mu`): one before the selection, one after it. The value after the selection overwrites the memory of the old
+    moment, from which the value before the selection is computed. So the program would copy the old moment of every
+    parameter.
     """
     program = Program.trace(tx.update, grads, old_state, params)
     if shares_threads(layout.mesh):

@@ -45,7 +45,7 @@ UNCHANGED = View(lambda placements, tree: tree, lambda placements, tree: tree)
 
 
 def move_stored(layout: Layout, tree: PyTree, source: PyTree, target: PyTree) -> PyTree:
-    """Reshard stored arrays from placements `source` to `target`: by a slice if `target` splits more, else a gather."""
+    """Reshard stored arrays from placements `source` to `target`: a slice if `target` splits more, else a gather."""
 
     def move(x: jax.Array, old: Placement, new: Placement) -> jax.Array:
         x = x if old.view == new.view else new.view.apply(old.view.invert(x))
@@ -58,14 +58,14 @@ def gather_updated(layout: Layout, tree: PyTree, source: PyTree, target: PyTree)
     """Reshard updated parameters from the sharding of the optimizer state to their own, into the donated arrays.
 
     Parameters that are split less than their optimizer state are all-gathered. Two measures avoid a second copy of all
-    parameters in memory. First, an `optimization_barrier` comes between the updated shard and its all-gather: otherwise
-    the partitioner lets the norm of the update read a slice of the gathered array, for which the old array must be
-    kept. Second, on TPUs whose SparseCores gather, the result is selected from the gathered array by a condition that
-    is always True, which a barrier hides from the compiler: otherwise XLA gathers each parameter into new memory, and
-    copies it over the donated array only at the end, when all other parameters are gathered too.
+    parameters in memory. First, an `optimization_barrier` comes between the updated shard and its all-gather, because
+    otherwise the partitioner lets the norm of the update read a slice of the gathered array, for which the old array
+    must be kept. Second, on TPUs whose SparseCores gather, the result is selected from the gathered array by a
+    condition that is always True, which a barrier hides from the compiler, because otherwise XLA gathers each parameter
+    into new memory, and copies it over the donated array only at the end, when all other parameters are gathered too.
 
-    On TPUs without SparseCores neither helps: after a barrier XLA copies the parameters that loops read at the start of
-    a step, and its compiler crashed on such a select.
+    On TPUs without SparseCores neither measure helps: after a barrier XLA copies the parameters that loops read at the
+    start of a step, and on such a selection XLA crashed.
 
     Args:
       layout: the layout.
@@ -104,7 +104,7 @@ def cut_first(layout: Layout, tree: PyTree, source: PyTree, target: PyTree) -> t
 
     Returns:
       (the parameters to compute the loss with, the parts). The parts are None if no parameter needs a slice, or if the
-      mesh has no TPUs: there the update slices.
+      mesh has no TPUs, where the update slices.
     """
     cut = jax.tree.map(lambda old, new: old.store != new.store, source, target)
     if not any(jax.tree.leaves(cut)) or not is_tpu(device_kind(layout.mesh)):

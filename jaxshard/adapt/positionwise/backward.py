@@ -63,7 +63,7 @@ def fits(fact: Fact, gradient: Fact) -> bool:
 
     Args:
       fact: how the value depends on the positions.
-      gradient: how the gradient with respect to the value, by a hand-written backward pass, depends on them.
+      gradient: how the gradient with respect to the value depends on the positions, in a hand-written backward pass.
     """
     if gradient.zero or gradient.kind is Kind.LOST:
         return True

@@ -128,7 +128,8 @@ def is_consistent(fact: Fact, one: Sequence[int], two: Sequence[int], parts: int
       one: the shape of the value in the trace for all positions.
       two: the shape of the value in the trace for one of `parts` equal parts of the positions.
       parts: the number of parts.
-      length: the number of all positions; 0 skips the check that the size is a multiple of it.
+      length: the number of all positions, to check that the product of `outer`, `length` and `inner` is the size of the
+        dimension; 0 skips this check.
     """
     if fact.kind is Kind.LOST:
         return True

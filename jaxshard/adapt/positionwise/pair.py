@@ -72,7 +72,8 @@ class Pair(NamedTuple):
     def check_unchanged(self, names: Set[str] | None = None) -> None:
         """Raise `Mixes` if a parameter of the equation differs between the two traces.
 
-        It then depends on the number of positions, and devices would compute something else than a single device.
+        Such a parameter depends on the number of positions, so devices would compute another function than a single
+        device.
 
         Args:
           names: the parameters to compare; by default all but sizes, such as `slice_sizes`, which may differ.

@@ -35,7 +35,7 @@ class Cause:
 
     Attributes:
       pair: the equation, in the traces for all positions and for one device's positions.
-      calls: the equations that call the programs around it, the outermost first.
+      calls: the equations (calls, loops, branches) whose jaxprs contain the blamed equation, the outermost first.
     """
 
     def __init__(self, pair: Pair, calls: tuple[Any, ...]):
@@ -72,8 +72,9 @@ def make_finding(pair: Pair, refusal: Mixes, calls: Sequence[Any]) -> Finding:
 
     Args:
       pair: the refused equation.
-      refusal: the exception; its `cause`, if any, is reported in place of `pair`.
-      calls: the equations that call the programs around it, the outermost first.
+      refusal: the exception that the rule raised. If it has a `cause`, this other equation is reported in place of
+        `pair`.
+      calls: the equations (calls, loops, branches) whose jaxprs contain the blamed equation, the outermost first.
     """
     cause = refusal.cause or Cause(pair, tuple(calls))
     where, via = locate([cause.pair.one, *reversed(cause.calls)])

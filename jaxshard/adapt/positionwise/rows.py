@@ -53,9 +53,9 @@ _COLLECTIVES = frozenset(
 
 
 class _Rows(Positions):
-    """The walk of the proof `Positions`, with rows of the batch in place of positions, that refuses nothing.
+    """The proof `Positions`, applied to the rows of a batch in place of sequence positions; it refuses no operation.
 
-    A value computed by an operation that mixes rows is LOST (unknown), and no findings are recorded.
+    Instead, a value computed by an operation that mixes rows is LOST (unknown), and no findings are recorded.
     """
 
     def rule(self, place: Place, facts: list[Fact]) -> list[Fact] | None:
@@ -92,7 +92,7 @@ class _Rows(Positions):
         For example `np.arange(rows)`.
 
         Args:
-          values: its values in the traces for all rows and for a part of the rows.
+          values: the values of the constant in the traces for all rows and for a part of the rows.
           place: the equation that reads it.
         """
         shapes = [np.shape(x) for x in values]
@@ -103,10 +103,10 @@ class _Rows(Positions):
         return super().value(values, place)
 
     def note(self, place: Place, refusal: Mixes) -> None:
-        """Do nothing: this walk reports wrong means, not refused equations."""
+        """Do nothing, because this class finds wrong `js.Mean`s, and does not report refused equations."""
 
     def check_backward(self, place: Place, facts: list[Fact], results: list[Fact]) -> None:
-        """Do nothing: means are computed in the forward pass."""
+        """Do nothing, because every `js.Mean` is computed in the forward pass."""
 
 
 def find_unequal_means(
@@ -210,7 +210,7 @@ def _reads(program: Any, atom: Any, rows: Sequence[Any]) -> bool:
 
 
 def _fitting_weights(program: Any, total: Any, rows: int) -> set[float]:
-    """Return the constants that are right weights of a `js.Mean` with this total, a variable of a jaxpr.
+    """Return the constants that are right weights of a `js.Mean` with this total (a variable of the jaxpr).
 
     If the total is a sum: the number of rows, and the number of terms. If it is a sum divided by the number of its
     terms: 1. If the jaxpr does not show how it is computed: the empty set.

@@ -44,7 +44,7 @@ def combine_numbers(pair: Pair, facts: Sequence[Fact]) -> Fact:
     """Return the fact about the result of an elementwise function of values that do not vary with position.
 
     All `facts` are of kind SAME: on n devices each device has the single-device value divided by n**degree. The
-    result's degree follows from theirs: x.shape[1] has degree 1, and its square has degree 2.
+    result's degree follows from the degrees of the operands: x.shape[1] has degree 1, and its square has degree 2.
     """
     name = pair.name
     degrees = [fact.degree for fact in facts]

@@ -78,10 +78,10 @@ class Positions(Domain[Fact]):
         return Pair(place.equation, place.twin, self.length, self.parts, self.axes)
 
     def value(self, values: Sequence[Any], place: Place) -> Fact:
-        """Return how a literal or constant depends on the number of positions, as a fact.
+        """Return the fact about a literal or constant: how it depends on the number of positions.
 
         Args:
-          values: its values in the traces for all positions and for one device's positions.
+          values: the values of the constant in the traces for all positions and for one device's positions.
           place: the equation that reads it.
         """
         one, other = values
@@ -124,9 +124,10 @@ class Positions(Domain[Fact]):
         return guess(one, two, self.parts)
 
     def _with_cause(self, fact: Fact, place: Place) -> Fact:
-        """Return `fact`, with the equation at `place` as its `cause` if it says that this equation sums over positions.
+        """Set the equation at `place` as the `cause` of a fact of kind SUM or MAX, and return the fact.
 
-        The same for a maximum. Error messages later name the cause. A fact that already has one keeps it.
+        A fact that already has a cause keeps it, and all other facts are returned as they are. Error messages name the
+        cause.
         """
         if math.isnan(fact.degree):
             # Facts are compared, and NaN != NaN, but tuples compare identical objects as equal: use one NaN object.
@@ -191,8 +192,8 @@ class Positions(Domain[Fact]):
     def enter(self, place: Place, facts: list[Fact]) -> list[Fact]:
         """Return how the inputs of the jaxpr of a call, branch, loop or `shard_map` depend on the positions.
 
-        `facts` say so for the equation's operands. The two differ only for a scan, whose body receives one row of each
-        scanned array.
+        `facts` has the fact about each operand of the equation. Inputs have the facts of the operands, except in a
+        scan, whose body receives one row of each scanned array.
 
         Raises:
           Mixes: a scan over the positions, a condition that depends on them, or a `shard_map` that splits them.
@@ -213,8 +214,8 @@ class Positions(Domain[Fact]):
     def leave(self, place: Place, facts: list[Fact]) -> list[Fact]:
         """Return how the results of a scan or `shard_map` depend on the positions.
 
-        `facts` say so for the results of its jaxpr. The two differ only for a scan, which stacks a row of each
-        iteration along a new first dimension.
+        `facts` has the fact about each result of the inner jaxpr. The results of the equation have the same facts,
+        except in a scan, which stacks a row of each iteration along a new first dimension.
         """
         if place.name == "shard_map":
             _check_split(facts, place.equation.params["out_specs"])
@@ -225,8 +226,8 @@ class Positions(Domain[Fact]):
     def conclude(self, place: Place, operands: list[Fact], results: list[Fact]) -> list[Fact]:
         """Return the facts about an equation's results, or LOST (unknown) for all if a shape contradicts its fact.
 
-        For a `jax.custom_vjp`, check its backward pass too, if no other `jax.custom_vjp` calls it: otherwise JAX never
-        runs this backward pass.
+        For a `jax.custom_vjp`, check its backward pass too, unless another `jax.custom_vjp` calls it, because JAX then
+        never runs this backward pass.
 
         Args:
           place: the equation.
@@ -311,7 +312,7 @@ def _shift(fact: Fact, by: int) -> Fact:
 def _check_split(facts: Sequence[Fact], specs: Sequence[Any]) -> None:
     """Raise `Mixes` if a `shard_map` in the user's code splits a dimension that has the sequence positions.
 
-    `facts` say in which dimension each array has positions, `specs` are the PartitionSpecs of the `shard_map`.
+    `facts` says in which dimension each array has positions; `specs` has the PartitionSpec of each array.
     """
     for fact, spec in zip(facts, specs, strict=True):
         if fact.kind is Kind.ALONG and len(spec) > fact.dim and spec[fact.dim] is not None:

@@ -34,7 +34,7 @@ class Recalled(NamedTuple):
     Attributes:
       run: the random name of the training run.
       step: the number of the step.
-      saves: how often the training run had been copied to memory, up to this step.
+      saves: the number of copies that the training run had made in memory, up to this step.
       data: the position of the data.
       found: {name: bytes} of the blocks (shards) that this process has in memory.
       missing: for each process the names of the blocks that it needs and lacks.
@@ -60,12 +60,12 @@ def recall(segments: Sequence[Segment], needed: Callable[[int], Set[str]], proce
     Every process calls this. A block is a shard; it may be in the memory of any process.
 
     Args:
-      segments: the segments (files in shared memory) on this process's machine, its own first.
+      segments: the segments (files in shared memory) on this process's machine, this process's segment first.
       needed: `needed(process)` returns the names of the blocks that a process needs.
       process: the index of this process.
 
     Returns:
-      The step; None if nothing usable was saved: no step, or only an incomplete first step.
+      The step; None if no step was saved, or only an incomplete first step.
 
     Raises:
       ValueError: there are segments of several training runs.
@@ -132,7 +132,8 @@ def _read(
 def find_holders(needed: Callable[[int], Set[str]], missing: Sequence[frozenset[str]]) -> dict[str, int]:
     """Return {name of a missing block: lowest index of a process that has it}; omit blocks that no process has.
 
-    `needed(process)` is the set of blocks that a process needs, `missing[process]` the blocks of them that it lacks.
+    `needed(process)` returns the names of the blocks that a process needs, and `missing[process]` has the names of the
+    needed blocks that the process lacks.
     """
     wanted = frozenset().union(*missing)
     holders: dict[str, int] = {}

@@ -78,7 +78,7 @@ class Blocks:
         return [device for device in self._devices if device.process_index == process]
 
     def of_process(self, process: int) -> dict[str, Block]:
-        """Return {name: block} of a process. A block that several of its devices store is listed once."""
+        """Return {name: block} for the blocks of a process; a block that several devices store is listed once."""
         if process not in self._of_process:
             blocks = (block for device in self.devices_of(process) for block in self.of_device(device))
             self._of_process[process] = {block.name: block for block in blocks}

@@ -115,7 +115,7 @@ class _Sum:
 
 
 def _place(held: Sequence[Block], numbers: Sequence[int]) -> list[tuple[Block, int]]:
-    """Place a device's blocks of some arrays one after another in a buffer; return (block, offset of its first byte).
+    """Place a device's blocks of the arrays `numbers` one after another; return (block, offset of its first byte).
 
     The offsets are the same on every device, since all shards of an array have the same size.
     """

@@ -72,7 +72,7 @@ class Record(NamedTuple):
 
 
 class Segment:
-    """A segment: a memory-mapped file with two slots for a step each; made by `create_segment` and `open_segment`."""
+    """A memory-mapped file with two slots, each for one step; made by `create_segment` and `open_segment`."""
 
     def __init__(self, file: Path, header: Header, start: int):
         self.file, self.header = file, header
@@ -227,7 +227,7 @@ def _map(fn: Callable[..., Any], size: int, *columns: Sequence[Any]) -> list[Any
 
 
 def _reserve(opened: int, size: int) -> None:
-    """Allocate the memory of a file now; otherwise a later write could die by SIGBUS if memory runs out."""
+    """Allocate the memory of a file now, because a later write could die by SIGBUS if memory runs out."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(opened, 0, size)
     else:

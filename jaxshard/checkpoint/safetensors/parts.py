@@ -87,10 +87,11 @@ def allocate(shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _firsts(shape: Sequence[int], ranges: Sequence[Range], cut: int) -> Iterator[int]:
-    """Yield where the contiguous ranges of a part begin, as flat indices into the tensor.
+    """Yield the flat index into the tensor at which each contiguous range of elements of a part begins.
 
-    There is one range for each index of the part in the dimensions before `cut`. It begins at the part's first index in
-    dimension `cut`; the part must contain all indices of the later dimensions, or the caller reads them all.
+    There is one contiguous range for each combination of the part's indices in the dimensions before `cut`. In
+    dimension `cut` a range begins at the part's first index, and in all later dimensions at index 0. For example, for
+    the shape [4, 8], the part [1:3, 2:5] and cut=1 the result is 10, 18.
     """
     steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     start = ranges[cut].start * steps[cut] if shape else 0
@@ -101,9 +102,9 @@ def _firsts(shape: Sequence[int], ranges: Sequence[Range], cut: int) -> Iterator
 def _read_rows(
     fd: int, source: Source, shape: Sequence[int], ranges: Sequence[Range], cut: int, part: NDArray[Any]
 ) -> None:
-    """Fill `part` from full rows of the tensor: read up to 4 MiB of rows at once, and keep the wanted elements.
+    """Fill `part` from complete rows of the tensor: read up to 4 MiB of rows at once, and keep the part's elements.
 
-    A row is one index of dimension `cut - 1`, with all indices of the later dimensions.
+    A row has the elements at one index of dimension `cut - 1` and all indices of the later dimensions.
     """
     dim, row = cut - 1, math.prod(shape[cut:])
     together = max(1, _MOST // (row * part.itemsize))

@@ -33,9 +33,9 @@ LIMIT = 1 << 24
 
 
 class Window(NamedTuple):
-    """The shape of a part of an array that is contiguous in the array's bytes: (1, ..., 1, n, *all later sizes).
+    """The shape (1, ..., 1, n, *later sizes) of a part of an array whose bytes are contiguous in the array.
 
-    The first `cut - 1` sizes are 1. The next dimension has n consecutive indices, all within one shard. The remaining
+    The first `cut - 1` sizes are 1. Dimension `cut - 1` has n consecutive indices, all within one shard. All later
     dimensions are complete.
     """
 
@@ -75,8 +75,8 @@ def window_starts(
 ) -> Iterator[tuple[tuple[int, ...], int]]:
     """Yield (index of the first element, elements to skip) of windows that together cover the array, in byte order.
 
-    All windows have the same shape. If the last window in a shard would reach beyond the shard, it begins earlier, and
-    its first elements, which belong to the previous window, are skipped.
+    All windows have the same shape. If the last window in a shard would reach beyond the shard, it begins earlier. Its
+    first elements are then also in the previous window, and must be skipped.
     """
     if not window.cut:
         yield (), 0

@@ -32,7 +32,7 @@ class StoredTensor(NamedTuple):
     Attributes:
       file: the path of the file, for messages.
       tensor: the tensor's dtype, shape and first byte after the header.
-      raw: the tensor's bytes; the file is memory-mapped, so bytes are read from disk when they are used.
+      raw: the tensor's bytes in the memory-mapped file, which are read from disk when they are used.
       crc32: the tensor's checksum; None if the file has no checksums.
       start: the first byte of the tensor in the file.
     """

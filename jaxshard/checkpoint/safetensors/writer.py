@@ -234,7 +234,10 @@ def _name_files(path: Path, files: list[list[Output]]) -> dict[str, list[Output]
 
 
 def stream_outputs(outputs: Iterable[Output], mesh: Mesh, limit: int) -> Iterator[NamedPiece]:
-    """Yield (name of a tensor, piece) for all pieces of some tensors, in the order of their bytes. Collective."""
+    """Yield (name of a tensor, piece) for tensors to write, one tensor after another, each from its first byte on.
+
+    A piece is a contiguous part of a tensor, of at most `limit` bytes. Collective: every process must take all pieces.
+    """
     for output in outputs:
         for piece in stream_pieces(output.make(), mesh, output.spec, limit):
             yield output.name, piece
@@ -245,8 +248,8 @@ def _write_drafts(
 ) -> OSError | None:
     """Write this process's files, one after another; return the OSError if writing fails, or None.
 
-    Fetching a piece is collective, so every process takes part in the pieces of all files, even after it failed to
-    write its own file. With 2 processes and files a, b, c they fetch the pieces a0 b0 a1 b1 ..., then c0 c1 ...
+    Fetching a piece is collective, so every process fetches the pieces of all files, even after it failed to write its
+    own file. With 2 processes and files a, b, c they fetch the pieces a0 b0 a1 b1 ..., then c0 c1 ...
     """
     index, count = jax.process_index(), jax.process_count()
     failure: OSError | None = None
@@ -284,7 +287,7 @@ def _commit(path: Path, drafts: dict[str, Path], files: dict[str, list[Output]])
 
     Readers ignore the files of a model without its index, so a model of several files appears at once when its index is
     written last. An old index is deleted first, since it may name files that are replaced. A single file needs no such
-    care: readers prefer it to an index.
+    care, because readers prefer the file to an index.
     """
     done: list[Path] = []
     index, old = index_of(path), find_model_files(path)

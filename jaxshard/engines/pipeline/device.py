@@ -115,9 +115,9 @@ class DeviceStep:
     def zero_grad_sums(self) -> GradSums:
         """Return zeros as accumulators for the gradients of this device's blocks, one array per trained weight.
 
-        Their first dimension counts the blocks of this device. With scatter="each" every gradient is reduced over
-        devices before it is added, so they have the shape of the stored gradient. With scatter="end" the sum is
-        reduced, so they have the shape before the reduction.
+        The first dimension of an accumulator counts the blocks of this device. With scatter="each" every gradient is
+        reduced over devices before it is added, so an accumulator has the shape of the stored gradient. With
+        scatter="end" only the sum is reduced, so an accumulator has the shape before the reduction.
         """
         axes, (chunks, each) = self.layout.manual_axes, self._chunks()
 

@@ -193,7 +193,7 @@ class EmbedAndHead:
         return loss
 
     def _with_sums(self, sums: PyTree) -> PyTree:
-        """Return the weights outside the blocks with a gradient accumulator in `sums`; None for the other weights."""
+        """Return the weights outside the blocks, with None for weights that have no gradient accumulator in `sums`."""
         return jax.tree.map(lambda s, x: None if s is None else x, sums, self.params, is_leaf=lambda x: x is None)
 
 

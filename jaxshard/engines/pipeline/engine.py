@@ -151,7 +151,10 @@ class Pipelined(Engine):
         return super().describe() | {"schedule": name, "stash": self.stash}
 
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
-        """Make the function that computes loss and gradient, in which each device runs its blocks by the schedule."""
+        """Make the function that computes the loss `objective` and its gradient.
+
+        In this function each device runs its blocks by the schedule.
+        """
         if not isinstance(objective, OfBlocks):
             raise Unsuited(
                 f"js.pipelined: {objective.name} is opaque: where its blocks begin and end can't be seen. Describe the "

@@ -43,9 +43,9 @@ def make_evaluate(model: Stacked, layout: Layout) -> Callable[..., Metrics]:
     the metrics.
 
     Returns:
-      `fn(stored parameters, batch, rows=None) -> {"loss": js.Mean, ...}` with the head's metrics, of global arrays,
-      under jit. With `rows`, a global int32 scalar, only the first `rows` rows of the batch count; micro-batches then
-      have one row each.
+      `fn(stored parameters, batch, rows=None) -> {"loss": js.Mean, ...}`, the loss and the head's metrics. Call it
+      under jit, with global arrays. With `rows`, a global int32 scalar, only the first `rows` rows of the batch count;
+      micro-batches then have one row each.
     """
     pipe = layout.pipeline
     assert pipe is not None, "the layout has a pipeline"

@@ -178,6 +178,9 @@ def forward_only(block: Block) -> SplitBlock:
 
 
 def _with_keys(names: Sequence[Any], values: Arrays) -> dict[Any, jax.Array]:
-    """Return {variable of the jaxpr: array}, converting integers back to random keys where the variable is a key."""
+    """Return {variable of a jaxpr: its value}, with integers converted back to random keys where the variable is a key.
+
+    `names` are the variables, `values` their values.
+    """
 
     return {var: keys_of(x, var.aval.dtype) for var, x in zip(names, values, strict=True)}

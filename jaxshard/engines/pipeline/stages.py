@@ -35,7 +35,8 @@ GradSums = list[jax.Array]
 class Slot(NamedTuple):
     """One slot of a buffer, with the values that a chunk (a group of consecutive blocks) saved.
 
-    The values are read where they are used, one block at a time: reading all of them first would need the memory twice.
+    The values are read where they are used, one block at a time, because reading all values first would need their
+    memory twice.
 
     Attributes:
       buffer: a tree of arrays [slots, ...].
@@ -49,7 +50,7 @@ class Slot(NamedTuple):
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, self.slot, keepdims=False), self.buffer)
 
     def of_block(self, turn: jax.Array) -> PyTree:
-        """Read the values of one block, the chunk's `turn`-th, from a slot with arrays [blocks of a chunk, ...]."""
+        """Read the values of block number `turn` of the chunk, from a slot with arrays [blocks of a chunk, ...]."""
 
         def read(x: jax.Array) -> jax.Array:
             start: list[Any] = [self.slot, turn, *[0] * (x.ndim - 2)]

@@ -56,14 +56,17 @@ Tick = dict[str, jax.Array]
 
 
 class Carry(NamedTuple):
-    """The carry of the scan over ticks: four buffers, trees of arrays [slots, ...], and the accumulators.
+    """The carry of the scan over ticks: four buffers for values that wait for a later tick, and the accumulators.
+
+    A buffer is a tree of arrays [slots, ...].
 
     Attributes:
-      inbox: inputs of chunks (groups of consecutive blocks), until their forward.
-      kept: residuals of chunks, from the forward until the backward.
-      outbox: outputs of the last chunk until the head runs, and cotangents until a chunk or the embedding runs
-        backward.
-      carried: values that the backward for inputs leaves to the backward for weights.
+      inbox: the buffer of the inputs of chunks (groups of consecutive blocks), from their arrival to the chunk's
+        forward.
+      kept: the buffer of the residuals of chunks, from the chunk's forward to its backward.
+      outbox: the buffer of the model's last outputs and of cotangents. An output waits for the head; a cotangent waits
+        for the backward of a chunk or of the embedding.
+      carried: the buffer of the values that the backward for inputs computes and the backward for weights needs.
       grads: the gradients of this device's blocks.
       totals: loss, metrics, and gradients of embedding and head.
     """
@@ -118,7 +121,7 @@ def run_forwards(
     """Evaluate micro-batches by the forward operations of a schedule's table, inside `shard_map` over `axis`.
 
     Return this device's share of the metrics, of the micro-batches for which `counts(microbatch)` is True. Collectives:
-    as in `run_ticks`, without those of the backward.
+    as in `run_ticks`, without the collectives of the backward.
     """
     loop = _TickLoop.of(plan, axis, stages, embed_and_head)
     x = jax.eval_shape(embed_and_head.run_embed, jnp.int32(0))
@@ -146,8 +149,8 @@ class _Operation(NamedTuple):
 class _RunMember(NamedTuple):
     """The micro-batch for which one device runs the embedding or head in a tick.
 
-    Each device of the pipeline has another micro-batch. If `active` is False there is none for this device, and its
-    result is discarded.
+    Each device of the pipeline has a micro-batch of its own. If `active` is False there is none for this device, and
+    the device's result is discarded.
     """
 
     microbatch: jax.Array
@@ -253,20 +256,24 @@ class _TickLoop:
     def embed(self, at: Tick, sums: tuple[()]) -> tuple[list[PyTree], tuple[()]]:
         """Embed one micro-batch on each device, and collect the results on the first device.
 
-        Return (the results, `sums` unchanged).
+        Return (the results, `sums` unchanged). `at` is the entry of the table for this device and tick.
         """
         run = self._run("embed", at)
         return self.ring.gather_to(self.embed_and_head.run_embed(run.microbatch), to=0), sums
 
     def forward(self, at: Tick, inbox: PyTree, sums: tuple[()]) -> tuple[tuple[PyTree, PyTree], tuple[()]]:
-        """Run one chunk of blocks forward on every device. Return ((its output, its residuals), `sums` unchanged)."""
+        """Run one chunk of blocks forward on every device. Return ((its output, its residuals), `sums` unchanged).
+
+        `at` is the entry of the table for this device and tick.
+        """
         chunk, microbatch, _ = _Operation.of(at, "f")
         return self.stages.forward(chunk, microbatch, Slot(inbox, at["f_inbox"]).whole()), sums
 
     def head(self, at: Tick, outbox: PyTree, totals: Totals) -> tuple[list[PyTree], Totals]:
         """Compute head and loss of one micro-batch on each device, and collect the cotangents on the last device.
 
-        Return (the cotangents of the head's inputs, the new totals).
+        Return (the cotangents of the head's inputs, the new totals). `at` is the entry of the table for this device and
+        tick.
         """
         run = self._run("head", at)
         dy, totals = self.embed_and_head.run_head(run.microbatch, self._outputs(at, outbox), totals, run.active)
@@ -277,7 +284,7 @@ class _TickLoop:
     ) -> tuple[tuple[()], Metrics]:
         """Compute the metrics of one micro-batch on each device, and add them to `metrics` where `counts` is True.
 
-        For evaluation only. Return ((), the new metrics).
+        For evaluation only. Return ((), the new metrics). `at` is the entry of the table for this device and tick.
         """
         run = self._run("head", at)
         active = run.active & counts(run.microbatch)
@@ -289,7 +296,8 @@ class _TickLoop:
     ) -> tuple[tuple[PyTree, PyTree], GradSums]:
         """Run one chunk of blocks backward on every device, and add the gradients of its weights to `grads`.
 
-        Return ((the cotangent of the chunk's input, the values that `weight_backward` needs), the new gradients).
+        Return ((the cotangent of the chunk's input, the values that `weight_backward` needs), the new gradients). `at`
+        is the entry of the table for this device and tick.
         """
         chunk, microbatch, active = _Operation.of(at, "b")
         residuals, dy = Slot(kept, at["b_kept"]), Slot(outbox, at["b_outbox"]).whole()
@@ -303,7 +311,7 @@ class _TickLoop:
         """Run the embedding backward for one micro-batch on each device, and add its weights' gradients to `sums`.
 
         The first device sends each device the cotangent of its embedding's output, from its outbox. Return ((), the new
-        sums).
+        sums). `at` is the entry of the table for this device and tick.
         """
         run = self._run("embed_grad", at)
         values = read_slots(outbox, self._run_slots("embed_grad", at), self.ring.size)
@@ -313,7 +321,7 @@ class _TickLoop:
     def weight_backward(self, at: Tick, carried: PyTree, grads: GradSums) -> tuple[tuple[()], GradSums]:
         """Compute the gradients of weights that a chunk's backward postponed, and add them to `grads`, on every device.
 
-        Return ((), the new gradients).
+        Return ((), the new gradients). `at` is the entry of the table for this device and tick.
         """
         chunk, microbatch, active = _Operation.of(at, "w")
         values = Slot(carried, at["w_carried"])
@@ -324,7 +332,7 @@ class _TickLoop:
         return jax.tree.map(lambda leaf: jnp.zeros((self.sizes[name], *leaf.shape), leaf.dtype), like)
 
     def _empty_value(self, buffer: PyTree) -> PyTree:
-        """Return zeros with the shapes of one slot of the buffer: the value of a tick that computes none."""
+        """Return zeros with the shapes of one slot of the buffer, for a tick that computes no value."""
         return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), buffer)
 
     def _run(self, name: str, at: Tick) -> _RunMember:
@@ -332,7 +340,10 @@ class _TickLoop:
         return _RunMember(jnp.maximum(mine, 0), mine >= 0)
 
     def _run_slots(self, name: str, at: Tick) -> jax.Array:
-        """Return the buffer slot of each device's micro-batch, [devices], for embedding or head; -1 for no slot."""
+        """Return the buffer slot of each device's micro-batch, [devices], for embedding or head; -1 for no slot.
+
+        `name` is "embed", "head" or "embed_grad"; `at` is the entry of the table for this device and tick.
+        """
         return self.runs[name][1][at[name], self.device]
 
     def _outputs(self, at: Tick, outbox: PyTree) -> PyTree:
@@ -353,8 +364,8 @@ def run_if(condition: jax.Array, fn: Callable[[Any], tuple[Any, Any]], nothing: 
 def write_slot(buffer: PyTree, slot: jax.Array, value: PyTree) -> PyTree:
     """Return the buffer with the value written into a slot; unchanged if the slot is -1.
 
-    For -1 the content of slot 0 is written back: a conditional around the write would copy the buffer, and an extra
-    slot for unused values would take as much memory as any other.
+    For -1 the content of slot 0 is written back, because a conditional around the write would copy the buffer, and an
+    extra slot for unused values would take as much memory as any other.
     """
     at = jnp.maximum(slot, 0)
 

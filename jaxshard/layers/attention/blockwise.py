@@ -91,7 +91,8 @@ def partial_attention(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute attention to some of a sequence's keys, so that results for several sets of keys can be combined.
 
-    Not differentiable: `partial_gradients` is its backward pass.
+    Not differentiable: `partial_gradients` is its backward pass. `starts` has the positions in the full sequence at
+    which these chunks of queries and keys begin; for the other arguments see `blockwise`.
 
     Returns:
       (output [B, T, H, E], largest [B, T, H], total [B, T, H]): `largest` is each query's largest logit, and `total`
@@ -285,12 +286,12 @@ class Cut(NamedTuple):
         return jax.lax.dynamic_update_slice(sum, part + x, starts)
 
     def pairs(self, form: Form, extras: Extras, starts: Starts | None = None) -> tuple[jax.Array, jax.Array | None]:
-        """List the pairs (block of queries, block of keys) in which some query sees some key.
+        """List the pairs (block of queries, block of keys) in which at least one query sees at least one key.
 
         Returns:
           (int32[pairs, 2], the number of pairs to compute). Without `starts` the number is None: compute all listed
-          pairs. With `starts` the number is traced, since it differs between devices: compute only the first so many;
-          the rest is padding.
+          pairs. With `starts` the number is traced, since it differs between devices: compute only that many pairs from
+          the start of the list, whose rest is padding.
         """
         # With a mask, a query that sees no key takes the mean of all values, so no pair may be skipped.
         every = extras.mask is not None
@@ -344,6 +345,7 @@ def _forward(
     """Compute attention in blocks; return (output, the largest logit, the sum of exp(logit - largest)) of each query.
 
     The shapes, in N blocks of queries, are [N, B, K, G, t, E] for the output and [N, B, K, G, t] for the other two.
+    `cut` says how queries and keys are divided into blocks.
     """
     per_query = q.shape[:-1]
 
@@ -383,7 +385,10 @@ _attend.defvjp(_attend_forward, _attend_backward)
 def _gradients(
     cut: Cut, form: Form, kept: Any, d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Return the gradients of q, k, v and the bias, in f32; the last is None if there is no bias."""
+    """Return the gradients of q, k, v and the bias, in f32; the last is None if there is no bias.
+
+    `kept` are the residuals of the forward pass, and `d_out` is the gradient with respect to the output.
+    """
     q, k, v, extras, starts, out, largest, total = kept
     # The sum over all keys of weights * d_weights, which the derivative of the softmax subtracts.
     dot = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1)

@@ -31,9 +31,9 @@ def check_cached(cache: Cache, extras: Extras, form: Form, T: int, S: int) -> No
     Args:
       cache: the current cache.
       extras: the optional arrays of the call, such as a bias.
-      form: its static arguments, such as `causal`.
-      T: its number of queries.
-      S: its number of keys.
+      form: the static arguments of the call, such as `causal`.
+      T: the number of queries of the call.
+      S: the number of keys of the call.
 
     Raises:
       ValueError: the queries or keys are not exactly the cache's new positions, attention is not causal, or there is a

@@ -68,7 +68,7 @@ def why_not_in_context(length: int, extras: Extras, form: Form, how: str, n: int
     Args:
       length: the number of positions of each device.
       extras: the optional arrays of the call, such as a bias.
-      form: its static arguments, such as `causal`.
+      form: the static arguments of the call, such as `causal`.
       how: the form of context parallelism, such as "ring".
       n: the number of devices.
     """
@@ -94,9 +94,9 @@ def why_not_in_context(length: int, extras: Extras, form: Form, how: str, n: int
 
 
 def chunk_length(length: int, form: Form, how: str, sizes: dict[str, int]) -> int | None:
-    """Return how many positions each chunk of queries has that a device computes under context parallelism.
+    """Return the number of positions in each chunk of queries that a device computes under context parallelism.
 
-    None if the device's kernel needs no chunks: it gets the full sequence, or order does not matter.
+    Return None if the device's kernel needs no chunks, because it gets the full sequence or order does not matter.
 
     Args:
       length: the number of positions of each device.
@@ -193,8 +193,8 @@ def _with_gathered_keys(
 def _gather(x: jax.Array, axes: Axes, form: Form) -> jax.Array:
     """All-gather the sequence, dimension 1 of `x`; for causal or windowed attention also undo its zigzag order.
 
-    The array is gathered axis by axis, the last axis first, and as a matrix whose first dimension is the sequence: for
-    other shapes the TPU compiler all-reduces the gradients instead of reduce-scattering them.
+    The array is gathered axis by axis, the last axis first. It is gathered as a matrix whose first dimension is the
+    sequence, because for other shapes the TPU compiler all-reduces the gradients instead of reduce-scattering them.
     """
     B, S, *rest = x.shape
     rows = x.swapaxes(0, 1).reshape(S, -1)
@@ -205,9 +205,10 @@ def _gather(x: jax.Array, axes: Axes, form: Form) -> jax.Array:
 
 
 def _group_count(kv_heads: int, size: int) -> int:
-    """Return into how many equal groups to split the heads, so that a group has at most `_MOST_GATHERED` bytes.
+    """Return the number of equal groups into which to split the heads, of at most `_MOST_GATHERED` bytes each.
 
-    Groups are gathered one at a time; the fewest are taken. If even a single head is larger, each head is a group.
+    Groups are gathered one at a time. The result is the smallest number of groups within this limit; if even a single
+    head exceeds the limit, each head is a group.
 
     Args:
       kv_heads: the number of heads of keys and values.

@@ -38,8 +38,8 @@ class Form(NamedTuple):
     def sees(self, first: Any, last: Any, first_key: Any, last_key: Any) -> Any:
         """Return True if some query in a range of positions may see some key in another range, by causality and window.
 
-        Blocks for which it returns False can be skipped. The positions may be arrays, for many ranges; then so is the
-        result.
+        Blocks for which it returns False can be skipped. If the positions are arrays, for many ranges, the result is an
+        array too.
 
         Args:
           first, last: the first and last position of the queries.

@@ -34,9 +34,9 @@ class Blocks(NamedTuple):
     """The block sizes of the TPU kernel.
 
     Attributes:
-      queries: the queries of a block.
-      keys: the keys that are loaded together.
-      computed: the keys of them that are computed together.
+      queries: the number of queries in a block.
+      keys: the number of keys that are loaded together.
+      computed: the number of these keys that are computed together.
     """
 
     queries: int
@@ -45,14 +45,19 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, chunk: int, keys: int) -> Blocks:
-        """Choose block sizes for the forward pass that divide a chunk of `chunk` queries, and the number of keys."""
+        """Choose block sizes for the forward pass.
+
+        The block of queries divides `chunk`, the size of a chunk of queries; the blocks of keys divide `keys`, the
+        number of keys.
+        """
         return cls._of(chunk, keys, _MOST)
 
     @classmethod
     def of_dq(cls, chunk: int, keys: int) -> Blocks:
         """Choose block sizes for the kernel that computes the gradient of the queries.
 
-        They divide a chunk of `chunk` queries, and the number of keys.
+        The block of queries divides `chunk`, the size of a chunk of queries; the blocks of keys divide `keys`, the
+        number of keys.
         """
         return cls._of(chunk, keys, _MOST_OF_DQ)
 
@@ -63,7 +68,9 @@ class Blocks(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """The blocks of keys that the kernel loads, in order, for each of I blocks of queries (or the other way round).
+    """The blocks of keys that the kernel loads, in order, for each of I blocks of queries.
+
+    For the gradients of keys and values: the blocks of queries that it loads for each of I blocks of keys.
 
     Attributes:
       next: int32[I, width], the index of the block to load in each iteration.
@@ -166,7 +173,7 @@ def _largest(length: int, most: int) -> int:
 
 
 def visits(form: Form, starts: jax.Array, T: int, S: int, blocks: Blocks, *, of_keys: bool = False) -> Visits:
-    """List which blocks of keys the TPU kernel loads for each block of queries: those with a key that is seen.
+    """List the blocks of keys that the TPU kernel loads for each block of queries: all with a key that a query sees.
 
     Args:
       form: the call's static arguments; causality and the window are read.

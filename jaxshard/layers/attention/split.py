@@ -36,16 +36,14 @@ class Split:
       manual: the mesh axes that are manual already around the call.
       rows: the axes over which the `shard_map` of `run` splits rows of the batch.
       heads: the axes over which this `shard_map` splits heads of queries.
-      kv_heads: the axes over which it splits heads of keys and values: the axes of `heads`, or none.
+      kv_heads: the axes over which this `shard_map` splits heads of keys and values: the axes of `heads`, or none.
       context: the layout's context parallelism, if the call uses it; else None.
-      queries: if the call can't use the layout's context parallelism: the axes over which its queries, but not its
-        keys, are split.
-      length: the number of queries of the call; of this device's queries if the axes of the sequence are manual
-        already.
-      uneven_rows: if the devices do not divide the rows, so that no `shard_map` is possible: a message that says so;
-        else "".
-      whole: why keys are replicated although the layout has context parallelism, or "".
-      whole_over: the axes over which keys are then replicated.
+      queries: the axes over which queries are split, but not keys. Only for a call that can't use the layout's context
+        parallelism.
+      length: the number of queries of the call, or of this device if the axes of the sequence are manual already.
+      uneven_rows: a message if the devices do not divide the rows, so that no `shard_map` is possible; "" if they do.
+      whole: why the call can't use the layout's context parallelism, so that keys are replicated; "" if it can.
+      whole_over: the axes over which keys are replicated for this reason.
     """
 
     mesh: Mesh | None = None
@@ -118,7 +116,7 @@ class Split:
     def run(
         self, kernels: Kernels, q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Extras, form: Form
     ) -> jax.Array:
-        """Compute attention with one of these kernels on each device, in a `shard_map` over all axes not manual yet."""
+        """Compute attention on each device by one of these kernels, in a `shard_map` over all axes not yet manual."""
         mesh = self.mesh
         automatic = set() if mesh is None or self.uneven_rows else set(mesh.axis_names) - self.manual
         if mesh is None or not automatic or mesh.size == 1:
@@ -184,7 +182,7 @@ def _why_whole(T: int, S: int, n: int, extras: Extras, form: Form) -> str:
       S: the number of keys in the full sequence.
       n: the number of devices.
       extras: the optional arrays of the call, such as a bias.
-      form: its static arguments, such as `causal`.
+      form: the static arguments of the call, such as `causal`.
     """
     if extras.bias is not None or extras.mask is not None:
         return f"a {'bias' if extras.mask is None else 'mask'} is given"

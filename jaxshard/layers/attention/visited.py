@@ -12,9 +12,9 @@ from jaxshard.layers.attention.zigzag import chunk_starts
 
 
 def visited_blocks(form: Form, length: int, devices: int, *, block: int | None = None, ring: bool = False) -> list[int]:
-    """Count how many pairs (block of queries, block of keys) each device computes in the forward pass.
+    """Count the pairs (block of queries, block of keys) that each device computes in the forward pass.
 
-    Under context parallelism, for one row and head.
+    The pairs are those of one row and one head, under context parallelism.
 
     Args:
       form: the call's static arguments; causality and the window are read.

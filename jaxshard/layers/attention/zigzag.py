@@ -44,7 +44,7 @@ def to_zigzag(x: Shaped[Array, "*dims"], n: int, dim: int) -> Shaped[Array, "*di
 
 
 def from_zigzag(x: Shaped[Array, "*dims"], n: int, dim: int) -> Shaped[Array, "*dims"]:
-    """Reorder dimension `dim` from zigzag order back to the order of the sequence: the inverse of `to_zigzag`."""
+    """Reorder dimension `dim` from zigzag order over n devices to sequence order: the inverse of `to_zigzag`."""
     chunks = x.reshape(*x.shape[:dim], n, 2, -1, *x.shape[dim + 1 :])
     low, high = (jnp.take(chunks, half, dim + 1) for half in range(2))
     return jnp.concatenate([low, jnp.flip(high, dim)], dim).reshape(x.shape)
@@ -81,6 +81,9 @@ def exchange_from_zigzag(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
 
 
 def _moves(n: int, slot: int) -> list[tuple[int, int]]:
-    """Return, for each device i, (i, the device that has chunk 2i + slot in zigzag order), for `lax.ppermute`."""
+    """Return for each device i of n the pair (i, the device that has chunk 2i + slot in zigzag order).
+
+    The pairs are an argument of `lax.ppermute`; `slot` is 0 for the even chunks and 1 for the odd chunks.
+    """
     chunks = [2 * i + slot for i in range(n)]
     return [(i, min(chunk, 2 * n - 1 - chunk)) for i, chunk in enumerate(chunks)]

@@ -70,8 +70,8 @@ def use_form(form: Form) -> AbstractContextManager[None]:
 def form_for(devices: Sequence[Any], asked: Form | None = None) -> Form:
     """Return how devices exchange rows: "ragged" or "equal" all-to-alls.
 
-    Inside `use_form` the form that it sets; else `asked`, the user's choice; else the best form that the devices
-    support.
+    The first of these forms that is given: the form set by `use_form`; `asked`, the user's choice; the best form that
+    the devices support.
     """
     used: Form | None = _used.value
     return used or asked or _best_form(devices)
@@ -141,8 +141,8 @@ def plan_window(counts_nE: jax.Array, me: jax.Array, index: jax.Array, rows: int
 def _pack(counts: jax.Array) -> jax.Array:
     """Return where each slice of sent rows begins in its receiver's array, which is sorted by (expert, sender).
 
-    `counts` has the number of rows of each slice. It and the result are int32[sender, receiver, expert of the
-    receiver].
+    `counts` has the number of rows of each slice. Both `counts` and the result are int32[sender, receiver, expert of
+    the receiver].
     """
     arrived = counts.transpose(1, 2, 0)
     ends = jnp.cumsum(arrived.reshape(arrived.shape[0], -1), 1).reshape(arrived.shape)
@@ -158,7 +158,7 @@ def exchange(
     `received`.
 
     Collectives: a ragged all-to-all if `pair` is None; else an all-to-all in which each device sends `pair` rows to
-    each.
+    every device.
 
     Args:
       rows: this device's rows.
@@ -199,7 +199,7 @@ def _find_rows(slices: Slices, n: int, pair: int, rows: int) -> tuple[jax.Array,
     Args:
       slices: the slices of the array that are received.
       n: the number of devices.
-      pair: the number of rows that each device sends to each.
+      pair: the number of rows that each device sends to every device.
       rows: the number of rows of the array.
 
     Returns:

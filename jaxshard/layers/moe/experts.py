@@ -104,7 +104,7 @@ _sort_tokens.defvjp(_sort_forward, _sort_backward)
 
 
 def _sum_choices(k: int, dx_RC: jax.Array, order: Order) -> jax.Array:
-    """Sum the k rows of each token: rows sorted by expert [N * k, C] -> [N, C].
+    """Sum the k rows of each token, given in the order that is sorted by expert: [N * k, C] -> [N, C].
 
     Rows of dropped choices have undefined values and are left out.
     """
@@ -166,8 +166,8 @@ class Share(NamedTuple):
       window: the most rows that a device receives in one round of the exchange.
       way: how grouped matrix products are computed.
       form: "ragged" or "equal" all-to-alls.
-      others: the other manual mesh axes. At every index along them the devices along `axes` are a group of their own,
-        which exchanges rows.
+      others: the manual mesh axes besides `axes`. For every index along these, the devices along `axes` are a group of
+        their own, which exchanges rows.
     """
 
     axes: tuple[str, ...]
@@ -179,11 +179,13 @@ class Share(NamedTuple):
     others: tuple[str, ...] = ()
 
     def count_windows(self, counts: jax.Array) -> jax.Array:
-        """Return the number of rounds that the busiest group of devices needs, the same on all groups, by a pmax.
+        """Return the number of rounds that the busiest group of devices needs: the same number on all, by a pmax.
+
+        `counts` is int32[devices, E], the number of rows that each device has for each expert.
 
         A group of devices that needs fewer rounds could stop earlier. But then the loop, which has collectives, would
-        run more iterations in other groups. That is safe only for collectives with device groups; a compiler may
-        replace them by permutes, which have no groups and wait for all devices.
+        run more iterations in other groups. That is safe only for collectives with device groups, and a compiler may
+        replace these by permutes, which have no groups and wait for all devices.
         """
         count = count_windows(counts, self.window, self.form)
         most: jax.Array = jax.lax.pmax(count, self.others) if self.others else count
@@ -225,7 +227,8 @@ def window_rows(rows: int, k: int, devices: int, experts_here: int) -> int:
 
     Args:
       rows: the number of rows that each device sends, N * k.
-      k: the number of experts of a token, all different: a device receives a token at most once for each expert there.
+      k: the number of experts of a token, all different, so that a device receives a token at most once for each expert
+        there.
       devices: the number of devices over which experts are split.
       experts_here: the number of experts on each device.
     """
@@ -263,8 +266,8 @@ class _Program(NamedTuple):
 
     Attributes:
       call: (floats, others, rows, number of rows of each expert) -> rows.
-      floats: the floating-point arrays among the parameters and the arrays that the function closes over.
-      others: all other arrays among these.
+      floats: the floating-point arrays that the function reads: parameters, and arrays that it closes over.
+      others: the arrays of other dtypes that the function reads.
     """
 
     call: Callable[[Sequence[jax.Array], Sequence[Any], jax.Array, jax.Array], jax.Array]
@@ -336,8 +339,9 @@ def _apply_forward(share: Share, call: Any, *args: Any) -> tuple[jax.Array, Any]
 def _apply_backward(share: Share, call: Any, kept: Any, dout_NC: jax.Array) -> tuple[Any, ...]:
     """Compute the gradients: send each round's rows again, recompute the experts' outputs, and send the gradients back.
 
-    The gradient of the router's weight w of a row, sum(dout * y), is computed on the device of the row's expert. So
-    dout and w are sent, not w * dout.
+    `kept` are the arguments of the forward pass, `dout_NC` is the gradient with respect to its result. The gradient of
+    a row's router weight w is sum(dout * y), computed on the device of the row's expert. That device therefore receives
+    dout and w, not w * dout.
     """
     x_NC, choice, floats, others, order, load = kept
     N, k = choice.experts.shape

@@ -115,7 +115,8 @@ def _take_forward(rows: int, b: jax.Array, sizes_G: jax.Array) -> tuple[jax.Arra
 def _take_backward(rows: int, sizes_G: jax.Array, dy: jax.Array) -> tuple[jax.Array, None]:
     """Sum the rows of the gradient `dy` that belong to each group: [rows, ...] -> [groups, ...].
 
-    A product with a one-hot matrix, since scatters are slow on TPUs.
+    `sizes_G` has the number of rows of each group. The sum is a product with a one-hot matrix, since scatters are slow
+    on TPUs.
     """
     groups = group_of_rows(rows, sizes_G)
     ones_GM = (groups == jnp.arange(sizes_G.shape[0])[:, None]).astype(dy.dtype)
@@ -163,7 +164,10 @@ def _pad(x_MC: jax.Array, multiple: int) -> jax.Array:
 
 
 def _tiling(rows: int, width: int, out: int, dtype: Any) -> tuple[int, int, int]:
-    """Return the tile sizes (rows, C, H) of the TPU kernels, chosen so that the double buffers take 10 MB of VMEM."""
+    """Return the tile sizes (rows, C, H) for products [rows, C] @ [C, H] in the TPU kernels.
+
+    They are chosen so that the double buffers take 10 MB of VMEM. C is `width`, H is `out`.
+    """
     side = 1024 if jnp.dtype(dtype).itemsize <= 2 else 512
     return min(512, -(-rows // 128) * 128), min(side, width), min(side, out)
 

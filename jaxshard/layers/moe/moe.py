@@ -182,7 +182,7 @@ class _Split:
     """The sharding of one call of `moe` over the devices of the mesh, by the current layout.
 
     If some mesh axes are not manual around the call, `apply` runs in a `shard_map` over these axes, and the
-    PartitionSpecs here name only them.
+    PartitionSpecs of this class name only these axes.
     """
 
     def __init__(self, activations: Activations | None, x: jax.Array, params: PyTree, E: int, hidden: PyTree) -> None:

@@ -59,7 +59,7 @@ def route(
       logits: the router's logits, [..., T, E].
       k: the number of experts of a token.
       scores: the function from logits to scores: "softmax" or "sigmoid".
-      normalize: True to divide the weights of a token, the scores of its experts, by their sum.
+      normalize: True to divide the weights of a token (the scores of its experts) by their sum.
       scale: a factor by which the weights are multiplied.
       bias: [E], added to the scores to choose the experts, but not to the weights.
       room: the largest number of tokens of a row that an expert accepts; None for no limit.
@@ -99,7 +99,8 @@ def room_of(capacity: float, tokens: int, k: int, experts: int) -> int:
 def _largest(ranked: jax.Array, k: int) -> jax.Array:
     """Return the indices of each token's k largest scores, int32[..., T, k], in descending order, all different.
 
-    They are found by k argmaxes: for `jax.lax.top_k` the compiler would all-gather rows that are split (CPU, JAX 0.12).
+    The scores are found by k argmaxes, because for `jax.lax.top_k` the compiler would all-gather rows that are split
+    (CPU, JAX 0.12).
     """
     ranked = jnp.maximum(ranked, jnp.finfo(ranked.dtype).min)  # scores of -inf stay above those already chosen
     chosen = []

@@ -150,7 +150,7 @@ class _Part(NamedTuple):
 
 
 def _find_core(made: TracedUpdate, known: Mapping[Any, Reach], leaf: int) -> Core | str:
-    """Find the core of a parameter's update: the operations that need the full matrix. Without one, return the reason.
+    """Find the core of a parameter's update (the operations that need the full matrix), or the reason why it has none.
 
     Args:
       made: the traced update.
@@ -160,7 +160,7 @@ def _find_core(made: TracedUpdate, known: Mapping[Any, Reach], leaf: int) -> Cor
     jaxpr, shape, own = made.jaxpr, made.jaxpr.outvars[leaf].aval.shape, bit(leaf)
 
     def flows(atom: Any) -> bool:
-        """Return True if a value depends on this parameter's arrays only, or only on scalars computed from them."""
+        """Return True if a value depends only on this parameter's arrays, or on scalars computed from these arrays."""
         if isinstance(atom, Literal):
             return False
         reach = known[atom]
@@ -223,9 +223,11 @@ def _runs_on_parts(eqn: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _bound(made: TracedUpdate, numbers: set[int], leaf: int, shape: tuple[int, ...], flows: Any) -> _Part | None:
-    """Find the inputs, states and outputs that a set of equations would have as a core; None if it can't be a core.
+    """Find the inputs, states and outputs that the equations with indices `numbers` would have as a core.
 
-    In a core every output has the shape of the parameter, every input has this shape or is a scalar, and none is a
+    Return None if the equations can't be a core.
+
+    In a core every output has the shape of the parameter, every input has this shape or is a scalar, and no input is a
     random key.
     """
     jaxpr = made.jaxpr
@@ -274,7 +276,7 @@ def _bound(made: TracedUpdate, numbers: set[int], leaf: int, shape: tuple[int, .
 def _extract(made: TracedUpdate, known: Mapping[Any, Reach], leaf: int, part: _Part) -> Core | str:
     """Build the core of a parameter's update from a set of equations, the candidate `part`.
 
-    If it would read arrays of other parameters, return this reason, as text.
+    If the core would read arrays of other parameters, return a text that says so instead.
     """
     jaxpr, own = made.jaxpr, bit(leaf)
     states = [made.state_inputs()[number] for number in part.states]

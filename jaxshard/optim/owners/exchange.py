@@ -172,7 +172,7 @@ def _all_to_all(rows: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 
 def _pack(units: Sequence[jax.Array], splits: Sequence[Split], rows: Rows) -> jax.Array:
-    """Copy this device's shards of all matrices into the buffer [devices, width]: row r is for the owner r."""
+    """Copy `units`, this device's shards of all matrices, to a buffer [devices, width]: row r is for the owner r."""
     pieces, order = [], []
     # Devices that own equally many matrices of every stack have rows of one form, which are built together.
     for devices in _alike(zip(*(split.owned for split in splits), strict=True)):

@@ -20,7 +20,7 @@ from jaxshard.optim.owners.update import Stages, Update, make_owned_update, stag
 
 
 class Owned(NamedTuple):
-    """The result of assigning each matrix to one device, its owner, which runs the matrix products of the update.
+    """The result of assigning each matrix to one device (its owner), which runs the matrix products of the update.
 
     Attributes:
       made: the traced update of the optimizer, with its cores: the operations that need full matrices.
@@ -76,9 +76,9 @@ def owned_update(layout: Layout, tx: Any) -> Update | None:
 
 
 def find_owned(layout: Layout, tx: Any) -> Owned | None:
-    """Assign each matrix to a device, its owner, and split the optimizer's update into programs for shards and owners.
+    """Assign each matrix to a device (its owner), and split the optimizer's update into programs for shards and owners.
 
-    None if no parameter is sharded in the optimizer, or if the optimizer multiplies no matrix.
+    Return None if no parameter is sharded in the optimizer, or if the optimizer multiplies no matrix.
     """
     params = select(layout.trainable, layout.shapes.params)
     placements = jax.tree.leaves(layout.opt_params)

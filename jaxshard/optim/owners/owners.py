@@ -45,7 +45,7 @@ class OwnedStack:
       slots: the number of slots of each device.
       places: for each matrix, (index of its owner) * `slots` + (index of its slot on the owner).
       states: for each kind of optimizer state that is stored on owners, the index of each parameter's state array.
-      moved: (dtypes of the matrix-shaped arrays that are sent to an owner, dtypes of those that are sent back).
+      moved: (dtypes of the matrix-shaped arrays that are sent to an owner, dtypes of the arrays that are sent back).
       flops: the FLOPs of the matrix products in the update of one matrix.
     """
 

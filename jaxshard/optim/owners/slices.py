@@ -76,7 +76,7 @@ def has_own_slices(core: Core, count: int) -> tuple[bool, ...] | None:
 
 
 class _Slices(Domain[Rows]):
-    """Follow the stacked dimension of every value through a jaxpr; refuse operations that mix slices or are unknown."""
+    """Find the stacked dimension of every value in a jaxpr; refuse operations that mix slices or that are unknown."""
 
     def value(self, values: Sequence[Any], place: Place) -> Rows:
         return _without_slices(values[0])
@@ -130,7 +130,10 @@ def _without_slices(x: Any) -> Rows:
 
 
 def _varies(eqn: Any, given: list[Rows], out: Any) -> frozenset[int]:
-    """Return the dimensions along which a result is not constant, for an equation whose operands depend on no slice."""
+    """Return the dimensions along which the result `out` of an equation is not constant.
+
+    The operands, which `given` describes, depend on no slice.
+    """
     name = eqn.primitive.name
     if name in ELEMENTWISE or name in SAME:
         return frozenset().union(*(one.varies for one in given))

@@ -95,8 +95,8 @@ def _common(made: TracedUpdate, members: Sequence[Matrix]) -> tuple[bool, ...]:
 def assign(groups: Sequence[Group], mesh: Mesh) -> list[OwnedStack]:
     """Assign every matrix to a device: the most expensive first, each to the device with the fewest FLOPs so far.
 
-    No device owns more than twice its even share of a group: every device has as many slots for matrices as the device
-    that owns the most, and empty slots cost memory and communication, too.
+    No device owns more than twice its even share of a group, because every device has as many slots for matrices as the
+    device that owns the most, and empty slots cost memory and communication, too.
     """
     costs = [product_flops(one.matrices[0].program) for one in groups]
     loads: dict[tuple[str, ...], list[tuple[int, int, int]]] = {}

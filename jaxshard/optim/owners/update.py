@@ -37,10 +37,11 @@ class Stages(NamedTuple):
     The matrix products of a parameter are its core, which runs on the device that owns the matrix.
 
     Attributes:
-      before: a jaxpr from the inputs of the update, except those in `absent`, to the first variables in `moved`.
+      before: a jaxpr that takes the inputs of the update, except those in `absent`, and returns the first variables in
+        `moved`.
       moved: the variables that the cores read: first the results of `before`, then inputs of the update itself.
-      after: a jaxpr from the inputs of `before`, and then the variables in `made`, to the updates and to the state that
-        is not stored on owners.
+      after: a jaxpr that takes the inputs of `before` and then the variables in `made`. It returns the updates, and the
+        state that is not stored on owners.
       made: the variables that the cores return.
       absent: the indices of those inputs of the update that are stored on owners.
     """
@@ -53,9 +54,9 @@ class Stages(NamedTuple):
 
 
 def stage(made: TracedUpdate, groups: Sequence[Group]) -> Stages | None:
-    """Split an update into the programs before and after its cores: the matrix products, which run on the owners.
+    """Split an update into the programs before and after its cores (the matrix products, which run on the owners).
 
-    None if a core needs the results of another core.
+    Return None if a core needs the results of another core.
     """
     jaxpr, cores = made.jaxpr, [one.core for members in groups for one in members.matrices]
     first = len(made.consts) + made.params
@@ -307,8 +308,8 @@ def _hold(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
 def _each(stack: OwnedStack, values: list[jax.Array], sliced: bool) -> jax.Array:
     """Arrange one scalar or small array per matrix by owner and slot: return [devices * slots, ...].
 
-    `values` has one array per parameter. With `sliced` its first dimension is that of the matrices that the parameter
-    stacks; otherwise all of these matrices use the same value.
+    `values` has one array per parameter. With `sliced` this array has an entry for each matrix that the parameter
+    stacks; otherwise all matrices of the parameter use the same value.
     """
     if not stack.slices:
         return stack.place(jnp.stack(values))

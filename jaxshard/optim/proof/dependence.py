@@ -102,8 +102,8 @@ class _Elements(Domain[Fact]):
     def choose(self, place: Place, choice: Fact, facts: list[Fact]) -> list[Fact]:
         """Return the facts about the results of a branch or loop, given the fact `choice` about its predicate.
 
-        If the predicate is UNIFORM, all devices decide alike. Otherwise every result is a function of the predicate,
-        too.
+        If the predicate is UNIFORM (equal on all devices), all devices decide alike. Otherwise every result is a
+        function of the predicate, too.
         """
         if choice.kind is Kind.UNIFORM:
             return [fact._replace(influences=fact.influences | choice.influences) for fact in facts]
@@ -113,7 +113,7 @@ class _Elements(Domain[Fact]):
         ]
 
     def enter(self, place: Place, facts: list[Fact]) -> list[Fact]:
-        """Return the facts about the inputs of the body of a branch, loop or call, given those about its operands.
+        """Return the facts about the inputs of the body of a branch, loop or call, given the facts about its operands.
 
         The body of a scan gets one row of each scanned array.
         """
@@ -135,7 +135,7 @@ class _Elements(Domain[Fact]):
         return self._unlike(place, fact) if fact.kind is not Kind.PARTIAL_SUM else mixed(fact.influences, fact.why)
 
     def _unlike(self, place: Place, fact: Fact) -> Fact:
-        """Return the fact about a row of an array, or about an array of stacked rows, given the fact of the other.
+        """Convert a fact about an array to a fact about its rows, or a fact about rows to a fact about their stack.
 
         An ELEMENTWISE fact (element i belongs to element i of a parameter) becomes MIXED, which claims nothing, since
         the shape is no longer that of the parameter.

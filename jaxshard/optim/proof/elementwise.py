@@ -128,8 +128,8 @@ def check_state(tx: Any, views: PyTree, placements: PyTree) -> Report:
     """Report the state arrays that are stored in another shape than `tx.init` returns for the stored parameters.
 
     The transform can't update such arrays as they are stored. For example, a state array with the last three losses has
-    the same shape however the parameters are stored. If the layout padded it, the transform would take the padding for
-    losses.
+    the same shape however the parameters are stored. If the layout padded this array, the transform would mistake the
+    padding for losses.
 
     Args:
       tx: An optax transform.
@@ -148,9 +148,9 @@ def check_state(tx: Any, views: PyTree, placements: PyTree) -> Report:
 
 
 def is_elementwise_except_totals(tx: Any, params: PyTree, views: PyTree) -> bool:
-    """Return True if updates are elementwise but for sums over all elements of all parameters, like the global norm.
+    """Return True if updates are elementwise except for sums over all elements of all parameters (a global norm).
 
-    Such a sum does not change if the arrays are padded with zeros, reshaped or stacked. It would change for shards.
+    Such a sum does not change if the arrays are padded with zeros, reshaped or stacked, but it would change for shards.
 
     Args:
       tx: An optax transform.

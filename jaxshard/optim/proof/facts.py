@@ -145,7 +145,8 @@ def mixed(influences: Iterable[int], why: Origin | None) -> Fact:
 def join(place: Place, one: Fact, other: Fact, context: Context) -> Fact:
     """Return the strongest fact that is true whichever of two facts holds, as for the results of two branches.
 
-    It names the influences of both. A padding value or a summed parameter that only one of the facts claims is dropped.
+    The result has the influences of both facts, but no padding value and no summed parameter that only one of them
+    claims.
     """
     influences = one.influences | other.influences
     padding = one.padding if one.padding == other.padding else None

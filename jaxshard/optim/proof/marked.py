@@ -18,9 +18,9 @@ from jaxshard.core.types import PyTree
 class Marked:
     """A tree node that replaces a stacked array [blocks, ...]. Its leaves are the array itself, or one array per block.
 
-    It lets an optimizer run on stacked and on separate blocks with the same masks and labels: a tree for the original
-    parameters still matches, as a tree prefix, and the path of every leaf ends with the last key of the array's path.
-    The node also has the attributes `shape`, `ndim`, `size` and `dtype`, those of its first leaf.
+    With such nodes an optimizer runs on stacked and on separate blocks with the same masks and labels, because a tree
+    that matches the original parameters is a tree prefix of the new tree. The path of every leaf ends with the last key
+    of the array's path. The node also has the attributes `shape`, `ndim`, `size` and `dtype` of its first leaf.
     """
 
     def __init__(self, slices: list[Any], key: Any):

@@ -133,10 +133,12 @@ def check_own_array(tx: Any, params: PyTree, *, extra_args: Mapping[str, Any] | 
 
 
 def _walk_steps(program: Any, given: list[Reach], outputs: Outputs, count: int, flow: Flow) -> list[Reach]:
-    """Return, for each output of `tx.update`, the parameters on which it depends after any number of steps.
+    """Return for each output of `tx.update` the parameters on which the output depends after any number of steps.
 
-    A scalar such as a global norm may be stored in the state, and reach all parameters in a later step. So the update
-    is walked until the dependences of the state no longer change.
+    `given` has the parameters on which each input depends; the first `count` inputs are gradients.
+
+    A scalar such as a global norm may be stored in the state, and reach all parameters in a later step. So the jaxpr of
+    the update is evaluated again and again, until the dependences of the state no longer change.
     """
     while True:
         reaches = walk(program, given, flow)

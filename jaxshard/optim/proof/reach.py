@@ -73,7 +73,7 @@ class Flow(Domain[Reach]):
         return Reach()
 
     def join(self, place: Place, facts: Sequence[Reach]) -> Reach:
-        """Return the union of several reaches: the parameters on which a value computed from all of them depends."""
+        """Return the union of several reaches, for a value that is computed from values with these reaches."""
         arrays, numbers, why = 0, 0, None
         for one in facts:
             arrays, numbers, why = arrays | one.arrays, numbers | one.numbers, why or one.why
@@ -82,7 +82,7 @@ class Flow(Domain[Reach]):
         return Reach(arrays, numbers, why)
 
     def rule(self, place: Place, facts: list[Reach]) -> list[Reach]:
-        """Return the parameters on which each result of an equation depends, given the same about its operands."""
+        """Return the parameters on which each result of an equation depends, given the parameters of each operand."""
         if place.name in SAME and len(facts) == len(place.equation.outvars):
             return facts
         joined = self.join(place, facts)
@@ -106,7 +106,7 @@ class Flow(Domain[Reach]):
         return Reach(numbers=everything) if is_whole_sum(eqn) or adds else joined
 
     def leave(self, place: Place, facts: list[Reach]) -> list[Reach]:
-        """Return the parameters on which each result of a scan depends, given the same about its body."""
+        """Return the parameters on which each result of a scan depends, given the parameters of its body's results."""
         _, carries = scan_counts(place.equation.params)
         # An array with a scalar per iteration is not a scalar, but still depends on no arrays.
         stacked = [one if one.arrays else Reach(one.numbers, why=one.why) for one in facts[carries:]]

@@ -167,7 +167,7 @@ def _trace_update(tx: Any, params: PyTree) -> Any:
 
 
 def _operations(equations: Iterable[Any]) -> list[str]:
-    """Return the names of all operations except reshapes and broadcasts: an array of higher rank has more of these."""
+    """Return the names of all operations except reshapes and broadcasts, of which arrays of higher rank need more."""
     return [name for equation in equations if (name := equation.primitive.name) not in RESHAPES | SAME]
 
 
@@ -194,10 +194,10 @@ def _compare_updates(tx: Any, shapes: _Shapes, tiny: PyTree) -> dict[str, float]
 
 
 def _draw(shapes: PyTree, seed: int) -> PyTree:
-    """Draw random arrays of these shapes; along the first dimension, the blocks, magnitudes differ.
+    """Draw random arrays of these shapes, whose magnitudes differ between blocks (along the first dimension).
 
-    If they did not, an update divided by the norm of a block would hardly differ from one divided by the norm of the
-    stack.
+    With equal magnitudes, an update divided by the norm of a block would hardly differ from an update divided by the
+    norm of the stack.
     """
     rng = np.random.default_rng(seed)
 
@@ -211,8 +211,8 @@ def _draw(shapes: PyTree, seed: int) -> PyTree:
 def _two_updates(tx: Any, params: PyTree, grads: list[PyTree]) -> list[PyTree]:
     """Return [the updates of the first step, the updates of the second step], each like the parameters.
 
-    The second step is computed for each step count from 0 to 63, put into the state: its updates have a new first
-    dimension.
+    The second step is computed once for each step count from 0 to 63, which is put into the state. So its updates have
+    a new first dimension, of size 64.
     """
 
     def set_counts(state: PyTree, count: jax.Array) -> PyTree:
@@ -264,9 +264,9 @@ def _blame(tx: Any, shapes: _Shapes, text: str, outputs: Sequence[str] = ("every
 
 
 def _culprits(tx: Any, shapes: _Shapes) -> str:
-    """Name the transforms to blame, with lines: their operations differ for stacked parameters and for one block.
+    """Name the transforms, with lines, whose operations differ for stacked parameters and for one block.
 
-    If there are none, name the transforms that are not elementwise.
+    If there is no such transform, name the transforms that are not elementwise.
     """
     together, alone = (_transforms(tx, mark(shapes.params)) for mark in (shapes.mark_stacked, shapes.mark_one_block))
     found = {**together, **alone}

@@ -29,9 +29,9 @@ class TracedArray(NamedTuple):
     Attributes:
       name: Its name in a `Reason`, such as "state 0/nu/w".
       shapes: Its shapes in the two traces.
-      param: The index of the parameter to which the array belongs, element by element: it has the same shapes as the
-        array, and its path is the longest suffix of the array's path ("w" of "0/nu/w"). None if there is no such
-        parameter.
+      param: The index of the parameter to which the array belongs, element by element. This parameter has the same
+        shapes as the array, and its path is the longest suffix of the array's path ("w" of "0/nu/w"). None if there is
+        no such parameter.
       related: The index of a parameter of any shape whose path occurs in the array's path; None if there is none.
     """
 

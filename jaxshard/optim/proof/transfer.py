@@ -44,9 +44,9 @@ def elementwise(place: Place, facts: list[Fact], context: Context, out: int = 0)
     """Return the fact about a result of an elementwise equation: element i depends on element i of every operand.
 
     A function of one parameter's arrays and of UNIFORM scalars (equal on all devices) is again ELEMENTWISE. A function
-    of the arrays of two parameters is MIXED: nothing can be claimed. So is a function of a parameter and an INDEPENDENT
-    array (equal on all devices): the elements of that array differ, so the result for a shard would depend on the
-    shard's offset.
+    of the arrays of two parameters is MIXED: nothing can be claimed. A function of a parameter and an INDEPENDENT array
+    (equal on all devices) is MIXED too, because the elements of that array differ, so the result for a shard would
+    depend on the shard's offset.
 
     Args:
       place: the equation.
@@ -77,8 +77,8 @@ def elementwise(place: Place, facts: list[Fact], context: Context, out: int = 0)
 def _padding(eqn: Any, facts: list[Fact]) -> float | None:
     """Return the value of an elementwise result in the padding of an array, or None if it is unknown.
 
-    A UNIFORM scalar (equal on all devices) of unknown value is assumed to be finite and, as a divisor, not zero:
-    otherwise all other elements would be inf or NaN as well.
+    A UNIFORM scalar (equal on all devices) of unknown value is assumed to be finite and, as a divisor, not zero,
+    because otherwise all other elements would be inf or NaN as well.
     """
     name, numbers = eqn.primitive.name, [fact.padding for fact in facts]
     if name == "mul" and 0.0 in numbers and all(fact.padding == 0 or fact.kind is Kind.UNIFORM for fact in facts):
@@ -144,7 +144,7 @@ def _linear(eqn: Any, facts: list[Fact]) -> Fact | None:
 
 
 def _scalars_as_partial_sums(place: Place, facts: list[Fact], context: Context) -> list[Fact]:
-    """Treat a scalar parameter in an addition as the sum over its single element, if `Context.totals` is set.
+    """Treat a scalar parameter in an addition as the sum over its only element, if `Context.totals` is set.
 
     So sum(w**2) + scale**2 + ... is recognised as a sum over all parameters. An addition that involves only one
     parameter remains a function of its element.
@@ -165,8 +165,8 @@ def _scalars_as_partial_sums(place: Place, facts: list[Fact], context: Context) 
 def _completed(fact: Fact, context: Context) -> Fact:
     """Return UNIFORM for a sum over all elements of all parameters, if `Context.totals` is set; else the fact itself.
 
-    UNIFORM means equal on all devices. A model with only one parameter is an exception: then the parameter's own norm,
-    which stacking changes, can't be distinguished from the global norm.
+    UNIFORM means equal on all devices. A model with only one parameter is an exception, because there the parameter's
+    own norm, which stacking changes, can't be distinguished from the global norm.
     """
     total = context.totals and fact.kind is Kind.PARTIAL_SUM and len(fact.summed) == len(context.names) > 1
     return Fact(Kind.UNIFORM, influences=fact.influences) if total else fact

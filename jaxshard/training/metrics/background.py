@@ -30,7 +30,7 @@ class Tracker(Protocol):
     """The name for messages, with the address if there is one."""
 
     def open(self) -> None:
-        """Begin or resume the service's run, and record the configuration; raise ValueError for a user's mistakes."""
+        """Begin or resume the service's run, and record the configuration; raise ValueError for a wrong setting."""
 
     def send(self, records: list[Record]) -> None:
         """Send records, some of which may have been sent before."""

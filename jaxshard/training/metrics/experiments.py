@@ -47,7 +47,7 @@ def mlflow(
         tags.
       folder: the folder of checkpoints (of `js.Checkpointer`). The id of the MLflow run is kept there, so that a
         training that resumes from a step in this folder continues the same MLflow run.
-      run: the id of an existing MLflow run to continue, in place of a new run or the one whose id is kept.
+      run: the id of an existing MLflow run to continue, in place of a new run or of the run whose id is kept.
       name: the name of a new MLflow run; by default MLflow chooses it.
 
     Returns:

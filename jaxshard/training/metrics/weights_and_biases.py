@@ -36,7 +36,7 @@ def wandb(
         which is recorded as its mesh, its bytes per device and its summary.
       folder: the folder of checkpoints (of `js.Checkpointer`). The id of the W&B run is kept there, so that a training
         that resumes from a step in this folder continues the same W&B run.
-      run: the id of the W&B run, in place of a new id or the one that is kept.
+      run: the id of the W&B run, in place of a new id or of the kept id.
       name: the name that W&B displays; by default W&B chooses it.
 
     Returns:
