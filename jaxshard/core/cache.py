@@ -34,13 +34,14 @@ class Stored(NamedTuple):
 class Slots(NamedTuple):
     """The size, dtype and sharding of the keys and values that one `js.attention` call adds to the cache.
 
-    They are given for one position of one row in one block; `shapes` makes the shapes of the cached arrays from them.
+    The widths are those of one position of one row in one block. The method `shapes` multiplies them by the numbers of
+    blocks, rows and positions.
 
     Attributes:
       kv_heads: the number of heads of keys and values.
       widths: (width of a head of keys, width of a head of values).
       dtypes: (dtype of keys, dtype of values).
-      spec: how the mesh splits `Stored` arrays: rows over the batch axes, heads as attention splits them.
+      spec: how the mesh splits the cached arrays: rows over the batch axes, heads as attention splits them.
     """
 
     kv_heads: int

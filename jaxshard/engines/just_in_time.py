@@ -101,7 +101,8 @@ def use_weights(make_move: MakeMove, params: PyTree, grads: PyTree, stored: PyTr
       params: the placements of the parameters.
       grads: the placements of the gradients; None for frozen parameters.
       stored: the stored parameters.
-      sinks: zeros in the shapes of the stored gradients; None for frozen parameters.
+      sinks: zeros in the shapes of the stored gradients; None for frozen parameters. They are differentiated in place
+        of the parameters: the cotangent of a sink is the parameter's reduced gradient.
     """
     return jax.tree.map(lambda p, g, x, sink: use_weight(make_move(p, g), x, sink), params, grads, stored, sinks)
 

@@ -139,7 +139,7 @@ def _plan(schedule: Schedule, ops: Sequence[Op], runs: dict[str, list[Run]]) -> 
 
 
 def _lifetimes(schedule: Schedule, ops: Sequence[Op], runs: dict[str, list[Run]]) -> Iterator[Lifetime]:
-    """Yield for every array that waits in a buffer when it is written and when it is last read."""
+    """Yield the `Lifetime` of every array that is kept in a buffer: the ticks at which it is written and last read."""
     last, split = schedule.stages * schedule.chunks - 1, schedule.splits_backward
     at = {schedule.key(op): op.tick for op in ops}
     tick_of = {name: {m: run.tick for run in these for m in run.microbatches} for name, these in runs.items()}

@@ -47,7 +47,7 @@ class Bad:
     paths: tuple[str, ...]
 
     def __repr__(self) -> str:
-        """Show `bool(self)` and the names of the arrays that are not finite; inside a trace, the flags."""
+        """Show whether the step is bad and which arrays are not finite; while JAX traces, show the traced booleans."""
         if not isinstance(self.flags, jax.Array | np.ndarray) or isinstance(self.flags, jax.core.Tracer):
             return f"Bad(flags={self.flags!r})"
         named = [f", {what}={found!r}" for what in ("grads", "params") if (found := getattr(self, what))]

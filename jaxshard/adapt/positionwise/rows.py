@@ -103,10 +103,10 @@ class _Rows(Positions):
         return super().value(values, place)
 
     def note(self, place: Place, refusal: Mixes) -> None:
-        """Do nothing, because this class finds wrong `js.Mean`s, and does not report refused equations."""
+        """Do nothing: this class reports a `js.Mean` whose weight is wrong, and no equation without a rule."""
 
     def check_backward(self, place: Place, facts: list[Fact], results: list[Fact]) -> None:
-        """Do nothing, because every `js.Mean` is computed in the forward pass."""
+        """Do nothing: only means are checked here, and the loss computes them in the forward pass."""
 
 
 def find_unequal_means(

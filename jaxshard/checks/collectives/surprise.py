@@ -101,7 +101,7 @@ def merged(surprises: Iterable[Surprise]) -> tuple[Surprise, ...]:
 
 
 def wanted_axes(found: Collective, rows: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the mesh axes for each dimension of a collective's first array that would make the collective unnecessary.
+    """Return mesh axes for each dimension of an array: if the array were split so, its collective would not be needed.
 
     For example `[("data",), (), ("tensor",)]` for logits [batch, positions, vocabulary] that are gathered over tensor.
 

@@ -51,6 +51,8 @@ class Turn(NamedTuple):
 class Parts(NamedTuple):
     """The functions that compute one iteration of ring attention on a platform, forward and backward.
 
+    `turn` is the iteration, a `Turn`.
+
     Attributes:
       forward: (q, k, v, extras, form, turn) -> (output, largest [B, T, H], total [B, T, H]), for one device's keys. The
         sum of a query's exp(logits) is exp(largest) * total.

@@ -209,7 +209,7 @@ def _blocks(rows: int, sizes_G: jax.Array, block: int) -> tuple[jax.Array, jax.A
 
     Returns:
       (the group of each block, the first row of each block, the end of each group [G], the number of blocks). The first
-      two are padded to the most blocks that any group sizes need.
+      two are padded to a static length: the number of blocks that the worst group sizes would need.
     """
     ends = jnp.cumsum(sizes_G)
     count = -(-sizes_G // block)

@@ -155,7 +155,8 @@ def is_elementwise_except_totals(tx: Any, params: PyTree, views: PyTree) -> bool
     Args:
       tx: An optax transform.
       params: The parameters, which may be abstract.
-      views: The parameters in other shapes; the jaxpr of the update must be the same for these.
+      views: The same parameters padded or reshaped. The update must have the same jaxpr
+        for them, apart from shapes.
     """
     tx = as_transform(tx)
     params = abstract(params)
