@@ -70,7 +70,7 @@ class Place(NamedTuple):
         return math.prod(lengths[letter] for letter in order[cut:])
 
     def first_dims(self) -> list[int]:
-        """Return the indices of the array's dimensions in their order in the files, without those of blocks and experts.
+        """Return the dimensions of the array in their order in the files, without those of blocks and experts.
 
         Slices along the first returned dimension are contiguous in the files.
         """

@@ -93,7 +93,7 @@ class Expected:
 
     @property
     def bytes(self) -> int | None:
-        """Bytes of the full array times `most`, the largest number of times it may move; None if the loss decides either."""
+        """Bytes of the full array times `most`, how often it may move at most; None if the loss decides either."""
         if self.shape is None or self.most is None:
             return None
         return self.most * bytes_of(self.shape, self.dtype)
