@@ -6,5 +6,5 @@
 
 Before `run` nothing imports JAX. Imports `core/`, `adapt/`, `cost/`, `schedules/`, `distributed/`, `optim/`, `data/`,
 `models/`, `engines/`, `training/`, `checkpoint/`, `checks/`, `generation/`, `plan/` and `hf/`; only `__main__` imports
-it.
+it, and IPython its notebook.py, by `%load_ext jaxshard.commands.notebook`.
 """

@@ -13,6 +13,7 @@ import jax
 from rich.console import Console
 
 from jaxshard.checkpoint.memory.folder import find_leftovers, size_of
+from jaxshard.commands.cuda import GPU, PLUGINS, missing_plugin
 from jaxshard.commands.devices import choose_devices, describe
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.findings import (
@@ -31,12 +32,12 @@ from jaxshard.commands.flags import Doctor
 from jaxshard.commands.machine import Machine, read_machine
 from jaxshard.commands.packages import judge_imports, judge_versions, missing_packages, versions
 from jaxshard.commands.terminal import facts, start
-from jaxshard.core.compat import NEWEST_TESTED, installed_version, process_count_and_id, untested_version
+from jaxshard.core.compat import NEWEST_TESTED, process_count_and_id, untested_version
+from jaxshard.core.installed import installed_version
 from jaxshard.core.layout import human_bytes
 from jaxshard.distributed.cluster import initialize
 from jaxshard.distributed.hosts import Host, survey
 
-_GPU = Path("/dev/nvidia0")
 _START_SECONDS = 120
 
 
@@ -66,9 +67,9 @@ def run(flags: Doctor) -> int:
         report = {"devices": describe(devices), "device_memory": [one for one in map(_memory_of, own) if one]}
         report |= {"processes": len(hosts), "hosts": [host._asdict() for host in hosts]}
         found += judge_leftovers({folder: size_of(folder) for folder in find_leftovers()})
-        found += [*judge_hosts(hosts), *judge_machine(machine, processes=len(hosts), has_gpu=_GPU.exists())]
-        if _GPU.exists() and jax.default_backend() == "cpu":
-            missing.append(f'JAX for the NVIDIA GPU of this machine: pip install "jax[cuda12]=={jax.__version__}"')
+        found += [*judge_hosts(hosts), *judge_machine(machine, processes=len(hosts), has_gpu=GPU.exists())]
+        if plugin := missing_plugin():
+            missing.append(f'JAX for the NVIDIA GPU of this machine: pip install "{plugin}"')
     report |= {"versions": versions(), "compile_cache": describe_cache(), "missing": missing}
     report |= {"findings": [finding._asdict() for finding in found]}
     if process_count_and_id()[1] == 0:
@@ -80,14 +81,14 @@ def run(flags: Doctor) -> int:
 def _judge_before_start(machine: Machine) -> Iterator[Finding]:
     """Find problems of settings, packages and libtpu, before JAX starts a backend: some would crash the start."""
     chips = [*Path("/dev").glob("accel*"), *Path("/dev/vfio").glob("[0-9]*")]
-    yield from judge_settings(os.environ, machine.interfaces, _GPU.exists() or bool(chips))
+    yield from judge_settings(os.environ, machine.interfaces, GPU.exists() or bool(chips))
     yield from judge_packages(installed_version, os.environ)
     if installed_version("libtpu") or chips:
         yield from judge_libtpu(os.environ, LOCK, chips)
     if newer := untested_version():
         yield warning(*newer.rsplit(": ", 1))
     yield from judge_versions(
-        [name for name in ("jaxshard", "jax", "jaxlib", "jax-cuda12-plugin") if installed_version(name)]
+        [name for name in ("jaxshard", "jax", "jaxlib", *PLUGINS.values()) if installed_version(name)]
     )
     yield from judge_imports()
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from jaxshard.commands.cuda import PLUGINS
 from jaxshard.commands.machine import Machine
 from jaxshard.core.layout import human_bytes
 from jaxshard.distributed.hosts import Host
@@ -91,7 +92,7 @@ def judge_packages(installed: Callable[[str], str | None], environ: Mapping[str,
       installed: a function that returns the installed version of a package, or None.
       environ: environment variables.
     """
-    plugins = [name for name in ("jax-cuda12-plugin", "jax-cuda13-plugin") if installed(name)]
+    plugins = [name for name in PLUGINS.values() if installed(name)]
     if len(plugins) > 1:
         yield broken(f"{' and '.join(plugins)} are both installed; JAX starts only one", f"pip uninstall {plugins[0]}")
     for plugin in plugins:

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from jaxshard.commands.findings import Finding, broken
-from jaxshard.core.compat import installed_version
+from jaxshard.core.installed import installed_version
 
 _PACKAGES = ("jaxshard", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _OPTIONAL = {
@@ -24,7 +24,7 @@ _OPTIONAL = {
     "tokenizers": "text for models of Hugging Face (extra hf)",
 }
 
-_EXTRAS = ("tpu", "cuda12", "cuda13", "with-cuda", "viz", "logging", "grain", "hf")
+_EXTRAS = ("tpu", "cuda12", "cuda13", "with-cuda", "viz", "logging", "hf")
 """Extras whose packages must fit if they are installed."""
 
 

@@ -13,7 +13,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import metadata
 from typing import Any, NamedTuple
 
 import jax
@@ -28,14 +27,6 @@ NEWEST_TESTED = (0, 12)
 
 
 # Versions.
-
-
-def installed_version(package: str) -> str | None:
-    """Return the version of a package, or None if it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def untested_version() -> str | None:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxshard.core.compat import installed_version
+from jaxshard.core.installed import installed_version
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import mesh_str
 from jaxshard.core.tree import path_str

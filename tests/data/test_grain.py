@@ -1,4 +1,4 @@
-"""Grain's data sets as they are: by number, in turn, as rows; their state is the position. Needs the extra `grain`."""
+"""Grain's data sets as they are: by number, in turn, as rows; their state is the position. Needs Grain."""
 
 import itertools
 import json
