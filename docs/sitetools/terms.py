@@ -1,7 +1,7 @@
 """The index of terms: words that readers search for, and the sections that treat them.
 
 The rows of `docs/reference/terms.md` are the only list. Each of their terms becomes an entry of Sphinx's index at the
-sections that its row links, and the search of the site shows these before all other results.
+sections that its row links. The entries are main ones (`!`), which the search of the site shows before other results.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def with_entries(text: str, page: str, index: Iterable[Row]) -> str:
             if section:
                 entries.setdefault(section[0] + (not anchor), []).extend(row.terms)
     for line in sorted(entries, reverse=True):
-        lines[line:line] = ["", *(f"```{{index}} single: {term}\n```" for term in entries[line]), ""]
+        lines[line:line] = ["", *(f"```{{index}} !single: {term}\n```" for term in entries[line]), ""]
     return "\n".join(lines)
 
 
@@ -118,5 +118,5 @@ def not_found(index: Iterable[Row], searchindex: Path) -> list[str]:
         for row in index
         for page in dict.fromkeys(page for page, _ in row.sections)
         for term in row.terms
-        if page not in [names[number] for number, *_ in found["indexentries"].get(term.lower(), ())]
+        if page not in [names[number] for number, _, main in found["indexentries"].get(term.lower(), ()) if main]
     ]

@@ -65,13 +65,13 @@ def test_a_section_goes_to_the_next_heading_of_its_level():
 def test_terms_become_entries_above_their_sections_and_the_search_is_asked_for_each(tmp_path: Path):
     (row,) = index = rows("- **A, b c**: [1](data.md#in-8-bits-how), [2](../loops.md)\n", "guides/terms.md")
     assert row.sections == (("guides/data.md", "in-8-bits-how"), ("loops.md", ""))
-    entries = "\n```{index} single: A\n```\n```{index} single: b c\n```\n\n"
+    entries = "\n```{index} !single: A\n```\n```{index} !single: b c\n```\n\n"
     assert with_entries(TEXT, "guides/data.md", index) == TEXT.replace("## In", f"{entries}## In")
     assert with_entries("# Loops\n", "loops.md", index) == f"# Loops\n{entries}"
 
     found = {
         "docnames": ["loops", "guides/data"],
-        "indexentries": {"a": [[0, "index-0", False], [1, "index-0", False]]},
+        "indexentries": {"a": [[0, "index-0", True], [1, "index-0", True]], "b c": [[0, "index-1", False]]},
     }
     path = tmp_path / "searchindex.js"
     path.write_text(f"Search.setIndex({json.dumps(found)})")
