@@ -100,7 +100,7 @@ def _texts(pages: list[Source], site: Site, root: Path) -> Iterator[tuple[str, s
             continue
         text = with_entries(site.translate(text, source.file), source.page, index)
         if Path(source.page).name == "index.md":
-            text += _contents(source, pages, site)
+            text += contents(source, pages, site)
         if source.page == "reference/cli.md":
             text = with_help(text)
         yield source.page, text
@@ -117,8 +117,8 @@ def _notebook(text: str, source: Source, site: Site) -> str:
     return json.dumps(notebook)
 
 
-def _contents(index: Source, pages: list[Source], site: Site) -> str:
-    """The tables of contents of an index page; their captions are the groups of the sidebar.
+def contents(index: Source, pages: list[Source], site: Site) -> str:
+    """Make the tables of contents of an index page; their captions are the groups of the sidebar.
 
     The theme shows the captions of the first page alone. So an index page that has groups of its own hands them to it.
     """
