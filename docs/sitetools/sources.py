@@ -65,7 +65,7 @@ def write_sources(folder: Path, root: Path = ROOT) -> list[str]:
     pages = sources(root)
     site = Site(root, {source.file: source.page for source in pages})
     texts = dict(_texts(pages, site, root))
-    problems = list(site.problems)
+    problems = list(dict.fromkeys(site.problems))
     for page, text in name_pages(problems):
         texts[page] = text
     for page, text in texts.items():
