@@ -73,7 +73,11 @@ def _why_offline() -> str | None:
 
 
 def _sphinx(builder: str, source: Path, work: Path) -> int:
-    """Run Sphinx; warnings are errors, and all of them are shown."""
-    strict = ["-W", "--keep-going", "-n", "-q", "-j", "2"]
+    """Run Sphinx; warnings are errors, and all of them are shown.
+
+    Only pages that changed are read, but all are written (`-a`). Pages that are not written would keep an old sidebar,
+    and Sphinx 9 would leave their entries of the index out of the search.
+    """
+    strict = ["-W", "--keep-going", "-n", "-q", "-a", "-j", "2"]
     words = [sys.executable, "-m", "sphinx", *strict, "-b", builder, "-c", str(DOCS), "-d", str(work / "doctrees")]
     return subprocess.run([*words, str(source), str(work / builder)], cwd=ROOT, check=False).returncode
