@@ -19,8 +19,9 @@ def main(words: list[str] | None = None) -> int:
     """Build and check the site.
 
     Returns:
-      0, or 1 where a link leads nowhere, a reference is unknown, a name has no example, a notebook failed or a check
-      found something; and where external links are to be followed but the internet can't be reached.
+      0, or 1 where a link leads nowhere, a reference is unknown, a name has no example, a notebook failed, a check
+      found something, or the search does not find a term of the index; and where external links are to be followed but
+      the internet can't be reached.
     """
     flags = _parse(words)
     if flags.linkcheck and (reason := _why_offline()):
@@ -28,7 +29,8 @@ def main(words: list[str] | None = None) -> int:
         return 1
     if flags.execute:
         subprocess.run([sys.executable, str(DOCS / "execute_notebooks.py")], cwd=ROOT, check=True)
-    from sitetools.sources import write_sources
+    from sitetools.sources import term_index, write_sources
+    from sitetools.terms import not_found
 
     folder = flags.work / "source"
     problems = write_sources(folder)
@@ -36,9 +38,10 @@ def main(words: list[str] | None = None) -> int:
         from sitetools.checks import check_texts
 
         problems += check_texts(ROOT)
+    built = [_sphinx(builder, folder, flags.work) for builder in ("html", *["linkcheck"] * flags.linkcheck)]
+    problems += not_found(term_index(), flags.work / "html" / "searchindex.js")
     for problem in problems:
         print(f"docs/build: {problem}", file=sys.stderr)
-    built = [_sphinx(builder, folder, flags.work) for builder in ("html", *["linkcheck"] * flags.linkcheck)]
     shutil.rmtree(flags.out, ignore_errors=True)
     shutil.copytree(flags.work / "html", flags.out)
     if any(built) or problems:
@@ -70,7 +73,11 @@ def _why_offline() -> str | None:
 
 
 def _sphinx(builder: str, source: Path, work: Path) -> int:
-    """Run Sphinx; warnings are errors, and all of them are shown."""
-    strict = ["-W", "--keep-going", "-n", "-q", "-j", "2"]
+    """Run Sphinx; warnings are errors, and all of them are shown.
+
+    Only pages that changed are read, but all are written (`-a`). Pages that are not written would keep an old sidebar,
+    and Sphinx 9 would leave their entries of the index out of the search.
+    """
+    strict = ["-W", "--keep-going", "-n", "-q", "-a", "-j", "2"]
     words = [sys.executable, "-m", "sphinx", *strict, "-b", builder, "-c", str(DOCS), "-d", str(work / "doctrees")]
     return subprocess.run([*words, str(source), str(work / builder)], cwd=ROOT, check=False).returncode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import NamedTuple
 from sitetools.command_page import with_help
 from sitetools.links import Site
 from sitetools.name_pages import name_pages
+from sitetools.terms import TERMS, Row, rows, with_entries
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = {
@@ -29,6 +31,13 @@ class Source(NamedTuple):
 
     file: str
     page: str
+
+
+class Group(NamedTuple):
+    """Pages that stand together in the sidebar, under a caption."""
+
+    caption: str
+    pages: list[str]
 
 
 def sources(root: Path = ROOT) -> list[Source]:
@@ -56,7 +65,7 @@ def write_sources(folder: Path, root: Path = ROOT) -> list[str]:
     pages = sources(root)
     site = Site(root, {source.file: source.page for source in pages})
     texts = dict(_texts(pages, site, root))
-    problems = list(site.problems)
+    problems = list(dict.fromkeys(site.problems))
     for page, text in name_pages(problems):
         texts[page] = text
     for page, text in texts.items():
@@ -73,15 +82,25 @@ def write_sources(folder: Path, root: Path = ROOT) -> list[str]:
     return problems
 
 
+def term_index(root: Path = ROOT) -> list[Row]:
+    """Read the index of terms, with the pages of the site that its rows lead to."""
+    if not (root / TERMS).exists():
+        return []
+    pages = {source.file: source.page for source in sources(root)}
+    text = Site(root, pages).translate((root / TERMS).read_text(encoding="utf-8"), TERMS)
+    return rows(text, pages[TERMS])
+
+
 def _texts(pages: list[Source], site: Site, root: Path) -> Iterator[tuple[str, str]]:
+    index = term_index(root)
     for source in pages:
         text = (root / source.file).read_text(encoding="utf-8")
         if source.page.endswith(".ipynb"):
             yield source.page, _notebook(text, source, site)
             continue
-        text = site.translate(text, source.file)
+        text = with_entries(site.translate(text, source.file), source.page, index)
         if Path(source.page).name == "index.md":
-            text += _contents(source, pages, text)
+            text += contents(source, pages, site)
         if source.page == "reference/cli.md":
             text = with_help(text)
         yield source.page, text
@@ -98,17 +117,56 @@ def _notebook(text: str, source: Source, site: Site) -> str:
     return json.dumps(notebook)
 
 
-def _contents(index: Source, pages: list[Source], text: str) -> str:
-    """The table of contents of an index page: the pages that it links, in their order, then all others below it."""
+def contents(index: Source, pages: list[Source], site: Site) -> str:
+    """Make the tables of contents of an index page; their captions are the groups of the sidebar.
+
+    The theme shows the captions of the first page alone. So an index page that has groups of its own hands them to it.
+    """
+    groups = _groups(index, pages, site)
+    if index.page == "index.md":
+        groups = [group for own in groups for group in (own, *_handed_on(own, pages, site))]
+    elif _is_grouped(groups):
+        return ""
+    return "".join(_toctree(group) for group in groups)
+
+
+def _handed_on(group: Group, pages: list[Source], site: Site) -> Iterator[Group]:
+    """The groups of those index pages in a group that have several."""
+    for index in (source for source in pages if source.page in group.pages and source.page.endswith("/index.md")):
+        if _is_grouped(groups := _groups(index, pages, site)):
+            yield from groups
+
+
+def _is_grouped(groups: list[Group]) -> bool:
+    return len(groups) > 1
+
+
+def _groups(index: Source, pages: list[Source], site: Site) -> list[Group]:
+    """The pages below an index page, by the heading over their links and in their order; those without a link last."""
     folder = Path(index.page).parent
     below = {
-        str(Path(source.page).relative_to(folder))
+        source.page
         for source in pages
         if source != index and folder in Path(source.page).parents and _owner(source.page, pages) == index.page
     }
-    linked = [link for link in dict.fromkeys(re.findall(r"\]\(([^)#]+)", text)) if link in below]
-    entries = "\n".join([*linked, *sorted(below - set(linked))])
-    return f"\n```{{toctree}}\n:hidden:\n\n{entries}\n```\n"
+    found: dict[str, list[str]] = {}
+    heading = ""
+    for line in site.translate((site.root / index.file).read_text(encoding="utf-8"), index.file).splitlines():
+        heading = line.removeprefix("## ") if line.startswith("## ") else heading
+        link = re.match(r"(?:-|\d+\.) \[[^\]]+\]\(([^)#]+)", line)
+        page = os.path.normpath(folder / link[1]) if link else ""
+        if page in below:
+            below.remove(page)
+            found.setdefault(heading, []).append(page)
+    if below:
+        found.setdefault("", []).extend(sorted(below))
+    return [Group(heading, names) for heading, names in found.items()]
+
+
+def _toctree(group: Group) -> str:
+    entries = "\n".join(f"/{page}" for page in group.pages)
+    caption = f":caption: {group.caption}\n" if group.caption else ""
+    return f"\n```{{toctree}}\n:hidden:\n{caption}\n{entries}\n```\n"
 
 
 def _owner(page: str, pages: list[Source]) -> str:
