@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,15 +119,28 @@ class Linen(Adapted):
 
     def make_params(self, key: jax.Array) -> PyTree:
         """Initialise the module: return its parameters, or js.Model(parameters, other collections), without boxes."""
+        return self._model_of(self._boxed(key))
+
+    def to_module(self, model: PyTree, key: jax.Array) -> dict[str, Any]:
+        """Return the variables that `module.apply` takes: {"params": ..., and the other collections}."""
+        params, state = split_model(model)
+        return {"params": params, **dict(state)}
+
+    def from_module(self, module: Any) -> PyTree:
+        """Convert variables, with or without metadata boxes, to the result of `init`."""
+        return self._model_of(check_variables("the layout's model is of js.linen", module))
+
+    def _model_of(self, variables: Mapping[str, Any]) -> PyTree:
+        """Split variables, which may be in metadata boxes, into parameters and state."""
         with without_box_placement():
-            variables = nn.unbox(self._boxed(key))
-        params = variables.pop("params", None)
+            state = dict(nn.unbox(variables))
+        params = state.pop("params", None)
         if not params:
             raise ValueError(
                 f"js.linen: {type(self.module).__name__} has no parameters: nothing that the loss called on the "
                 "example batch has any; call model(...) in the loss"
             )
-        return join_model(params, variables or ())
+        return join_model(params, state or ())
 
     def apply(self, model: PyTree, *args: Any, **kwargs: Any) -> Any:
         """Call the module with the parameters and state that `init` returned, without random keys.
@@ -291,6 +304,20 @@ class LinenInit:
             output, new = initialize_through(self._module, call, self.variables, self._key, leave_out)
         self.variables = {name: new[name] for name in new if name not in asked}
         return (output, {name: new.get(name, {}) for name in asked}) if asked else output
+
+
+def check_variables(where: str, variables: Any) -> Mapping[str, Any]:
+    """Return variables of a Linen module; raise TypeError unless they are a mapping with "params"."""
+    if not isinstance(variables, Mapping) or "params" not in variables:
+        raise TypeError(
+            f'js.from_module: {where}, so expected Linen variables {{"params": ...}}, got '
+            + (
+                f"a dict of {sorted(map(str, variables))}"
+                if isinstance(variables, Mapping)
+                else type(variables).__name__
+            )
+        )
+    return variables
 
 
 def _collection_names(mutable: str | Sequence[str]) -> tuple[str, ...]:

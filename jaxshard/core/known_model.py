@@ -63,6 +63,19 @@ class KnownModel:
         """Return a batch with inputs and labels as separate arrays, as `js.context` needs them."""
         return batch
 
+    def to_module(self, model: PyTree, key: jax.Array) -> Any:
+        """Convert what `init` returns to the form in which the user's library holds a model; see `js.to_module`.
+
+        Args:
+          model: parameters, or `js.Model(params, state)`, in model order, on one device.
+          key: a random key, from which random streams of the result draw.
+        """
+        return model
+
+    def from_module(self, module: Any) -> PyTree:
+        """Convert a model in the form of `to_module` to what `init` returns: the inverse of `to_module`."""
+        return module
+
     def dim_names(self, params: PyTree) -> PyTree:
         """Return, for every parameter, a tuple with a logical name or None for each of its first dimensions."""
         raise NotImplementedError
