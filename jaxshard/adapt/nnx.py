@@ -159,7 +159,8 @@ class Nnx(Adapted):
         """Return the parameters and the state of a module as nested dicts, like `init`; random streams are left out."""
         if not isinstance(module, flax_nnx.Module):
             raise TypeError(
-                f"js.from_module: the layout's model is of js.nnx, so expected an nnx.Module, got {type(module).__name__}"
+                "js.from_module: the layout's model is of js.nnx, so expected an nnx.Module, got "
+                f"{type(module).__name__}"
             )
         return _model_of(module)
 
