@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import errors
 from flax import linen as nn
+from flax.core import unfreeze
 
 from jaxshard.adapt.compat import Names, Path, initialize_through, names_in_boxes, without_box_placement
 from jaxshard.adapt.contracted import contracted_in_calls
@@ -134,7 +135,7 @@ class Linen(Adapted):
         """Split variables, which may be in metadata boxes, into parameters and state."""
         with without_box_placement():
             state = dict(nn.unbox(variables))
-        params = state.pop("params", None)
+        params, _ = state.pop("params", None), state.pop(_NEVER_STATE, None)
         if not params:
             raise ValueError(
                 f"js.linen: {type(self.module).__name__} has no parameters: nothing that the loss called on the "
@@ -306,8 +307,8 @@ class LinenInit:
         return (output, {name: new.get(name, {}) for name in asked}) if asked else output
 
 
-def check_variables(where: str, variables: Any) -> Mapping[str, Any]:
-    """Return variables of a Linen module; raise TypeError unless they are a mapping with "params"."""
+def check_variables(where: str, variables: Any) -> dict[str, Any]:
+    """Return variables of a Linen module, frozen or not, as nested dicts; raise TypeError if they lack "params"."""
     if not isinstance(variables, Mapping) or "params" not in variables:
         raise TypeError(
             f'js.from_module: {where}, so expected Linen variables {{"params": ...}}, got '
@@ -317,7 +318,8 @@ def check_variables(where: str, variables: Any) -> Mapping[str, Any]:
                 else type(variables).__name__
             )
         )
-    return variables
+    unfrozen: dict[str, Any] = unfreeze(dict(variables))
+    return unfrozen
 
 
 def _collection_names(mutable: str | Sequence[str]) -> tuple[str, ...]:

@@ -9,6 +9,8 @@ from tests.docs.fsdp2_ours import OURS, SLOW
 from tests.docs.fsdp2_theirs import NOT_TORCH, THEIRS, process_group
 from tests.docs.pages import ROOT
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 PAGE = ROOT / "docs" / "coming_from" / "fsdp2.md"
 COMPILED = [pytest.param(row, marks=[pytest.mark.slow] * (row in SLOW)) for row in OURS]
 

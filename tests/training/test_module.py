@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from flax.core import freeze
 
 import jaxshard as js
 from tests.distributed.launched import printed_together
@@ -33,6 +34,12 @@ def made(model, strategy=None, mesh=None, tx=TX, **options):
     mesh = js.make_mesh(data=8) if mesh is None else mesh
     layout = js.layout(js.fsdp(min_size=0) if strategy is None else strategy, mesh, model.init, tx)
     return layout, js.init(model.init, tx, layout, 0, **options)
+
+
+def drawn(model):
+    """Parameters of a model without the program that draws them, which takes longest to compile."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    return jax.tree.map(lambda x: np.random.default_rng(x.size).normal(size=x.shape).astype(x.dtype), shapes)
 
 
 def trained(layout, run, model, steps=2, engine=None):
@@ -157,7 +164,8 @@ def test_variables_of_linen_equal_those_of_plain_flax_and_come_back():
     same((again.params, again.state), (run.params, run.state))
     boxed = Linen().init(jax.random.key(0), BATCH["x"])
     assert isinstance(boxed["params"]["Dense_0"]["kernel"], nn.Partitioned)
-    same(js.from_module(boxed, layout).params, nn.unbox(boxed)["params"])
+    back = js.from_module(freeze(boxed | {"intermediates": {"seen": jnp.ones(3)}}), layout)
+    same((back.params, back.state), (nn.unbox(boxed)["params"], {"batch_stats": boxed["batch_stats"]}))
 
 
 class Block(nn.Module):
@@ -205,19 +213,20 @@ PIPELINE = js.compose(js.fsdp("data", min_size=0), js.pipeline(chunks=1))
 def piped(kind):
     """(model, layout, run) of three blocks in two stages."""
     model = stacked(kind)
-    return model, *made(model, PIPELINE, js.make_mesh(pipe=2, data=4))
+    return model, *made(model, PIPELINE, js.make_mesh(pipe=2, data=4), init_from=drawn(model))
 
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_modules_of_js_stack_come_out_one_by_one_from_a_padded_pipeline(kind):
-    """Three blocks in two stages: the single blocks compute the logits whose loss the model has, within 1e-6."""
     model, layout, run = piped(kind)
     assert jax.tree.leaves(layout.params["blocks"])[0].view.padded[0] == BLOCKS + 1
-    module = js.to_module(run, layout)
+    module, start = js.to_module(run, layout), drawn(model)
     assert len(module["blocks"]) == BLOCKS
-    expected = model.loss(js.logical(run, layout).params, BATCH, None).value
-    np.testing.assert_allclose(cross_entropy(run_parts(kind, module, BATCH["x"]), BATCH).value, expected, rtol=1e-6)
+    for number, block in enumerate(module["blocks"]):
+        own = block["params"] if kind == "linen" else nnx.to_pure_dict(nnx.state(block, nnx.Param))
+        same(own, jax.tree.map(lambda x, number=number: x[number], start["blocks"]))
+    assert run_parts(kind, module, BATCH["x"]).shape == (len(BATCH["x"]), CLASSES)
     again = js.init(model.init, TX, layout, 1, init_from=js.from_module(module, layout))
     same(again.params, run.params)
 
@@ -271,21 +280,25 @@ def test_factors_of_lora_are_merged_and_the_merged_module_is_a_base_again():
     layout, run = made(tuned, init_from=start)
     module, merged = js.to_module(run, layout), js.merge_lora(js.logical(run, layout).params)
     assert isinstance(module, Net)
-    np.testing.assert_allclose(module.last.kernel[...], merged["last"]["kernel"], rtol=1e-6)
+    assert tree_error(module.last.kernel[...], merged["last"]["kernel"]) < 1e-6
     same(js.to_module(run, layout, base).last.kernel[...], js.to_module(run, layout, tuned).last.kernel[...])
     again = js.init(tuned.init, TX, layout, 1, init_from=js.from_module(module, layout))
     assert again.params["last"]["kernel"].base.dtype == jnp.int8
 
 
 def test_a_model_of_blocks_is_the_tree_of_its_init_on_one_device_under_any_active_mesh():
-    toy = gpt_toy(vocab=64)
+    def init(key):
+        return {"embed": {"kernel": jnp.ones((FEATURES, WIDTH))}, "block": {"kernel": jnp.ones((WIDTH, WIDTH))}}
+
+    model = js.Stacked(*[lambda *args: None] * 3, BLOCKS, init)
     mesh = js.make_mesh(data=2, tensor=2, pipe=2)
-    strategy = js.compose(js.fsdp("data", min_size=0), js.tensor(), js.pipeline(chunks=1))
-    layout = js.layout(strategy, mesh, toy.init_fn, TX)
-    run = js.init(toy.init_fn, TX, layout, 0)
+    strategy = js.compose(
+        js.fsdp("data", min_size=0), js.tensor([("kernel", (None, "mlp")), *js.RULES]), js.pipeline(chunks=1)
+    )
+    layout, run = made(model, strategy, mesh, init_from=drawn(model))
     with jax.set_mesh(mesh):
         tree = js.to_module(run, layout)
-    same(tree, jax.device_get(js.logical(run, layout).params))
+    same(tree, drawn(model))
     assert {device for x in jax.tree.leaves(tree) for device in x.devices()} == {jax.devices()[0]}
     with jax.default_device(jax.devices()[3]):
         assert jax.tree.leaves(js.to_module(run, layout))[0].devices() == {jax.devices()[3]}
