@@ -66,7 +66,7 @@ def to_module(run: TrainState, layout: Layout, model: Any = None) -> Any:
     """
     check_layout("js.to_module(run, layout)", layout)
     check_run(layout, run)
-    known = layout.model if model is None else _known_model(model, layout)
+    known = _known_model("js.to_module", model, layout)
     params, placed = merge_stored(run.params, layout)
     tree = join_model(_to_local(params, placed.params, layout.mesh), _to_local(run.state, layout.state, layout.mesh))
     if known is None:
@@ -76,7 +76,7 @@ def to_module(run: TrainState, layout: Layout, model: Any = None) -> Any:
         return known.to_module(tree, jax.random.fold_in(key, int(run.step)))
 
 
-def from_module(module: Any, layout: Layout) -> PyTree:
+def from_module(module: Any, layout: Layout, model: Any = None) -> PyTree:
     """Convert a model in its own form, as `js.to_module` returns it, to what `init_fn` returns.
 
     The result goes into `init_from=` of `js.init`, where training starts from it with a fresh optimizer state, and into
@@ -86,12 +86,14 @@ def from_module(module: Any, layout: Layout) -> PyTree:
       module: an `nnx.Module` for a layout of `js.nnx`, variables for `js.linen` and `js.scanned`, and so on, as in the
         table of `js.to_module`. Of a layout of `js.lora`, the model without factors.
       layout: the layout, made from the `init` of the model.
+      model: the model, if the layout does not know it, as for `js.to_module`.
 
     Returns:
       Parameters, or `js.Model(params, state)`. Random streams of an `nnx.Module` are left out.
 
     Raises:
       TypeError: `module` does not have the form of the layout's model.
+      ValueError: the layout was not made from `model`.
 
     Example:
         model = js.linen(nn.Dense(3), loss, batch)
@@ -100,22 +102,28 @@ def from_module(module: Any, layout: Layout) -> PyTree:
         run = js.init(model.init, tx, layout, 0, init_from=js.from_module(variables, layout))
     """
     check_layout("js.from_module(module, layout)", layout)
-    return module if layout.model is None else layout.model.from_module(module)
+    known = _known_model("js.from_module", model, layout)
+    return module if known is None else known.from_module(module)
 
 
-def _known_model(model: Any, layout: Layout) -> KnownModel:
-    """Return the known model that the user passed, or whose `init` it is; raise unless its shapes are the layout's."""
+def _known_model(who: str, model: Any, layout: Layout) -> KnownModel | None:
+    """Return the known model that the user passed, or whose `init` it is; without one, the layout's model, or None.
+
+    Raise unless the model has the shapes of the layout. `who` is the public function that messages name.
+    """
+    if model is None:
+        return layout.model
     init = unwrap(getattr(model, "init", model))
     if not isinstance(init, InitOf):
         raise TypeError(
-            "js.to_module: model must be what js.nnx, js.linen, js.stack, js.scanned or js.lora returned, or its init, "
+            f"{who}: model must be what js.nnx, js.linen, js.stack, js.scanned or js.lora returned, or its init, "
             f"got {type(model).__name__}; leave it out for a layout that was made from such an init, or from a function"
         )
     layout_shapes = join_model(layout.shapes.params, layout.shapes.state)
     check_same_tree(
         matrix_shapes(layout_shapes),
         matrix_shapes(jax.eval_shape(init, layout.shapes.key)),
-        "js.to_module: the layout was not made from this model",
+        f"{who}: the layout was not made from this model",
         "pass the model of the layout",
     )
     return init.model
