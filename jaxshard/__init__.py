@@ -102,6 +102,8 @@ if TYPE_CHECKING:
     from jaxshard.training.evaluate import make_eval_step as make_eval_step
     from jaxshard.training.fit import fit as fit
     from jaxshard.training.gradient import value_and_grad as value_and_grad
+    from jaxshard.training.module import from_module as from_module
+    from jaxshard.training.module import to_module as to_module
     from jaxshard.training.non_finite import Bad as Bad
     from jaxshard.training.non_finite import BadStep as BadStep
     from jaxshard.training.non_finite import Rollback as Rollback
@@ -198,6 +200,7 @@ _NAMES = {
         "clone",
         "replace_params",
     ),
+    "training.module": ("from_module", "to_module"),
     "training.non_finite": ("Bad", "BadStep", "Rollback", "check_finite"),
     "training.records": ("Record",),
     "training.state": ("TrainState", "init", "logical"),

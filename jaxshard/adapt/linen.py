@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import errors
 from flax import linen as nn
+from flax.core import unfreeze
 
 from jaxshard.adapt.compat import Names, Path, initialize_through, names_in_boxes, without_box_placement
 from jaxshard.adapt.contracted import contracted_in_calls
@@ -119,15 +120,28 @@ class Linen(Adapted):
 
     def make_params(self, key: jax.Array) -> PyTree:
         """Initialise the module: return its parameters, or js.Model(parameters, other collections), without boxes."""
+        return self._model_of(self._boxed(key))
+
+    def to_module(self, model: PyTree, key: jax.Array) -> dict[str, Any]:
+        """Return the variables that `module.apply` takes: {"params": ..., and the other collections}."""
+        params, state = split_model(model)
+        return {"params": params, **dict(state)}
+
+    def from_module(self, module: Any) -> PyTree:
+        """Convert variables, with or without metadata boxes, to the result of `init`."""
+        return self._model_of(check_variables("the layout's model is of js.linen", module))
+
+    def _model_of(self, variables: Mapping[str, Any]) -> PyTree:
+        """Split variables, which may be in metadata boxes, into parameters and state."""
         with without_box_placement():
-            variables = nn.unbox(self._boxed(key))
-        params = variables.pop("params", None)
+            state = dict(nn.unbox(variables))
+        params, _ = state.pop("params", None), state.pop(_NEVER_STATE, None)
         if not params:
             raise ValueError(
                 f"js.linen: {type(self.module).__name__} has no parameters: nothing that the loss called on the "
                 "example batch has any; call model(...) in the loss"
             )
-        return join_model(params, variables or ())
+        return join_model(params, state or ())
 
     def apply(self, model: PyTree, *args: Any, **kwargs: Any) -> Any:
         """Call the module with the parameters and state that `init` returned, without random keys.
@@ -310,6 +324,21 @@ class LinenInit:
             output, new = initialize_through(self._module, call, self.variables, self._key, leave_out)
         self.variables = {name: new[name] for name in new if name not in asked}
         return (output, {name: new.get(name, {}) for name in asked}) if asked else output
+
+
+def check_variables(where: str, variables: Any) -> dict[str, Any]:
+    """Return variables of a Linen module, frozen or not, as nested dicts; raise TypeError if they lack "params"."""
+    if not isinstance(variables, Mapping) or "params" not in variables:
+        raise TypeError(
+            f'js.from_module: {where}, so expected Linen variables {{"params": ...}}, got '
+            + (
+                f"a dict of {sorted(map(str, variables))}"
+                if isinstance(variables, Mapping)
+                else type(variables).__name__
+            )
+        )
+    unfrozen: dict[str, Any] = unfreeze(dict(variables))
+    return unfrozen
 
 
 def _collection_names(mutable: str | Sequence[str]) -> tuple[str, ...]:

@@ -147,10 +147,22 @@ class Nnx(Adapted):
 
     def make_params(self, key: jax.Array) -> PyTree:
         """Make the module; return its values as nested dicts: the parameters, or js.Model(parameters, state)."""
-        _, params, _, state = _split(self._make(key))
-        if not jax.tree.leaves(params):
-            raise ValueError("js.nnx: the module has no parameters: none of its variables is an nnx.Param")
-        return join_model(flax_nnx.to_pure_dict(params), flax_nnx.to_pure_dict(state) or ())
+        return _model_of(self._make(key))
+
+    def to_module(self, model: PyTree, key: jax.Array) -> flax_nnx.Module:
+        """Make a module in evaluation mode that holds the given parameters and state; its streams draw from `key`."""
+        module = self._merge(model, _seed_streams(self._form.random, key))
+        module.eval()
+        return module
+
+    def from_module(self, module: Any) -> PyTree:
+        """Return the parameters and the state of a module as nested dicts, like `init`; random streams are left out."""
+        if not isinstance(module, flax_nnx.Module):
+            raise TypeError(
+                "js.from_module: the layout's model is of js.nnx, so expected an nnx.Module, got "
+                f"{type(module).__name__}"
+            )
+        return _model_of(module)
 
     def apply(self, model: PyTree, *args: Any, method: str = "__call__", **kwargs: Any) -> Any:
         """Call a method of the module, in evaluation mode, with the parameters and state that `init` returned.
@@ -194,15 +206,8 @@ class Nnx(Adapted):
           model: parameters, or js.Model(params, state).
           key: the random key of the step; None for evaluation mode.
         """
-        form, (params, state) = self._form, split_model(model)
-        streams = _seed_streams(form.random, key)
-        merged = (
-            form.params.unflatten(map(jnp.asarray, jax.tree.leaves(params))),
-            form.streams.unflatten(streams),
-            form.state.unflatten(map(jnp.asarray, jax.tree.leaves(state))),
-        )
-        # copy=True makes new variables; else the next trace of a loss would find the tracers of this one in them.
-        module = flax_nnx.merge(form.graph, *merged, copy=True)
+        streams = _seed_streams(self._form.random, key)
+        module = self._merge(model, streams)
         module.eval() if key is None else module.train()
 
         def after() -> tuple[dict[str, Any], Values]:
@@ -217,6 +222,18 @@ class Nnx(Adapted):
             return flax_nnx.to_pure_dict(new), _values(params)
 
         return Bound(module, after)
+
+    def _merge(self, model: PyTree, streams: list[jax.Array]) -> flax_nnx.Module:
+        """Make a module that holds the given parameters, state, and keys and counts of its random streams."""
+        form, (params, state) = self._form, split_model(model)
+        merged = (
+            form.params.unflatten(map(jnp.asarray, jax.tree.leaves(params))),
+            form.streams.unflatten(streams),
+            form.state.unflatten(map(jnp.asarray, jax.tree.leaves(state))),
+        )
+        # copy=True makes new variables; else the next trace of a loss would find the tracers of this one in them.
+        module: flax_nnx.Module = flax_nnx.merge(form.graph, *merged, copy=True)
+        return module
 
     def run(
         self, model: PyTree, batch: PyTree, key: jax.Array | None, *, units: Units = (), save: Save | None = None
@@ -329,6 +346,14 @@ def _split(module: flax_nnx.Module) -> tuple[Any, Any, Any, Any]:
     parts: Any = flax_nnx.split(module, flax_nnx.Param, flax_nnx.RngState, flax_nnx.Intermediate, ...)
     graph, params, streams, _, state = parts
     return graph, params, streams, state
+
+
+def _model_of(module: flax_nnx.Module) -> PyTree:
+    """Return the values of a module as nested dicts: its parameters, or js.Model(parameters, state)."""
+    _, params, _, state = _split(module)
+    if not jax.tree.leaves(params):
+        raise ValueError("js.nnx: the module has no parameters: none of its variables is an nnx.Param")
+    return join_model(flax_nnx.to_pure_dict(params), flax_nnx.to_pure_dict(state) or ())
 
 
 def _check_arrays(module: flax_nnx.Module) -> None:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxshard.adapt.linen import Linen, linen
+from jaxshard.adapt.linen import Linen, check_variables, linen
 from jaxshard.adapt.scan_split import Path, ScanCarry, SplitLoss, split_at_scan
 from jaxshard.adapt.stacked import Stacked
 from jaxshard.adapt.units import check_loss
@@ -112,6 +112,14 @@ class Scanned(Stacked):
     def from_variables(self, variables: PyTree) -> PyTree:
         """Convert the result of the module's `init` to this model's parameters, {"blocks": ..., ...}."""
         return self._to_stacked(nn.unbox(variables)["params"])
+
+    def to_module(self, model: PyTree, key: jax.Array) -> PyTree:
+        """Return the variables that the module's `apply` takes; see `to_variables`."""
+        return self.to_variables(model)
+
+    def from_module(self, module: Any) -> PyTree:
+        """Convert variables of the module to parameters of this model; see `from_variables`."""
+        return self.from_variables(check_variables("the layout's model is of js.scanned", module))
 
     # The scanned module may be at any path. With the prefix ("decoder", "layers") the module's parameter
     # decoder/layers/mlp/kernel is blocks/mlp/kernel in this model.

@@ -17,22 +17,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
 from jaxshard.adapt.compat import Names, Path, names_in_boxes, without_box_placement
-from jaxshard.adapt.linen import LinenInit, LinenModel
+from jaxshard.adapt.linen import LinenInit, LinenModel, check_variables
 from jaxshard.adapt.nnx import Nnx
 from jaxshard.adapt.stacked import Stacked
 from jaxshard.adapt.unchanged import Values, run_unchanged
 from jaxshard.adapt.units import call_loss, check_loss, dim_names_of, zeros_of
 from jaxshard.core.jaxpr import Program, assign, needed_equations
 from jaxshard.core.loss import Loss, Mean, Model
-from jaxshard.core.tree import BLOCKS, paths, raise_all
+from jaxshard.core.tree import BLOCKS, check_same_tree, paths, raise_all
 from jaxshard.core.types import PyTree
 
 _BLOCK = "block"
@@ -137,6 +139,28 @@ class StackedModules(Stacked):
         named = dim_names_of("js.stack", made, *self.parts.names())
         blocks = jax.tree.map(lambda _, names: (BLOCKS, *names), made[_BLOCK], named[_BLOCK])
         return {name: blocks if name == BLOCKS else named[name] for name in params}
+
+    def to_module(self, model: PyTree, key: jax.Array) -> dict[str, Any]:
+        """Return {part: its module in its own form, "blocks": a list with the form of each block}."""
+        part_key, block_key = jax.random.split(key)
+        names = [name for name in model if name != BLOCKS]
+        part_keys, block_keys = jax.random.split(part_key, len(model)), jax.random.split(block_key, self.num_blocks)
+        made = {name: self.parts.to_module(name, model[name], k) for name, k in zip(names, part_keys)}
+        blocks = [jax.tree.map(itemgetter(number), model[BLOCKS]) for number in range(self.num_blocks)]
+        return made | {BLOCKS: [self.parts.to_module(_BLOCK, x, k) for x, k in zip(blocks, block_keys)]}
+
+    def from_module(self, module: Any) -> PyTree:
+        """Convert {part: module, "blocks": [block, ...]} to the parameters of this model, with stacked blocks."""
+        if not isinstance(module, dict) or not module.get(BLOCKS):
+            raise TypeError(
+                f"js.from_module: the layout's model is of js.stack, so expected a dict of its parts with a list "
+                f'"{BLOCKS}", got {type(module).__name__}'
+            )
+        parts = {name: self.parts.from_module(x) for name, x in module.items() if name != BLOCKS}
+        blocks = [self.parts.from_module(x) for x in module[BLOCKS]]
+        for number, block in enumerate(blocks):
+            check_same_tree(blocks[0], block, f"js.from_module: block {number} differs from block 0", "keep its shapes")
+        return parts | {BLOCKS: jax.tree.map(lambda *arrays: jnp.stack(arrays), *blocks)}
 
     def _bind(self, params: PyTree, key: jax.Array | None) -> BoundModules:
         keys = {name: None if key is None else jax.random.fold_in(key, i) for i, name in enumerate(sorted(params))}
@@ -328,6 +352,14 @@ class _LinenParts:
         """
         return LinenModel(self.modules[name], params, key), list
 
+    def to_module(self, name: str, params: PyTree, key: jax.Array) -> dict[str, Any]:
+        """Return the variables that the part's `apply` takes."""
+        return {"params": params}
+
+    def from_module(self, variables: Any) -> PyTree:
+        """Return the parameters in a part's variables, with or without metadata boxes."""
+        return nn.unbox(check_variables("the layout's model is of js.stack with Linen modules", variables)["params"])
+
     def names(self) -> tuple[dict[Path, Names], dict[Path, Names]]:
         """Return (the names of dimensions in parameters' metadata, the dimensions that layers sum over), by path.
 
@@ -376,6 +408,14 @@ class _NnxParts:
         """
         module, after = self.modules[name].bind(params, key)
         return module, lambda: after()[1]
+
+    def to_module(self, name: str, params: PyTree, key: jax.Array) -> flax_nnx.Module:
+        """Make the part's module, in evaluation mode, with the given parameters."""
+        return self.modules[name].to_module(params, key)
+
+    def from_module(self, module: Any) -> PyTree:
+        """Return the parameters of a part's module as nested dicts."""
+        return self.modules[_BLOCK].from_module(module)
 
     def names(self) -> tuple[dict[Path, Names], dict[Path, Names]]:
         """Return (the names of dimensions in parameters' metadata, the dimensions that layers sum over), by path.

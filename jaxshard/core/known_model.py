@@ -66,6 +66,19 @@ class KnownModel:
         """
         return batch
 
+    def to_module(self, model: PyTree, key: jax.Array) -> Any:
+        """Convert what `init` returns to the form in which the user's library holds a model; see `js.to_module`.
+
+        Args:
+          model: parameters, or `js.Model(params, state)`, in model order, on one device.
+          key: a random key, from which random streams of the result draw.
+        """
+        return model
+
+    def from_module(self, module: Any) -> PyTree:
+        """Convert a model in the form of `to_module` to what `init` returns: the inverse of `to_module`."""
+        return module
+
     def dim_names(self, params: PyTree) -> PyTree:
         """Return a tuple of dimension names for every parameter, such as ("embed", "mlp").
 

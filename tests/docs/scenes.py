@@ -36,6 +36,14 @@ class MLP(nn.Module):
 
 batch = {"x": np.ones((8, 4), np.float32), "y": np.arange(8) % 3}
 """
+LOSS = """
+batch = {"x": np.ones((8, 4), np.float32), "y": np.arange(8) % 3}
+
+
+def loss(model, batch):
+    nats = js.cross_entropy(model(batch["x"]), batch["y"])
+    return js.Mean(nats.sum(), nats.size)
+"""
 BLOCK = """
 class Block(nn.Module):
     width: int
@@ -149,6 +157,8 @@ class MLP(nnx.Module):
     "run = js.init(lambda key: module.init(key, batch['x']), tx, layout, 0)",
     "js.positions": "x, rates = jnp.ones((2, 8, 4)), jnp.ones(4)",
     "js.row_keys": "x = jnp.ones((8, 4))",
+    "js.from_module": LOSS,
+    "js.to_module": LOSS,
     "js.replace_params": "averaged_weights = js.logical(run, layout).params",
     "js.run_to_bytes": "from types import SimpleNamespace\nbatches = SimpleNamespace(position=3)",
     "js.scanned": "SCANNED = True\n" + BLOCK.replace("self.width", "512") + SCANNED_LOSS,
