@@ -50,8 +50,8 @@ KINDS = (
 SUMS = ("all-reduce", "reduce-scatter")
 """The kinds that sum arrays."""
 
-# Only lines that match one of these are parsed.
-_COLLECTIVE = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(| (?:send|recv)\(.*_xla_megascale_transfer_type=")
+COLLECTIVE = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(| (?:send|recv)\(.*_xla_megascale_transfer_type=")
+"""Finds the lines of collectives; no other lines are parsed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ def locate(module: hlo.Module, mesh: Mesh) -> tuple[tuple[Executed, Collective],
     """List the collectives of a parsed program, each with one of the places that execute it."""
     # A computation that is called from several places is found several times; the device may wait in some of them only.
     found = grouped(
-        executed(module, _COLLECTIVE),
+        executed(module, COLLECTIVE),
         lambda one: (one.scope.computation.name, one.op.name, is_synchronous(one.scope, one.op)),
     )
     records = ((of[0], _make_record(mesh, of, key[-1])) for key, of in found.items())
@@ -171,7 +171,7 @@ def _check_mesh(compiled: Compiled | str, module: hlo.Module, mesh: Mesh) -> Non
         )
 
 
-def _kind_of(scope: hlo.Scope, op: hlo.Op) -> str | None:
+def kind_of(scope: hlo.Scope, op: hlo.Op) -> str | None:
     """Return the kind of collective that an operation starts; None if it starts none or continues a counted one."""
     if is_transfer(op):
         return transfer_kind(op)
@@ -192,7 +192,7 @@ def _kind_of(scope: hlo.Scope, op: hlo.Op) -> str | None:
 def _make_record(mesh: Mesh, executions: Sequence[Executed], synchronous: bool) -> Collective | None:
     """Make the record of a collective from its executions; None if no device communicates with another."""
     scope, op = executions[0].scope, executions[0].op
-    kind = _kind_of(scope, op)
+    kind = kind_of(scope, op)
     groups, axes = ((), ()) if kind is None else find_groups(scope, op, mesh)
     if kind is None or not axes:
         return None
