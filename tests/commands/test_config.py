@@ -78,7 +78,7 @@ def test_a_command_saves_its_flags_before_it_works(tmp_path, monkeypatch, capsys
         ("wandb = true", "--wandb True: write a text or a number"),
         ("steps = [3, 4]", "--steps [3, 4]: write one value, not a list"),
         ('rule = [["mlp=tensor"]]', "--rule ['mlp=tensor']: write a text or a number"),
-        ("steps = 3\nsteps = 4", "this is no TOML: Cannot overwrite a value (at line 2, column 10)"),
+        ("steps = 3\nsteps = 4\nlr = 1", "this is no TOML: Cannot overwrite a value (at line 2, column 10)"),
         ("sync-every = 3\nsync_every = 4", "sync_every is given twice, with - and with _; leave one out"),
         ("[train]\nsteps = 3", "train is no flag of jaxshard train"),
         ("[steps]\nof = 3", "steps is a table; write steps = VALUE"),

@@ -191,12 +191,12 @@ class _Summary:
     def add(self, trace: Trace, device: str, shown: str) -> None:
         """Add the steps of one device."""
         host = _Host(trace.host_events)
-        end = 0.0
-        for step, start, operations in _split(trace, device):
-            window = max(start, end), max(one.event.end for one in operations)
-            end = window[1]
+        start = trace.marks[device][0].start
+        for step, operations in _split(trace, device):
+            end = max(start, *(one.event.end for one in operations))
             if step is not None:
-                self._add_step(step, shown, window, operations, host)
+                self._add_step(step, shown, (start, end), operations, host)
+            start = end
 
     def _add_step(self, step: int, device: str, window: Span, operations: Sequence[_Measured], host: _Host) -> None:
         is_collective = [one.known.kind in KINDS for one in operations]
@@ -228,8 +228,8 @@ class _Summary:
         )
 
 
-def _split(trace: Trace, device: str) -> Iterator[tuple[int | None, float, list[_Measured]]]:
-    """Yield (step, its start, its operations) of a device; first, with None, what ran before the first mark."""
+def _split(trace: Trace, device: str) -> Iterator[tuple[int | None, list[_Measured]]]:
+    """Yield (step, its operations) of a device; first, with None, what was launched before the first step."""
     marks = trace.marks[device]
     parts: dict[int, list[_Measured]] = defaultdict(list)
     for event in trace.devices[device]:
@@ -240,7 +240,7 @@ def _split(trace: Trace, device: str) -> Iterator[tuple[int | None, float, list[
             at = bisect_right(marks, event.launched, key=lambda mark: mark.start)
             parts[at].append(_Measured(event, known))
     for at, operations in sorted(parts.items()):
-        yield (marks[at - 1].step, marks[at - 1].start, operations) if at else (None, 0.0, operations)
+        yield (marks[at - 1].step if at else None), operations
 
 
 def _within(merged: Sequence[Span], window: Span) -> list[Span]:
