@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from jaxshard.checks.collectives.found import KINDS
 from jaxshard.checks.profile.programs import Known, kind_by_name
 from jaxshard.checks.profile.spans import Span, gaps, length, merge
 from jaxshard.checks.profile.trace import Event, Trace, newest_files, read_trace
+from jaxshard.core.our_code import short_path
 from jaxshard.core.text_table import Section, Table
 
 _CONTAINERS = ("while", "conditional", "call")
@@ -24,6 +26,7 @@ _NS = 1e-9
 _SHORT = 0.01
 """Gaps below this share of a step are added up, whatever the host did."""
 _SHORT_NAME = f"(gaps below {_SHORT:.0%} of a step)"
+_FILE = re.compile(r"\S+\.py(?=:\d)")
 _NAME_WIDTH, _SOURCE_WIDTH = 40, 70
 """Characters of names and lines in tables; the names of kernels may be long."""
 
@@ -284,8 +287,8 @@ def _words(one: OperationTime) -> tuple[str, ...]:
 
 
 def _shorten(source: str) -> str:
-    """Leave out the folder of installed packages, and the beginning of what is still too long."""
-    short = source.rpartition("site-packages/")[2]
+    """Shorten the path of a file, and cut off the beginning of what is still too long."""
+    short = _FILE.sub(lambda found: short_path(found[0]), source)
     return short if len(short) <= _SOURCE_WIDTH else f"...{short[-_SOURCE_WIDTH:]}"
 
 
