@@ -120,10 +120,10 @@ def run(flags: Train) -> None:
                 if flags.export is not None:
                     words = job.data.tokenizer
                     save(flags.export, run, job.layout, tokenizer=None if words is None else words.file)
-            tables(console, result)
             if flags.profile is not None and records:
-                where = "its folder, copied here" if "://" in flags.profile else flags.profile
-                console.print(f"\nthe profile of three steps: jaxshard profile {where}")
+                where = "FOLDER, of a copy on this machine," if "://" in flags.profile else flags.profile
+                facts(console, {"profile": f"jaxshard profile {where} says where the time went"})
+            tables(console, result)
             write_json(flags.json if is_first else None, result)
         if stopped:
             goes_on = "--resume goes on" if checkpointer else "nothing was saved, for want of --checkpoint"
