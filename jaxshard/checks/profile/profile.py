@@ -161,6 +161,7 @@ def read_profile(folder: str | Path) -> Profile:
       ValueError: the folder has no trace; the trace is damaged, has no step, or no operation of a device.
 
     Example:
+        run = js.fit(run, step, batches, steps=1000, profile="trace")
         profile = js.read_profile("trace")
         print(profile)
         print(sum(one.exposed for one in profile.steps) / sum(one.seconds for one in profile.steps))
