@@ -472,7 +472,7 @@ class Profile(Result):
     jaxshard train --steps 10 --profile trace; jaxshard profile trace
 
     Attributes:
-      folder: the folder of --profile, of js.fit(profile=...) or of jax.profiler, or an .xplane.pb file.
+      folder: the folder of --profile, of js.fit(profile=...) or of jax.profiler, or a file in it.
       top: rows of each table; the JSON object has all.
     """
 

@@ -151,7 +151,7 @@ def read_profile(folder: str | Path) -> Profile:
     launched after a step, such as an evaluation, counts for that step.
 
     Args:
-      folder: the folder, or an .xplane.pb file; traces of CPU devices, GPUs and TPUs.
+      folder: the folder, or a file `*.xplane.pb` in it; traces of CPU devices, GPUs and TPUs.
 
     Returns:
       The time of each step on each device, exposed collectives, gaps and operations.
