@@ -55,13 +55,14 @@ class Program:
         self._known: dict[str, Known | None] = {}
 
     @cached_property
-    def _module(self) -> hlo.Module:
-        return hlo.parse(hlo_text(self._proto))
-
-    @cached_property
-    def _computations(self) -> dict[str, hlo.Computation]:
-        """The computation that contains an operation, by the operation's name."""
-        return {name: one for one in self._module.computations.values() for name in one.lines}
+    def _scopes(self) -> dict[str, hlo.Scope]:
+        """The computation that contains an operation, by the operation's name; none if this XLA can't read it."""
+        try:
+            text = hlo_text(self._proto)
+        except RuntimeError:  # written by another version, with operations that this one lacks
+            return {}
+        module = hlo.parse(text)
+        return {name: hlo.Scope(module, one) for one in module.computations.values() for name in one.lines}
 
     def find(self, name: str) -> Known | None:
         """Return what an operation is; None if the program has none of this name."""
@@ -70,9 +71,9 @@ class Program:
         return self._known[name]
 
     def _look_up(self, name: str) -> Known | None:
-        if name not in self._computations:
+        scope = self._scopes.get(name)
+        if scope is None:
             return None
-        scope = hlo.Scope(self._module, self._computations[name])
         op = scope.computation[name]
         kind = _kind(scope, op)
         return Known(kind, Operation(kind=kind, count=None, arrays=(), **origin_of(scope, op)).place)

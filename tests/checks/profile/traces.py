@@ -13,13 +13,22 @@ def event(name: str, start: float, end: float, **stats: int | str) -> Timed:
 
 
 def write(file: Path, planes: dict[str, dict[str, list[Timed]]], *, version: str = "0.10.2") -> Path:
-    """Write a trace: {plane: {line: events}}, by a host with this version of JAX."""
+    """Write a trace: {plane: {line: events}}, by a host with this version of JAX.
+
+    Its program "jit_step(6)" is one that no XLA can read, as if of another version.
+    """
+    program = r"\n\005other"  # an HloProto whose hlo_module, field 1, has five bytes
     text = "\n".join(_plane(name, lines) for name, lines in planes.items())
     text += f"""
         planes {{
           name: "/host:metadata"
           stats {{ metadata_id: 1 str_value: "{version}" }}
           stat_metadata {{ key: 1 value {{ id: 1 name: "jax_version" }} }}
+          event_metadata {{
+            key: 6
+            value {{ id: 6 name: "jit_step(6)" stats {{ metadata_id: 2 bytes_value: "{program}" }} }}
+          }}
+          stat_metadata {{ key: 2 value {{ id: 2 name: "Hlo Proto" }} }}
         }}"""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(ProfileData.text_proto_to_serialized_xspace(text))
