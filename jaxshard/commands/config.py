@@ -25,20 +25,26 @@ def read_config(file: Path, names: Collection[str], command: str) -> dict[str, A
       command: the name of the command, for error messages.
 
     Raises:
-      UsageError: the file can't be read, is not TOML, or has a name that is not a flag of the command.
+      UsageError: the file can't be read, is not TOML, or has a name that is not a flag of the command, or one
+        flag twice.
     """
     with usage_errors():
         try:
             entries = tomllib.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"--config {file}: this is no TOML: {error}") from error
+    found: dict[str, Any] = {}
     for name, value in entries.items():
-        if name.replace("-", "_") not in names:
+        field = name.replace("-", "_")
+        if field not in names:
             near = did_you_mean(name, [one.replace("_", "-") for one in names])
             raise UsageError(f"--config {file}: {name} is no flag of {command}" + (f"; {near}" if near else ""))
         if isinstance(value, dict):
             raise UsageError(f"--config {file}: {name} is a table; write {name} = VALUE")
-    return {name.replace("-", "_"): value for name, value in entries.items()}
+        if field in found:
+            raise UsageError(f"--config {file}: {name} is given twice, with - and with _; leave one out")
+        found[field] = value
+    return found
 
 
 def write_config(file: Path, flags: Flags) -> None:

@@ -229,7 +229,7 @@ class Output(Flags):
       tensorboard: write the metrics for TensorBoard into this folder, or at an address gs:// or s3://
       wandb: write the metrics to a run of this Weights & Biases project; with --resume to the same run
       mlflow: write the metrics to a run of this MLflow experiment, at MLFLOW_TRACKING_URI
-      profile: write a profile of three steps into this folder, or at an address gs://
+      profile: write a trace of three steps, for jaxshard profile, into this folder, or at an address gs://
     """
 
     sample: Natural = 160
@@ -465,6 +465,24 @@ class Checkpoint(Result):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Profile(Result):
+    """Print where the time of profiled steps went.
+
+    Of the newest trace in a folder: the time of each step on each device, exposed collectives with their lines in the
+    code, what the host did while devices were idle, and the longest operations.
+
+    jaxshard train --steps 10 --profile trace; jaxshard profile trace
+
+    Attributes:
+      folder: the folder of --profile, of js.fit(profile=...) or of jax.profiler, or a file in it.
+      top: rows of each table; the JSON object has all.
+    """
+
+    folder: Annotated[Path, Kind("FOLDER", local_path, is_positional=True)]
+    top: Annotated[int, Kind("N", read_count)] = 10
+
+
+@dataclass(frozen=True, kw_only=True)
 class Doctor(Result):
     """Print devices, versions and problems with their remedies.
 
@@ -476,7 +494,7 @@ class Doctor(Result):
 
 
 _ALL: tuple[type[Flags], ...] = (
-    Train, Generate, Launch, Audit, Parity, Plan, Search, Schedule, Checkpoint, Doctor
+    Train, Generate, Launch, Audit, Parity, Plan, Search, Schedule, Checkpoint, Profile, Doctor
 )  # fmt: skip
 COMMANDS = {command.__name__.lower(): command for command in _ALL}
 """The flags of each command by its name."""

@@ -133,15 +133,25 @@ def _read_attributes(body: str) -> dict[str, str]:
 
 
 def _words_of(flags: dict[str, Flag], entries: dict[str, Any]) -> list[str]:
-    """Convert the entries of a --config file to command-line words, such as ["--steps=3"]."""
+    """Convert the entries of a --config file to command-line words, such as ["--steps=3"].
+
+    Raises:
+      UsageError: a value has another type than its flag.
+    """
     words = []
     for name, value in entries.items():
-        flag = str(flags[name])
-        if isinstance(value, bool) and flags[name].is_switch:
+        one, flag = flags[name], str(flags[name])
+        if one.is_switch:
+            if not isinstance(value, bool):
+                raise UsageError(f"{flag} {value}: write true or false, without quotes")
             words.append(flag if value else flag.replace("--", "--no-"))
-        else:
-            values = value if isinstance(value, list) else [value]
-            words += [str(one) if flags[name].kind.is_positional else f"{flag}={one}" for one in values]
+            continue
+        if isinstance(value, list) and not one.repeats:
+            raise UsageError(f"{flag} {value}: write one value, not a list")
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, bool | list | dict):
+                raise UsageError(f"{flag} {each}: write a text or a number")
+            words.append(str(each) if one.kind.is_positional else f"{flag}={each}")
     return words
 
 

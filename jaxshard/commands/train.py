@@ -120,6 +120,9 @@ def run(flags: Train) -> None:
                 if flags.export is not None:
                     words = job.data.tokenizer
                     save(flags.export, run, job.layout, tokenizer=None if words is None else words.file)
+            if flags.profile is not None and records:
+                where = "FOLDER, of a copy on this machine," if "://" in flags.profile else flags.profile
+                facts(console, {"profile": f"jaxshard profile {where} says where the time went"})
             tables(console, result)
             write_json(flags.json if is_first else None, result)
         if stopped:

@@ -437,6 +437,28 @@ def forget_profile() -> None:
         profiler._profile_state.reset()
 
 
+@contextmanager
+def quiet_profile_types() -> Iterator[None]:
+    """Ignore the deprecation warnings that Python 3.13 raises about `jax.profiler.ProfileData`'s own types.
+
+    jaxlib makes the types when they are first used (0.12), and a warning that is made an error ends the process there.
+    To be deleted when reading a profile under `-W error` works.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+def hlo_text(program: bytes) -> str:
+    """Return the text of a compiled program that is given as a serialized `HloModuleProto`, as profiles hold it.
+
+    Private: `jax._src.lib.hlo.HloModule`. If it changes: an AttributeError.
+    """
+    from jax._src.lib import hlo  # type: ignore[attr-defined]  # not exported
+
+    return str(hlo.HloModule.from_serialized_hlo_module_proto(program).to_string())
+
+
 def dce_jaxpr(jaxpr: Any) -> tuple[Any, list[bool]]:
     """Remove the equations of a jaxpr whose results are not used, and the inputs that are then not used.
 

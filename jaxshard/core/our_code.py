@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sysconfig
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -35,6 +36,7 @@ _FRAMEWORKS = {
 """Installed packages that are no model code."""
 
 
+@functools.cache
 def is_jaxshard_file(file: str | Path) -> bool:
     """Return True for a source file of this package."""
     return Path(file).is_relative_to(_JAXSHARD)
@@ -67,8 +69,8 @@ def users_line(frames: Sequence[str]) -> str:
 def users_frame(frames: Sequence[str]) -> str:
     """Return the innermost frame of the user's code, as `users_line` finds it; "" if there is none."""
     for frame in frames:
-        file = Path(frame.rpartition(":")[0])
-        if any(file.is_relative_to(folder) for folder in _STEPS):
+        file = frame.rpartition(":")[0]
+        if _is_step(file):
             break
         if not _is_library(file):
             return frame
@@ -85,7 +87,14 @@ def is_outside_engines(line: str) -> bool:
     return file.is_relative_to(_MODELS) or not is_jaxshard_file(file)
 
 
-def _is_library(file: Path) -> bool:
+@functools.cache
+def _is_step(file: str) -> bool:
+    return any(Path(file).is_relative_to(folder) for folder in _STEPS)
+
+
+@functools.cache
+def _is_library(name: str) -> bool:
+    file = Path(name)
     if is_jaxshard_file(file):
         return not file.is_relative_to(_MODELS)
     for folder in ("site-packages", "dist-packages"):

@@ -78,7 +78,8 @@ def fit(
         with the result of every evaluation; `finish(error)` (`js.ReplicaWatch`) at the end, as for `callbacks`.
       tokens: tokens in a batch, for "tokens_per_second"; without it rows are counted.
       flops: model FLOPs of a step over all devices (`js.plan.train_flops`), for "flops_per_second" and "mfu".
-      profile: a folder for a `jax.profiler` trace of the third to the fifth step, or an address gs://... as a string.
+      profile: a folder for a `jax.profiler` trace of the third to the fifth step, which `js.read_profile` reads, or an
+        address gs://... as a string.
       bad_steps: what to do about a loss or gradient that is not finite. Such a step changes only the step count, so
         that later steps keep their batches and random keys. "raise" stops; "skip" goes on, and the records show it;
         both raise if an update makes parameters infinite or NaN, since no step can follow.

@@ -178,6 +178,7 @@ def test_writes_what_it_is_asked_for_and_shows_tables(data, tmp_path, capsys):
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == result["losses"] and lines[1]["eval/loss"] > 0
     assert list((tmp_path / "tb").iterdir()) and list((tmp_path / "profile").rglob("*.xplane.pb"))
+    assert f"jaxshard profile {tmp_path / 'profile'} says where the time went" in output.out
     assert output.err == "" and "\x1b" not in output.out
     for piece in ("step 5/5  loss", "tokens/s", "0:00 left", "step 2: held-out loss", "bytes per device", "optimizer"):
         assert piece in output.out

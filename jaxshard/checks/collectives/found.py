@@ -50,8 +50,8 @@ KINDS = (
 SUMS = ("all-reduce", "reduce-scatter")
 """The kinds that sum arrays."""
 
-# Only lines that match one of these are parsed.
-_COLLECTIVE = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(| (?:send|recv)\(.*_xla_megascale_transfer_type=")
+COLLECTIVE = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(| (?:send|recv)\(.*_xla_megascale_transfer_type=")
+"""Finds the lines of collectives; no other lines are parsed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ def locate(module: hlo.Module, mesh: Mesh) -> tuple[tuple[Executed, Collective],
     """List (execution, collective) for each collective of a parsed program; `execution` is one place that runs it."""
     # A computation that is called from several places is found several times; the device may wait in some of them only.
     found = grouped(
-        executed(module, _COLLECTIVE),
+        executed(module, COLLECTIVE),
         lambda one: (one.scope.computation.name, one.op.name, is_synchronous(one.scope, one.op)),
     )
     records = ((of[0], _make_record(mesh, of, key[-1])) for key, of in found.items())
@@ -172,7 +172,7 @@ def _check_mesh(compiled: Compiled | str, module: hlo.Module, mesh: Mesh) -> Non
         )
 
 
-def _kind_of(scope: hlo.Scope, op: hlo.Op) -> str | None:
+def kind_of(scope: hlo.Scope, op: hlo.Op) -> str | None:
     """Return the kind of collective that an operation is or starts, such as "all-gather"; None for others.
 
     None is also returned for an operation that repeats or ends a collective which another operation started.
@@ -199,7 +199,7 @@ def _make_record(mesh: Mesh, executions: Sequence[Executed], synchronous: bool) 
     `executions` has an entry for each place of the program that runs the operation; their counts are added up.
     """
     scope, op = executions[0].scope, executions[0].op
-    kind = _kind_of(scope, op)
+    kind = kind_of(scope, op)
     groups, axes = ((), ()) if kind is None else find_groups(scope, op, mesh)
     if kind is None or not axes:
         return None

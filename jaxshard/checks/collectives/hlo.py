@@ -52,7 +52,8 @@ _COMBINING = (
 )  # fmt: skip
 """Opcodes whose computations combine or compare elements."""
 _BITS = re.compile(r"[a-z]+(\d+)")
-_OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
+OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
+"""Finds the opcode in the line of an operation."""
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _ELEMENT = re.compile(r"%([\w.\-~]+)#(\d+)")
 
@@ -256,7 +257,7 @@ def parse(text: str) -> Module:
 
 def _parse_op(name: str, line: str) -> Op:
     """Parse an operation from the text after its equals sign, `TYPE opcode(operands), attributes, free text`."""
-    opcode = _OPCODE.search(line)
+    opcode = OPCODE.search(line)
     rest = line[opcode.end() :] if opcode else ""
     closing = next(iter(_outside(rest, ")")), None)
     if opcode is None or closing is None:
