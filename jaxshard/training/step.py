@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from jaxshard.core.collectives import average_scalar
 from jaxshard.core.compat import NonFiniteResult
 from jaxshard.core.foreign_arrays import as_arrays
 from jaxshard.core.known_model import check_call, check_is_function, models_run
-from jaxshard.core.layout import Layout, check_layout, put_back, select
+from jaxshard.core.layout import Layout, check_layout, join_model, put_back, select
 from jaxshard.core.mesh import check_is_here, shares_threads
 from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.settings import own_settings
@@ -25,6 +26,7 @@ from jaxshard.core.stored import store
 from jaxshard.core.transform import check_transform
 from jaxshard.core.tree import abstract, check_same_tree, paths
 from jaxshard.core.types import LossFn, PyTree
+from jaxshard.cost.flops import train_flops
 from jaxshard.distributed.agree import peers_of
 from jaxshard.distributed.facts import batch_facts, program_text
 from jaxshard.distributed.watchdog import waits_for_devices
@@ -143,6 +145,7 @@ class Step:
       guarded: True if a step whose loss or gradient is not finite changes only the step count; see `js.make_step`.
       donate: True if the step donates the input run.
       check_exchange: True if the first step is checked when tokens are sent to experts by ragged all-to-alls.
+      compile_seconds: the seconds that tracing and compiling took so far; 0.0 before.
       choices: after tracing, the branches and loops in which devices may take different paths, and for which only the
         compiled program shows whether they contain collectives; `js.audit` reads them.
     """
@@ -187,8 +190,9 @@ class Step:
         self._rows: PyTree = None
         self._jitted: Any = None
         self._compiled: Any = None
+        self._flops: int | None = None
         self.choices: tuple[Choice, ...] = ()
-        self._started = False
+        self.compile_seconds, self._started = 0.0, False
         self._first: FirstStep | None = None
 
     @property
@@ -392,10 +396,32 @@ class Step:
         """
         batch = as_arrays("the batch", batch)
         if self._compiled is None:
+            began = time.perf_counter()
             self._compiled = self.lower(batch).compile()
+            self.compile_seconds += time.perf_counter() - began
         self._check_same(abstract(batch))
         compiled: jax.stages.Compiled = self._compiled
         return compiled
+
+    def model_flops(self, batch: PyTree) -> int | None:
+        """Count the model FLOPs of a step over all devices, as `js.plan.train_flops` does, from a trace of the loss.
+
+        Args:
+          batch: global arrays or ShapeDtypeStructs.
+
+        Returns:
+          Three times the FLOPs of the forward pass, counted once per step; None if the loss can't be traced for the
+          global batch (one that names mesh axes itself), or if a kernel or loop in it does not say what it costs.
+        """
+        if self._flops is None:
+            shapes = self.layout.shapes
+            model = join_model(shapes.params, shapes.state)
+            try:
+                with own_settings(self.layout.mesh):
+                    self._flops = train_flops(self.loss_fn, model, abstract(as_arrays("the batch", batch)), shapes.key)
+            except Exception:  # a loss for the rows of one device may raise anything when it sees the global batch
+                return None
+        return self._flops
 
     def _call_inside(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Trace one step as a part of the user's program, without compiling, donating or waiting."""
@@ -410,6 +436,7 @@ class Step:
 
     def _start(self, run: TrainState, batch: PyTree) -> None:
         """Compile the step for the first call, after a check that all processes have the same batch and program."""
+        began = time.perf_counter()
         lowered = None if self._compiled is not None else self.lower(batch, run)
         self._check_same(abstract(batch))
         peers = peers_of(self.layout.mesh)
@@ -424,6 +451,7 @@ class Step:
             self._first.compile(run, abstract(batch))
         if peers is not None:
             peers.meet("the first step, compiled")
+        self.compile_seconds += time.perf_counter() - began
         self._started = True
 
     def _prepare(self, run: TrainState, shapes: PyTree) -> None:
