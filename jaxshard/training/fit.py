@@ -25,7 +25,8 @@ from jaxshard.training.goodput import Ledger
 from jaxshard.training.goodput_file import kept_on_disk, place_for_launch, read_ledger
 from jaxshard.training.metrics.writer import Writer, finishing
 from jaxshard.training.non_finite import BadSteps
-from jaxshard.training.progress import Reporter, View, choose_view
+from jaxshard.training.progress import Reporter, View
+from jaxshard.training.progress_views import choose_view
 from jaxshard.training.records import Metrics, Reader, Record, call_with_records
 from jaxshard.training.recovery import Feed, Recovery
 from jaxshard.training.state import TrainState, check_is_run, check_not_donated
@@ -243,7 +244,7 @@ def _timed(feed: Feed, reader: Reader, ledger: Ledger) -> Iterator[tuple[int, Py
 
 
 def _call(function: Callable[[int, TrainState], Any], step: int, run: TrainState, ledger: Ledger) -> Any:
-    """Call a function of `on_run`; its time is checkpoint wait if it has a method `restore`, as those that save have."""
+    """Call a function of `on_run`; its time is checkpoint wait if it has a method `restore`, as checkpointers do."""
     ledger.spend("checkpoint wait" if hasattr(function, "restore") else "callbacks")
     return function(step, run)
 

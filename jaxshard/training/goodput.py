@@ -131,19 +131,15 @@ class Ledger:
         self._now, self._lock = now, threading.Lock()
         self._kind, self._since = "steps", now()
         if past is None or (past.ended and step <= past.marks[0][0]):  # a training from the beginning
-            self._seconds, self._marks = dict.fromkeys(KINDS, 0.0), [(step, 0.0)]
-        else:
-            self._seconds, self._marks = dict(past.seconds), list(past.marks)
-        self._step = self._marks[-1][0]
-        before, kind = age, "start"
-        if past is not None and not past.ended:
-            before, kind = max(0.0, self._since - past.written), "restart"
+            past = Account(dict.fromkeys(KINDS, 0.0), ((step, 0.0),), self._since, True)
+        self._seconds, self._marks, self._last = dict(past.seconds), list(past.marks), past.marks[-1]
+        before, kind = (age, "start") if past.ended else (max(0.0, self._since - past.written), "restart")
         compiled = min(compiled, before)
         self._seconds[kind] += before - compiled
         self._seconds["compile"] += compiled
-        if step < self._step:
+        # A process that was killed after its newest step has begun another one, which is lost in any case.
+        if step < self._last[0] or (step == self._last[0] and not past.ended):
             self._lose(step)
-        self._step = step
 
     def spend(self, kind: str, *, was: str | None = None) -> None:
         """Count the time from now on as `kind`.
@@ -153,14 +149,13 @@ class Ledger:
           was: count the time since the last call as this kind, instead of the kind named there.
         """
         with self._lock:
-            now = self._now()
-            self._seconds[was or self._kind] += max(0.0, now - self._since)  # a clock may be set back
-            self._kind, self._since = kind, now
+            self._count(was or self._kind)
+            self._kind = kind
 
     def move(self, kind: str, to: str, seconds: float) -> None:
         """Count some of the seconds of one kind as another kind."""
-        self.spend(self._kind)
         with self._lock:
+            self._count(self._kind)
             seconds = min(seconds, self._seconds[kind])
             self._seconds[kind] -= seconds
             self._seconds[to] += seconds
@@ -168,26 +163,33 @@ class Ledger:
     def took(self, step: int) -> None:
         """Note that a step has ended."""
         with self._lock:
-            self._step = step
-            if self._seconds["steps"] - self._marks[-1][1] >= _BETWEEN_MARKS:
-                self._marks.append((step, self._seconds["steps"]))
+            self._count(self._kind)
+            self._last = step, self._seconds["steps"]
+            if self._last[1] - self._marks[-1][1] >= _BETWEEN_MARKS:
+                self._marks.append(self._last)
                 if len(self._marks) > _MOST_MARKS:
                     self._marks = [self._marks[0], *self._marks[2::2]]
 
     def go_back(self, step: int) -> None:
-        """Count the steps after `step`, and the time since the last call of `spend`, as lost."""
-        self.spend("steps", was="lost steps")
+        """Count the steps after `step` as lost, and the time since the last call of `spend` too."""
         with self._lock:
+            self._count("lost steps")
             self._lose(step)
-            self._step = step
+            self._kind = "steps"
+
+    def _count(self, kind: str) -> None:
+        """Count the time since the last call as `kind`."""
+        now = self._now()
+        self._seconds[kind] += max(0.0, now - self._since)  # a clock may be set back
+        self._since = now
 
     def _lose(self, step: int) -> None:
         """Count the seconds of the steps after `step` as lost."""
-        kept = _interpolate([*self._marks, (self._step, self._seconds["steps"])], step)
+        kept = _interpolate([*self._marks, self._last], step)
         self._seconds["lost steps"] += self._seconds["steps"] - kept
         self._seconds["steps"] = kept
-        earlier = [mark for mark in self._marks if mark[0] < step]
-        self._marks = [*earlier, (step, kept)]
+        self._last = step, kept
+        self._marks = [*(mark for mark in self._marks if mark[0] < step), self._last]
 
     @property
     def share(self) -> float:
@@ -206,9 +208,8 @@ class Ledger:
         """Return the state at this moment; any thread may call this."""
         with self._lock:
             now, seconds = self._now(), dict(self._seconds)
-            seconds[self._kind] += max(0.0, now - self._since)
-            marks = (*self._marks, (self._step, self._seconds["steps"]))
-            return Account(seconds, marks, now, self.ended)
+            seconds[self._kind] += max(0.0, now - self._since)  # the current kind may still change
+            return Account(seconds, (*self._marks, self._last), now, self.ended)
 
 
 def _interpolate(marks: list[tuple[int, float]], step: int) -> float:

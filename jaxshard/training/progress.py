@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-
-import jax
 
 from jaxshard.training.goodput import Goodput
 from jaxshard.training.records import Record
@@ -78,41 +74,3 @@ class Reporter:
         self._now = now
         if self._view is not None:
             self._view(now)
-
-
-def choose_view(progress: bool | View | None) -> View | None:
-    """Return the view that `progress=` of `js.fit` asks for, or None for none.
-
-    Args:
-      progress: None for a view on a terminal or in a notebook; True also in a pipe or file; False for none; or a
-        function, which is returned. In all processes but the first the result is None.
-
-    Raises:
-      TypeError: it is neither of these.
-    """
-    if progress is not None and not isinstance(progress, bool) and not callable(progress):
-        raise TypeError(
-            f"fit: progress must be True, False, None or a function of a js.Progress, got {type(progress).__name__}"
-        )
-    if progress is False or jax.process_index() != 0:
-        return None
-    if callable(progress):
-        return progress
-    if progress is None and not in_notebook() and not is_terminal(sys.stderr):
-        return None
-    from jaxshard.training.progress_views import default_view  # needs rich, which takes time to import
-
-    return default_view()
-
-
-def is_terminal(stream: Any) -> bool:
-    """Return True if a stream is a terminal."""
-    with contextlib.suppress(AttributeError, ValueError):  # None without a console, or closed
-        return bool(stream.isatty())
-    return False
-
-
-def in_notebook() -> bool:
-    """Return True in the kernel of a notebook, where IPython is loaded already."""
-    ipython = sys.modules.get("IPython")
-    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")

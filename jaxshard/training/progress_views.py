@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
+import jax
 
 from jaxshard.core.layout import human_bytes
 from jaxshard.training.goodput import clock_str
-from jaxshard.training.progress import Progress, in_notebook, is_terminal
+from jaxshard.training.progress import Progress, View
 from jaxshard.training.records import Record, mean_speed
+
+if TYPE_CHECKING:  # most programs show nothing, and need not wait for its import
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
 
 _PLAIN_LINES = 10
 """The number of lines about steps in a pipe or file."""
@@ -87,6 +92,8 @@ class TerminalLine(Line):
     def show(self, progress: Progress) -> None:
         """Show the line from the first call on."""
         if self._live is None:
+            from rich.live import Live
+
             self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
             self._live.start()
 
@@ -98,6 +105,8 @@ class TerminalLine(Line):
             _print_goodput(self._console, self.last)
 
     def _render(self) -> Text:
+        from rich.text import Text
+
         return Text(f"  {self.text}", no_wrap=True, overflow="ellipsis")
 
 
@@ -111,16 +120,23 @@ class PlainLines(Line):
     def __init__(self, console: Console):
         super().__init__()
         self._console = console
-        self._next = 0
+        self._next_step = self._next_evaluation = 0
 
     def show(self, progress: Progress) -> None:
-        """Print the line if a tenth of the steps has passed, and before the step is compiled."""
+        """Print the line if a tenth of the steps has passed, also for evaluations; and before the step is compiled."""
         if progress.phase == "compiling":
             self._console.print(f"  step {progress.step:,}/{progress.steps:,}  compiling the step ...")
-        elif progress.phase == "training" and (progress.step >= self._next or progress.step == progress.steps):
-            every = max(1, progress.steps // _PLAIN_LINES)
-            self._next = progress.step - progress.step % every + every
-            self._console.print(f"  {self.text}")
+        if progress.phase != "training":
+            return
+        step, every = progress.step, max(1, progress.steps // _PLAIN_LINES)
+        evaluated = self._evaluation is not None and step >= self._next_evaluation
+        if not evaluated and step < self._next_step and step != progress.steps:
+            return
+        self._console.print(f"  {self.text}")
+        self._next_step = step - step % every + every
+        if evaluated:
+            self._next_evaluation = step + every
+        self._evaluation = None  # it is told once
 
     def finish(self, error: BaseException | None) -> None:
         """Print the goodput."""
@@ -163,19 +179,51 @@ class NotebookLine(Line):
             self._handle.update(self._bundle, raw=True)
 
 
-def default_view() -> Line:
-    """Return the view for this program: of its notebook, or on standard error."""
-    if in_notebook():
+def choose_view(progress: bool | View | None) -> View | None:
+    """Return the view that `progress=` of `js.fit` asks for, or None for none.
+
+    Args:
+      progress: None for a view on a terminal or in a notebook; True also in a pipe or file; False for none; or a
+        function, which is returned. In all processes but the first the result is None.
+
+    Raises:
+      TypeError: it is neither of these.
+    """
+    if progress is not None and not isinstance(progress, bool) and not callable(progress):
+        raise TypeError(
+            f"fit: progress must be True, False, None or a function of a js.Progress, got {type(progress).__name__}"
+        )
+    if progress is False or jax.process_index() != 0:
+        return None
+    if callable(progress):
+        return progress
+    if progress is None and not _in_notebook() and not _is_terminal(sys.stderr):
+        return None
+    if _in_notebook():
         return NotebookLine()
+    from rich.console import Console
+
     # Never control characters in a pipe, even if the environment asks rich for colours there.
-    is_live = is_terminal(sys.stderr)
+    is_live = _is_terminal(sys.stderr)
     return view_on(Console(stderr=True, force_terminal=is_live, markup=False, highlight=False, soft_wrap=True))
 
 
 def view_on(console: Console) -> Line:
     """Return the view that suits a console: a live line on a terminal, else about ten lines."""
-    is_live = is_terminal(console.file) and not console.is_dumb_terminal
+    is_live = _is_terminal(console.file) and not console.is_dumb_terminal
     return TerminalLine(console) if is_live else PlainLines(console)
+
+
+def _is_terminal(stream: Any) -> bool:
+    with contextlib.suppress(AttributeError, ValueError):  # None without a console, or closed
+        return bool(stream.isatty())
+    return False
+
+
+def _in_notebook() -> bool:
+    """Return True in the kernel of a notebook, where IPython is loaded already."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 def _print_goodput(console: Console, last: Progress | None) -> None:

@@ -18,7 +18,7 @@ from jaxshard.core.collectives import average_scalar
 from jaxshard.core.compat import NonFiniteResult
 from jaxshard.core.foreign_arrays import as_arrays
 from jaxshard.core.known_model import check_call, check_is_function, models_run
-from jaxshard.core.layout import Layout, check_layout, join_model, put_back, select
+from jaxshard.core.layout import Layout, check_layout, put_back, select
 from jaxshard.core.mesh import check_is_here, shares_threads
 from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.settings import own_settings
@@ -26,7 +26,6 @@ from jaxshard.core.stored import store
 from jaxshard.core.transform import check_transform
 from jaxshard.core.tree import abstract, check_same_tree, paths
 from jaxshard.core.types import LossFn, PyTree
-from jaxshard.cost.flops import train_flops
 from jaxshard.distributed.agree import peers_of
 from jaxshard.distributed.facts import batch_facts, program_text
 from jaxshard.distributed.watchdog import waits_for_devices
@@ -38,6 +37,7 @@ from jaxshard.proofs.parting import Choice, check_together
 from jaxshard.training.first_step import Evidence, FirstStep, exchanges_ragged
 from jaxshard.training.hyperparams import find_hyperparams
 from jaxshard.training.local_step import check_engine_for_replicas, take_local_step
+from jaxshard.training.model_flops import step_flops
 from jaxshard.training.non_finite import Bad, find_bad, keep_old_unless, sum_of_squares
 from jaxshard.training.optimizer import Optimizer
 from jaxshard.training.residuals import check_residuals, with_residuals
@@ -404,21 +404,20 @@ class Step:
         return compiled
 
     def model_flops(self, batch: PyTree) -> int | None:
-        """Count the model FLOPs of a step over all devices, as `js.plan.train_flops` does, from a trace of the loss.
+        """Count the model FLOPs of a step over all devices from a trace of the loss; see `js.plan.train_flops`.
 
         Args:
           batch: global arrays or ShapeDtypeStructs.
 
         Returns:
-          Three times the FLOPs of the forward pass, counted once per step; None if the loss can't be traced for the
-          global batch (one that names mesh axes itself), or if a kernel or loop in it does not say what it costs.
+          Three times the FLOPs of the forward pass, less the gradients of frozen parameters; they are counted once per
+          step. None if the loss can't be traced for the global batch (one that names mesh axes itself), or if a kernel
+          or loop in it does not say what it costs.
         """
         if self._flops is None:
-            shapes = self.layout.shapes
-            model = join_model(shapes.params, shapes.state)
             try:
                 with own_settings(self.layout.mesh):
-                    self._flops = train_flops(self.loss_fn, model, abstract(as_arrays("the batch", batch)), shapes.key)
+                    self._flops = step_flops(self.loss_fn, self.layout, abstract(as_arrays("the batch", batch)))
             except Exception:  # a loss for the rows of one device may raise anything when it sees the global batch
                 return None
         return self._flops
