@@ -150,7 +150,8 @@ def fit(
             with _pause_watchers(on_run):
                 answers = [_call(function, done, run, ledger) for function in on_run]
             ends = any(answer is True for answer in answers)
-            ledger.spend("steps")
+            if on_run:
+                ledger.spend("steps")
             if profile is not None and done - start == _TRACED[1]:
                 jax.block_until_ready(run)
                 trace.close()
@@ -178,7 +179,7 @@ def fit(
                             function.evaluated(done, run, evaluation)
                 records[-1] = records[-1]._replace(evaluation=evaluation)
                 reader.restart()
-            ledger.spend("callbacks")
+                ledger.spend("callbacks")
             call_with_records(callbacks, records)
             reporter.records(records)
             if ends or (stop is not None and any(map(stop, _list_judged(records, evaluate is not None)))):

@@ -161,9 +161,10 @@ class Ledger:
             self._seconds[to] += seconds
 
     def took(self, step: int) -> None:
-        """Note that a step has ended."""
+        """Note that a step has ended, and count the time from now on as that of callbacks."""
         with self._lock:
             self._count(self._kind)
+            self._kind = "callbacks"
             self._last = step, self._seconds["steps"]
             if self._last[1] - self._marks[-1][1] >= _BETWEEN_MARKS:
                 self._marks.append(self._last)

@@ -95,7 +95,7 @@ class TerminalLine(Line):
             from rich.live import Live
 
             self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
-            self._live.start()
+            self._live.start(refresh=True)
 
     def finish(self, error: BaseException | None) -> None:
         """Leave the last line as it is, and print the goodput below it."""

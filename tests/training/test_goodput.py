@@ -214,9 +214,9 @@ def test_a_ledger_that_cant_be_written_does_not_stop_the_training(tmp_path):
 
 
 def test_a_checkpointer_keeps_it_beside_the_steps(tmp_path):
-    layout, step = small.layout(), small.step()
+    layout = small.layout()
     with js.Checkpointer(tmp_path, layout, every=1, keep=1) as checkpointer:
-        run = js.fit(small.new_run(), step, [small.BATCH] * 3, steps=3, on_run=[checkpointer])
+        run = js.fit(small.new_run(), plain_step, [small.BATCH] * 3, steps=3, on_run=[checkpointer])
     assert js.latest_step(tmp_path) == 3 and sorted(path.name for path in tmp_path.iterdir()) == [LEDGER, "3"]
     described = js.describe(run, layout, folder=tmp_path)
     assert described.goodput == read_goodput(tmp_path / LEDGER)
