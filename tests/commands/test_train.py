@@ -13,7 +13,6 @@ import pytest
 
 from jaxshard import schedules
 from jaxshard.commands.main import main
-from jaxshard.training.goodput import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--batch", "16", "--seq", "16", "--steps", "2", "--eval-every", "2", "--sample", "0"]
@@ -62,7 +61,11 @@ def check_contract(result, *, devices):
     assert all(type(loss) is float and loss > 0 for loss in [*result["losses"], result["loss_eval"]])
     assert result["tokens_per_second"] > 0 and result["flops_per_second"] > 0
     goodput = result["goodput"]
-    assert set(goodput["seconds"]) == set(KINDS) and 0 < goodput["share"] < 1 and goodput["seconds"]["evaluation"] > 0
+    assert (
+        goodput["seconds"].keys() > {"compile", "lost steps"}
+        and 0 < goodput["share"] < 1
+        and goodput["seconds"]["evaluation"] > 0
+    )
     assert type(result["params"]) is int and type(result["devices"]) is int and result["devices"] == devices
     assert np.prod(list(result["mesh"].values())) == devices
     predicted, compiled = result["bytes_per_device"]["predicted"], result["bytes_per_device"]["compiled"]
@@ -177,7 +180,15 @@ def test_writes_what_it_is_asked_for_and_shows_tables(data, tmp_path, capsys):
     assert [line["loss"] for line in lines] == result["losses"] and lines[1]["eval/loss"] > 0
     assert list((tmp_path / "tb").iterdir()) and list((tmp_path / "profile").rglob("*.xplane.pb"))
     assert output.err == "" and "\x1b" not in output.out
-    for piece in ("step 5/5  loss", "tokens/s", "0:00 left", "held-out loss", "goodput ", "bytes per device", "optimizer"):
+    for piece in (
+        "step 5/5  loss",
+        "tokens/s",
+        "0:00 left",
+        "held-out loss",
+        "goodput ",
+        "bytes per device",
+        "optimizer",
+    ):
         assert piece in output.out
     assert f"held-out {result['loss_eval']:.4f} nats per byte" in output.out
     assert output.out.rstrip().endswith(result["sample"]["prompt"] + result["sample"]["text"].rstrip())
