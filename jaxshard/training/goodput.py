@@ -51,6 +51,7 @@ class Goodput(NamedTuple):
         "callbacks": in all other callbacks;
         "restart": from the last sign of a process that was killed or failed, to the next `js.fit` of the run;
         "lost steps": in steps that were taken again, since the run went back to an earlier step.
+        Not counted: the time after a `js.fit` that ended by itself, until the next one.
 
     Example:
         goodput = js.describe(run, layout, folder="run").goodput

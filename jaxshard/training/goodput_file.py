@@ -134,7 +134,9 @@ def _write(file: Path, account: Account) -> None:
     """Replace the file at once, so that a reader or a kill never meets half of it."""
     text = json.dumps({"format": _FORMAT} | account._asdict())
     new = file.with_name(f"{file.name}.new")
-    new.write_text(text)
+    new.unlink(missing_ok=True)
+    with new.open("x") as opened:  # never through a link that somebody left there
+        opened.write(text)
     os.replace(new, file)
 
 

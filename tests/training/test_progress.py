@@ -80,6 +80,13 @@ def test_a_function_with_finish_is_closed_like_other_callbacks():
     assert isinstance(show.error, AssertionError)
 
 
+def test_only_the_first_process_tells(monkeypatch):
+    told = []
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    js.fit(new_run(), step, batches(), steps=2, progress=told.append)
+    assert told == []
+
+
 def test_what_progress_may_be():
     with pytest.raises(TypeError, match=r"True, False, None or a function of a js.Progress, got str"):
         js.fit(new_run(), step, batches(), steps=1, progress="yes")
