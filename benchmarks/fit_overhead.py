@@ -3,7 +3,7 @@
     python benchmarks/fit_overhead.py [--rounds 9] [--steps 500] [--devices 8] [--checkpointer]
 
 The step is compiled before. A bare loop (`run, metrics = step(run, batch)`, the loss read after each step) and `js.fit`
-take turns in one process, and the medians of the rounds are printed. To compare two versions of the package, run it
+take turns in one process; the median and the least of the rounds are printed. To compare two versions of the package, run it
 with each on PYTHONPATH, in turns.
 """
 
@@ -79,8 +79,8 @@ def main() -> None:
                 began = time.thread_time()
                 run = way(run, arguments.steps)
                 found[name].append(1e6 * (time.thread_time() - began) / arguments.steps)
-    medians = {name: statistics.median(times) for name, times in found.items()}
-    print("  ".join(f"{name} {median:.1f} us" for name, median in medians.items()))
+    for name, times in found.items():
+        print(f"{name:4}  median {statistics.median(times):7.1f} us  least {min(times):7.1f} us")
 
 
 if __name__ == "__main__":
