@@ -3,8 +3,8 @@
     python benchmarks/fit_overhead.py [--rounds 9] [--steps 500] [--devices 8] [--checkpointer]
 
 The step is compiled before. A bare loop (`run, metrics = step(run, batch)`, the loss read after each step) and `js.fit`
-take turns in one process; the median and the least of the rounds are printed. To compare two versions of the package, run it
-with each on PYTHONPATH, in turns.
+take turns in one process; the median and the least of the rounds are printed. To compare two versions of the package,
+run it with each on PYTHONPATH, in turns.
 """
 
 from __future__ import annotations
