@@ -102,6 +102,7 @@ if TYPE_CHECKING:
     from jaxshard.training.evaluate import make_apply as make_apply
     from jaxshard.training.evaluate import make_eval_step as make_eval_step
     from jaxshard.training.fit import fit as fit
+    from jaxshard.training.goodput import Goodput as Goodput
     from jaxshard.training.gradient import value_and_grad as value_and_grad
     from jaxshard.training.module import from_module as from_module
     from jaxshard.training.module import to_module as to_module
@@ -109,6 +110,7 @@ if TYPE_CHECKING:
     from jaxshard.training.non_finite import BadStep as BadStep
     from jaxshard.training.non_finite import Rollback as Rollback
     from jaxshard.training.non_finite import check_finite as check_finite
+    from jaxshard.training.progress import Progress as Progress
     from jaxshard.training.records import Record as Record
     from jaxshard.training.runs import clone as clone
     from jaxshard.training.runs import replace_params as replace_params
@@ -197,6 +199,7 @@ _NAMES = {
     "training.early_stopping": ("EarlyStopping",),
     "training.evaluate": ("averaged", "evaluate", "make_apply", "make_eval_step"),
     "training.fit": ("fit",),
+    "training.goodput": ("Goodput",),
     "training.gradient": ("value_and_grad",),
     "training.runs": (
         "clone",
@@ -204,6 +207,7 @@ _NAMES = {
     ),
     "training.module": ("from_module", "to_module"),
     "training.non_finite": ("Bad", "BadStep", "Rollback", "check_finite"),
+    "training.progress": ("Progress",),
     "training.records": ("Record",),
     "training.state": ("TrainState", "init", "logical"),
     "training.step": ("Step", "make_step"),

@@ -25,6 +25,7 @@ from jaxshard.core.text_table import first_words
 from jaxshard.core.types import PyTree
 from jaxshard.distributed.agree import all_peers
 from jaxshard.distributed.together import call_in_first_process
+from jaxshard.training.goodput_file import LEDGER
 from jaxshard.training.metrics import finite
 from jaxshard.training.non_finite import is_finite
 from jaxshard.training.state import TrainState
@@ -65,6 +66,7 @@ class Checkpointer:
 
     Attributes:
       best: the metric whose best run is kept, or None. With a metric `js.fit` requires `evaluate=`.
+      ledger: the file in the folder in which `js.fit` counts the wall time of the training; see `js.Goodput`.
 
     Example:
         with js.Checkpointer("run", layout, every=100, keep=3) as checkpointer:
@@ -89,6 +91,7 @@ class Checkpointer:
         if best_mode not in ("min", "max"):
             raise ValueError(f'Checkpointer: best_mode must be "min" or "max", got {best_mode!r}')
         self._root, self._layout, self._every, self._keep, self._data = absolute_root(dir), layout, every, keep, data
+        self.ledger = self._root / LEDGER
         self._init_from, self._is_first = init_from, jax.process_index() == 0
         links = [path.name for path in step_folders(self._root).values() if path.is_symlink()]
         if links and keep is not None and jax.process_index() == 0:

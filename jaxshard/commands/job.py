@@ -20,7 +20,6 @@ from jaxshard.commands.stops import Stops, ends_of_text
 from jaxshard.commands.training_data import load_data
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.types import PyTree
-from jaxshard.cost.flops import train_flops
 from jaxshard.data.packing import Packed
 
 
@@ -89,12 +88,6 @@ class Job:
         self.source = self.data.source(recipe.batch, self.seq, flags.seed)
         self.held_out = self.data.held_out_batches(4 * recipe.batch // how.engine.microbatches, self.seq)
         self.rows: PyTree = jax.eval_shape(lambda: self.source.rows(0, np.arange(recipe.batch)))
-
-    @property
-    def flops(self) -> float | None:
-        """The model FLOPs of a step, on all devices together."""
-        shapes = self.layout.shapes
-        return train_flops(self.network.loss, shapes.params, self.rows, shapes.key)
 
     @property
     def stops(self) -> Stops:

@@ -24,6 +24,7 @@ from jaxshard.models.decoder import Decoder
 from jaxshard.models.moe import RoutedDecoder
 from jaxshard.training.evaluate import make_eval_step
 from jaxshard.training.metrics import finite
+from jaxshard.training.progress import Progress
 from jaxshard.training.records import Record, mean_speed
 from jaxshard.training.state import TrainState
 
@@ -75,6 +76,13 @@ def summarize(records: Collection[Record]) -> dict[str, Any]:
         **{name: mean_speed(records, name) for name in ("tokens_per_second", "flops_per_second", "mfu")},
         "train_seconds": sum(record.seconds for record in records),
     }
+
+
+def describe_goodput(last: Progress | None) -> dict[str, Any] | None:
+    """Describe the wall time of a training from the last `Progress` of `fit`; None in all processes but the first."""
+    if last is None or last.goodput is None:
+        return None
+    return {"share": last.goodput.share, "seconds": last.goodput.seconds}
 
 
 def count_experts(

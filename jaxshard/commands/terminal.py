@@ -1,16 +1,12 @@
-"""Print facts at the start of a command, the progress of a training, and tables at its end."""
+"""Print facts at the start of a command, its current work, and tables at the end of a training."""
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from jaxshard.checks.collectives.counts import bytes_str, number_str
@@ -20,9 +16,6 @@ from jaxshard.commands.flags import Config, Flags, Result
 from jaxshard.commands.outputs import check_files
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.text_table import Table, first_words
-
-if TYPE_CHECKING:  # `jaxshard doctor` prints even where Flax does not import
-    from jaxshard.training.records import Record
 
 _ROLES = {
     "param": "parameters",
@@ -36,14 +29,8 @@ _ROLES = {
 }
 """Rows of the table of bytes: the names in the JSON object with those for people."""
 
-_PROGRESS_LINES = 10
-"""The number of lines about progress where there is no terminal for a bar."""
-
 _NAME_WIDTH = 10
 """Characters for the names in front of facts."""
-
-_RECENT_STEPS = 20
-"""The number of steps over which the shown speed is a mean."""
 
 
 def start(flags: Flags, *, quiet: bool = False) -> Console:
@@ -94,43 +81,6 @@ def working(console: Console, what: str) -> Iterator[Callable[[str], None]]:
         yield say
 
 
-@contextlib.contextmanager
-def progress(console: Console, steps: int) -> Iterator[Callable[[Record], None]]:
-    """Yield a callback for `js.fit` that shows step, loss, speed and time left.
-
-    On a terminal this is a live bar, elsewhere about ten lines in all.
-
-    Args:
-      console: the console to print to.
-      steps: the number of the last step, at which the progress is complete.
-    """
-    from jaxshard.training.records import mean_speed
-
-    columns = TextColumn(" "), BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[status]}", markup=False)
-    bar = Progress(*columns, console=console, refresh_per_second=4, disable=not console.is_terminal)
-    task = bar.add_task("", total=steps, status="the first step")
-    recent: deque[Record] = deque(maxlen=_RECENT_STEPS)
-    started, before = time.perf_counter(), 0
-
-    def show(record: Record) -> None:
-        nonlocal before
-        before = before if recent else record.step - 1
-        recent.append(record)
-        left = (time.perf_counter() - started) / (record.step - before) * (steps - record.step)
-        speed = mean_speed(recent, "tokens_per_second")
-        status = f"loss {record.metrics['loss']:.3f}  {speed:,.0f} tokens/s  {timedelta(seconds=int(left))} left"
-        bar.update(task, completed=record.step, status=status)
-        if bar.disable and (record.step % max(1, steps // _PROGRESS_LINES) == 0 or record.step in (before + 1, steps)):
-            console.print(f"  step {record.step}/{steps}  {status}")
-        if record.evaluation is not None:
-            names = sorted(record.evaluation, key=lambda name: (name != "loss", name))
-            numbers = "  ".join(f"{name} {record.evaluation[name]:.4f}" for name in names)
-            console.print(Text(f"  step {record.step}: held-out {numbers}", "bold"))
-
-    with bar:
-        yield show
-
-
 def tables(console: Console, result: dict[str, Any]) -> None:
     """Print the summary of a training run from its JSON object: losses, speed, bytes, collectives and a sample."""
     console.print()
@@ -150,7 +100,9 @@ def _outcome(result: dict[str, Any]) -> dict[str, str]:
     """Return the lines about losses, speed and time of a training run, by name."""
     losses = ["not finite" if loss is None else f"{loss:.4f}" for loss in (*result["losses"], result["loss_eval"])]
     held_out = f", held-out {losses[-1]}" if result["evaluations"] else ""
-    speed = f"{result['tokens_per_second']:,.0f} tokens/s, {result['flops_per_second'] / 1e9:,.1f} GFLOP/s"
+    speed = f"{result['tokens_per_second']:,.0f} tokens/s"
+    if result["flops_per_second"] is not None:
+        speed += f", {result['flops_per_second'] / 1e9:,.1f} GFLOP/s"
     if result["mfu"] is not None:
         speed += f", {result['mfu']:.1%} of the chips' peak"
     times = f"{len(losses) - 1} steps in {result['train_seconds']:.1f} s, compiled in {result['compile_seconds']:.1f} s"

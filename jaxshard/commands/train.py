@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -20,9 +19,9 @@ from jaxshard.commands.job import Job
 from jaxshard.commands.named_model import NamedModel
 from jaxshard.commands.outputs import check_folder
 from jaxshard.commands.parallel import make_parallel
-from jaxshard.commands.result import count_experts, describe_step, draw_sample, summarize, write_json
+from jaxshard.commands.result import count_experts, describe_goodput, describe_step, draw_sample, summarize, write_json
 from jaxshard.commands.saving import Start, check_residuals, make_saving
-from jaxshard.commands.terminal import facts, progress, start, tables, working
+from jaxshard.commands.terminal import facts, start, tables, working
 from jaxshard.core.compat import process_count_and_id
 from jaxshard.core.layout import Layout, human_bytes
 from jaxshard.data.batches import batches
@@ -41,6 +40,7 @@ from jaxshard.training.fit import PROFILE_SCHEMES, fit
 from jaxshard.training.metrics.events import SCHEMES
 from jaxshard.training.metrics.writer import finishing
 from jaxshard.training.non_finite import BadSteps, Rollback
+from jaxshard.training.progress_views import view_on
 from jaxshard.training.records import Record
 from jaxshard.training.state import TrainState, init
 from jaxshard.training.step import Step, make_step
@@ -79,15 +79,15 @@ def run(flags: Train) -> None:
     sample = _sample_length(console, job)
 
     with finishing(writers):
-        started, first = time.perf_counter(), begin.step
+        first = begin.step
         step, compiled, run = _compile(console, job, begin)
-        compile_seconds = time.perf_counter() - started
         begin = begin._replace(run=None, weights=None)  # or they would stay in memory
         steps = job.size.recipe.steps
         records: list[Record] = []
         eval_step = make_eval_step(job.network.evaluate, job.layout, engine=how.engine)
         with Preemption() as preemption:
-            with progress(console, steps) as show, begin.saver as checkpointer:
+            view = view_on(console)
+            with begin.saver as checkpointer:
                 policy = _bad_step_policy(flags, checkpointer, run)
                 # Several processes may wait for each other in vain.
                 with Watchdog() if jax.process_count() > 1 else nullcontext() as watchdog:
@@ -100,12 +100,12 @@ def run(flags: Train) -> None:
                         evaluate=lambda run: evaluate(eval_step, run, job.held_out),
                         eval_every=flags.eval_every or max(1, steps // 4),
                         patience=flags.patience,
-                        callbacks=[records.append, *writers, show],
+                        callbacks=[records.append, *writers],
                         on_run=[*comparisons, *(one for one in after_step if one is not None)],
                         tokens=job.tokens,
-                        flops=job.flops,
                         profile=flags.profile if is_first else None,
                         bad_steps=policy,
+                        progress=view,
                     )
                 if comparisons:
                     check_replicas(run, job.layout)
@@ -113,8 +113,8 @@ def run(flags: Train) -> None:
                     checkpointer.save(run)
             stopped = preemption.stopped and int(run.step) < steps
             result = job.about | {"start": first, "stopped": stopped} | summarize(records)
-            result |= {"compile_seconds": compile_seconds} | describe_step(compiled, job.layout, job.rows)
-            result |= dict.fromkeys(("experts", "sample"))
+            result |= {"compile_seconds": step.compile_seconds} | describe_step(compiled, job.layout, job.rows)
+            result |= {"goodput": describe_goodput(view.last)} | dict.fromkeys(("experts", "sample"))
             if not stopped:  # then something else waits for this process to end
                 result |= _look_at(job, run, result["evaluations"], sample)
                 if flags.export is not None:

@@ -567,6 +567,14 @@ def call_before_exit(fn: Callable[[], Any]) -> None:
     threading._register_atexit(fn)  # type: ignore[attr-defined]  # private, so the stubs lack it
 
 
+def is_ready(array: Any) -> bool:
+    """Return True if an array has been computed; True for anything that is no `jax.Array`.
+
+    Undocumented: the method. Without it, the time that a device computes while the host waits for data is input wait.
+    """
+    return bool(array.is_ready()) if hasattr(array, "is_ready") else True
+
+
 def avoid_compilation_cache(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> None:
     """Turn JAX's persistent compilation cache off, with a warning, where several CPU devices compute together.
 

@@ -21,3 +21,6 @@ LIMIT = "JAXSHARD_INITIALIZATION_TIMEOUT"
 
 MEMORY = "JAXSHARD_MEMORY"
 """The in-memory folder in which `js.MemoryCheckpointer` keeps checkpoints across restarts of the processes."""
+
+GOODPUT = "JAXSHARD_GOODPUT"
+"""The file at which `js.fit` leaves its ledger of wall time, or a link to it, for the line at the end of the launch."""

@@ -13,10 +13,9 @@ from jax.sharding import Mesh
 from jaxshard.checks.collectives.parameters import tensor_axes
 from jaxshard.checks.collectives.promise import promise
 from jaxshard.core.foreign_arrays import as_arrays
-from jaxshard.core.layout import Layout, join_model
+from jaxshard.core.layout import Layout
 from jaxshard.core.tree import abstract, bytes_of
 from jaxshard.core.types import LossFn, PyTree
-from jaxshard.cost.flops import train_flops
 from jaxshard.cost.hardware import Chip
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine
@@ -120,7 +119,7 @@ def predict(
         collectives=collectives,
         products=products,
         flops=sum(one.flops for one in products),
-        model_flops=_model_flops(layout, loss_fn, batch),
+        model_flops=float(step.model_flops(batch) or 0),
         offloaded_bytes=offload.out // engine.microbatches,
     )
     if limits is None:
@@ -162,15 +161,6 @@ def _estimated(region: Region, layout: Layout, chip: Chip | None) -> MemoryRepor
         moment=moment_str(peak.moment),
         usable_bytes=None if chip is None else chip.usable_bytes or chip.hbm_bytes,
     )
-
-
-def _model_flops(layout: Layout, loss_fn: LossFn, batch: PyTree) -> float:
-    """Count the model FLOPs of a step over all devices; 0 if a kernel has no cost estimate or a loop no trip count."""
-    shapes = layout.shapes
-    try:
-        return float(train_flops(loss_fn, join_model(shapes.params, shapes.state), abstract(batch), shapes.key))
-    except ValueError:  # a kernel or loop that does not say what it costs
-        return 0.0
 
 
 def _tokens(batch: PyTree) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +14,12 @@ import numpy as np
 
 from jaxshard.core.kinds import kind_of
 from jaxshard.core.layout import Layout, human_bytes
+from jaxshard.core.local_path import local_path
 from jaxshard.core.mesh import mesh_str
 from jaxshard.core.text_table import Table, page
 from jaxshard.core.types import PyTree, Role
+from jaxshard.training.goodput import Goodput
+from jaxshard.training.goodput_file import LEDGER, read_goodput
 from jaxshard.training.hyperparams import find_hyperparams
 from jaxshard.training.records import Record
 from jaxshard.training.state import TrainState, check_run
@@ -38,6 +42,7 @@ class Description:
       seconds: wall time of the recorded steps.
       metrics: the metrics of the last recorded step; {} without records.
       evaluation: the results of the last recorded evaluation; {} if no record has an evaluation.
+      goodput: the wall time by kind, from a folder of checkpoints; None without one.
     """
 
     mesh: str
@@ -51,6 +56,7 @@ class Description:
     seconds: float
     metrics: dict[str, float]
     evaluation: dict[str, float]
+    goodput: Goodput | None = None
 
     def __str__(self) -> str:
         return "\n".join(self._table().lines)
@@ -75,19 +81,23 @@ class Description:
         rows += [("time", f"{self.seconds:.4g} s of recorded steps")] if self.seconds else []
         rows += [("last step", _numbers(self.metrics))] if self.metrics else []
         rows += [("last evaluation", _numbers(self.evaluation))] if self.evaluation else []
+        rows += [("wall time", str(self.goodput))] if self.goodput else []
         return Table(rows)
 
 
-def describe(run: TrainState, layout: Layout, records: Sequence[Record] = ()) -> Description:
+def describe(
+    run: TrainState, layout: Layout, records: Sequence[Record] = (), *, folder: str | os.PathLike[str] | None = None
+) -> Description:
     """Describe a TrainState: parameters, bytes, the optimizer and its settings, steps, time and last metrics.
 
     Args:
       run: the TrainState; it is not donated.
       layout: its layout.
       records: the records of `js.fit`, in order, from which time and metrics are read.
+      folder: the folder of a `js.Checkpointer`, where `js.fit` counts the wall time of the training.
 
     Raises:
-      ValueError: the TrainState does not fit the layout, or was donated to a step.
+      ValueError: the TrainState does not fit the layout, or was donated to a step; the count of wall time is damaged.
 
     Example:
         history = []
@@ -113,6 +123,7 @@ def describe(run: TrainState, layout: Layout, records: Sequence[Record] = ()) ->
         seconds=sum(record.seconds for record in records),
         metrics=dict(records[-1].metrics) if records else {},
         evaluation=dict(evaluations[-1]) if evaluations else {},
+        goodput=None if folder is None else read_goodput(local_path(folder) / LEDGER),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,11 +21,16 @@ from jaxshard.core.local_path import check_local
 from jaxshard.core.tree import row_count
 from jaxshard.core.types import PyTree
 from jaxshard.training.early_stopping import EarlyStopping
+from jaxshard.training.goodput import Ledger
+from jaxshard.training.goodput_file import kept_on_disk, place_for_launch, read_ledger
 from jaxshard.training.metrics.writer import Writer, finishing
 from jaxshard.training.non_finite import BadSteps
+from jaxshard.training.progress import Reporter, View
+from jaxshard.training.progress_views import choose_view
 from jaxshard.training.records import Metrics, Reader, Record, call_with_records
 from jaxshard.training.recovery import Feed, Recovery
 from jaxshard.training.state import TrainState, check_is_run, check_not_donated
+from jaxshard.training.step import Step
 
 PROFILE_SCHEMES = ("gs",)
 """The schemes of remote addresses to which JAX can write profiles."""
@@ -49,6 +55,7 @@ def fit(
     flops: float | None = None,
     profile: str | Path | None = None,
     bad_steps: BadSteps = "raise",
+    progress: bool | View | None = None,
 ) -> TrainState:
     """Train until the run has taken `steps` optimizer steps, or stop early.
 
@@ -76,8 +83,10 @@ def fit(
         must return it after the same step. Optional methods: the context `paused()` (`js.distributed.Watchdog`) is
         entered during evaluation and these callbacks; `evaluated(step, run, evaluation)` (`js.Checkpointer`) is called
         with the result of every evaluation; `finish(error)` (`js.ReplicaWatch`) at the end, as for `callbacks`.
-      tokens: tokens in a batch, for "tokens_per_second"; without it rows are counted.
-      flops: model FLOPs of a step over all devices (`js.plan.train_flops`), for "flops_per_second" and "mfu".
+      tokens: tokens in a batch, for "tokens_per_second".
+      flops: model FLOPs of a step over all devices, for "flops_per_second" and "mfu". By default those of
+        `Step.model_flops`, for which the loss is traced once more; 0 for none. They are not known for a `step` that is
+        a plain function.
       profile: a folder for a `jax.profiler` trace of the third to the fifth step, which `js.read_profile` reads, or an
         address gs://... as a string.
       bad_steps: what to do about a loss or gradient that is not finite. Such a step changes only the step count, so
@@ -87,6 +96,13 @@ def fit(
         batch: the callbacks receive records of the repeated steps again, and `batches` must come from `js.batches` or
         `js.local_batches`, or have a `seek` like theirs. All three need the metric "bad" of `js.make_step`; without it
         every step counts as good. If all steps were bad, `fit` raises at its end.
+      progress: by default a live line on a terminal (standard error) or in a notebook: what is compiled and for how
+        long, then step, loss, speed, MFU, memory and the time left; at the end the goodput. With True also in a pipe or
+        file, as about ten lines; with False never. A function is called with a `js.Progress` instead, at the start of
+        each phase and after each step. Only the first process shows or calls anything.
+
+    The wall time is counted by kind (`js.Goodput`), with a `js.Checkpointer` in `on_run` over all processes that go on
+    with the run: in the file `.goodput.json` of its folder.
 
     Returns:
       The run after the last step.
@@ -99,7 +115,7 @@ def fit(
         `js.EarlyStopping`, or a checkpointer that keeps the best run, without `evaluate`; `patience` together with
         `stop`, or with an evaluation that has no "loss"; a run that was donated to an earlier step; `js.Rollback` for a
         run under `js.local`; a `profile` at another address than gs://.
-      TypeError: `run` is no TrainState; `js.Rollback` with batches that can't go back.
+      TypeError: `run` is no TrainState; `progress` is no function; `js.Rollback` with batches that can't go back.
 
     Example:
         history = []     # a list's `append` is a callback that keeps all records
@@ -113,23 +129,30 @@ def fit(
     stop = _check_evaluation(evaluate, eval_every, patience, stop)
     _check_judges(evaluate, stop, on_run)
     start = done = int(run.step)
-    devices = run.step.sharding.device_set
-    reader = Reader(devices, tokens=tokens, flops=flops)
+    view = choose_view(progress)
+    reporter = Reporter(view, start, steps)
+    file = _find_ledger(on_run)
+    ledger = read_ledger(file, start, compiled=step.compile_seconds if isinstance(step, Step) else 0.0)
+    reader = Reader(run.step.sharding.device_set, ledger, tokens=tokens)
     feed = Feed(batches, start, steps)
     recovery = Recovery(bad_steps, feed, reader, run)
+    take = _Take(step, flops, reader, ledger, reporter)
+    closed = (*callbacks, *on_run, *(() if view is None else (view,)))
     traced = ends = False
 
-    with finishing((*callbacks, *on_run)), contextlib.ExitStack() as trace:
-        for done, batch in feed:
+    with finishing(closed), kept_on_disk(ledger, file), contextlib.ExitStack() as trace:
+        for done, batch in _timed(feed, reader, ledger):
             if profile is not None and not traced and done - start == min(_TRACED[0], steps - start):
                 traced = True  # once, also where steps are taken again
                 trace.enter_context(_profiled(profile))
             with jax.profiler.StepTraceAnnotation("train", step_num=done):
-                run, metrics = recovery.leave_out(run) if done in feed.left_out else step(run, batch)
+                run, metrics = recovery.leave_out(run) if done in feed.left_out else take(run, batch)
             reader.add(done, metrics, row_count(batch))
             with _pause_watchers(on_run):
-                answers = [function(done, run) for function in on_run]
+                answers = [_call(function, done, run, ledger) for function in on_run]
             ends = any(answer is True for answer in answers)
+            if on_run:
+                ledger.spend("steps")
             if profile is not None and done - start == _TRACED[1]:
                 jax.block_until_ready(run)
                 trace.close()
@@ -143,26 +166,100 @@ def fit(
                 earlier = recovery.recover(run, records, callbacks, ends=ends)
             if earlier is not None:
                 run = earlier
+                ledger.go_back(int(run.step))
                 continue
+            ledger.took(done)
             if evaluate is not None and evaluates:
+                reporter.phase("evaluating", done)
+                ledger.spend("evaluation")
                 with _pause_watchers(on_run):
                     evaluation = evaluate(run)
+                    ledger.spend("checkpoint wait")
                     for function in on_run:
                         if hasattr(function, "evaluated"):
                             function.evaluated(done, run, evaluation)
                 records[-1] = records[-1]._replace(evaluation=evaluation)
                 reader.restart()
+                ledger.spend("callbacks")
             call_with_records(callbacks, records)
+            reporter.records(records)
             if ends or (stop is not None and any(map(stop, _list_judged(records, evaluate is not None)))):
                 break
         else:
             _check_end(start, done, steps)
+        ledger.spend("steps")
         records = reader.read(all=True)  # of a step that was started before the end was known
         recovery.recover(run, records, callbacks, ends=True)
         call_with_records(callbacks, records)
+        reporter.records(records)
         if not ends:  # one that was stopped from outside may have had no time for a good step
             recovery.check_worked(run, done - start)
+        ledger.ended = not ends
+        reporter.finish(ledger.goodput)
     return run
+
+
+class _Take:
+    """The step, whose first call also counts its FLOPs and tells that it compiles.
+
+    Args:
+      step: the step of the user.
+      flops: the model FLOPs that the user gave; None to count them.
+      reader: receives the FLOPs.
+      ledger: counts the time of compilation.
+      reporter: tells of it.
+    """
+
+    def __init__(self, step: Any, flops: float | None, reader: Reader, ledger: Ledger, reporter: Reporter):
+        self._step, self._flops, self._is_first = step, flops, True
+        self._reader, self._ledger, self._reporter = reader, ledger, reporter
+
+    def __call__(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        taken: tuple[TrainState, Metrics]
+        if not self._is_first:
+            taken = self._step(run, batch)
+            return taken
+        self._is_first = False
+        step, began = self._step, time.perf_counter()
+        compiled = step.compile_seconds if isinstance(step, Step) else 0.0
+        if not compiled:
+            self._reporter.phase("compiling", int(run.step))
+        flops = self._flops
+        if flops is None and isinstance(step, Step):
+            flops = step.model_flops(batch)
+        self._reader.flops = flops or None
+        counting = time.perf_counter() - began
+        taken = step(run, batch)
+        # Nobody can tell how long a plain function compiled: its first call counts as compilation.
+        spent = counting + step.compile_seconds - compiled if isinstance(step, Step) else time.perf_counter() - began
+        self._ledger.move("steps", "compile", spent)
+        return taken
+
+
+def _timed(feed: Feed, reader: Reader, ledger: Ledger) -> Iterator[tuple[int, PyTree]]:
+    """Yield the batches of a feed, and count the wait for each as input wait, unless a device computes meanwhile."""
+    ledger.spend("input wait")
+    for numbered in feed:
+        ledger.spend("steps", was="steps" if reader.is_busy else None)
+        yield numbered
+        ledger.spend("input wait")
+
+
+def _call(function: Callable[[int, TrainState], Any], step: int, run: TrainState, ledger: Ledger) -> Any:
+    """Call a function of `on_run`; its time is checkpoint wait if it has a method `restore`, as checkpointers do."""
+    ledger.spend("checkpoint wait" if hasattr(function, "restore") else "callbacks")
+    return function(step, run)
+
+
+def _find_ledger(on_run: Sequence[Callable[..., Any]]) -> Path | None:
+    """Return the file of the goodput ledger: in the folder of the first `js.Checkpointer`, if there is one.
+
+    Only the first process writes one.
+    """
+    if jax.process_index() != 0:
+        return None
+    files = [getattr(function, "ledger", None) for function in on_run]
+    return place_for_launch(next((file for file in files if isinstance(file, Path)), None))
 
 
 @contextlib.contextmanager

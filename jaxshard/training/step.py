@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from jaxshard.core.batch import check_no_lists, warn_of_patterns
 from jaxshard.core.collectives import average_scalar
 from jaxshard.core.compat import NonFiniteResult
 from jaxshard.core.foreign_arrays import as_arrays
+from jaxshard.core.jaxpr import trace_or_none
 from jaxshard.core.known_model import check_call, check_is_function, models_run
 from jaxshard.core.layout import Layout, check_layout, put_back, select
 from jaxshard.core.mesh import check_is_here, shares_threads
@@ -36,6 +38,7 @@ from jaxshard.proofs.parting import Choice, check_together
 from jaxshard.training.first_step import Evidence, FirstStep, exchanges_ragged
 from jaxshard.training.hyperparams import find_hyperparams
 from jaxshard.training.local_step import check_engine_for_replicas, take_local_step
+from jaxshard.training.model_flops import step_flops
 from jaxshard.training.non_finite import Bad, find_bad, keep_old_unless, sum_of_squares
 from jaxshard.training.optimizer import Optimizer
 from jaxshard.training.residuals import check_residuals, with_residuals
@@ -143,6 +146,7 @@ class Step:
       guarded: True if a step whose loss or gradient is not finite changes only the step count; see `js.make_step`.
       donate: True if the step donates the input run.
       check_exchange: True if the first step is checked when tokens are sent to experts by ragged all-to-alls.
+      compile_seconds: the seconds that tracing and compiling took so far; 0.0 before.
       choices: after tracing, the branches and loops in which devices may take different paths, and for which only the
         compiled program shows whether they contain collectives; `js.audit` reads them.
     """
@@ -187,8 +191,9 @@ class Step:
         self._rows: PyTree = None
         self._jitted: Any = None
         self._compiled: Any = None
+        self._flops: int | None = None
         self.choices: tuple[Choice, ...] = ()
-        self._started = False
+        self.compile_seconds, self._started = 0.0, False
         self._first: FirstStep | None = None
 
     @property
@@ -398,10 +403,29 @@ class Step:
         """
         batch = as_arrays("the batch", batch)
         if self._compiled is None:
+            began = time.perf_counter()
             self._compiled = self.lower(batch).compile()
+            self.compile_seconds += time.perf_counter() - began
         self._check_same(abstract(batch))
         compiled: jax.stages.Compiled = self._compiled
         return compiled
+
+    def model_flops(self, batch: PyTree) -> int | None:
+        """Count the model FLOPs of a step over all devices from a trace of the loss; see `js.plan.train_flops`.
+
+        Args:
+          batch: global arrays or ShapeDtypeStructs.
+
+        Returns:
+          Three times the FLOPs of the forward pass, less the gradients of frozen parameters; they are counted once per
+          step. None if the loss can't be traced for the global batch (one that names mesh axes itself), or if a kernel
+          or loop in it does not say what it costs.
+        """
+        if self._flops is None:
+            shapes = abstract(as_arrays("the batch", batch))
+            with own_settings(self.layout.mesh):
+                self._flops = trace_or_none(lambda: step_flops(self.loss_fn, self.layout, shapes))
+        return self._flops
 
     def _call_inside(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Trace one step as a part of the user's own jitted program, without compiling, donating or waiting."""
@@ -416,6 +440,7 @@ class Step:
 
     def _start(self, run: TrainState, batch: PyTree) -> None:
         """Compile the step for its first call; first check that all processes have the same batch and program."""
+        began = time.perf_counter()
         lowered = None if self._compiled is not None else self.lower(batch, run)
         self._check_same(abstract(batch))
         peers = peers_of(self.layout.mesh)
@@ -430,6 +455,7 @@ class Step:
             self._first.compile(run, abstract(batch))
         if peers is not None:
             peers.meet("the first step, compiled")
+        self.compile_seconds += time.perf_counter() - began
         self._started = True
 
     def _prepare(self, run: TrainState, shapes: PyTree) -> None:

@@ -6,18 +6,14 @@ import os
 import re
 import subprocess
 import sys
-from io import StringIO
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from rich.console import Console
 
 from jaxshard import schedules
 from jaxshard.commands.main import main
-from jaxshard.commands.terminal import progress
-from jaxshard.training.records import Record
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--batch", "16", "--seq", "16", "--steps", "2", "--eval-every", "2", "--sample", "0"]
@@ -64,7 +60,9 @@ def expected(data, tmp_path_factory):
 def check_contract(result, *, devices):
     """The promises that are made for the JSON object."""
     assert all(type(loss) is float and loss > 0 for loss in [*result["losses"], result["loss_eval"]])
-    assert result["tokens_per_second"] > 0
+    assert result["tokens_per_second"] > 0 and result["flops_per_second"] > 0
+    share, seconds = result["goodput"]["share"], result["goodput"]["seconds"]
+    assert 0 < share < 1 and seconds["compile"] >= 0 and seconds["evaluation"] > 0
     assert type(result["params"]) is int and type(result["devices"]) is int and result["devices"] == devices
     assert np.prod(list(result["mesh"].values())) == devices
     predicted, compiled = result["bytes_per_device"]["predicted"], result["bytes_per_device"]["compiled"]
@@ -180,8 +178,9 @@ def test_writes_what_it_is_asked_for_and_shows_tables(data, tmp_path, capsys):
     assert list((tmp_path / "tb").iterdir()) and list((tmp_path / "profile").rglob("*.xplane.pb"))
     assert f"jaxshard profile {tmp_path / 'profile'} says where the time went" in output.out
     assert output.err == "" and "\x1b" not in output.out
-    for piece in ("step 5/5  loss", "tokens/s", "0:00 left", "step 2: held-out loss", "bytes per device", "optimizer"):
+    for piece in ("step 5/5  loss", "tokens/s", "0:00 left", "held-out loss", "bytes per device", "optimizer"):
         assert piece in output.out
+    assert re.search(r"\n  goodput \d", output.out)
     assert f"held-out {result['loss_eval']:.4f} nats per byte" in output.out
     assert output.out.rstrip().endswith(result["sample"]["prompt"] + result["sample"]["text"].rstrip())
 
@@ -240,16 +239,6 @@ def test_an_interrupted_run_ends_without_a_traceback(data, monkeypatch, capsys):
     monkeypatch.setattr("jaxshard.commands.train.make_step", interrupt)
     assert main(["train", *TINY, "--data", str(data / "text.py"), "--devices", "1"]) == 130
     assert capsys.readouterr().err == "jaxshard: interrupted\n"
-
-
-def test_the_bar_of_a_terminal_shows_step_loss_speed_and_time_left():
-    screen = StringIO()
-    with progress(Console(file=screen, force_terminal=True, width=80), 200) as show:
-        show(Record(1, {"loss": 5.371}, 0.5, {"tokens_per_second": 4096.0}))
-        show(Record(2, {"loss": 4.25}, 0.5, {"tokens_per_second": 4096.0}, {"loss": 4.5}))
-    shown = re.sub("\x1b\\[[\\d;?]*[A-Za-z]", "", screen.getvalue())
-    assert re.search(r"2/200 loss 4\.250  4,096 tokens/s  0:00:\d\d left\n", shown)
-    assert "step 2: held-out loss 4.5000" in shown
 
 
 @pytest.mark.slow

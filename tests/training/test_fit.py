@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxshard as js
+from jaxshard.training.goodput import Ledger
 from jaxshard.training.records import Reader
 
 
@@ -70,9 +71,15 @@ def test_rates_count_rows_or_tokens_and_flops():
     js.fit(new_run(), step, ones(), steps=2, callbacks=[history.append])
     js.fit(new_run(), step, ones(), steps=2, callbacks=[history.append], tokens=64, flops=3e9)
     rows, tokens = history[1], history[3]
-    assert rows.speed == {"rows_per_second": 4 / rows.seconds}
-    # The chip behind a CPU device is not known, so there is no utilisation.
-    assert tokens.speed == {"tokens_per_second": 64 / tokens.seconds, "flops_per_second": 3e9 / tokens.seconds}
+    expected = {"rows_per_second": 4 / rows.seconds}
+    assert 0 < rows.speed.pop("goodput") < 1 and rows.speed == expected
+    # The chip behind a CPU device is not known, so there is no utilisation, and it does not tell its memory.
+    assert 0 < tokens.speed.pop("goodput") < 1
+    assert tokens.speed == {
+        "tokens_per_second": 64 / tokens.seconds,
+        "rows_per_second": 4 / tokens.seconds,
+        "flops_per_second": 3e9 / tokens.seconds,
+    }
 
 
 def test_evaluates_every_so_often_and_at_the_end():
@@ -183,9 +190,13 @@ def test_a_profile_is_written_even_of_a_short_run(tmp_path):
     assert list(tmp_path.rglob("*.xplane.pb"))
 
 
-def test_accelerators_are_read_one_step_late_and_their_utilisation_is_known():
-    chip = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite", num_cores=1)
-    reader = Reader([chip] * 4, tokens=10, flops=1e12)
+def test_accelerators_are_read_one_step_late_and_tell_utilisation_and_memory():
+    chip = SimpleNamespace(
+        platform="tpu", device_kind="TPU v5 lite", num_cores=1, process_index=0,
+        memory_stats=lambda: {"bytes_in_use": 1, "peak_bytes_in_use": 3},
+    )  # fmt: skip
+    reader = Reader([chip] * 4, Ledger(0), tokens=10)
+    reader.flops = 1e12
     read = []
     for number in range(1, 4):
         reader.add(number, {"loss": jnp.float32(number)}, 4)
@@ -193,3 +204,4 @@ def test_accelerators_are_read_one_step_late_and_their_utilisation_is_known():
     last = reader.read(all=True)
     assert read == [[], [1], [2]] and [record.step for record in last] == [3]
     assert last[0].speed["mfu"] == pytest.approx(1e12 / last[0].seconds / (4 * 197e12))
+    assert last[0].speed["memory_bytes"] == 3

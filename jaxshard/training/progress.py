@@ -1,0 +1,76 @@
+"""`Progress`: what `js.fit` tells while it runs, to a function of the user or to a view that shows it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jaxshard.training.goodput import Goodput
+from jaxshard.training.records import Record
+
+
+class Progress(NamedTuple):
+    """The state of a training, as `js.fit` passes it to `progress=`.
+
+    Attributes:
+      phase: "compiling" (the first call of the step), "training", "evaluating" or "finished".
+      step: the number of the last step; at the start the number that the run had.
+      steps: the number of the step after which the training ends.
+      record: the record of the last step, with loss, speed and memory; None before the first.
+      seconds_left: the seconds until the last step at the pace so far, without compilation; None if not known.
+      goodput: the wall seconds by kind, in the phase "finished"; else None.
+
+    Example:
+        def show(progress: js.Progress) -> None:
+            print(progress.phase, progress.step, progress.steps, progress.seconds_left)
+
+        run = js.fit(run, step, batches, steps=1000, progress=show)
+    """
+
+    phase: str
+    step: int
+    steps: int
+    record: Record | None = None
+    seconds_left: float | None = None
+    goodput: Goodput | None = None
+
+
+View = Callable[[Progress], Any]
+
+
+class Reporter:
+    """The part of `js.fit` that calls a view, if there is one.
+
+    Args:
+      view: a function of a `Progress`; None to report nothing.
+      step: the number of steps that the run has taken.
+      steps: the number of the last step.
+    """
+
+    def __init__(self, view: View | None, step: int, steps: int):
+        self._view, self._now = view, Progress("training", step, steps)
+        self._first: tuple[int, float] | None = None
+
+    def phase(self, phase: str, step: int) -> None:
+        """Report that another phase begins after a step."""
+        self._report(self._now._replace(phase=phase, step=step))
+
+    def records(self, records: Sequence[Record]) -> None:
+        """Report steps that are done."""
+        for record in records if self._view is not None else ():
+            now, left = time.perf_counter(), None
+            first, since = self._first = self._first or (record.step, now)
+            if record.step > first:
+                left = (now - since) / (record.step - first) * (self._now.steps - record.step)
+            told = self._now._replace(phase="training", step=record.step, record=record, seconds_left=left)
+            self._report(told)
+
+    def finish(self, goodput: Goodput) -> None:
+        """Report the end of the training."""
+        self._report(self._now._replace(phase="finished", seconds_left=None, goodput=goodput))
+
+    def _report(self, now: Progress) -> None:
+        self._now = now
+        if self._view is not None:
+            self._view(now)
