@@ -15,12 +15,12 @@ INDEX = rows(PAGE.read_text(encoding="utf-8"), TERMS)
 SEARCHED = """
     activation checkpointing; bf16; checkpoint; chat template; config file; context parallelism; cosine decay;
     DataLoader; deadlock; DeepSpeed; DiLoCo; dropout; early stopping; EMA; evaluation; expert parallelism;
-    export; flash attention; fp8; freeze; FSDP; GAN; GCS; gradient accumulation; gradient checkpointing;
+    export; flash attention; fp8; freeze; FSDP; GAN; GCS; goodput; gradient accumulation; gradient checkpointing;
     gradient clipping; gradient compression; HSDP; Hugging Face; ignore_index; int8; Jupyter; Kubernetes;
     L-BFGS; learning rate schedule; logical axes; LoRA; loss scaling; master weights; memory estimate; MFU;
     mixed precision; MLflow; MoE; multi-host; multi-node; Muon; NaN; OOM; Optuna; out of memory; packing;
-    pipeline parallelism; pmap; preemption; profiler; reproducible; resume; RLHF; S3; safetensors; sampling;
-    seed; sequence parallelism; shard_map; sharding rules; Slurm; spot instances; sweep; tensor parallelism;
+    pipeline parallelism; pmap; preemption; profiler; progress bar; reproducible; resume; RLHF; S3; safetensors;
+    sampling; seed; sequence parallelism; shard_map; sharding rules; Slurm; spot instances; sweep; tensor parallelism;
     TensorBoard; throughput; tied weights; tokenizer; TPU pod; validation loss; wandb; warm-up; weight decay;
     ZeRO
 """
