@@ -10,10 +10,10 @@ A step is complete when its manifest exists. A save runs through these files:
     store.py      compat.py       writes these shards by Orbax and TensorStore
     checksums.py  manifest.py     computes checksums of the files on disk, then writes the manifest
 
-A restore: folder.py finds the step, reader.py compares it with the layout and with its checksums, store.py reads each
-device's part of each array, and leaves.py converts arrays from model order to the stored sharding. checkpointer.py
-saves in the background of a training loop, with a lock on the folder (lock.py). memory/ is independent of these files:
-it keeps copies of a run in shared memory, from which restarted processes continue.
+A restore: folder.py finds the step, reader.py compares its manifest with the layout and its files with their checksums,
+store.py reads each device's part of each array, and leaves.py converts arrays from model order to the stored sharding.
+checkpointer.py saves in the background of a training loop, with a lock on the folder (lock.py). memory/ is independent
+of these files: it keeps copies of a run in shared memory, from which restarted processes continue.
 
 Imports `core/`, `distributed/`, `engines/` and `training/`.
 """

@@ -43,8 +43,8 @@ class Checkpointer:
     thread. Errors of the thread are raised by the next call of any method, or printed when the program ends. With
     several processes, each has a `Checkpointer` and calls the same methods in the same order.
 
-    From its creation to the end of the `with` block (or of the process) it holds a lock on the folder, so that another
-    training can't save into the same folder: it raises `BlockingIOError` when it creates its `Checkpointer`.
+    A `Checkpointer` locks the folder until the end of the `with` block (or of the process), so that no second training
+    can save into it: creating a `Checkpointer` for the same folder in another program raises `BlockingIOError`.
 
     Args:
       dir: the folder of checkpoints, on a disk that all processes see.
@@ -52,14 +52,14 @@ class Checkpointer:
       every: save after each step whose number is divisible by this.
       keep: keep this many of the newest steps and delete older steps; None keeps all. Steps whose folders are symbolic
         links are not counted and never deleted; a warning names them.
-      data: called at each save; returns the position of the data, as in `js.save`.
-      best: a metric of the evaluation, such as "loss". The run with the best value is also kept, in dir/best:
-        `js.restore("run/best", layout)`. The position saved there is {"evaluation": ..., "position": ...}.
+      data: a function `data()`, called at each save, that returns the position of the data, as in `js.save`.
+      best: a metric of the evaluation, such as "loss". The run with the best value is also saved, in dir/best. Load it
+        by `js.restore("run/best", layout)`; its position of the data is {"evaluation": ..., "position": ...}.
       best_mode: "min" if a lower value is better, "max" if a higher value is.
       init_from: for a model of `js.lora`, the base weights for the method `restore`, as in `js.restore`.
 
     Raises:
-      ValueError: `every` or `keep` is less than 1, or `best_mode` neither "min" nor "max".
+      ValueError: `every` or `keep` is less than 1, or `best_mode` is neither "min" nor "max".
       BlockingIOError: another process trains into this folder; the message names the process.
       OSError: the folder can't be written (no permission, a read-only disk), with the errno of the cause.
 
@@ -115,11 +115,11 @@ class Checkpointer:
 
         Args:
           step: the number of the step that was just taken.
-          run: the run after it.
-          evaluation: metrics by name.
+          run: the run after this step.
+          evaluation: {name of a metric: value}.
 
         Raises:
-          ValueError: the metric `best` is not in `evaluation`; otherwise as `save`.
+          ValueError: `evaluation` lacks the metric `best`; also for the reasons of `save`.
         """
         if self._best is not None:
             self._best.evaluated(step, run, evaluation)
@@ -188,7 +188,10 @@ class Checkpointer:
                 self._best.saver.__exit__(kind, error, trace)
 
     def _wait_at_exit(self) -> None:
-        """Wait for the last save, and print its error; if raised, Python would skip other functions at exit."""
+        """Wait for the last save when the program ends, and print the error if the save failed.
+
+        The error is not raised, because Python would then skip other functions that are registered to run at exit.
+        """
         try:
             self.wait_until_finished()
         except Exception as error:
@@ -196,7 +199,7 @@ class Checkpointer:
         self._unlock()
 
     def _lock(self) -> bool:
-        """Create and lock the folder; return True, or raise an OSError that names the folder."""
+        """Create and lock the folder, or raise an OSError that names the folder. The result is always True."""
         try:
             hold(self._root)
         except BlockingIOError:
@@ -222,10 +225,11 @@ class Checkpointer:
 
 
 class _Best:
-    """A saver of the run with the best evaluation, in a separate folder.
+    """A saver of the run with the best evaluation so far, in its own folder.
 
-    A best run that an earlier process saved there is compared too, unless its step is later than the current step,
-    since this training then started again from an earlier step.
+    At the start it reads the evaluation of the run in this folder, which an earlier process may have saved. A later run
+    replaces that run if its evaluation is better, or if its step is not larger: then this training started again from
+    an earlier step.
     """
 
     def __init__(self, root: Path, layout: Layout, metric: str, mode: str, data: Callable[[], Any] | None):

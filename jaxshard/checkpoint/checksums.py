@@ -26,7 +26,7 @@ _THREADS = 8
 
 
 class Damaged(ValueError):
-    """Raised if the files of a saved step are not as they were written.
+    """Raised if files of a saved step are missing, were added, or differ from the bytes that were written.
 
     Example:
         js.save("run", run, layout)
@@ -38,14 +38,14 @@ class Damaged(ValueError):
 
 
 def checksum_file(file: Path, extents: Sequence[Extent]) -> tuple[Segment, ...]:
-    """Compute the checksums of a file, and flush it to disk.
+    """Compute the CRC-32 of each segment of a file, and flush the file to disk.
 
     Args:
       file: the file, completely written.
       extents: the byte ranges of arrays in the file.
 
     Returns:
-      Segments that together are the file: one for each extent and for each gap.
+      The segments, which cover the file without gaps: one for each extent, and one for the bytes between two extents.
     """
     with file.open("rb") as opened:
         cover = list(_cover_file(os.fstat(opened.fileno()).st_size, extents))
@@ -61,13 +61,13 @@ def list_files(folder: Path) -> list[str]:
 
 
 def find_damage(folder: Path) -> list[str]:
-    """Read every file of a step, and return a line for each problem, which begins with the file's name."""
+    """Compare every file of a step with its checksum; return a line for each problem, beginning with a file's path."""
     manifest, problems = try_manifest(folder)
     return problems if manifest is None else compare_step(folder, manifest)
 
 
 def try_manifest(folder: Path) -> tuple[Manifest | None, list[str]]:
-    """Return (the manifest of a step, []), or (None, [why it can't be read])."""
+    """Read the manifest of a step; return (manifest, []), or (None, [error message]) if it can't be read."""
     try:
         return read_manifest(folder), []
     except FileNotFoundError:
@@ -77,21 +77,27 @@ def try_manifest(folder: Path) -> tuple[Manifest | None, list[str]]:
 
 
 def compare_step(folder: Path, manifest: Manifest) -> list[str]:
-    """Compare a step's files with the checksums in its manifest, then shapes and dtypes; return the differences."""
+    """Compare the files of a step with the checksums in its manifest; return a line for each difference.
+
+    If the files are intact, also compare the shapes and dtypes in the manifest with those on disk.
+    """
     return compare_files(folder, manifest) or compare_arrays(folder, manifest)
 
 
 def compare_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int = 1) -> list[str]:
     """Compare the names and checksums of a step's files with its manifest.
 
+    Several processes can share the work. Each reads the files `part`, `part + parts`, `part + 2 * parts` and so on, by
+    index in the sorted list. The names of all files are compared in every process.
+
     Args:
       folder: the folder of the step.
       manifest: the manifest of the step.
-      part: the index of the share of the files to read, such as the index of this process.
-      parts: the number of shares, such as that of processes. The names of all files are compared for every share.
+      part: the index of this process.
+      parts: the number of processes; 1 to read all files.
 
     Returns:
-      The differences, each a line that begins with the file's name and ends with the arrays in the damaged bytes.
+      The differences, each a line that begins with the file's path and ends with the arrays in the damaged bytes.
     """
     problems = compare_file_names(folder, manifest)
     if _lists_too_much(manifest):
@@ -105,7 +111,7 @@ def compare_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int
 def compare_arrays(folder: Path, manifest: Manifest) -> list[str]:
     """Compare the shapes and dtypes in the manifest of a step with those of the arrays on disk.
 
-    Reads only the index of the arrays. Use it for steps whose files are intact.
+    Reads only the index of the arrays, so check first that the files are intact.
 
     Returns:
       The differences, each a line that begins with the path of the manifest and the name of the array.
@@ -130,14 +136,17 @@ def _text(shape: tuple[int, ...], dtype: str) -> str:
 
 
 def _was_written_as(array: SavedArray, shape: tuple[int, ...], dtype: str) -> bool:
-    """Return True if an array of the manifest fits a shape and dtype on disk, where random keys are uint32 words."""
+    """Return True if an array has on disk the shape and dtype that the manifest lists.
+
+    Random keys are on disk as uint32 words, which have one more dimension.
+    """
     if array.dtype.startswith("key<"):
         return dtype == "uint32" and shape[:-1] == array.shape
     return (dtype, shape) == (array.dtype, array.shape)
 
 
 def compare_file_names(folder: Path, manifest: Manifest) -> list[str]:
-    """Return a line for each file of a step that is missing, was added or is no plain file, without reading files."""
+    """Return a line for each file of a step that is missing, was added or is not a plain file; no file is read."""
     there, expected = list_files(folder), manifest.files
     added = [f"{folder / name}: not in the manifest: it was added later" for name in there if name not in expected]
     added += [
@@ -150,7 +159,7 @@ def compare_file_names(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def compare_sizes(folder: Path, manifest: Manifest) -> list[str]:
-    """Return a line for each plain file of a step whose size differs from that in the manifest, without reading it."""
+    """Return a line for each plain file of a step whose size differs from the manifest; no file is read."""
     saved = {name: sum(segment.size for segment in segments) for name, segments in manifest.files.items()}
     plain = [name for name in list_files(folder) if name in saved and _is_plain(folder / name)]
     there = {name: (folder / name).stat().st_size for name in plain}
@@ -162,7 +171,10 @@ def compare_sizes(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def _lists_too_much(manifest: Manifest) -> bool:
-    """Return True if the files in a manifest are far larger than its arrays need, with at most 16 bytes an element."""
+    """Return True if a manifest lists far more bytes than its arrays need, at most 16 bytes for each element.
+
+    A wrong manifest could list a sparse file of many terabytes, which would take days to read.
+    """
     elements = sum(math.prod(array.shape) for array in manifest.arrays)
     return manifest.size > 16 * elements + (1 << 16) * len(manifest.arrays) + (1 << 20) * len(manifest.files) + (
         1 << 26
@@ -170,7 +182,7 @@ def _lists_too_much(manifest: Manifest) -> bool:
 
 
 def _is_plain(file: Path) -> bool:
-    """Return True for a plain file; not for a link, or a named pipe, which would wait for a writer."""
+    """Return True for a plain file; False for a link, or for a named pipe, on which a reader could wait forever."""
     return file.is_file() and not file.is_symlink()
 
 
@@ -191,7 +203,7 @@ def _compare_file(folder: Path, manifest: Manifest, name: str) -> list[str]:
 
 
 def _describe_arrays(manifest: Manifest, name: str, segments: Sequence[Segment]) -> str:
-    """Describe for an error message which arrays have bytes in some segments of a file."""
+    """Return the end of an error message, which names the arrays with bytes in these segments of the file `name`."""
     arrays = sorted({segment.array for segment in segments if segment.array is not None})
     if arrays:
         return "arrays: " + ", ".join(manifest.arrays[array].path for array in arrays)
@@ -201,7 +213,7 @@ def _describe_arrays(manifest: Manifest, name: str, segments: Sequence[Segment])
 
 
 def _cover_file(size: int, extents: Sequence[Extent]) -> Iterator[tuple[int, int | None]]:
-    """Yield (length, array) for each extent, and (length, None) for each gap, in the order of a file of `size` bytes.
+    """Divide a file of `size` bytes: yield (length, array index) for each extent, and (length, None) for each gap.
 
     Example: of a file of 100 bytes with Extent(start=10, size=30, array=2):  (10, None), (30, 2), (60, None).
     """
@@ -225,7 +237,7 @@ def _checksum_parts(opened: BinaryIO, sizes: Sequence[int]) -> list[tuple[int, i
       sizes: the number of bytes of each part; the first part begins at the file's start.
 
     Returns:
-      (number of bytes read, fewer at the end of the file; CRC-32) of each part.
+      (number of bytes read, CRC-32) of each part. The number is smaller than the part's size if the file ends early.
     """
     starts = accumulate(sizes, initial=0)
     # zlib and reads release the GIL, so that threads use all cores.
@@ -234,7 +246,7 @@ def _checksum_parts(opened: BinaryIO, sizes: Sequence[int]) -> list[tuple[int, i
 
 
 def _checksum_part(opened: BinaryIO, start: int, size: int) -> tuple[int, int]:
-    """Read `size` bytes of a file from `start`; return (number of bytes read, CRC-32). Keep the file's position."""
+    """Return (number of bytes read, CRC-32) of `size` bytes from `start`; the file's own position does not move."""
     crc = done = 0
     while done < size and (block := os.pread(opened.fileno(), min(_BLOCK, size - done), start + done)):
         crc, done = zlib.crc32(block, crc), done + len(block)

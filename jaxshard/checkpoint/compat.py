@@ -5,22 +5,23 @@ second. tests/checkpoint/test_compat.py has a test for each entry below.
 
 Features whose change would break every save or restore with an error:
 
-- `ArrayHandler.serialize` is overridden, for Orbax's own takes arrays on devices; `create_type_handler_registry` makes
-  Orbax use our handler.
+- `ArrayHandler.serialize` is overridden, since Orbax's own takes arrays on devices.
+- `create_type_handler_registry` makes Orbax use our handler.
 - `get_json_tspec_write`, re-exported from `orbax.checkpoint._src`, says how TensorStore has to write an array so that
   Orbax finds the array again.
 - `ParamInfo.ts_context` holds the limits of concurrency and the caches that all arrays of a save share.
-- The shape and dtype of an array are in `<name>/zarr.json` of the database, as "shape" and "data_type" of Zarr 3. If
-  they are not, every step counts as damaged.
+- The shape and dtype of an array are in `<name>/zarr.json` of the database, as "shape" and "data_type" of Zarr 3.
+  Without these fields every step would count as damaged.
 
 Features whose change only the tests would notice:
 
-- `[os_error_code='28']` in the errors of TensorStore: os_errors.py takes the errno of a failed save from there.
+- `[os_error_code='28']` in the errors of TensorStore: os_errors.py takes the errno of a failed save from this text.
 - `tensorstore.ocdbt.dump`: the fields of its JSON, and the text that locates a value. They tell which bytes of a file
   belong to which array. Without them a damaged file is still found, but the arrays in it are not named.
-- That Orbax's options (in store.py) lead to OCDBT, which keeps a process's arrays in few files, and to plain bytes.
-  Without that there are as many files as chunks, or saves spend their time compressing what does not compress.
-- That Orbax names its barriers by `barrier_sync_key_prefix`: without it, two saves at the same time would wait at each
+- Orbax's options (in store.py) select OCDBT, which keeps the arrays of a process in few files, and no compression.
+  Otherwise there would be a file for every chunk, or saves would spend their time compressing weights, which do not
+  become smaller.
+- Orbax names its barriers by `barrier_sync_key_prefix`. Otherwise two saves at the same time would wait at each
   other's barriers. (Tested with two processes, in tests/checkpoint/test_processes.py.)
 """
 
@@ -49,8 +50,9 @@ _LOCATION = re.compile(r"\w+:(.*?):(.*):(\d+):(\d+)")
 class BlocksHandler(type_handlers.ArrayHandler):  # type: ignore[misc]  # Orbax ships no types for this module
     """Orbax's handler of arrays, changed to write blocks that were already copied to the host (`HostBlocks`).
 
-    Orbax's own `serialize` takes arrays on devices as they are to be written. To convert a run to model order first
-    would need compiled programs and a second copy of the run on the devices. Reading is unchanged.
+    Orbax's own `serialize` takes arrays on the devices and writes them unchanged. For it, a run would have to be
+    converted to model order on the devices, which takes more compiled programs and memory for a second copy of the run.
+    Reading is not changed.
     """
 
     async def serialize(self, values: Sequence[HostBlocks], infos: Sequence[Any], args: Any = None) -> list[Any]:
@@ -61,7 +63,7 @@ class BlocksHandler(type_handlers.ArrayHandler):  # type: ignore[misc]  # Orbax 
 
 
 def blocks_registry() -> Any:
-    """Return the registry by which Orbax writes `HostBlocks` and reads arrays with a `BlocksHandler`."""
+    """Return an Orbax registry of types that uses a `BlocksHandler` to write `HostBlocks` and to read arrays."""
     return type_handlers.create_type_handler_registry((jax.Array | HostBlocks, BlocksHandler()))
 
 
@@ -78,7 +80,7 @@ async def _write(x: HostBlocks, info: Any, transaction: Any) -> None:
 
 
 def find_values(database: Path) -> Iterator[tuple[str, str, int, int]]:
-    """Find where in the files of an OCDBT database the bytes of each array are.
+    """Find the bytes of each array in the files of an OCDBT database.
 
     Values of less than a kilobyte are stored in the index itself and are not found.
 
@@ -86,7 +88,8 @@ def find_values(database: Path) -> Iterator[tuple[str, str, int, int]]:
       database: the folder of the database, completely written.
 
     Yields:
-      (name of the array, file relative to `database`, first byte, number of bytes) of each chunk and each metadata.
+      (name of the array, file relative to `database`, first byte, number of bytes), for each chunk of each array and
+      for the metadata of each array.
     """
     base = tensorstore.KvStore.open({"driver": "file", "path": f"{database}/"}).result()
     root: Mapping[str, Any] = tensorstore.ocdbt.dump(base).result()["versions"][-1]["root"]
@@ -116,7 +119,7 @@ def find_shapes(database: Path) -> Iterator[tuple[str, list[int], str]]:
 
 
 def _walk(base: Any, node: str, prefix: bytes) -> Iterator[tuple[bytes, str]]:
-    """Yield (key, location) of all values below a node of OCDBT's B-tree, without values stored in the nodes."""
+    """Yield (key, location) of every value under a node of OCDBT's B-tree, except values that are stored in a node."""
     for entry in tensorstore.ocdbt.dump(base, node).result()["entries"]:
         if "location" in entry:  # an inner node's: another node
             yield from _walk(base, entry["location"], prefix + entry["subtree_common_prefix"])

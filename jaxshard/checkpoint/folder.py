@@ -19,13 +19,13 @@ def absolute_root(dir: str | os.PathLike[str]) -> Path:
     """Return the folder of checkpoints as an absolute path.
 
     Raises:
-      ValueError: `dir` is an address such as gs://..., which as a path would be a local folder of that name.
+      ValueError: `dir` is an address such as gs://..., which a `Path` would take for a local folder.
     """
     return local_path(dir).absolute()
 
 
 def step_folders(root: Path) -> dict[int, Path]:
-    """Return {step: folder} of all steps, complete or not, in ascending order; {} if `root` is no folder."""
+    """Return {step: folder} of all steps, complete or not, in ascending order; {} if `root` is not a folder."""
     if not root.is_dir():
         return {}
     names = (path.name for path in root.iterdir())
@@ -34,12 +34,12 @@ def step_folders(root: Path) -> dict[int, Path]:
 
 
 def complete_steps(root: Path) -> dict[int, Path]:
-    """Return {step: folder} of the complete steps, in ascending order."""
+    """Return {step: folder} of the steps in `root` that have a manifest, in ascending order."""
     return {step: path for step, path in step_folders(root).items() if (path / MANIFEST).exists()}
 
 
 def check_root(root: Path) -> None:
-    """Raise if a path exists and is no folder of steps: if it is a file, or the folder of a single step."""
+    """Raise if `root` is a file, or the folder of a single step; do nothing if `root` does not exist."""
     if root.exists() and not root.is_dir():
         raise NotADirectoryError(f"{root}: that is a file, not a folder of checkpoints")
     if (root / MANIFEST).exists():

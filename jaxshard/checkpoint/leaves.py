@@ -29,12 +29,12 @@ from jaxshard.training.state import TrainState
 
 
 class Entry(NamedTuple):
-    """The description of an array of a run, which has no values.
+    """The name, shape, dtype and placement of one array of a run, without its values.
 
     Attributes:
       path: the array's name in a checkpoint, such as "opt_state/0/mu/w".
-      shape: the logical shape.
-      dtype: the dtype, which may be that of random keys.
+      shape: the logical shape, without padding.
+      dtype: the dtype; for random keys a key dtype, such as key<fry>.
       placement: the array's placement in the layout.
     """
 
@@ -45,31 +45,34 @@ class Entry(NamedTuple):
 
     @property
     def is_key(self) -> bool:
-        """True for an array of random keys."""
+        """True for an array of random keys, such as the result of `jax.random.key`."""
         return is_key(self.dtype)
 
     @property
     def words(self) -> jax.ShapeDtypeStruct:
-        """The shape and dtype in a file, where random keys are stored as uint32 words."""
+        """The shape and dtype of the array in a file; random keys are written as their uint32 words."""
         return words_of(jax.ShapeDtypeStruct(self.shape, self.dtype))
 
     @property
     def saved(self) -> SavedArray:
-        """The entry of the array in a manifest."""
+        """The name, shape and dtype of the array, as a manifest lists them."""
         return SavedArray(self.path, self.shape, str(self.dtype))
 
     def shape_saved(self, mesh: Mesh) -> jax.ShapeDtypeStruct:
-        """Return the shape and dtype of the saved array, with the sharding from which it is written to a file."""
+        """Return the shape, dtype and sharding of the saved array: in model order, unpadded, keys as uint32 words."""
         words, spec = self.words, logical_spec(self.placement, mesh)[0]
         spec = PartitionSpec(*spec, *(None,) * (len(words.shape) - len(spec)))
         return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=NamedSharding(mesh, spec))
 
     def to_saved(self, x: jax.Array, mesh: Mesh) -> jax.Array:
-        """Convert a stored array to a saved array, on the devices; return `x` itself if both are the same."""
+        """Convert a stored array, as the layout keeps it on the devices, to a saved array (in model order, unpadded).
+
+        The conversion runs on the devices. If both arrays are the same, `x` itself is returned.
+        """
         return x if self._is_saved_as_stored else jax.block_until_ready(jit_to_saved(self, mesh)(x))
 
     def to_stored(self, x: jax.Array, mesh: Mesh) -> jax.Array:
-        """Convert a saved array to a stored array, on the devices: the inverse of `to_saved`."""
+        """Convert a saved array (in model order, unpadded) to a stored array, as the layout keeps it on the devices."""
         return x if self._is_saved_as_stored else jax.block_until_ready(jit_to_stored(self, mesh)(x))
 
     @property
@@ -78,7 +81,7 @@ class Entry(NamedTuple):
 
 
 def entries(layout: Layout, *, base: bool = False) -> tuple[list[Entry], Any]:
-    """List the arrays that a run of this layout has, without its residuals.
+    """List the arrays of a run with this layout, except residuals (rounding errors of gradients).
 
     Args:
       layout: the layout.
@@ -98,7 +101,10 @@ def entries(layout: Layout, *, base: bool = False) -> tuple[list[Entry], Any]:
 
 
 def pair_up(shapes: PyTree, placements: PyTree, name: Callable[[Any], str]) -> tuple[list[Entry], Any]:
-    """Return (an `Entry` for each leaf of `shapes`, the tree structure); `name(key path)` gives an array its name."""
+    """Combine a tree of shapes and a tree of placements; return (an `Entry` for each leaf, the tree structure).
+
+    `name(key path of a leaf)` returns the name of the leaf's array.
+    """
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
     pairs = zip(leaves, jax.tree.leaves(placements), strict=True)
     return [Entry(name(path), tuple(x.shape), x.dtype, placement) for (path, x), placement in pairs], structure
@@ -107,17 +113,17 @@ def pair_up(shapes: PyTree, placements: PyTree, name: Callable[[Any], str]) -> t
 def logical_spec(placement: Placement, mesh: Mesh) -> tuple[PartitionSpec, PartitionSpec]:
     """Choose the sharding of an array in model order, as close as possible to the sharding of the stored array.
 
-    A dimension that is neither padded nor reshaped into several keeps its mesh axes. Each mesh axis of another
-    dimension moves to the largest dimension that it divides, or to none. So the conversion is an all-to-all, not an
-    all-gather.
+    A dimension that is neither padded nor reshaped into several keeps its mesh axes. A mesh axis that splits another
+    dimension is moved to the largest dimension that it divides evenly, or dropped if there is none. To move an axis
+    takes an all-to-all, which is cheaper than the all-gather for a dropped axis.
 
     Args:
       placement: how the array is stored.
       mesh: the mesh.
 
     Returns:
-      (the spec of the logical array, the same sharding as a spec of the stored array). A stored array is first
-      resharded to the second spec, and then reshaped and cut to the logical array.
+      (PartitionSpec of the logical array, the same sharding as a PartitionSpec of the stored array). To convert a
+      stored array, reshard it to the second spec, then reshape it and cut off the padding.
     """
     view, store = placement.view, placement.store
     sizes = {dim: view.logical[dim] for dim in range(len(view.logical)) if view.logical[dim] == view.padded[dim]}
@@ -136,22 +142,22 @@ def logical_spec(placement: Placement, mesh: Mesh) -> tuple[PartitionSpec, Parti
 
 
 def jit_to_saved(entry: Entry, mesh: Mesh) -> Any:
-    """Return the jitted function that converts a stored array to a saved array; equal placements share a function."""
+    """Return the jitted conversion from a stored to a saved array; entries that differ only in name share one."""
     return _jit_both(_without_names(entry), mesh)[0]
 
 
 def jit_to_stored(entry: Entry, mesh: Mesh) -> Any:
-    """Return the jitted function that converts a saved array to a stored array; equal placements share a function."""
+    """Return the jitted conversion from a saved to a stored array; entries that differ only in name share one."""
     return _jit_both(_without_names(entry), mesh)[1]
 
 
 def list_differences(found: Mapping[str, str], wanted: Mapping[str, str], where: str = "") -> list[str]:
-    """Compare the names, shapes and dtypes of arrays that were found with the arrays of a layout.
+    """Compare arrays in a file or in memory with the arrays that a layout expects, by name, shape and dtype.
 
     Args:
-      found: {name: shape and dtype as text, such as "float32[48, 24]"} of the arrays that were found.
-      wanted: the same for the arrays of the layout.
-      where: where the arrays were found, for messages, such as " in the checkpoint".
+      found: {name: shape and dtype as text, such as "float32[48, 24]"} of the arrays that are there.
+      wanted: {name: shape and dtype as text} of the arrays of the layout.
+      where: the place of the arrays, for messages, such as " in the checkpoint".
 
     Returns:
       A line for every array that is missing, not in the layout, or has another shape or dtype.
@@ -166,7 +172,10 @@ def list_differences(found: Mapping[str, str], wanted: Mapping[str, str], where:
 
 
 def encode_path(path: tuple[Any, ...]) -> str:
-    """Convert a key path to a name, "opt_state/0/mu/w"; different paths get different names, whatever their keys."""
+    """Convert a key path to a name, such as "opt_state/0/mu/w".
+
+    Special characters in a key are percent-encoded, so different paths always get different names.
+    """
     words = (jax.tree_util.keystr((key,), simple=True) for key in path)
     odd = {"": "%", ".": "%2E", "..": "%2E%2E"}
     return "/".join(odd.get(word) or quote(word, safe="") for word in words)
@@ -178,7 +187,7 @@ def _without_names(entry: Entry) -> Entry:
 
 @lru_cache(maxsize=512)
 def _jit_both(entry: Entry, mesh: Mesh) -> tuple[Any, Any]:
-    """Return the jitted functions (stored array -> saved array, saved array -> stored array)."""
+    """Return two jitted functions: from a stored to a saved array, and from a saved to a stored array."""
     rests, saved, view = entry.placement.sharding(mesh), entry.shape_saved(mesh).sharding, entry.placement.view
     stored = entry.placement.on_device().sharding(mesh)
     logical, moved = (NamedSharding(mesh, spec) for spec in logical_spec(entry.placement, mesh))
@@ -200,8 +209,8 @@ def _jit_both(entry: Entry, mesh: Mesh) -> tuple[Any, Any]:
 def _float_to_bits(x: jax.Array) -> jax.Array:
     """Bitcast floats of 8 and 16 bits to unsigned integers; return other arrays unchanged.
 
-    XLA pads, slices and sends 8- and 16-bit floats as f32 on a CPU (up to JAX 0.12), which changes the bits of
-    signalling NaNs.
+    On a CPU (up to JAX 0.12) XLA casts 8- and 16-bit floats to f32 when it pads, slices or communicates them, which
+    changes the bits of signalling NaNs.
     """
     bits = jnp.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.floating) else 0
     return bitcast_convert_type(x, f"uint{bits}") if bits in (8, 16) else x
@@ -210,7 +219,7 @@ def _float_to_bits(x: jax.Array) -> jax.Array:
 def _bits_to(dtype: Any, bits: jax.Array) -> jax.Array:
     """Bitcast unsigned integers to an array with this dtype: the inverse of `_float_to_bits`.
 
-    The `optimization_barrier` keeps the bitcast out of the loop that pads: there JAX 0.12, compiling without
-    optimizations, would handle the padded floats as f32 again.
+    The `optimization_barrier` keeps XLA from moving the bitcast into the loop that pads the array. There JAX 0.12,
+    compiling without optimizations, would cast the padded floats to f32 again.
     """
     return bits if bits.dtype == dtype else bitcast_convert_type(optimization_barrier(bits), dtype)

@@ -48,7 +48,7 @@ def hold(root: Path) -> None:
 
 
 def release(root: Path) -> None:
-    """Undo one call of `hold`; when all calls are undone, free the lock and delete its file."""
+    """Undo one call of `hold`; after the last one, free the lock and delete the lock file."""
     name = os.path.realpath(root)
     with _guard:
         opened, count = _held.pop(name)
@@ -76,7 +76,7 @@ def check_free(root: Path) -> None:
 
 
 def _lock_file(root: Path) -> int:
-    """Lock the lock file of a folder, write this process's name into it, and return its open file descriptor."""
+    """Create and lock the file `.lock` in a folder, write this process's name into it, and return its descriptor."""
     while True:
         opened = _open(root / LOCK, os.O_RDWR | os.O_CREAT)
         try:
@@ -110,7 +110,7 @@ def _open(file: Path, flags: int) -> int:
 
 
 def _try_lock(root: Path, opened: int) -> None:
-    """Lock an open file; raise BlockingIOError with the name of the other process if that has locked it.
+    """Lock an open lock file; raise BlockingIOError if another process has locked it, with the name of that process.
 
     If the file system has no locks, warn and return.
     """
@@ -136,7 +136,7 @@ def _try_lock(root: Path, opened: int) -> None:
 
 
 def _forget() -> None:
-    """Close the lock files in a forked child process, since the parent's locks must not outlive the parent."""
+    """Close the lock files in a forked child process, so that it does not keep the locks after its parent has ended."""
     for opened, _ in _held.values():
         os.close(opened)
     _held.clear()

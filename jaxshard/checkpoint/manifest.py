@@ -31,7 +31,10 @@ MANIFEST = "manifest.json"
 
 
 class SavedArray(NamedTuple):
-    """The name, logical shape and dtype of a saved array; "key<...>" is the dtype of random keys, saved as words."""
+    """The name, logical shape and dtype of a saved array.
+
+    The dtype of random keys is "key<...>", although the file has their uint32 words.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -42,7 +45,13 @@ class SavedArray(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """The next byte range of a file: its length, its CRC-32, and the index of the array it belongs to, or None."""
+    """A byte range of a file, which begins where the previous segment ends.
+
+    Attributes:
+      size: the number of bytes.
+      crc32: the CRC-32 of the bytes.
+      array: the index in `Manifest.arrays` of the array that has these bytes; None if no array has them.
+    """
 
     size: int
     crc32: int
@@ -57,8 +66,8 @@ class Manifest(NamedTuple):
       arrays: all saved arrays of the run.
       files: {path relative to the step's folder: segments of the file} of all files but the manifest.
       data: the position of the data, as the caller of `js.save` passed it.
-      made: versions, mesh, layout and time of the save, for people.
-      base: {path: checksum} of the frozen base weights of `js.lora`, which are not saved; None without any.
+      made: versions, mesh, layout and time of the save, for people to read.
+      base: {path: checksum} of the frozen base weights of `js.lora`, which are not saved; None if there are none.
     """
 
     step: int
@@ -75,7 +84,7 @@ class Manifest(NamedTuple):
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Encode a manifest as the content of its file."""
+    """Encode a manifest as the bytes of its file: a line of JSON, and a line with the CRC-32 of the first."""
     fields = {name: value for name, value in manifest._asdict().items() if name != "base" or value is not None}
     fields |= {"arrays": [array._asdict() for array in manifest.arrays]}
     line = json.dumps({"format": FORMAT} | fields, allow_nan=False).encode() + b"\n"
@@ -83,10 +92,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(raw: bytes) -> Manifest:
-    """Decode the content of a manifest's file.
+    """Decode the bytes of a manifest's file.
 
     Raises:
-      ValueError: the checksum is wrong, the format is newer, or the content is no manifest.
+      ValueError: the checksum is wrong, the format is newer, or the bytes are not a manifest.
     """
     end = raw.find(b"\n") + 1
     line, checksum = raw[:end], raw[end:]
@@ -128,12 +137,12 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def write_manifest(file: Path, manifest: Manifest) -> None:
-    """Write a manifest to a file; with the name `MANIFEST` in the folder of a step, this makes the step complete."""
+    """Write a manifest to a file; a step is complete when its folder has a manifest with the name `MANIFEST`."""
     write_atomically(file, encode_manifest(manifest))
 
 
 def write_atomically(file: Path, content: bytes) -> None:
-    """Write a file so that it exists with its complete content or not at all, also after a power cut."""
+    """Write a file so that its complete content is on disk or the file does not exist, even after a power failure."""
     draft = file.with_name(file.name + ".draft")
     with draft.open("wb") as opened:
         opened.write(content)
@@ -144,7 +153,7 @@ def write_atomically(file: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names of the files in a folder to disk, so that they survive a power cut."""
+    """Flush a folder's list of files to disk, so that new and renamed files survive a power failure."""
     with contextlib.suppress(OSError):  # some file systems have no folders to flush
         number = os.open(folder, os.O_RDONLY)
         try:
@@ -196,7 +205,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_inside(name: str) -> bool:
-    """Return True if a relative path stays inside the folder of its step, and is not the manifest's."""
+    """Return True if a relative path stays inside the folder of its step, and is not the path of the manifest."""
     path = PurePosixPath(name)
     plain = path.as_posix() == name and "\0" not in name and "\\" not in name
     return plain and bool(path.parts) and not path.is_absolute() and ".." not in path.parts and name != MANIFEST

@@ -6,14 +6,16 @@ from jaxshard.core.file_errors import errno_of
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Return the last exception in the chain of `__cause__`, since Orbax raises its own from the actual error."""
+    """Return the actual error: the end of the chain of `__cause__`, since Orbax raises its own exceptions from it."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def os_error(message: str, cause: BaseException) -> OSError:
-    """Make an OSError with the errno of its cause, and so of the same class, such as PermissionError.
+    """Make an OSError with a new message and the errno of its cause.
+
+    The errno also selects the class, such as PermissionError.
 
     Args:
       message: the complete text of the new error.

@@ -38,19 +38,21 @@ def restore(
     verify: bool = True,
     init_from: PyTree = None,
 ) -> TrainState:
-    """Restore a run from a folder of checkpoints, as `layout` stores it. Every process calls this.
+    """Restore a run from a folder of checkpoints, with the shardings of `layout`. Every process calls this.
 
     Parameters, optimizer and model state, random key and step are restored bit for bit, whatever strategy, mesh,
     schedule and number of processes saved them. Residuals of gradients (`js.wire.int8(feedback=True)`) are restored bit
-    for bit if the same number of devices adds gradients; otherwise their sum is divided evenly over the devices. Each
-    process reads only what the shards of its devices need. A device needs memory for its shard of an array and, where
-    the layout pads the array or reshapes its first dimension, for its part of the array in model order, which is split
-    as far as the array's dimensions divide.
+    for bit if gradients are summed over the same number of devices; otherwise the sum of the residuals is divided
+    evenly over the devices.
+
+    Each process reads only what the shards of its devices need. A device needs memory for its shard of an array. If the
+    layout pads the array or reshapes its first dimension, the device also needs memory for a shard of the array in
+    model order, which is split over the same mesh axes as far as they divide the array's dimensions.
 
     Args:
       dir: the folder of checkpoints.
       layout: the layout in which to store the run, made from the model and optimizer that were saved. If it was made
-        without an optimizer (`js.layout(strategy, mesh, init_fn)`), all but the optimizer's state is read.
+        without an optimizer (`js.layout(strategy, mesh, init_fn)`), the optimizer's state is not read.
       step: the number of the step; by default that of the newest complete step.
       verify: first compare every byte of the step with its checksum; each process reads a share of the files. With
         False, compare only the names and sizes of the files and the shapes and dtypes in them.
@@ -81,7 +83,10 @@ def restore(
 
 
 def read_run(root: Path, layout: Layout, step: int | None, *, verify: bool, base: PyTree = None) -> TrainState:
-    """Restore a run, as `restore`; `base` are stored parameters that contain the frozen base weights of `js.lora`."""
+    """Restore a run, as `restore` does, with the frozen base weights of `js.lora` from `base`.
+
+    `base` is a tree of all parameters, as the layout stores them on the devices; it is ignored for other models.
+    """
     owning, layout = layout, layout.without_owners
     folder, manifest = _find_step(root, layout, step)
     wanted, structure = entries(layout)
@@ -158,7 +163,7 @@ def check_intact(folder: Path, manifest: Manifest, *, verify: bool) -> None:
 
 
 def _find_step(root: Path, layout: Layout, step: int | None) -> tuple[Path, Manifest]:
-    """Find the step to restore, and read its manifest; raise in all processes unless all find the same."""
+    """Find the step to restore, and read its manifest; raise in all processes unless all find the same step."""
     failure = None
     try:
         folder = step_folder(root, step)
@@ -174,9 +179,9 @@ def _find_step(root: Path, layout: Layout, step: int | None) -> tuple[Path, Mani
 
 
 def _find_base(init_from: PyTree, layout: Layout) -> PyTree:
-    """Return stored parameters that contain the frozen base weights of `js.lora`, from the argument `init_from`.
+    """Convert the argument `init_from` of `restore` to parameters, as the layout stores them on the devices.
 
-    Return None for a layout without such weights.
+    They contain the frozen base weights of `js.lora`. For a layout without frozen weights the result is None.
     """
     if not any(jax.tree.leaves(layout.base)):
         if init_from is not None:

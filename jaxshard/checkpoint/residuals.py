@@ -29,7 +29,7 @@ RESIDUALS = "residuals/"
 
 
 def refuse_residuals(run: TrainState, who: str) -> None:
-    """Raise ValueError for a run with residuals, which the function `who` would drop silently."""
+    """Raise ValueError if a run has residuals (rounding errors of gradients), which the function `who` can't save."""
     if jax.tree.leaves(run.residuals):
         raise ValueError(
             f"{who}: the run has residuals of gradients, as large as the parameters for each device; use js.save, or "
@@ -38,17 +38,19 @@ def refuse_residuals(run: TrainState, who: str) -> None:
 
 
 def residual_entries(layout: Layout, residuals: PyTree) -> list[Entry]:
-    """List an `Entry` for each residual of a run; return [] for a run without residuals."""
+    """List an `Entry` for each residual (rounding error of a gradient) of a run; return [] if the run has none."""
     if not jax.tree.leaves(residuals):
         return []
     return [_entry(path, placement) for path, placement in _placements(layout)]
 
 
 def saved_residuals(folder: Path, layout: Layout, arrays: Sequence[SavedArray]) -> list[Entry]:
-    """List an `Entry` for each residual in a checkpoint, with the number of devices that saved it.
+    """List an `Entry` for each residual (rounding error of a gradient) in a checkpoint.
+
+    The shape of a residual is [devices, *shape of the parameter], with the number of devices that saved it.
 
     Raises:
-      ValueError: the residuals belong to other parameters than the layout trains; the message names each.
+      ValueError: the checkpoint has residuals of other parameters than the layout trains; the message names each.
     """
     counts = {array.path: array.shape[0] for array in arrays if array.path.startswith(RESIDUALS) and array.shape}
     if not counts:
@@ -72,7 +74,7 @@ def place_residuals(layout: Layout, read: Callable[[Entry], jax.Array], found: S
 
     Args:
       layout: the layout.
-      read: reads an array in the sharding of its entry.
+      read: `read(entry)` returns an array of the checkpoint on the devices, in the sharding of the entry.
       found: the result of `saved_residuals`.
 
     Returns:
@@ -96,7 +98,10 @@ def _entry(path: str, placement: Placement) -> Entry:
 
 
 def _of_count(entry: Entry, grad: Placement, count: int) -> Entry:
-    """Return the entry of a residual that `count` devices saved, split like the gradient of its parameter."""
+    """Return the entry of a residual that `count` devices saved: f32[count, *shape of the parameter].
+
+    It is sharded like the gradient of the parameter, and not along the first dimension.
+    """
     if entry.shape[0] == count:
         return entry
     store = PartitionSpec(None, *grad.store)
@@ -105,9 +110,9 @@ def _of_count(entry: Entry, grad: Placement, count: int) -> Entry:
 
 
 def _share_out(x: jax.Array, to: Placement, mesh: Mesh) -> jax.Array:
-    """Sum a residual over the devices that saved it, and divide the sum evenly over the devices of `to`.
+    """Sum a residual over the devices that saved it, and divide the sum evenly over the devices of the placement `to`.
 
-    If both numbers of devices are equal, return the residual itself.
+    If both have the same number of devices, the residual is returned unchanged.
     """
     count = to.view.stored[0]
     if x.shape[0] == count:

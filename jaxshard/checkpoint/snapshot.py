@@ -26,14 +26,14 @@ Block = tuple[tuple[slice, ...], np.ndarray[Any, Any]]
 
 @dataclass(frozen=True)
 class HostBlocks:
-    """The part of an array that one process writes, on the host.
+    """The part of an array that this process writes to a checkpoint, copied to the host.
 
     Attributes:
       shape: the logical shape of the array.
       dtype: the dtype of the array.
       chunk: the shape of a chunk of the regular grid in which the array is written; chunks at the end may be smaller.
-      view: the relation of the stored array to the logical array.
-      shards: the stored shards that this process writes, each with its slices of the stored array.
+      view: how the stored array is made from the logical array: by padding, and by reshaping the first dimension.
+      shards: (slices of the stored array, elements) of each shard that this process writes.
     """
 
     shape: tuple[int, ...]
@@ -43,7 +43,10 @@ class HostBlocks:
     shards: tuple[Block, ...]
 
     def blocks(self) -> Iterator[Block]:
-        """Yield (slices of the logical array, elements) for each chunk of the shards, without padding, as views."""
+        """Yield (slices of the logical array, elements) for each chunk that this process writes.
+
+        The elements are a view of a shard, without padding.
+        """
         cut, stored = self.view.extra_dims, self.view.stored
         for index, shard in self.shards:
             starts = [where.start or 0 for where in index]
@@ -62,8 +65,9 @@ class HostBlocks:
 def snapshot(arrays: Sequence[tuple[Entry, jax.Array]]) -> dict[str, HostBlocks]:
     """Copy the parts of a run that this process writes to the host; the arrays may be donated afterwards.
 
-    Issues no collectives, and computes only the words of random keys. Of a replicated array a single replica is copied;
-    arrays take turns in which replica, so that all devices and processes share the work.
+    Issues no collectives, and computes nothing except the uint32 words of random keys. If an array is replicated, only
+    one replica is copied: replica i for the i-th array, modulo the number of replicas. So all devices and processes
+    share the work.
 
     Args:
       arrays: (entry, stored array) of each array of the run.
@@ -80,7 +84,7 @@ def snapshot(arrays: Sequence[tuple[Entry, jax.Array]]) -> dict[str, HostBlocks]
 
 
 def _shards_to_write(x: jax.Array, number: int) -> list[Any]:
-    """Return this process's shards of a single replica of an array: replica `number` modulo the number of replicas."""
+    """Return this process's shards of one replica of an array: replica `number`, modulo the number of replicas."""
     copies = x.sharding.num_devices * math.prod(x.sharding.shard_shape(x.shape)) // x.size
     return [shard for shard in x.addressable_shards if shard.replica_id == number % copies]
 

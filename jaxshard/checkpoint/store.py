@@ -29,7 +29,7 @@ _FILE_SIZE = 1 << 28
 
 
 class Extent(NamedTuple):
-    """A byte range of a file, `size` bytes from `start`, that belongs to the array with the index `array`."""
+    """A byte range of a file, `size` bytes from `start`, that belongs to array number `array` of the manifest."""
 
     start: int
     size: int
@@ -39,12 +39,12 @@ class Extent(NamedTuple):
 def save_arrays(folder: Path, arrays: Mapping[str, HostBlocks], name: str) -> None:
     """Write arrays into folder/arrays. Every process calls this with its own blocks; all return together.
 
-    No device is used, and processes wait for each other through the coordinator, so training may go on meanwhile.
+    Processes wait for each other through the coordinator. No device is used, so training may continue at the same time.
 
     Args:
       folder: the folder of the step, on a disk that all processes see.
       arrays: {name: this process's blocks} of every array.
-      name: the same in all processes, and unique to this save, so that barriers of two saves differ.
+      name: the name of the barriers at which processes wait; the same in all processes, and different for every save.
     """
     from orbax.checkpoint import args
 
@@ -56,7 +56,7 @@ def save_arrays(folder: Path, arrays: Mapping[str, HostBlocks], name: str) -> No
 def load_arrays(folder: Path, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """Read arrays from folder/arrays. Every process calls this; processes don't wait for each other.
 
-    Arrays without elements are in no file; they are created here.
+    Arrays without elements are not read from files, but made here.
 
     Args:
       folder: the folder of the step.
@@ -93,7 +93,9 @@ def find_arrays(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def find_extents(folder: Path, names: Mapping[str, int]) -> dict[str, list[Extent]]:
-    """Find the byte ranges of arrays in the files of a step. Arrays of less than a kilobyte are not found.
+    """Find the byte ranges of arrays in the files of a step.
+
+    Arrays of less than a kilobyte are not found, since they are stored in the index.
 
     Args:
       folder: the folder of the step.
@@ -112,7 +114,10 @@ def find_extents(folder: Path, names: Mapping[str, int]) -> dict[str, list[Exten
 
 
 def _checkpointer(name: str, processes: set[int]) -> Any:
-    """Make Orbax's checkpointer of a tree; `processes` wait for each other at barriers named after `name`."""
+    """Make an Orbax checkpointer for a tree of arrays.
+
+    The processes with indices in `processes` wait for each other, at barriers whose names begin with `name`.
+    """
     import orbax.checkpoint as ocp
 
     from jaxshard.checkpoint.compat import blocks_registry

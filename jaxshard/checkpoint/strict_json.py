@@ -16,10 +16,10 @@ _LARGEST = 1 << 28
 
 
 def read_plain_file(file: Path) -> bytes:
-    """Read a file, after a check that it is a plain file.
+    """Return the bytes of a plain file of at most 256 MiB.
 
     Raises:
-      OSError: it is no plain file (see `check_plain_file`), or larger than 256 MiB.
+      OSError: the file is not a plain file (see `check_plain_file`), or is larger.
     """
     check_plain_file(file)
     with file.open("rb") as opened:
@@ -30,10 +30,10 @@ def read_plain_file(file: Path) -> bytes:
 
 
 def check_plain_file(file: Path) -> None:
-    """Raise OSError unless this is a plain file, or a link to a plain file; opening a named pipe could wait forever.
+    """Raise OSError unless a path is a plain file, or a link to one; opening a named pipe could wait forever.
 
     Raises:
-      OSError: it is something else, such as a folder, or can't be found; `strerror` says what.
+      OSError: the path does not exist, or is something else, such as a folder; `strerror` says which.
     """
     mode = file.stat().st_mode
     if stat.S_ISDIR(mode):
@@ -55,13 +55,13 @@ def decode_object(
     """Decode a JSON object whose keys are unique and whose numbers are finite.
 
     Args:
-      text: the object as UTF-8, without anything before it.
-      parse_int: converts the digits of an integer to a value.
-      parse_float: converts the text of a number with a point or an exponent, NaN or Infinity to a value; by default to
-        a float, which must be finite.
+      text: the object as UTF-8; its first byte must be the opening brace.
+      parse_int: converts the text of an integer to a value.
+      parse_float: converts the text of any other number ("0.5", "1e3", "NaN", "Infinity") to a value; by default to a
+        float, which must be finite.
 
     Raises:
-      ValueError: the text is no such object; the message says why.
+      ValueError: the text is not such an object; the message says why.
     """
     if not text.startswith(b"{"):
         raise ValueError("it does not begin with a brace")

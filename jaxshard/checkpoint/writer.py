@@ -141,7 +141,12 @@ def begin_save(root: Path, run: TrainState, layout: Layout, data: Any) -> Callab
 
 
 def check_data(data: Any) -> None:
-    """Raise ValueError or TypeError unless a position of the data is the same after encoding to JSON and decoding."""
+    """Raise unless JSON preserves a position of the data: decoding its JSON must give an equal value.
+
+    Raises:
+      TypeError: JSON can't represent a value in it.
+      ValueError: the decoded value differs, as for tuples, or it contains NaN or Infinity.
+    """
     try:
         same = json.loads(json.dumps(data, allow_nan=False)) == data
     except TypeError as error:
@@ -151,7 +156,11 @@ def check_data(data: Any) -> None:
 
 
 def check_arrays(wanted: Sequence[Entry], saved: TrainState) -> list[tuple[Entry, jax.Array]]:
-    """Return (entry, array) for each array of a run or of a part of it; raise ValueError if an array can't be saved."""
+    """Return (entry, array) for each leaf of `saved`, a run or a part of it.
+
+    Raises:
+      ValueError: arrays have a dtype that can't be saved, are not JAX arrays, or were donated; the message names each.
+    """
     arrays: list[tuple[Entry, Any]] = list(zip(wanted, jax.tree.leaves(saved), strict=True))
     raise_all(
         # TensorStore has no unsigned integers of less than a byte.
@@ -185,9 +194,9 @@ def _delete_on_failure(folder: Path) -> Iterator[None]:
 
 
 def _is_saved_or_prepare(folder: Path) -> bool:
-    """Return True if the folder of a step has a complete, undamaged step; else make it an empty folder.
+    """Return True if a folder has a complete, undamaged step; otherwise make it an empty folder and return False.
 
-    Deletes a damaged step, and the files of an interrupted save.
+    A damaged step is deleted, and so are the files of an interrupted save.
     """
     check_free(folder.parent)
     try:
@@ -218,10 +227,10 @@ def _shard_bytes(x: jax.Array) -> list[bytes]:
 
 
 def _commit(folder: Path, manifest: Manifest, process: int, processes: int) -> None:
-    """Compute the checksums of this process's share of the files; the first process then writes the manifest.
+    """Compute the checksums of this process's share of the files; then process 0 writes the manifest.
 
-    The other processes write their checksums to files manifest.json.<process>, which the first process reads and
-    deletes. No collective is used, since a training step may be running at the same time.
+    The other processes write their checksums to files manifest.json.<process>, which process 0 reads and deletes. No
+    collective is used, since a training step may be running at the same time.
     """
     names = {array.path: number for number, array in enumerate(manifest.arrays)}
     places = store.find_extents(folder, names)
@@ -251,10 +260,10 @@ def _wait_for(file: Path, folder: Path) -> None:
 
 
 def _save_error(folder: Path, error: Exception) -> OSError:
-    """Delete an incomplete step, and make the OSError to raise.
+    """Delete an incomplete step, and return the OSError to raise.
 
-    Its message has the text of the actual error, the last one in the chain of causes that Orbax raises. If that has no
-    errno, it is also the `__cause__` of the result.
+    Its message has the text of the actual error, which is the last in the chain of causes that Orbax raises. If the
+    actual error has no errno, it also becomes the `__cause__` of the result.
     """
     shutil.rmtree(folder, ignore_errors=True)
     cause = first_cause(error)
@@ -266,7 +275,7 @@ def _save_error(folder: Path, error: Exception) -> OSError:
 
 
 def _describe_origin(layout: Layout) -> dict[str, Any]:
-    """Return versions, mesh, layout and time of a save, for people; they are not needed to restore."""
+    """Return the versions, mesh, layout and time of a save, for people to read; a restore does not need them."""
     return {
         "jaxshard": metadata.version("jaxshard"),
         "jax": jax.__version__,

@@ -47,8 +47,8 @@ def batches(
     Args:
       source: one of
 
-        - a `js.data.Source` (`windows`, `examples`, `mixture` or your own), endless: every host reads only the rows of
-          its own devices, each once. `Batches.position` is the step.
+        - a `js.data.Source` (`windows`, `examples`, `mixture` or your own), endless: every host reads only the rows
+          that its own devices store, and each row once. `Batches.position` is the step.
         - indexed global batches: a list, a `grain.MapDataset` that ends in `.batch(n)`, anything with `len` and an
           index. `Batches.position` is the step; every host reads the full batch and keeps the rows of its devices.
         - an iterable of global batches, the same on every host: a `grain.IterDataset` or `grain.DataLoader`, a
@@ -60,7 +60,8 @@ def batches(
       layout: its strategy determines the sharding of a batch.
       start: the first step (also as a `jax.Array` scalar: `start=run.step` continues a training that stopped), or a
         `Batches.position` that was saved.
-      prefetch: the number of batches that a thread makes ahead and keeps on the devices; 0 makes each batch in `next`.
+      prefetch: the number of batches that a thread makes ahead and keeps on the devices; with 0 each batch is made when
+        `next` is called.
 
     Returns:
       An iterator of trees of global arrays [batch, ...], with a `position`, `seek` and `close`.
@@ -94,16 +95,17 @@ def batches(
 def local_batches(iterator: Iterable[PyTree], layout: Layout, *, start: Any = 0, prefetch: int = 2) -> Batches:
     """Make global batches from an iterator of this host's rows. No collectives.
 
-    All hosts must provide the same number of rows, in the order of the global batch. Hosts whose devices store the same
-    rows of the global batch (as if a tensor axis spans hosts) must provide equal rows.
+    All hosts must provide the same number of rows, in the order of the global batch. If the devices of several hosts
+    store the same rows of the global batch (such as with a tensor axis over hosts), these hosts must provide equal
+    rows.
 
         loader = grain.DataLoader(...)                               # {"x": [8, 3]} on each of 4 hosts
         for batch in js.local_batches(loader, layout): ...           # {"x": global [32, 3]}
 
-    For an iterator with `get_state` and `set_state` (Grain) or `state_dict` and `load_state_dict` (torchdata, Hugging
-    Face), `Batches.position` is {"batches": number of returned batches, "state": ...}, where a state of bytes is stored
-    under "base64" in place of "state"; it is valid for this host only. For any other iterator, `Batches.position` is
-    the number of returned batches.
+    `Batches.position` is {"batches": number of returned batches, "state": ...} if the iterator has `get_state` and
+    `set_state` (Grain) or `state_dict` and `load_state_dict` (torchdata, Hugging Face). A state of bytes is stored
+    under "base64" in place of "state". This position is valid for this host only. For any other iterator,
+    `Batches.position` is the number of returned batches.
 
     Args:
       iterator: yields trees of arrays [rows of this host, ...], of NumPy, JAX, torch or the like.
@@ -127,14 +129,22 @@ def local_batches(iterator: Iterable[PyTree], layout: Layout, *, start: Any = 0,
 
 
 def local_rows(sharding: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Return the indices of the rows of a global array that this process's devices store, sorted and unique, int64."""
+    """Return the indices of the rows (dimension 0) of a global array that this process's devices store.
+
+    Args:
+      sharding: the sharding of the array.
+      shape: the global shape of the array.
+
+    Returns:
+      int64 indices, sorted, each once.
+    """
     indices = sharding.addressable_devices_indices_map(shape).values()
     spans = {index[0].indices(shape[0])[:2] for index in indices if index is not None}
     return np.unique(np.concatenate([np.arange(*span) for span in spans] or [np.arange(0)]))
 
 
 def _batches_by_number(read_step: Callable[[int], PyTree], start: Any, prefetch: int) -> Batches:
-    """Make `Batches` whose position is the step; `read_step(step)` makes a batch."""
+    """Make `Batches` whose position is the step; `read_step(step)` returns the batch of a step."""
 
     def open(start: Any) -> tuple[Read, int]:
         first = to_step(start)
@@ -144,7 +154,7 @@ def _batches_by_number(read_step: Callable[[int], PyTree], start: Any, prefetch:
 
 
 def _rows_reader(source: Any, layout: Layout, start: int) -> Callable[[int], PyTree]:
-    """Return `fn(step) -> batch` for a `Source`; this host reads only the rows of its own devices."""
+    """Return a function `read(step) -> batch` for a `Source`; a host reads only the rows that its devices store."""
     row = jax.tree.map(np.asarray, convert_foreign("the batch", source.rows(start, np.zeros(1, np.int64))))
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((source.batch, *leaf.shape[1:]), leaf.dtype), row)
     if (peers := peers_of(layout.mesh)) is not None:
@@ -170,9 +180,9 @@ def _rows_reader(source: Any, layout: Layout, start: int) -> Callable[[int], PyT
 
 
 def _check_gives_batches(indexed: Any) -> None:
-    """Raise TypeError if the elements of a data set of torch or Hugging Face are single rows, not batches.
+    """Raise TypeError if indexing a data set of torch or Hugging Face returns a single row, not a batch.
 
-    Elements count as single rows if any leaf is a scalar, or if no leaf has two dimensions.
+    An element is a single row if any leaf is a scalar, or if no leaf has two dimensions.
     """
     libraries = {kind.__module__.partition(".")[0] for kind in type(indexed).__mro__}
     if not libraries & {"torch", "datasets"} or not len(indexed):
@@ -186,7 +196,7 @@ def _check_gives_batches(indexed: Any) -> None:
 
 
 def _whole_reader(indexed: Any, layout: Layout, start: int) -> Callable[[int], PyTree]:
-    """Return `fn(step) -> batch` for indexed global batches; it raises StopIteration after the last batch."""
+    """Return a function `read(step) -> batch` for a list of global batches; it raises StopIteration after the last."""
     if (peers := peers_of(layout.mesh)) is not None and start < len(indexed):
         batch = jax.tree.map(np.asarray, as_arrays("a batch", indexed[start]))
         _agree_on_start(peers, start, batch, jax.tree.map(lambda x: np.atleast_1d(x)[:1], batch))
@@ -205,7 +215,7 @@ def _agree_on_start(peers: Peers, step: int, batch: PyTree, row: PyTree) -> None
 
 
 def _place_whole(batch: PyTree, layout: Layout) -> PyTree:
-    """Copy a global batch, of which this host has all rows, to the devices; each gets only its own rows."""
+    """Copy a global batch to the devices of this host, which has all rows; each device gets only its own rows."""
 
     batch = as_arrays("a batch", batch)
     check_no_lists("a batch", batch)
@@ -220,7 +230,7 @@ def _place_whole(batch: PyTree, layout: Layout) -> PyTree:
 
 
 def _place_local(batch: PyTree, layout: Layout) -> PyTree:
-    """Copy a batch that has only this host's rows to this host's devices, as a part of the global batch."""
+    """Copy the rows of this host to its devices, as a part of a global batch whose other rows are on other hosts."""
 
     batch = as_arrays("a batch", batch)
     check_no_lists("a batch", batch)

@@ -1,7 +1,7 @@
 """`Corpus`: text or token ids, in memory or memory-mapped, with a part held out for evaluation.
 
-In a folder, a hash of its path decides whether a file is held out, so adding or removing a file does not change whether
-other files are held out. Of a single file or token array the end is held out.
+For a folder, a hash of each file's path decides whether the file is held out. So adding or removing a file does not
+change whether other files are held out. Of a single file or token array the end is held out.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Corpus(NamedTuple, Generic[Part]):
     """Tokens to train on and tokens held out, in memory or memory-mapped.
 
     Attributes:
-      name: the name of the file or folder, or "stdlib-" and the Python version.
+      name: the name of the file or folder; for the standard library "stdlib-" and the Python version.
       train: integers [number of tokens]; from `tokenize`, `js.data.Documents`.
       held_out: tokens for evaluation, of the same type as `train`.
       vocab: the size of the vocabulary; all ids are from 0 to vocab - 1.
@@ -134,7 +134,7 @@ def load(path: str | Path, *, dtype: Any = None, vocab: int | None = None) -> Co
 
 
 def _begins_as_text(path: Path) -> bool:
-    """Return True if the beginning of a file is UTF-8, apart from a truncated last character."""
+    """Return True if the first 64 KiB of a file are UTF-8, except that the last character may be incomplete."""
     with path.open("rb") as opened:
         beginning = opened.read(1 << 16)
     try:
@@ -152,7 +152,10 @@ def _load_folder(root: Path) -> Corpus[np.ndarray]:
 
 
 def read_texts(root: Path) -> tuple[dict[str, bytes], str]:
-    """Return ({relative path: content} of the UTF-8 files below a folder, a message about skipped files or "").
+    """Read all UTF-8 files below a folder.
+
+    Returns:
+      ({relative path: content}, a message about skipped files or "").
 
     Raises:
       ValueError: there is no text.
@@ -171,13 +174,16 @@ def read_texts(root: Path) -> tuple[dict[str, bytes], str]:
 
 
 def _list_files(root: Path, pattern: str, skip: frozenset[str]) -> list[Path]:
-    """List files by relative path, sorted, without hidden files and files below a folder in `skip`."""
+    """Return the sorted relative paths of the files below a folder that match a pattern.
+
+    Hidden files are left out, and files below a hidden folder or a folder whose name is in `skip`.
+    """
     found = (path.relative_to(root) for path in root.rglob(pattern) if path.is_file())
     return sorted(path for path in found if not any(part in skip or part.startswith(".") for part in path.parts))
 
 
 def _join_texts(name: str, texts: dict[str, bytes]) -> Corpus[np.ndarray]:
-    """Make a corpus from {relative path: text}: each text is either trained on or held out."""
+    """Make a corpus from {relative path: text}. Each text is used completely for training, or is held out."""
     texts = {path: text for path, text in texts.items() if text}
     if len(texts) < 2:
         return _split_tokens(name, np.frombuffer(b"".join(texts.values()), np.uint8), _BYTES)
@@ -191,7 +197,7 @@ def _join_texts(name: str, texts: dict[str, bytes]) -> Corpus[np.ndarray]:
 
 
 def choose_held_out(paths: Collection[str]) -> set[str]:
-    """Choose which of two or more paths are held out, at least one and not all, by a hash of each path."""
+    """Choose by a hash of each path which of two or more paths are held out: at least one, but not all."""
     # A hash in [0, 1) for each path.
     share = {path: int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest()) / 2**64 for path in paths}
     by_share = sorted(paths, key=share.__getitem__)
@@ -200,7 +206,7 @@ def choose_held_out(paths: Collection[str]) -> set[str]:
 
 
 def _split_tokens(name: str, tokens: np.ndarray, vocab: int) -> Corpus[np.ndarray]:
-    """Make a corpus from a single token array, whose end is held out."""
+    """Make a corpus from one array of tokens; the last 8 % are held out."""
     if not len(tokens):
         raise ValueError(f"data: {name} is empty")
     for chunk in _sample_chunks(tokens):
@@ -210,7 +216,7 @@ def _split_tokens(name: str, tokens: np.ndarray, vocab: int) -> Corpus[np.ndarra
 
 
 def _map_tokens(path: Path, dtype: Any) -> np.ndarray:
-    """Memory-map the integers in a .npy or raw file; raise ValueError if they are no one-dimensional integer array."""
+    """Memory-map the integers in a .npy or raw file; raise ValueError unless they are a one-dimensional array."""
     if path.stat().st_size == 0:
         raise ValueError(f"data: {path} is empty")
     if path.suffix == ".npy":
@@ -231,7 +237,7 @@ def _map_tokens(path: Path, dtype: Any) -> np.ndarray:
 
 
 def _map_npy(path: Path) -> np.ndarray:
-    """Memory-map a .npy file; raise ValueError for an unreadable header or an archive of several arrays."""
+    """Memory-map a .npy file; raise ValueError if its header can't be read, or if it is an archive such as .npz."""
     with path.open("rb") as file:
         if file.read(2) == b"PK":
             raise ValueError(f"data: {path} is an archive, such as .npz; save the tokens alone, with np.save")
@@ -246,7 +252,7 @@ def _map_npy(path: Path) -> np.ndarray:
 
 
 def _sample_chunks(tokens: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield all tokens in chunks, or evenly spaced chunks if there are very many."""
+    """Yield all tokens in chunks; if there are more than 2**30 tokens, only 64 evenly spaced chunks."""
     starts = np.arange(0, len(tokens), _CHUNK)
     if len(starts) > _MAX_CHUNKS:
         starts = starts[np.linspace(0, len(starts) - 1, _MAX_CHUNKS).astype(int)]
@@ -254,7 +260,7 @@ def _sample_chunks(tokens: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def hash_tokens(arrays: list[np.ndarray]) -> str:
-    """Return the SHA-256 of arrays of tokens, in hexadecimal; of evenly spaced chunks if an array is very large."""
+    """Return the SHA-256 of arrays of tokens, in hexadecimal; a very large array is hashed in evenly spaced chunks."""
     total = hashlib.sha256()
     for tokens in arrays:
         total.update(f"{tokens.dtype.str}{len(tokens)}".encode())
@@ -264,7 +270,7 @@ def hash_tokens(arrays: list[np.ndarray]) -> str:
 
 
 def check_token_array(tokens: np.ndarray, name: str) -> None:
-    """Raise ValueError unless tokens are a one-dimensional integer array."""
+    """Raise ValueError unless `tokens` is a one-dimensional integer array."""
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(f"data: {name} must be a one-dimensional integer array, got {tokens.dtype}{tokens.shape}")
 

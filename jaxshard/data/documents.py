@@ -1,4 +1,4 @@
-"""`Documents`: the tokens of documents, and which of them are learned as labels; `tokenize` makes them from text."""
+"""`Documents`: the tokens of documents, with a mask of the tokens that are learned as labels; `tokenize` makes them."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class Documents:
         return len(self.starts) - 1
 
     def where(self, number: int) -> str:
-        """Return the name of document `number` for error messages: with its line in the file, or its index."""
+        """Return a name of a document for error messages: "<name> line 7", or "<name> document 6" without lines."""
         return f"{self.name} document {number}" if self.lines is None else f"{self.name} line {self.lines[number]}"
 
     def part(self, first: int, last: int) -> Documents:
-        """Return documents `first` to `last - 1`, whose arrays are views; only `starts` is copied."""
+        """Return documents `first` to `last - 1`; their arrays are views, except `starts`, which is a copy."""
         begin, end = self.starts[first], self.starts[last]
         answers = None if self.answers is None else self.answers[begin:end]
         lines = None if self.lines is None else self.lines[first:last]
@@ -170,7 +170,7 @@ class _Texts(NamedTuple):
     Attributes:
       name: the name of the file or folder.
       digest: a hash of the content, a part of the cache key.
-      records: a function that reads the documents.
+      records: `records()` reads the documents, and yields a `Record` for each.
       first_held: the index of the first held-out document, or None if the last 8 % are held out.
       notes: warnings about files that were left out.
     """
@@ -183,7 +183,12 @@ class _Texts(NamedTuple):
 
 
 def _open(path: Path, tokenizer: Tokenizer, template: str | None) -> _Texts:
-    """Find and hash the documents at a path; raise ValueError if there are none, or if a template is missing."""
+    """Find the documents at a path and hash their bytes, without tokenising them.
+
+    Raises:
+      FileNotFoundError: nothing at the path.
+      ValueError: the path has no documents, or the template is invalid or missing.
+    """
     if not path.exists():
         raise FileNotFoundError(f"data: {path} does not exist; give a .jsonl file, a text file or a folder of text")
     name = path.resolve().name
@@ -231,14 +236,14 @@ def _decode(path: Path) -> str:
 
 
 class _Encoded(NamedTuple):
-    """A tokenised record.
+    """A tokenised document.
 
     Attributes:
-      number: the index of the record.
-      line: the line number of the record in its file; 0 if it is a file.
-      ids: the token ids of the record.
+      number: the index of the document.
+      line: the line number of the document in its file; 0 if the document is a file.
+      ids: the token ids of the document.
       learned: bool[tokens], True for tokens that are learned as labels; None if all tokens are.
-      straddling: the number of answers that do not begin at the beginning of a token.
+      straddling: the number of answers that begin in the middle of a token.
     """
 
     number: int
@@ -249,7 +254,7 @@ class _Encoded(NamedTuple):
 
 
 def _tokenize(texts: _Texts, tokenizer: Tokenizer) -> TokenFiles:
-    """Tokenise all documents of a path into arrays in memory, and choose how many documents are held out."""
+    """Tokenise all documents of a path into arrays in memory, and decide how many of them are held out."""
     dtype = np.uint16 if tokenizer.vocab <= 2**16 else np.int32
     found, empty = [], 0
     for one in _encode(texts.records(), tokenizer):
@@ -280,7 +285,7 @@ def _tokenize(texts: _Texts, tokenizer: Tokenizer) -> TokenFiles:
 
 
 def _encode(records: Iterator[Record], tokenizer: Tokenizer) -> Iterator[_Encoded]:
-    """Tokenise records, and append the end token to each; a record without text gets no tokens."""
+    """Tokenise documents, and append the end token to each; a document without text gets no tokens."""
     number = 0
     while some := list(islice(records, _AT_ONCE)):
         with_answers = some[0].answers is not None  # a file has records of one kind
@@ -299,12 +304,12 @@ def _encode(records: Iterator[Record], tokenizer: Tokenizer) -> Iterator[_Encode
 def _end(
     record: Record, ids: np.ndarray, spans: np.ndarray | None, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray | None, int]:
-    """Append the end token to a record's ids if it is missing, and find the tokens that are learned.
+    """Append the end token to a document's ids if it is missing, and find the tokens that are learned.
 
     Args:
-      record: the record, which has the characters of its answers.
+      record: the document, with the character ranges of its answers.
       ids: the token ids of its text.
-      spans: int64[tokens, 2], the characters of each token; None if there are no answers.
+      spans: int64[tokens, 2], (begin, end) of each token in the characters of the text; None if there are no answers.
       tokenizer: the tokenizer, which has the end token.
 
     Returns:

@@ -31,7 +31,7 @@ class Examples:
     Attributes:
       dataset: the data set with `len` and an index.
       batch: the number of global rows of a step.
-      seed: the random seed of the order; None for the data set's own order.
+      seed: the random seed of the order; None to use the data set's own order.
     """
 
     dataset: Indexed
@@ -60,8 +60,8 @@ class Examples:
 def examples(dataset: Indexed, *, batch: int, seed: int | None) -> Examples:
     """Make a source of batches from a data set with `len` and an index.
 
-    An epoch has every example once, in a random order for each (seed, epoch). Every host reads only the examples of its
-    own devices.
+    An epoch has every example once, in a new random order that depends on (seed, epoch). Every host reads only the
+    examples of its own devices.
 
         source = js.data.examples(datasets.load_dataset("mnist", split="train").with_format("numpy"), batch=256, seed=0)
         for batch in js.batches(source, layout): ...
@@ -70,8 +70,8 @@ def examples(dataset: Indexed, *, batch: int, seed: int | None) -> Examples:
       dataset: a list, an array, or a map-style data set of Hugging Face, torch or Grain, whose examples are trees of
         arrays or numbers with equal structure, shapes and dtypes.
       batch: the number of global rows of a step.
-      seed: the random seed of the order. None repeats the data set's own order: for a data set that shuffles itself,
-        such as a `grain.MapDataset` that ends in `.shuffle().repeat()`.
+      seed: the random seed of the order. With None the examples come in the data set's own order in every epoch, for a
+        data set that shuffles itself, such as a `grain.MapDataset` that ends in `.shuffle().repeat()`.
 
     Returns:
       A source of trees with leaves [batch, ...].
@@ -94,7 +94,10 @@ def examples(dataset: Indexed, *, batch: int, seed: int | None) -> Examples:
 
 
 def _stack(numbers: list[int], chosen: list[PyTree]) -> PyTree:
-    """Stack examples, which must have equal shapes; `numbers` are their indices in the data set, for error messages."""
+    """Stack examples of equal structure and shapes into a tree of arrays [examples, ...].
+
+    `numbers` are the indices of the examples in the data set, for error messages.
+    """
     missing = [i for i, example in zip(numbers, chosen, strict=True) if example is None]
     if missing:
         raise ValueError(

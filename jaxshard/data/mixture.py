@@ -23,7 +23,7 @@ _LARGEST = 2**31
 
 @dataclass(frozen=True)
 class Mixture:
-    """The source that `mixture` makes: `counts` rows of each of its sources in every sum(counts) rows.
+    """The source that `mixture` makes: of every sum(counts) rows, counts[i] rows come from sources[i].
 
     Attributes:
       names: the names of the sources.
@@ -84,15 +84,15 @@ def mixture(sources: Mapping[str, tuple[Source, float]], *, seed: int) -> Mixtur
         source = js.data.mixture({"code": (code, 0.3), "prose": (prose, 0.7)}, seed=0)
 
     The proportions are exact. Write the weights as integers in lowest terms, and let W be their sum (0.3 and 0.7 become
-    3 and 7, so W is 10): the first W rows, and each W rows after them, contain exactly as many rows of each source as
-    its integer weight. In any consecutive rows, such as a batch, the number of rows of a source differs from its share
-    by less than log2(number of sources), rounded up.
+    3 and 7, so W is 10). Then the first W rows, and each W rows after them, contain exactly as many rows of each source
+    as its integer weight: 3 and 7. In any other range of rows, such as a batch, the number of rows of a source differs
+    from its exact share by less than log2(number of sources), rounded up.
 
     Each source is read in its own order without gaps, so no row is repeated within an epoch of the source. Every step
     is computed from its index alone, and a mixture can be a source of another mixture.
 
     Args:
-      sources: {name: (source, weight)}. All sources must have the same `batch`, which is that of the mixture, and rows
+      sources: {name: (source, weight)}. All sources must have the same `batch`, which is also the mixture's, and rows
         of equal structure, shapes and dtypes. Weights are positive numbers, taken as decimals: 0.1 is one tenth. If W
         is 2**31 or more, weights are rounded, by less than 1e-8 of the sum.
       seed: the random seed of the order of sources within a batch.
@@ -126,12 +126,12 @@ def mixture(sources: Mapping[str, tuple[Source, float]], *, seed: int) -> Mixtur
 def assign_slots(
     counts: tuple[int, ...], slots: Int[np.ndarray, " slots"]
 ) -> tuple[Int[np.ndarray, " slots"], Int[np.ndarray, " slots"]]:
-    """Assign every slot of an endless sequence of rows to one of several sources, in proportion to `counts`.
+    """Assign every slot (row of an endless sequence) to one of several sources, in proportion to `counts`.
 
-    `count_rows` gives the number of rows of each source before a slot. A slot is assigned to the source that has one
-    row more before the next slot, and the count before the slot is the index of the row within that source. So the rows
-    of a source are indexed without gaps, and the result depends only on the slot. With counts (2, 1), where the first
-    source has floor(2 n / 3) rows before slot n:
+    `count_rows` gives the number of rows of each source before a slot. From one slot to the next, this number grows by
+    one for exactly one source: the slot is assigned to this source. The number before the slot is the index of the row
+    within the source, so the rows of a source are used in order, without gaps. The result depends only on the slot.
+    With counts (2, 1), where the first source has floor(2 n / 3) rows before slot n:
 
         slot                          0  1  2  3  4  5  6
         rows of source 0 before it    0  0  1  2  2  3  4
@@ -152,10 +152,11 @@ def assign_slots(
 
 
 def count_rows(counts: tuple[int, ...], slots: Int[np.ndarray, " slots"]) -> Int[np.ndarray, "sources slots"]:
-    """Return the number of rows of each source before each slot, int64.
+    """Return how many rows of each source come before each slot of the endless sequence, int64.
 
-    The list of sources is halved recursively: if the halves have the total weights a and b, the first half gets
-    floor(n a / (a + b)) of the first n slots. Every halving adds an error below 1, hence the bound in `mixture`.
+    The list of sources is halved recursively. If the halves have the total weights a and b, the first half gets
+    floor(n a / (a + b)) of the first n slots. Every halving adds an error below 1, and there are at most
+    log2(number of sources) halvings, rounded up.
     """
     if len(counts) == 1:
         return slots[None]
@@ -166,7 +167,7 @@ def count_rows(counts: tuple[int, ...], slots: Int[np.ndarray, " slots"]) -> Int
 
 
 def _to_whole(weights: Mapping[str, float]) -> tuple[int, ...]:
-    """Convert weights to integers in lowest terms; floats count as the decimals that Python prints."""
+    """Convert weights to integers in lowest terms, such as (0.3, 0.7) to (3, 7); 0.1 counts as exactly one tenth."""
     for name, weight in weights.items():
         if not isinstance(weight, Real) or isinstance(weight, bool):
             raise TypeError(f"mixture: the weight of {name!r} must be a number, got {_show(weight)}")

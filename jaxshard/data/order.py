@@ -19,21 +19,21 @@ _ROUNDS = 8
 def permute(
     position: Int[np.ndarray, "*shape"], *, size: int, seed: int, epoch: Int[np.ndarray, "*shape"] | int
 ) -> Int[np.ndarray, "*shape"]:
-    """Map integers from 0 to size - 1 by a pseudorandom permutation of all these integers, for each (seed, epoch).
+    """Shuffle the integers from 0 to size - 1: return where a pseudorandom permutation moves each given integer.
 
-    A Feistel network on pairs (left, right) in [a] x [b], with a * b just above `size`, permutes a * b values. It is
-    applied again to values of `size` or more until they are smaller (cycle walking), which gives a permutation of
-    `size` values. Source: Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", sections 3 (cycle walking)
-    and 4 (the network).
+    The permutation depends on (seed, epoch). It is a Feistel network on pairs (left, right) in [a] x [b], with a * b
+    just above `size`, which permutes a * b values. The network is applied again to results of `size` or more until they
+    are smaller (cycle walking), which gives a permutation of `size` values. Source: Black and Rogaway 2002, "Ciphers
+    with Arbitrary Finite Domains", sections 3 (cycle walking) and 4 (the network).
 
     Args:
-      position: integers from 0 to size - 1, of any shape, whose images are returned.
+      position: integers from 0 to size - 1, of any shape.
       size: the number of integers that are permuted, below 2**62.
       seed: any integer; taken modulo 2**64.
       epoch: an integer from 0, or one per position. Each epoch has a different order.
 
     Returns:
-      int64 of the shape of `position`.
+      The image of each position under the permutation: int64, of the shape of `position`.
 
     Raises:
       ValueError: a position that is not in 0 to size - 1.
@@ -69,7 +69,7 @@ def _hash(x: np.ndarray, key: np.ndarray, size: int) -> np.ndarray:
 
 
 def _mix(x: Any) -> Any:
-    """Hash uint64 values by the output function of the random generator SplitMix64 (Steele, Lea and Flood 2014)."""
+    """Hash uint64 values as the random generator SplitMix64 does for its output (Steele, Lea and Flood 2014)."""
     with np.errstate(over="ignore"):
         x = x + np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -52,10 +52,11 @@ class Packed:
 
     @property
     def facts(self) -> dict[str, float]:
-        """Return statistics of an epoch: numbers of documents, tokens and rows, and how much of the rows is used.
+        """Return statistics of an epoch, {name: number}.
 
-        "cut" is the number of documents that are split, "padding" the fraction of positions without a token, "learned"
-        the fraction of positions whose target has weight 1.
+        "documents", "tokens" and "rows" are counts, "tokens_per_document" is a mean, and "cut" is the number of
+        documents that are longer than a row and so are split. "padding" is the fraction of positions without a token,
+        "learned" the fraction of positions whose target has weight 1.
         """
         docs, learned = self.documents, self._plan.learned
         places, lengths = self.epoch_rows * self.seq, np.diff(docs.starts)
@@ -85,7 +86,7 @@ class Packed:
         return self.read(draw_indices(step, rows, batch=self.batch, size=self.epoch_rows, seed=self.seed))
 
     def read(self, numbers: Int[np.ndarray, " rows"]) -> Batch:
-        """Read packed rows by index, from 0 to epoch_rows - 1; see `rows`."""
+        """Read packed rows by index, from 0 to epoch_rows - 1, in the format of `rows`."""
         docs, plan = self.documents, self._plan
         names = ("tokens", "targets", "positions", "segment_ids")
         made: Batch = {name: np.zeros((len(numbers), self.seq), np.int32) for name in names}
@@ -147,7 +148,17 @@ def packed(documents: Documents, *, batch: int, seq: int, seed: int) -> Packed:
 
 
 def eval_rows(documents: Documents, *, batch: int, seq: int, limit: int | None = None) -> Iterator[Batch]:
-    """Make a finite number of batches of packed rows of held-out documents, in a fixed order; see `eval_batches`."""
+    """Make batches of packed rows of held-out documents, in a fixed order, for `eval_batches`.
+
+    Args:
+      documents: the held-out documents.
+      batch: the number of rows in a batch; the last batch may be shorter.
+      seq: the number of tokens of a row.
+      limit: the largest number of rows, evenly spaced over all rows; None for all.
+
+    Returns:
+      A finite iterator of batches like those of `packed`.
+    """
     source = packed(documents, batch=batch, seq=seq, seed=0)
     total = source.epoch_rows
     count = min(total, limit or total)
@@ -162,8 +173,8 @@ class _Plan:
     Attributes:
       begins: int64[pieces], the index of the first token of each piece; the pieces of a row are consecutive.
       lengths: int64[pieces], the number of tokens of each piece.
-      labels: int64[pieces], the number of tokens that have a target: all tokens except the last token of a document.
-      rows: int64[rows + 1], the index of the first piece of each row.
+      labels: int64[pieces], the number of tokens that have a next token as target: all but the last of a document.
+      rows: int64[rows + 1], the index of the first piece of each row, then the number of pieces.
       learned: the number of targets with weight 1.
     """
 
@@ -195,10 +206,10 @@ def _make_plan(docs: Documents, seq: int) -> _Plan:
 
 
 def _best_fit(lengths: np.ndarray, seq: int) -> np.ndarray:
-    """Assign pieces of the given lengths to rows by best-fit decreasing, and return the row of each piece.
+    """Assign pieces of the given lengths to rows of `seq` tokens by best-fit decreasing; return the row of each piece.
 
-    The longest piece comes first, each goes into the row with the least free space that is enough. Rows are kept in
-    lists by their free space, and a bit mask of the non-empty lists finds the best row in one step.
+    The longest piece is placed first. Each piece is placed into the row with the least free space that is enough. Rows
+    are kept in lists by their free space, and a bit mask of the non-empty lists finds the best row in one step.
     """
     row_of = np.empty(len(lengths), np.int64)
     order = np.argsort(-lengths, kind="stable")
@@ -223,7 +234,10 @@ def _best_fit(lengths: np.ndarray, seq: int) -> np.ndarray:
 
 
 def _check_prompts(docs: Documents, seq: int) -> None:
-    """Raise ValueError for documents whose first answer begins after `seq` tokens, in another row than the prompt."""
+    """Raise ValueError if a document's first answer begins after its first `seq` tokens, the length of a row.
+
+    The answer would be in another row than its prompt.
+    """
     if docs.answers is None:
         return
     long = np.flatnonzero(np.diff(docs.starts) > seq)

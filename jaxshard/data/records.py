@@ -32,7 +32,8 @@ class Record(NamedTuple):
 
     Attributes:
       text: the text of the document.
-      answers: the characters of the answers, as (begin, end) pairs in order; None if the full text is learned.
+      answers: the answers in the text, as (begin, end) indices of characters in order; None if the full text is
+        learned.
       line: the document's line in the file, from 1; 0 if the document is a file.
     """
 
@@ -42,7 +43,7 @@ class Record(NamedTuple):
 
 
 def split_template(template: str) -> tuple[str, str]:
-    """Return (the text before {content} in a template, the text after it).
+    """Split the template of a message at {content}; return (the text before it, the text after it).
 
     Raises:
       ValueError: a template without {content}, or with more than one.
@@ -54,7 +55,7 @@ def split_template(template: str) -> tuple[str, str]:
 
 
 def read_records(file: Path, template: str = TEMPLATE) -> Iterator[Record]:
-    """Read the records of a file of JSON lines, all of one kind. Blank lines are skipped.
+    """Yield the documents of a file of JSON lines, which must all have the same keys. Blank lines are skipped.
 
     Raises:
       ValueError: an invalid template. After the last record: invalid lines, the first five with their numbers.
@@ -81,7 +82,7 @@ def read_records(file: Path, template: str = TEMPLATE) -> Iterator[Record]:
 
 
 def first_kind(file: Path) -> str | None:
-    """Return the kind of the first record of a file, such as "messages"; None if the first line is not a record."""
+    """Return the kind of the first record of a file: "text", "completion" or "messages"; None if it is not a record."""
     with file.open("rb") as lines:
         first = next((line for line in lines if line.strip()), b"")
     try:
@@ -128,7 +129,10 @@ def _make(kind: str, record: dict[str, Any], head: str, tail: str) -> Record:
 
 
 def _make_conversation(messages: Any, head: str, tail: str) -> Record:
-    """Make the record of a conversation; an answer is a message's content and the template's text after {content}."""
+    """Make the document of a conversation: the text of all messages, and where in it the assistant's answers are.
+
+    `head` and `tail` are the template's text before and after {content}. An answer is the content and the tail.
+    """
     if not isinstance(messages, list) or not messages:
         raise ValueError('"messages" must be a list of at least one {"role": ..., "content": ...}')
     text, answers = "", []

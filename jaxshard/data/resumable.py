@@ -23,16 +23,17 @@ from jaxshard.data.stream import Batches, Read
 def batches_in_turn(
     iterable: Iterable[PyTree], place: Callable[[PyTree], PyTree], start: Any, prefetch: int
 ) -> Batches:
-    """Make `Batches` from an iterable, in its order.
+    """Make `Batches` from an iterable, in its own order.
 
     Args:
       iterable: yields NumPy batches. The iterable, or `iter(iterable)`, may have methods that save and restore a state.
-      place: copies a NumPy batch to the devices.
+      place: `place(batch)` copies a NumPy batch to the devices.
       start: a position, or a number of batches to read and drop.
       prefetch: the number of batches to make ahead.
 
     Raises:
-      ValueError: `start` is not a position; by `seek`, it is before the batch at which the iterator was opened first.
+      ValueError: `start` is not a position. Also raised by `seek`, for a position before the first batch of an
+        iterator.
       TypeError: `start` contains a state, but the iterator can't restore one.
     """
     once = isinstance(iterable, Iterator) and _state_of(iterable) is None
@@ -68,7 +69,7 @@ def batches_in_turn(
 
 
 def to_step(start: Any) -> int:
-    """Convert `start`, a number or scalar array, to an int; raise ValueError if it is negative."""
+    """Convert `start`, a number or a scalar array, to an int; raise ValueError if it is negative."""
     step = int(start)
     if step < 0:
         raise ValueError(f"batches: start must be 0 or more, got {step}")
@@ -76,7 +77,7 @@ def to_step(start: Any) -> int:
 
 
 class _State(NamedTuple):
-    """The methods by which an object saves and restores its position."""
+    """The bound methods of an object that save and restore its position: `save() -> state` and `restore(state)`."""
 
     save: Callable[[], Any]
     restore: Callable[[Any], Any]
@@ -85,7 +86,7 @@ class _State(NamedTuple):
 def _open_iterator(
     iterable: Iterable[PyTree], saved: Mapping[str, Any] | None
 ) -> tuple[Iterator[PyTree], _State | None]:
-    """Open an iterator, and restore the saved state if there is one; return (iterator, its `_State` or None)."""
+    """Call `iter`, and restore the saved state if there is one; return (iterator, its `_State` or None)."""
     if (state := _state_of(iterable)) is not None:
         _restore(state, saved)  # before `iter`, since torch's loaders start in `iter`
         return iter(iterable), state
@@ -117,7 +118,7 @@ def _restore(state: _State, saved: Mapping[str, Any] | None) -> None:
 
 
 def _to_json(state: Any) -> dict[str, Any]:
-    """Convert an iterator's state to a JSON object with the key "base64" (for bytes) or "state".
+    """Convert an iterator's state to a JSON object: {"base64": text} for bytes, {"state": state} for others.
 
     The state is copied, since some iterators change it in place.
     """

@@ -1,4 +1,4 @@
-"""`Source`: an endless sequence of rows in global batches, of which every host reads only its own devices' rows."""
+"""`Source`: an endless sequence of rows, divided into global batches; every host reads only the rows of its devices."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Source(Protocol):
 
 
 def global_positions(step: int, rows: Int[np.ndarray, " rows"], batch: int) -> Int[np.ndarray, " rows"]:
-    """Return the positions of a step's rows in the endless sequence of all rows of all steps, int64.
+    """Return the positions of some rows of a step in the endless sequence of all rows of all steps: step * batch + row.
 
     Raises:
       ValueError: a row outside the batch, or a negative step.
@@ -62,10 +62,10 @@ def global_positions(step: int, rows: Int[np.ndarray, " rows"], batch: int) -> I
 def draw_indices(
     step: int, rows: Int[np.ndarray, " rows"], *, batch: int, size: int, seed: int | None
 ) -> Int[np.ndarray, " rows"]:
-    """Return the index of the example for each of the given rows of a step's batch, from 0 to size - 1, int64.
+    """Return the index of an example, from 0 to size - 1, for each of the given rows of a step's batch, int64.
 
-    The endless sequence of all rows is split into epochs of `size` rows, independently of batches: a batch may span two
-    epochs. Each epoch has every example once, in a new random order; with seed=None in the order 0, 1, ..., size - 1.
+    The endless sequence of all rows is divided into epochs of `size` rows. A batch may contain rows of two epochs. Each
+    epoch has every example once, in a new random order; with seed=None in the order 0, 1, ..., size - 1.
     """
     epoch, position = np.divmod(global_positions(step, rows, batch), size)
     return position if seed is None else permute(position, size=size, seed=seed, epoch=epoch)

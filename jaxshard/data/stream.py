@@ -34,8 +34,8 @@ class Batches(Iterator[PyTree]):
         """Open the batches at a position; users call `js.batches` or `js.local_batches`.
 
         Args:
-          open: `open(position)` returns (read, position): `next(read)` makes the next batch, and returns (the batch,
-            the position after it).
+          open: `open(position)` returns (an iterator, the position as a JSON value). Each element of the iterator is
+            (the next batch, the position after it).
           position: the position of the first batch.
           prefetch: the number of batches to make ahead.
           once: True if the source can be read only once.
@@ -66,7 +66,7 @@ class Batches(Iterator[PyTree]):
         return self._position
 
     def seek(self, position: Any) -> None:
-        """Go to a saved `position`, or to the batch after a number of batches, as if the iterator had started there.
+        """Go to a saved `position`, or to the batch with this index, as if the iterator had started there.
 
         Raises:
           TypeError: the source is an iterator that can't save its state, so it can't be read again.
@@ -102,7 +102,7 @@ class Batches(Iterator[PyTree]):
         self.close()
 
     def _take(self, worker: ThreadPoolExecutor, read: Read) -> tuple[PyTree, Any]:
-        """Wait for the next batch, and keep the worker making `prefetch` batches after it; return (batch, position)."""
+        """Wait for the next batch; return (batch, position after it). The worker makes `prefetch` batches ahead."""
         # Pass `read` to the worker, not `self`, which would keep an unused iterator alive.
         # One more than `prefetch`: the batch to return now.
         while len(self._ahead) <= self._prefetch:

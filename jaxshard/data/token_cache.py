@@ -22,9 +22,15 @@ _FACTS = "facts.json"
 
 
 class TokenFiles(NamedTuple):
-    """The content of a cache folder: the arrays of a `js.data.Documents`, and how the documents are split.
+    """The content of a cache folder: the arrays of a `js.data.Documents`, and which documents are held out.
 
-    The last `held_out` documents are held out. `notes` are warnings about documents that were left out.
+    Attributes:
+      tokens: the tokens of all documents.
+      starts: int64[documents + 1], the index of the first token of each document.
+      answers: bool[tokens], True for tokens that are learned; None if all tokens are.
+      lines: int64[documents], the line number of each document in its file; None if documents are not lines.
+      held_out: the number of documents held out: the last ones.
+      notes: warnings about documents that were left out.
     """
 
     tokens: np.ndarray
@@ -36,7 +42,7 @@ class TokenFiles(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Return SHA-256 over all arrays, in hexadecimal."""
+        """Return the SHA-256 over all arrays, in hexadecimal."""
         return hash_tokens(list(self.arrays.values()))
 
     @property
@@ -47,7 +53,13 @@ class TokenFiles(NamedTuple):
 
 
 def load_tokens(cache: str | Path | None, name: str, key: str) -> TokenFiles | None:
-    """Memory-map the files that `save_tokens` wrote; return None if they are missing or damaged."""
+    """Memory-map the tokens of a corpus in the cache; return None if they are missing or damaged.
+
+    Args:
+      cache: the folder of the cache; None for the default.
+      name: the name of the corpus.
+      key: a hash of its data, tokenizer and template.
+    """
     folder = _folder(cache, name, key)
     try:
         facts = json.loads((folder / _FACTS).read_text())
@@ -60,7 +72,14 @@ def load_tokens(cache: str | Path | None, name: str, key: str) -> TokenFiles | N
 
 
 def save_tokens(cache: str | Path | None, name: str, key: str, found: TokenFiles) -> str | None:
-    """Write tokenised documents to the cache; return None, or a message if writing failed."""
+    """Write the tokens of a corpus to the cache; return None, or an error message if writing failed.
+
+    Args:
+      cache: the folder of the cache; None for the default.
+      name: the name of the corpus.
+      key: a hash of its data, tokenizer and template.
+      found: the tokens.
+    """
     folder = _folder(cache, name, key)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -41,10 +41,11 @@ class Tokenizer:
         return [int(token) for token in self._library.encode(text, add_special_tokens=False).ids]
 
     def encode_with_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Tokenise texts, and return the span of characters of each token.
+        """Tokenise texts, and return the range of characters of each token.
 
         Returns:
-          For each text (ids int64[tokens], spans int64[tokens, 2]); a special token that was added has the span (0, 0).
+          For each text (ids int64[tokens], spans int64[tokens, 2]). A span is (begin, end) of the token in the text, or
+          (0, 0) for a special token that the tokenizer added.
         """
         found = self._library.encode_batch(list(texts))
         return [(np.array(one.ids, np.int64), np.array(one.offsets, np.int64).reshape(-1, 2)) for one in found]
@@ -99,7 +100,7 @@ def tokenizer(path: str | Path) -> Tokenizer:
 
 
 def _other_kinds(folder: Path) -> str:
-    """Return the end of the error message for a folder without tokenizer.json: what to do, if it has other files."""
+    """Return the end of the error message for a folder without tokenizer.json: how to make this file."""
     others = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).is_file()]
     if not others:
         return f"; give a {FILE}, or a folder that has one"
@@ -110,7 +111,7 @@ def _other_kinds(folder: Path) -> str:
 
 
 def _end_of(folder: Path, library: Any) -> int | None:
-    """Return the id of the end token that the files in the tokenizer's folder name, or None if they name no token."""
+    """Return the id of the end token in tokenizer_config.json or config.json of a folder; None if neither names one."""
     token = _read(folder / "tokenizer_config.json").get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     if token is not None:
@@ -134,7 +135,7 @@ def _template_file(folder: Path) -> Path | None:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Read the object in a JSON file; return an empty object if there is no file."""
+    """Decode a JSON file with an object; return {} if the file does not exist."""
     if not file.is_file():
         return {}
     try:

@@ -44,7 +44,7 @@ class Windows:
 
     @property
     def epoch_windows(self) -> int:
-        """Return the number of windows in an epoch. Tokens at the end that do not fill a window are left out."""
+        """Return the number of windows in an epoch. Tokens at the end that do not fill a window are not used."""
         return (len(self.tokens) - 1) // self.seq
 
     def rows(self, step: int, rows: Int[np.ndarray, " rows"]) -> dict[str, Int32[np.ndarray, "rows seq_plus_1"]]:
@@ -113,10 +113,10 @@ def eval_batches(
 
     Args:
       tokens: integers [number of tokens], in memory or memory-mapped; or `js.data.Documents`.
-      batch: the number of rows in a batch; the last may be shorter.
+      batch: the number of rows in a batch; the last batch may be shorter.
       seq: the number of targets of a row.
-      limit: the largest number of rows, evenly spaced over the text, so that a short evaluation does not cover only the
-        first files. None takes every row once.
+      limit: the largest number of rows in all batches. They are evenly spaced over the text, so that a short evaluation
+        does not cover only the first files. None takes every row once.
       vocab: if given, the token ids of every row are checked against it; documents have their own vocabulary.
 
     Returns:
@@ -143,7 +143,7 @@ def eval_batches(
 
 
 def _read_windows(tokens: np.ndarray, starts: np.ndarray, seq: int, vocab: int | None) -> np.ndarray:
-    """Read the windows that begin at `starts`: int32[len(starts), seq + 1]."""
+    """Return the windows that begin at the token indices `starts`: int32[len(starts), seq + 1]."""
     # A view of all windows, without a copy: indexing copies complete rows, and needs no index per token.
     rows: np.ndarray = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), seq + 1)[starts]
     check_ids(rows, 2**31 if vocab is None else vocab)

@@ -4,9 +4,9 @@
 compute together (`Disagreement`), stop after a common step (`Preemption`), and end when one of them hangs or fails
 (`Watchdog`, `leave`). Imports `core/` only.
 
-Processes communicate through the key-value store of JAX's coordinator in process 0. It works while devices are busy,
-and from a thread even while the main thread hangs in a collective. All values are text. The keys, with process indices
-<p> and counters <n>:
+Processes communicate through the key-value store of JAX's coordinator, which runs in process 0. The store works while
+devices are busy, and a thread can use it even while the main thread hangs in a collective. All values are text. The
+keys, with process indices <p> and counters <n>:
 
     jaxshard/host/<p>             the host name of a process                     agree.py
     jaxshard/agree/<peers>/<n>/   facts compared at one point of the program     agree.py

@@ -61,7 +61,7 @@ _SEEN = 10.0
 
 
 class Disagreement(ValueError):
-    """Processes have different programs, data or settings; raised in all of them, before they would hang.
+    """Processes have different programs, data or settings; raised in all of them, since they would hang otherwise.
 
     The message names the point of the program (such as `js.init`) and every process that differs from the first
     process, with both values.
@@ -74,7 +74,7 @@ class Disagreement(ValueError):
             layout = js.layout(js.fsdp(), js.make_mesh(data=-1), init_fn, tx)
             run = js.init(init_fn, tx, layout, 0)
         except js.distributed.Disagreement as error:
-            print(error)    # the facts that differ, by process
+            print(error)    # the settings, shapes or data that differ, by process
     """
 
     exit_status = WRONG_USAGE
@@ -84,9 +84,9 @@ class Peers:
     """The processes that compute together, as seen by this process; made by `peers_of` and `all_peers`.
 
     Attributes:
-      store: the client of JAX's key-value store on process 0, or an object with its methods.
+      store: the client of JAX's key-value store, which is in process 0, or an object with the client's methods.
       process: the index of this process.
-      processes: the indices of all processes, in order. The first process collects the answers.
+      processes: the indices of all these processes, in order.
       host: the name of this host.
     """
 
@@ -105,7 +105,9 @@ class Peers:
         return f"process {process} (host {host})" if host else f"process {process}"
 
     def meet(self, point: str) -> None:
-        """Wait until all processes have called this; use it before a collective that would time out for late processes.
+        """Wait until all processes have called this, without a time limit.
+
+        Use it before a collective: the collective itself would time out if a process is late.
 
         Args:
           point: the name of this point of the program, for messages.
@@ -116,14 +118,14 @@ class Peers:
         self.agree(point, {})
 
     def agree(self, point: str, facts: Mapping[str, str]) -> None:
-        """Wait until all processes are at this point, without a time limit, and compare their facts.
+        """Wait until all processes are at this point, without a time limit, and compare facts (settings, shapes, ...).
 
         Every process must call it for the same points in the same order. It sends a few hundred bytes per process: for
         a text of several lines only a digest is sent, and the text itself only if the digests differ.
 
         Args:
           point: the name of this point of the program, for messages.
-          facts: {name: text}, which must be equal in all processes.
+          facts: {name: text}, such as {"mesh": "data=8"}, which must be equal in all processes.
 
         Raises:
           Disagreement: in every process, if one of them differs from the first.
@@ -148,7 +150,12 @@ class Peers:
     def _collect(self, room: str, facts: Mapping[str, str]) -> list[tuple[str, Mismatch]]:
         """Do the first process's part of `agree`: publish its facts, collect all differences, and publish them.
 
-        Return (name of a process, its difference from this process) for each.
+        Args:
+          room: the beginning of the keys of this call in the key-value store.
+          facts: {name: text} of the first process.
+
+        Returns:
+          (name of a process, a fact in which it differs from the first process) for each difference.
         """
         # Write long texts before the facts: processes that read the facts then find the texts whose digest differs.
         short, texts = shorten_facts(facts)
@@ -166,9 +173,14 @@ class Peers:
         return found
 
     def _answer(self, room: str, facts: Mapping[str, str]) -> list[tuple[str, Mismatch]]:
-        """Do another process's part of `agree`: compare its facts with the first process's, and answer.
+        """Do another process's part of `agree`: compare its facts with the first process's, and send the differences.
 
-        Return (name of a process, its difference from the first process) for each difference in any process.
+        Args:
+          room: the beginning of the keys of this call in the key-value store.
+          facts: {name: text} of this process.
+
+        Returns:
+          (name of a process, a fact in which it differs from the first process) for each difference of any process.
         """
         first = json.loads(self._wait_for(room, "facts", facts["call"]))
 
@@ -181,10 +193,12 @@ class Peers:
         return [(process, Mismatch(*mismatch)) for process, mismatch in outcome]
 
     def _wait_for(self, room: str, key: str, point: str) -> str:
-        """Wait until a key is in the store, and return its value; print now and then which processes are missing.
+        """Wait until the key `room/key` is in the store, and return its value.
+
+        After 10, 20, 40, ... seconds it prints which processes are missing.
 
         Raises:
-          MissingProcess: a process reported its failure meanwhile.
+          MissingProcess: a process reported its failure while this process waited.
         """
         waiting = Waiting(point)
         # Wait in slices, since the client can't check for failures while it waits for a key.
@@ -198,16 +212,16 @@ class Peers:
         return value
 
     def _say_missing(self, room: str, waiting: Waiting) -> None:
-        """Print the names of the missing processes, if this is the first of the waiting processes."""
+        """Print the names of the missing processes; only the waiting process with the lowest index does it."""
         there = {int(process) for process in list_keys(self.store, f"{room}/here/")}
         if self.process == min(there, default=self.process):
             missing = [self.name_of(other) for other in self.processes if other not in there] or ["an answer"]
             waiting.say(list_names(missing))
 
     def _wait_until_seen(self, room: str) -> None:
-        """Say that this process has read the outcome; in the first process, wait until all others have said so.
+        """Report that this process has read the outcome; the first process then waits for the reports of all others.
 
-        The first process must not end before, since the store ends with it.
+        The store is in the first process, so the others could not read the outcome if the first process ended earlier.
         """
         if self.process != self._first:
             put_key(self.store, f"{room}/seen/{self.process}", "")
@@ -218,7 +232,10 @@ class Peers:
 
 
 def peers_of(mesh: Mesh) -> Peers | None:
-    """Return the processes with devices in a mesh; None if there is only one, or if this process has none."""
+    """Return the processes that have devices in a mesh.
+
+    None if only one process has devices in it, or if this process has none.
+    """
     if jax.process_count() == 1:
         return None
     processes = sorted({device.process_index for device in mesh.devices.flat})

@@ -102,7 +102,7 @@ def initialize(
 
 
 class _Place(NamedTuple):
-    """The coordinator's address, the number of processes and this one's index, for `jax.distributed.initialize`."""
+    """The coordinator's address, the number of processes and so on: the arguments of `jax.distributed.initialize`."""
 
     coordinator_address: str
     num_processes: int
@@ -115,7 +115,10 @@ class _Place(NamedTuple):
 
 
 def _read_place(coordinator: str | None, processes: int | None, index: int | None) -> _Place | None:
-    """Read address, number and index from the arguments, or else from the environment; return None without either."""
+    """Read the coordinator's address, the number of processes and this process's index.
+
+    They come from the arguments if any is given, otherwise from the environment variables. Return None without any.
+    """
     arguments = {"coordinator_address": coordinator, "num_processes": processes, "process_id": index}
     environment = {name: os.environ.get(name) for name in (COORDINATOR, PROCESSES, INDEX)}
     given = arguments if any(value is not None for value in arguments.values()) else environment
@@ -143,7 +146,10 @@ def _read_place(coordinator: str | None, processes: int | None, index: int | Non
 
 
 def _read_limit(seconds: int | None) -> int:
-    """Return the seconds to wait for all processes, rounded up: `seconds`, or else the environment variable, or 300."""
+    """Return the number of seconds to wait for all processes, rounded up.
+
+    It is `seconds` if given, otherwise the value of JAXSHARD_INITIALIZATION_TIMEOUT, or 300.
+    """
     name, value = ("initialization_timeout", seconds) if seconds is not None else (LIMIT, os.environ.get(LIMIT, _LIMIT))
     try:
         limit = float(value)
@@ -155,7 +161,7 @@ def _read_limit(seconds: int | None) -> int:
 
 
 def _check_same(place: _Place | None) -> None:
-    """Raise RuntimeError if this process has already joined with another number of processes or another index."""
+    """Raise RuntimeError if this process has joined others before, with another index or number of processes."""
     here = process_count_and_id()
     if place is not None and here != (place.num_processes, place.process_id):
         raise RuntimeError(

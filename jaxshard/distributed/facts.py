@@ -40,7 +40,7 @@ _PER_HOST = ("dump", "host_platform_device_count", "_dir", "_path", "_file")
 
 
 def run_facts(layout: Layout) -> dict[str, str]:
-    """Return the versions, flags, mesh and layout, which must be equal in all processes that make or restore a run."""
+    """Return {name: text} of the versions, flags, mesh and layout, which processes compare before they make a run."""
     mesh = layout.mesh
     devices = " ".join(str(device.id) for device in mesh.devices.flat)
     return {
@@ -55,7 +55,11 @@ def run_facts(layout: Layout) -> dict[str, str]:
 
 
 def layout_text(layout: Layout) -> str:
-    """Describe a layout in a line per array: role, path, dtype, shape, PartitionSpecs between steps and in use."""
+    """Describe a layout, with a line for each array: role, path, dtype, shape, and two PartitionSpecs.
+
+    The first PartitionSpec is the sharding of the stored array between steps, the second its sharding where a step uses
+    it.
+    """
     # Stored shapes too: padding and the order of pipeline stages are part of the program.
     lines = [
         f"{role} {leaf.path} {leaf.dtype}{list(leaf.shape)} stored {list(p.view.stored)} {p.store} used {p.use}"
@@ -65,13 +69,13 @@ def layout_text(layout: Layout) -> str:
 
 
 def shared_flags(text: str) -> str:
-    """Sort compiler flags and drop flags that may differ between hosts, such as the folder for dumps."""
+    """Sort compiler flags, without flags that may differ between hosts, such as the folder for dumps."""
     chosen = [flag for flag in text.split() if not any(part in flag.split("=")[0] for part in _PER_HOST)]
     return " ".join(sorted(chosen))
 
 
 def key_fact(key: jax.Array) -> dict[str, str]:
-    """Return the uint32 words of a random key; {} if the key is split over processes, so that none can read it."""
+    """Return {"random key": uint32 words as text}; {} if the words are split over processes, so that none has all."""
     if not key.is_fully_addressable and not key.is_fully_replicated:
         return {}
     # A key array can't be compared as text, but its words can.
@@ -80,13 +84,15 @@ def key_fact(key: jax.Array) -> dict[str, str]:
 
 
 def batch_facts(batch: PyTree) -> dict[str, str]:
-    """Return the global shape and dtype of every array of a batch."""
+    """Return {name of an array: its global dtype and shape as text} for a batch."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     return {f"batch {path_str(path)}": f"{jnp.result_type(x)}{list(jnp.shape(x))}" for path, x in leaves}
 
 
 def row_facts(row: PyTree) -> dict[str, str]:
-    """Return digests of the first row of data, which every process reads: another corpus or seed changes them.
+    """Return {name of an array: digest and first values as text} for the first row of the data.
+
+    Every process reads this row. If its values differ between processes, so do their data or random seeds.
 
     Args:
       row: a tree of arrays [1, ...].

@@ -50,7 +50,9 @@ _closed = threading.Event()  # set when this process ends: stop checking for fai
 
 
 class MissingProcess(RuntimeError):
-    """A process for which this process waits never started, or it failed. A restart of all processes may help.
+    """Raised while this process waits for another process that never started, or that failed.
+
+    A restart of all processes may help.
 
     Attributes:
       exit_status: the exit status of a process that does not catch the error: 75 ("try again") if the other process
@@ -78,9 +80,13 @@ class Failure(NamedTuple):
 
 
 def report_failure(why: str, status: int) -> None:
-    """Tell the other processes that this process ends, and why. Do nothing if it is the only process.
+    """Tell the other processes that this process ends, and why; do nothing if there are no others.
 
-    Only the first report of a process is kept. Returns after two seconds even if the store does not answer.
+    Only the first report of a process is kept. Returns after two seconds even if the key-value store does not answer.
+
+    Args:
+      why: the reason, for the messages of the other processes.
+      status: the exit status of this process.
     """
     store, process = coordinator_client(), process_count_and_id()[1]
     if store is not None:
@@ -89,12 +95,15 @@ def report_failure(why: str, status: int) -> None:
 
 
 def list_failures(store: Any) -> dict[int, Failure]:
-    """Return {process index: report} of all processes that reported a failure."""
+    """Read the reports of all processes that failed from the key-value store; return {process index: report}."""
     return {int(process): Failure(*json.loads(note)) for process, note in list_keys(store, _FAILED).items()}
 
 
 def common_status(failures: Sequence[Failure]) -> int:
-    """Return the exit status of a process that ends because others failed: 2 if any has 2, else the largest."""
+    """Return the exit status of a process that ends because others failed: the largest of their statuses.
+
+    If any of them is 2 (wrong usage), it is 2, so that no supervisor restarts the processes in vain.
+    """
     statuses = [failure.status for failure in failures]
     return WRONG_USAGE if WRONG_USAGE in statuses else max(statuses)
 
@@ -115,7 +124,7 @@ def end_with_others() -> None:
 
 
 def part() -> None:
-    """Tell the other processes that this process ends now; the last call before it ends with an error.
+    """Tell the other processes that this process ends now, as its last action after an error.
 
     Process 0 waits until the others have ended, because JAX aborts processes that use the store when process 0 ends.
     That takes a second if all end at once, about ten seconds if one of them is slow, and three seconds if some do not
@@ -132,7 +141,7 @@ def part() -> None:
 
 
 def _watch(store: Any, process: int, count: int) -> None:
-    """Check in a loop whether another process failed, and then end this process; the body of the thread."""
+    """Check in a loop whether another process failed, and then end this process; runs in a thread of its own."""
     while not _closed.wait(_interval(count)):
         try:
             failed = [failure for other, failure in list_failures(store).items() if other != process]
@@ -156,7 +165,7 @@ def _end(failed: Sequence[Failure]) -> None:
 
 
 def _wait_until_left(store: Any, count: int) -> None:
-    """Wait in process 0 until every process that wrote "heard" has written "left"."""
+    """Wait in process 0 until every process that reported "heard" (it knows of the failure) has reported "left"."""
     start = time.monotonic()
     while True:
         states = [state for process, state in list_keys(store, _PARTING).items() if process != "0"]
@@ -173,7 +182,7 @@ def _interval(count: int) -> float:
 
 
 def _try(call: Callable[[], Any], seconds: float | None = None) -> None:
-    """Call the store in a thread, and return after some seconds even if the call has not returned."""
+    """Run a call of the key-value store in a thread; return after some seconds even if the call has not returned."""
 
     def run() -> None:
         with contextlib.suppress(RuntimeError):  # the store has ended, or has this report already

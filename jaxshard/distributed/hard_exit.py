@@ -58,12 +58,12 @@ def leave(status: int) -> NoReturn:
 
 
 def restore_sigterm() -> None:
-    """Restore Python's handler of SIGTERM, which ends the process by default, in place of JAX's, which ignores it."""
+    """Replace JAX's handler of SIGTERM, which ignores the signal, by Python's, which by default ends the process."""
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
 
 
 def leave_on_error() -> None:
-    """Make an uncaught error end the process by `leave`, after its traceback. A second call does nothing."""
+    """Make an uncaught error end the process by `leave`, after its traceback is printed. A second call does nothing."""
     if not isinstance(sys.excepthook, LeavingHook):
         sys.excepthook = LeavingHook(sys.excepthook)
 
@@ -72,8 +72,8 @@ def leave_on_error() -> None:
 class LeavingHook:
     """A `sys.excepthook` that shows an error and ends the process by `leave`, except at an interactive prompt.
 
-    The exit status is the attribute `exit_status` of the error, such as that of `Disagreement` or `MissingProcess`;
-    130 after Ctrl-C; else 1.
+    The exit status is the error's attribute `exit_status`, which `Disagreement` and `MissingProcess` have; 130 after
+    Ctrl-C; 1 for other errors.
 
     Attributes:
       show: the previous hook, which prints the traceback.

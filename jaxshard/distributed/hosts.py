@@ -23,9 +23,9 @@ class Host(NamedTuple):
       process: the index of the process.
       name: the name of the host.
       address: the IP address at which other hosts reach the host.
-      clock: seconds by which the host's clock is ahead of that of process 0's host, accurate to about a tenth.
+      clock: seconds by which the host's clock is ahead of the clock of process 0's host, accurate to about a tenth.
       unreached: the indices of processes to which this process could not connect.
-      facts: further facts about the host.
+      facts: {name: JSON value}, information about the host, from the argument of `survey` in this process.
     """
 
     process: int
@@ -37,12 +37,12 @@ class Host(NamedTuple):
 
 
 def survey(facts: dict[str, Any]) -> list[Host]:
-    """Let every process connect to every other process, and collect facts about all hosts.
+    """Let every process connect to every other process, and collect information about all hosts.
 
     Every process calls it, after `js.distributed.initialize`. If there is only one process, nothing is connected.
 
     Args:
-      facts: facts about this process's host, which must be JSON values.
+      facts: {name: JSON value} with information about this process's host, which all processes receive.
 
     Returns:
       A `Host` for each process, in order; the same list in every process.
@@ -69,7 +69,7 @@ def survey(facts: dict[str, Any]) -> list[Host]:
 
 
 def own_address() -> str:
-    """Return the IP address of the network interface to other hosts, or the loopback address if there is none."""
+    """Return the IP address of this host's network interface, or the loopback address if it has no network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # reserved for documentation; a datagram socket sends nothing to connect
@@ -80,7 +80,7 @@ def own_address() -> str:
 
 
 def answers(place: str) -> bool:
-    """Return True if a program listens at `place`, a text "host:port"."""
+    """Return True if a program listens at `place`, which is "host:port"."""
     host, _, port = place.rpartition(":")
     try:
         socket.create_connection((host, int(port)), _SECONDS).close()

@@ -1,7 +1,7 @@
 """Compare the facts of two processes, find the first line that differs, and describe the difference.
 
-Facts are {name: text}, such as {"mesh": "data=8", "layout": "param w ...\nparam b ..."}. A long text, such as a
-program, is first compared by its digest, and sent only if the digests differ.
+Facts are settings, shapes and programs as {name: text}, such as {"mesh": "data=8", "batch x": "float32[8]"}. A long
+text, such as a program, is first compared by its digest, and sent only if the digests differ.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _NOTHING = re.compile(r"(?!)")  # matches nowhere
 
 
 class Mismatch(NamedTuple):
-    """A fact whose value differs from that of the first process.
+    """A fact (such as the mesh or the shape of a batch) whose value in a process differs from the first process.
 
     Attributes:
       item: the name of the fact.
-      here: the value of the fact in this process; for a long text, the first line that differs.
-      first: the value of the fact, or this line, in the first process.
+      here: its value in the process; for a long text, the first line that differs.
+      first: its value in the first process; for a long text, the same line there.
     """
 
     item: str
@@ -35,7 +35,11 @@ class Mismatch(NamedTuple):
 
 
 def shorten_facts(facts: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return (the facts with a list [digest] in place of each long text, {name: long text})."""
+    """Replace each long text among {name: text} by its digest.
+
+    Returns:
+      ({name: text, or a list with the digest of a long text}, {name: long text}).
+    """
     texts = {item: text for item, text in facts.items() if len(text) > _LONG or "\n" in text}
     short = {
         item: [hashlib.sha256(text.encode()).hexdigest()] if item in texts else text for item, text in facts.items()
@@ -46,16 +50,19 @@ def shorten_facts(facts: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, s
 def find_mismatches(
     facts: Mapping[str, str], first: Mapping[str, Any], text_of: Callable[[str], str | None]
 ) -> list[Mismatch]:
-    """Compare facts with those of the first process.
+    """Compare the facts of this process, {name: text}, with those of the first process.
 
-    Only facts that are likely causes are listed: if the points of the program ("call") differ, no other fact is
-    compared. Long texts, such as the program, are compared only if all short facts are equal, since these determine
-    them.
+    Only likely causes are returned. If the processes are at different points of the program, no other fact is compared.
+    Long texts, such as the program, are compared only if all short facts are equal, since a different program often is
+    the consequence of a different flag or shape.
 
     Args:
       facts: the facts of this process.
       first: the facts of the first process, from `shorten_facts`.
       text_of: `text_of(name)` returns a long text of the first process, or None if it was too long to be sent.
+
+    Returns:
+      A `Mismatch` for each fact that differs.
     """
     short, _ = shorten_facts(facts)
     differing = [item for item in {**first, **short} if short.get(item) != first.get(item)]
@@ -73,8 +80,12 @@ def find_mismatches(
 def first_differing_line(here: str, first: str | None) -> tuple[str, str]:
     """Return the first line in which two texts differ, as "line <number>: <part of the line>" of each text.
 
-    Names of values in a program (%12) are ignored at first: they are consecutive numbers, so a single additional value
-    changes all later names, and the first line that differs would not be the cause.
+    Names of values in a StableHLO program (%12) are ignored at first. They are numbered in order, so one additional
+    value changes all later names, and the first changed name would be far from the cause.
+
+    Args:
+      here: the text of this process.
+      first: the text of the first process; None if it was too long to be sent.
     """
     if first is None:
         return "another", "one too long to be shown"
@@ -89,12 +100,16 @@ def first_differing_line(here: str, first: str | None) -> tuple[str, str]:
 
 
 def describe_mismatches(point: str, found: Iterable[tuple[str, Mismatch]]) -> str:
-    """Return the error message for pairs (name of a process, mismatch).
+    """Return the error message about differences between processes.
 
-    A mismatch that several processes share takes one line:
+    If several processes have the same difference, they share a line:
 
         js.init: the processes differ and would hang in their first collective; ...
           - process 1 (host b), process 3 (host d): batch x float32[16], process 0 (host a): float32[8]
+
+    Args:
+      point: the name of the point of the program where the processes were compared.
+      found: (name of a process, its difference from the first process) for each difference.
     """
     groups: dict[Mismatch, list[str]] = {}
     for process, mismatch in found:
@@ -109,7 +124,7 @@ def describe_mismatches(point: str, found: Iterable[tuple[str, Mismatch]]) -> st
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Join names with commas; of more than eight names, show eight and the number of the rest."""
+    """Join names with commas; if there are more than eight, show the first eight and how many more there are."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
@@ -119,7 +134,7 @@ def digest(data: bytes) -> str:
 
 
 def _cut(line: str, start: int) -> str:
-    """Return the part of a line around position `start`, with "..." for omitted text."""
+    """Return the part of a line around position `start` that fits into a message, with "..." for omitted text."""
     start = max(0, start - (len(line) - len(line.lstrip())))
     line = line.strip()
     if len(line) <= _WIDTH:

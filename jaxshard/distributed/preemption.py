@@ -46,8 +46,9 @@ class Preemption:
     or two seconds after the signal, or after the current step if that takes longer.
 
     A second SIGTERM, at least two seconds after the first, ends the process at once with status 143, even while its
-    main thread hangs in a collective. After the `with` block the earlier handler of SIGTERM
-    is back. With several processes that would be JAX's own, which ignores the signal; there SIGTERM ends the process.
+    main thread hangs in a collective. After the `with` block the earlier handler of SIGTERM is restored. One exception:
+    JAX's own handler, which several processes have and which ignores the signal, is not restored; SIGTERM then ends the
+    process.
 
     A single process can use it in the same way, on any platform and without `js.distributed.initialize`.
 
@@ -55,7 +56,7 @@ class Preemption:
       stopped: True once the training was ended because of a signal.
 
     Raises:
-      ValueError: the `with` block is in another thread than the main thread, in which alone Python catches signals.
+      ValueError: the `with` block is not in the main thread; Python catches signals only there.
 
     Example:
         with js.Checkpointer("run", layout, every=100) as checkpointer, js.distributed.Preemption() as preemption:
@@ -112,7 +113,7 @@ class Preemption:
             self._signalled = time.monotonic()
 
     def _listen(self) -> None:
-        """Wait in a loop for a signal to this process, and for requests of others to stop; the body of the thread."""
+        """Wait in a loop for SIGTERM, and for requests of other processes to stop; runs in a thread of its own."""
         heard = False
         while not self._closed.is_set():
             ready, _, _ = select.select([self._reader], [], [], _POLL)
@@ -140,12 +141,13 @@ class CommonStop:
                     others have written theirs; the last step for all is the largest of these, plus 1
 
     Example: processes 0 and 1 have finished steps 7 and 8. They write after/0 = 7, after/1 = 8, and stop after step 9.
-    Plus 1, because a process may be in the middle of the next step, in whose collectives the others must take part. It
-    can't be further: it holds a lock from writing its step until the last step is known, and `is_last`, which is called
-    after every step, waits for the lock.
 
-    `is_last` is called by the main thread, `request` and `find_last_step` by another thread, which can wait for a
-    process at an earlier step while the main thread is in a collective that this process has not joined yet.
+    Why plus 1: a process may be in the middle of its next step, whose collectives need all processes. No process can be
+    further. From writing its finished step until the last step is known it holds a lock, and `is_last`, which is called
+    after every step, waits for this lock.
+
+    The main thread calls `is_last`; another thread calls `request` and `find_last_step`. That thread can wait for other
+    processes even while the main thread hangs in a collective.
 
     Args:
       peers: all processes.
@@ -171,7 +173,7 @@ class CommonStop:
         put_key(self.peers.store, f"{self.room}/told", self.told, overwrite=True)
 
     def find_last_step(self) -> None:
-        """If any process asked to stop, wait until all have written their finished steps, and set the last step."""
+        """If any process asked to stop, wait for the finished steps of all processes, and choose the last step."""
         if self._last is not None:
             return
         told = self.told or get_key(self.peers.store, f"{self.room}/told")
@@ -188,7 +190,10 @@ class CommonStop:
             self._last = max(steps) + 1
 
     def announce_step(self) -> None:
-        """Write the last step that this process has finished, if it has not yet; also after training has ended."""
+        """Write the last step that this process has finished, unless it is written already.
+
+        Also called after training has ended, since other processes may wait for it.
+        """
         if not self._announced:
             put_key(self.peers.store, f"{self.room}/after/{self.peers.process}", str(self._finished))
             self._announced = True

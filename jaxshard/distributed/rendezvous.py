@@ -67,7 +67,7 @@ class Arrival(NamedTuple):
 
 
 class _Guest(NamedTuple):
-    """A process that is connected to process 0, and the time (`time.monotonic`) at which its time limit ends."""
+    """Another process that is connected to process 0, and the time (`time.monotonic`) until which it waits."""
 
     arrival: Arrival
     end: float
@@ -80,7 +80,7 @@ def meet_all(address: str, processes: int, process: int, *, bind: str | None, li
       address: host:port of process 0.
       processes: the number of processes.
       process: the index of this process.
-      bind: host:port on which process 0 listens; None for the port of the address on all interfaces.
+      bind: host:port on which process 0 listens; None for the port of `address` on all network interfaces.
       limit: the seconds to wait.
 
     Raises:
@@ -100,7 +100,7 @@ def meet_all(address: str, processes: int, process: int, *, bind: str | None, li
 
 
 class _Host:
-    """The part of `meet_all` in process 0, to which all other processes connect."""
+    """Process 0 in `meet_all`: it listens on a port, to which all other processes connect."""
 
     def __init__(self, me: Arrival):
         self._me, self._waiting = me, Waiting(_POINT)
@@ -111,7 +111,10 @@ class _Host:
         self._difference: str | None = None
 
     def collect(self, bind: str) -> tuple[str, str]:
-        """Wait for all other processes, send them the outcome, and return it as (outcome, error message or "")."""
+        """Wait for all other processes, send them the outcome, and return it: (outcome, error message or "").
+
+        The outcome is "go", "missing" (a process did not come in time) or "differ" (two processes don't fit together).
+        """
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(self._listen(bind))
             selector = stack.enter_context(selectors.DefaultSelector())
@@ -139,7 +142,7 @@ class _Host:
             connection.close()
 
     def _listen(self, bind: str) -> socket.socket:
-        """Listen on the port; while another program uses it, wait until the time limit."""
+        """Listen on the port of `bind`; while another program uses the port, wait until the time limit."""
         while (listener := _try_to_listen(bind)) is None:
             if time.monotonic() > self._end:
                 raise MissingProcess(f"{_POINT}: another program has used the port of {bind} for {self._me.limit:g} s")
@@ -156,7 +159,7 @@ class _Host:
             selector.register(connection, selectors.EVENT_READ)
 
     def _read(self, connection: socket.socket) -> bool:
-        """Read from a connection; return False if the connection ended, or another program sent something else."""
+        """Read from a connection; return False if it should be closed: it ended, or is from another program."""
         try:
             data = connection.recv(_LONGEST)
         except OSError:
@@ -177,7 +180,10 @@ class _Host:
         return True
 
     def _compare(self, arrival: Arrival) -> str | None:
-        """Return an error message if a process expects another number of processes or has an index twice, or None."""
+        """Return an error message if a process expects another number of processes, or has another process's index.
+
+        Return None if neither is the case.
+        """
         here = [self._me, *(guest.arrival for guest in self._guests.values())]
         if arrival.processes != self._me.processes:
             told = f"{arrival.name} was told of {arrival.processes} processes, {self._me.name} of {self._me.processes}"
@@ -194,7 +200,7 @@ class _Host:
         connection.close()
 
     def _outcome(self) -> tuple[str, str] | None:
-        """Return (outcome, error message), or None while processes are missing and no time limit has ended."""
+        """Return (outcome, error message); None if processes are missing and no time limit has ended yet."""
         if self._difference is not None:
             return "differ", f"{_POINT}: the processes differ: {self._difference}"
         if len(self._guests) == self._me.processes - 1:
@@ -217,7 +223,7 @@ class _Host:
 
 
 def _visit(address: str, me: Arrival) -> tuple[str, str]:
-    """Connect to process 0, wait for the outcome, and return (outcome, error message): the part of other processes."""
+    """Connect to process 0, from any other process, and wait for its outcome; return (outcome, error message or "")."""
     host, _, port = address.rpartition(":")
     place, waiting = (host.strip("[]"), int(port)), Waiting(_POINT)
     while True:
@@ -239,7 +245,7 @@ def _visit(address: str, me: Arrival) -> tuple[str, str]:
 
 
 def _missed(missing: str, what: str, limit: float, here: Sequence[Arrival]) -> str:
-    """Return the error message of a `MissingProcess`."""
+    """Return the error message of a `MissingProcess`: "{missing} {what} within {limit} s; {names in here} waited"."""
     return (
         f"{_POINT}: {missing} {what} within {limit:g} s; {list_names([one.name for one in here])} waited. See what "
         f"became of it, or wait longer: initialization_timeout, or {LIMIT} in the environment"
@@ -247,7 +253,7 @@ def _missed(missing: str, what: str, limit: float, here: Sequence[Arrival]) -> s
 
 
 def _parse_arrival(line: bytes) -> Arrival | None:
-    """Decode the message of a process; return None if it is no such message, but from another program."""
+    """Decode the message of a process; return None if the text was sent by another program."""
     try:
         found = json.loads(line)
         process, processes = int(found["process"]), int(found["processes"])
@@ -259,7 +265,7 @@ def _parse_arrival(line: bytes) -> Arrival | None:
 
 
 def _read_line(connection: socket.socket) -> bytes:
-    """Read a line from a connection; raise an OSError if the connection ends before the line."""
+    """Read a line from a connection; raise OSError if the connection ends before the end of the line."""
     received = b""
     while not received.endswith(b"\n"):
         data = connection.recv(_LONGEST)

@@ -67,12 +67,12 @@ def gather_texts(text: str, point: str) -> list[str]:
 
 
 def failed_processes(failed: bool, point: str) -> list[int]:
-    """Return the indices of the processes in which `failed` is True, the same list in every process. Collective."""
+    """Return the indices of the processes in which `failed` is True. All processes call it, and get the same list."""
     return [index for index, value in enumerate(gather_ints(failed, point)) if value]
 
 
 def raise_together(problems: Iterable[str], error: type[Exception], headline: str, *, point: str) -> None:
-    """Raise one error in all processes if any of them has found a problem.
+    """Raise an error in all processes if any of them has found a problem. All processes call it.
 
     Args:
       problems: a message for each problem that this process found.
@@ -81,7 +81,8 @@ def raise_together(problems: Iterable[str], error: type[Exception], headline: st
       point: the name of this point of the program, for messages.
 
     Raises:
-      error: in all processes; the message has a line per problem of this process and per other process with problems.
+      error: in all processes. The message has a line for each problem of this process, and a line for each other
+        process that has found a problem.
     """
     found = list(problems)
     elsewhere = (index for index in failed_processes(bool(found), point) if index != jax.process_index())
@@ -90,7 +91,7 @@ def raise_together(problems: Iterable[str], error: type[Exception], headline: st
 
 
 def call_in_first_process(fn: Callable[[], bool], point: str) -> bool:
-    """Call a function in process 0 only, and return its result in all processes.
+    """Call a function in process 0 only, and return its result in all processes. All processes call this.
 
     Raises:
       OSError, ValueError: the error of the function, in process 0; in other processes an OSError that names process 0.

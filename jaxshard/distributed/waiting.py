@@ -35,7 +35,7 @@ class Waiting:
         return time.monotonic() - self._start
 
     def is_due(self) -> bool:
-        """Return True if a message is due, and schedule the next message."""
+        """Return True if it is time to print a message, and schedule the next one."""
         waited = self.seconds
         if waited < self._tell:
             return False
@@ -43,6 +43,6 @@ class Waiting:
         return True
 
     def say(self, missing: str) -> None:
-        """Print a message that this process waits for `missing`, such as "process 1 (host b)"."""
+        """Print that this process waits for `missing`, such as "process 1 (host b)"."""
         text = f"jaxshard: {self.point}: waiting for {missing} since {self.seconds:.0f} s"
         print(text, file=sys.stderr, flush=True)

@@ -48,17 +48,18 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def waits_for_devices(fn: _Function) -> _Function:
-    """Mark a function as one that waits for devices, so that the watchdog does not blame its process for a hang.
+    """Mark a function that waits for devices, so that the watchdog does not blame this process for a hang.
 
-    Use it as a decorator on functions that call compiled programs or read their results. Without it, a process in the
-    function counts as busy, although it waits for other processes. Functions of JAX need no mark.
+    Use it as a decorator on functions that call compiled programs or read their results. While the main thread is in an
+    unmarked function, its process counts as busy, and so as a possible cause of the hang. Functions of JAX need no
+    mark.
     """
     _waiting.add(fn.__code__)
     return fn
 
 
 class Beat(NamedTuple):
-    """A heartbeat of one process.
+    """A heartbeat of one process, which other processes read to find the cause of a hang.
 
     Attributes:
       number: the number of earlier heartbeats of the process. If it does not change, the process is silent.
@@ -145,7 +146,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Make a context for evaluation, saves and the like, whose time is not counted as a part of the step."""
+        """Return a context for evaluation, saves and the like, whose time does not count as part of the step."""
         with self._state:
             self._spent, self._started, self._pauses = self._elapsed(), None, self._pauses + 1
         try:
@@ -181,7 +182,7 @@ class Watchdog:
         return self._spent + (0.0 if self._started is None else time.monotonic() - self._started)
 
     def _watch(self) -> None:
-        """Write heartbeats and check for hangs in a loop; the body of the thread."""
+        """Write heartbeats and look for hangs in a loop; runs in a thread of its own."""
         interval = _INTERVAL + (0.01 * len(self._peers.processes) if self._peers is not None else 0.0)
         for number in itertools.count():
             closed = self._closed.wait(min(interval, self._least / 4))
@@ -202,7 +203,7 @@ class Watchdog:
             return Beat(number, self._step, self._elapsed(), self._pauses > 0, waits, place)
 
     def _exchange(self, beat: Beat) -> str | None:
-        """Write a heartbeat; return the alarm of another process, if there is one."""
+        """Write this process's heartbeat to the key-value store; return the hang report of another process, or None."""
         if self._peers is None:
             return None
         try:
@@ -214,10 +215,10 @@ class Watchdog:
             return None
 
     def _find_hang(self, beat: Beat) -> str | None:
-        """Write the report about a step that takes too long into the store, and return it.
+        """Write the report about a step that takes too long to the key-value store, and return it.
 
-        Returns None while any process is paused, and until enough intervals have passed to tell which processes are
-        silent.
+        Return None, to look again later, while any process is paused, and until there was enough time to see which
+        processes send no heartbeats.
         """
         peers, limit = self._peers, self.limit
         if peers is None:
@@ -253,7 +254,10 @@ class Watchdog:
         os._exit(HUNG)
 
     def _wait_for_reports(self, peers: Peers) -> None:
-        """Wait until every process has printed its report: if one ended earlier, others might fail or abort before."""
+        """Wait until every process has printed its report, before this process ends.
+
+        The end of one process can make JAX abort the others, which would then print nothing.
+        """
         put_key(peers.store, f"{self._room}/ended/{peers.process}", "", overwrite=True)
         end = time.monotonic() + _FAREWELL
         while time.monotonic() < end and len(list_keys(peers.store, f"{self._room}/ended/")) < len(peers.processes):
@@ -263,7 +267,9 @@ class Watchdog:
 
 
 def write_report(here: Beat, limit: float, beats: Mapping[int, tuple[str, Beat | None]], silent: Sequence[int]) -> str:
-    """Return the report of a hang: the step, its time, the processes that cause the hang, and a line for each process.
+    """Return the text of the report about a hang.
+
+    It says which step hangs and since when, which processes cause the hang, and what each process does.
 
     Args:
       here: the last heartbeat of this process.
@@ -287,9 +293,14 @@ def write_report(here: Beat, limit: float, beats: Mapping[int, tuple[str, Beat |
 
 
 def name_culprits(beats: Mapping[int, tuple[str, Beat | None]], silent: Sequence[int]) -> str:
-    """Say which processes cause a hang: those that are silent, else those at an earlier step, else those that are busy.
+    """Return a line for the report that says which processes cause a hang.
 
-    The arguments are those of `write_report`.
+    They are the silent processes. If none is silent, they are the processes at an earlier step than others; if all are
+    at the same step, the processes that do not wait for devices.
+
+    Args:
+      beats: {process index: (name, last heartbeat or None)} of all processes.
+      silent: the indices of the processes without a new heartbeat.
     """
     if silent:
         return f"held up by {', '.join(beats[who][0] for who in silent)}: silent (frozen, dead or out of reach)"
@@ -306,9 +317,9 @@ def name_culprits(beats: Mapping[int, tuple[str, Beat | None]], silent: Sequence
 
 
 def locate_thread(thread: int) -> tuple[bool, str]:
-    """Return (True if a thread waits for devices, the thread's four innermost lines of Python).
+    """Return (True if a thread waits for devices, its four innermost Python lines as text).
 
-    The thread waits if its innermost Python frame is a marked function (`waits_for_devices`) or code of JAX: the actual
+    The thread waits if its innermost Python frame is in JAX, or is a function marked by `waits_for_devices`. The actual
     wait is in C++, which has no Python frame.
     """
     frame = sys._current_frames().get(thread)

@@ -21,7 +21,7 @@ from jaxshard.models.rope import as_scaling
 
 
 class Config(NamedTuple):
-    """A converted config.json.
+    """A config.json, converted to the arguments of a function of `js.models`.
 
     Attributes:
       family: the family of models, such as Llama.
@@ -107,8 +107,8 @@ def read_arguments(
 def make_config(model: Decoder, dtype: str) -> Config:
     """Make the config.json of a model in the format of Hugging Face.
 
-    It starts from the config.json that the model was built from, or else from the first model family (Llama, Qwen, ...)
-    that can represent the model.
+    If the model was built from a config.json, its family and entries are used as far as they still fit the model's
+    arguments. Otherwise the first model family (Llama, Qwen, ...) that can represent the model is used.
 
     Args:
       model: a model of `js.models` or `js.hf.model`.
@@ -160,7 +160,10 @@ _TRAINING = ("balance", "z", "dropout")
 
 
 def _differences(family: Family, entries: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:
-    """List the arguments, as "name=value", that differ from the arguments that the entries convert to."""
+    """List the arguments that a family's config.json can't represent, as "name=value".
+
+    `entries` are made from `arguments`. They are converted back to arguments, and compared with `arguments`.
+    """
     back = family.make(**read_arguments(family, entries, CONFIG)).arguments
 
     def same(name: str) -> Any:
@@ -170,7 +173,7 @@ def _differences(family: Family, entries: Mapping[str, Any], arguments: Mapping[
 
 
 def _plain(name: str, value: Any, arguments: Mapping[str, Any]) -> Any:
-    """Convert the value of an argument to a text that is equal for equivalent values, such as None and its default."""
+    """Convert the value of an argument to text, so that equivalent values (such as None and its default) are equal."""
     if name == "head_dim":
         value = value or arguments["width"] // arguments["heads"]
     if name == "rope_scaling":

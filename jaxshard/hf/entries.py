@@ -1,6 +1,6 @@
 """Read the entries of config.json, collect problems, and convert groups of entries that depend on each other.
 
-A `Group` converts entries to arguments of a function of `js.models`, and arguments to entries.
+A `Group` converts entries to arguments of a function of `js.models`, and arguments back to entries.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NEUTRAL = frozenset(
 
 
 class Reader:
-    """A reader of the entries of config.json, which remembers entries that were not read, and collects problems.
+    """The entries of config.json while they are read: remembers which were not read yet, and collects problems.
 
     Args:
       entries: the entries of config.json.
@@ -46,7 +46,8 @@ class Reader:
 
         Args:
           name: the name of the entry, or two alternative names as "a|b".
-          default: the value of an absent entry that has none in `defaults`. Without either, add a problem.
+          default: the value if the entry is absent and `defaults` has no value for it. If there is no default either, a
+            problem is added, and the result is None.
         """
         found = next((one for one in name.split("|") if one in self._left), None)
         if found is not None:
@@ -58,12 +59,12 @@ class Reader:
         return default
 
     def require(self, name: str, value: Any) -> None:
-        """Read an entry whose only supported value, also its default, is `value`; add a problem for any other value."""
+        """Read an entry that must have this value or be absent; otherwise add a problem."""
         if (got := self.take(name, value)) != value and (got or value):
             self.problems.append(f"{name}: {shorten(got)}, and only {value!r} is supported")
 
     def refuse_rest(self) -> None:
-        """Add a problem for every entry that was not read and may change the logits."""
+        """Add a problem for every entry that was not read, except those that can't change the logits."""
         for name, value in self._left.items():
             if name not in NEUTRAL and value not in (None, False, "", [], {}):
                 self.problems.append(
@@ -73,12 +74,12 @@ class Reader:
 
 
 class Group(NamedTuple):
-    """Two functions that convert entries of config.json that can't be converted one by one.
+    """Two functions that convert several entries of config.json together, because they depend on each other.
 
     Attributes:
-      read: `read(reader, arguments)` reads the entries and returns the arguments made from them; `arguments` are those
-        that were read before.
-      write: `write(arguments)` returns the entries.
+      read: `read(reader, arguments)` reads the entries and returns {name: value} of further arguments of the function
+        of `js.models`; `arguments` are those that are known already.
+      write: `write(arguments)` returns the entries, {name: value}.
     """
 
     read: Callable[[Reader, Mapping[str, Any]], dict[str, Any]]
@@ -189,7 +190,14 @@ def _write_scaling(scaling: Any) -> dict[str, Any] | None:
 
 
 def _of_layers(reader: Reader, window: Any, types: Any, depth: Any) -> Any:
-    """Convert the entry `layer_types`, the attention type of each block, to a list of windows; None is no window."""
+    """Convert the entry `layer_types` to a list with the attention window of each block; None means full attention.
+
+    Args:
+      reader: receives a problem if `types` is not valid; the result is then None.
+      window: the window of the blocks with "sliding_attention".
+      types: the value of `layer_types`, the attention type of each block.
+      depth: the number of blocks.
+    """
     if not isinstance(types, list) or set(types) - {_SLIDING, _FULL} or len(types) != depth:
         reader.problems.append(f"layer_types: {shorten(types)}, must be {depth} of {_SLIDING!r} and {_FULL!r}")
         return None
@@ -252,7 +260,7 @@ LAST_WINDOWS = Group(_read_last_windows, _write_last_windows)
 
 
 def windows_in_turn(every: int) -> Group:
-    """Make the group of a family in which every n-th block has full attention and all other blocks have a window.
+    """Make the `Group` for families in which every n-th block has full attention and the other blocks a window.
 
     Args:
       every: n, if config.json has no entry for it.

@@ -33,21 +33,21 @@ from jaxshard.models.moe import moe
 
 
 class Family(NamedTuple):
-    """A family of models: the names of its tensors, and of its sizes in config.json.
+    """A family of models (such as Llama): how its tensors and config.json map to a function of `js.models`.
 
     Attributes:
       architecture: the entry "architectures" in config.json.
       model_type: the entry "model_type" in config.json.
       make: the function of `js.models` that builds the model.
-      names: the table of the family's tensors.
+      names: a table with a line for each array: its path, the name of its tensor, the mapping of dimensions.
       sizes: {argument of `make`: name of its entry in config.json}; "one|other" if the entry has two names.
       groups: groups of entries that are converted together.
       defaults: the values of entries that may be absent.
       only: {name: value} of entries with a single supported value, which is also their default.
       fixed: arguments that are the same for all models of the family.
       unread: the names of entries that have no effect in this family.
-      unused: a pattern of the names of tensors in the files that are not model weights.
-      prefix: the prefix of most tensors' names, which files of the model without its head lack.
+      unused: a regular expression for the names of tensors in the files that are not model weights.
+      prefix: the prefix of most tensors' names. If a model was saved without its output layer, the names lack it.
     """
 
     architecture: str
@@ -64,7 +64,7 @@ class Family(NamedTuple):
     prefix: str = "model."
 
     def rows(self) -> list[list[str]]:
-        """Return the lines of the table `names`: [path of the array, name of the tensor, mapping of dimensions]."""
+        """Split the lines of the table `names`: [path of the array, name of the tensor, mapping of dimensions]."""
         return [line.split(maxsplit=2) for line in self.names.splitlines() if line.strip()]
 
 

@@ -56,7 +56,7 @@ def find_folder(name: str | os.PathLike[str]) -> Path:
 
 
 def end_tokens(folder: Path) -> tuple[int, ...]:
-    """Return the token ids that end a text: "eos_token_id" in generation_config.json, then that in config.json.
+    """Return the ids of the tokens that end a text: "eos_token_id" in generation_config.json, then in config.json.
 
     Raises:
       ValueError: one of the files is damaged.
@@ -74,6 +74,6 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
 
 
 def _cache() -> Path:
-    """Return the cache folder of the Hugging Face hub, which the environment variables of its tools determine."""
+    """Return the cache folder of the Hugging Face hub, from HF_HUB_CACHE, HF_HOME or XDG_CACHE_HOME, or the default."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()

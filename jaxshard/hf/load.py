@@ -116,9 +116,9 @@ def load(folder: str | os.PathLike[str], layout: Layout, *, dtype: Any = None, i
 
 
 def _open_weights(config: Config, folder: Path) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Return ({full name of a tensor: where it is in the files}, problems with the files).
+    """Map the weights in a folder; return ({full name of a tensor: tensor}, messages about damaged files).
 
-    If the files lack the family's prefix of names, it is added.
+    If the names lack the family's prefix ("model."), because only the inner model was saved, it is added.
     """
     found, problems = open_files(folder / WEIGHTS)
     prefix = config.family.prefix
@@ -135,9 +135,12 @@ def _match(
     Args:
       config: the converted config.json.
       wanted: the parameters of the layout.
-      found: the tensors in the files, by name.
+      found: {name: tensor} in the files.
       folder: the folder, for error messages.
       dtype: the dtype to which all tensors are cast; None to cast none.
+
+    Returns:
+      A `Place` for each parameter, which maps it to its tensors.
     """
     places, problems = find_places(config.family, wanted, config.arguments)
     cast = None if dtype is None else str(jnp.dtype(dtype))
@@ -164,9 +167,9 @@ def _match(
 
 
 def _repeated_head(config: Config, found: dict[str, StoredTensor], expected: dict[str, str]) -> set[str]:
-    """Return the set of "lm_head.weight" if a tied model's files have this redundant tensor, else the empty set.
+    """Return {"lm_head.weight"} if the files of a tied model have this redundant tensor, otherwise an empty set.
 
-    A tied model uses the embedding table as its output matrix; the tensor is redundant if it equals the table.
+    A tied model uses the embedding table as its output matrix. The tensor is redundant if it equals the table.
     """
     rows = {ours: theirs for ours, theirs, _ in config.family.rows()}
     head, table = found.get("lm_head.weight"), found.get(next(iter(rows.values())))
@@ -188,7 +191,8 @@ def _repeated_head(config: Config, found: dict[str, StoredTensor], expected: dic
 def _place(entry: Entry, place: Place, sources: dict[str, Source], layout: Layout) -> jax.Array:
     """Read an array shard by shard, and copy each shard to the devices that store it.
 
-    If the stored shards are scattered in the files, read contiguous shards (`_readable`), and reshard on the devices.
+    A shard that is scattered in the file is slow to read. Then contiguous shards are read, in the sharding that
+    `_readable` returns, and resharded on the devices.
     """
     wanted = entry.shape_saved(layout.mesh).sharding
     sharding = _readable(entry, place, wanted, layout.mesh)
@@ -205,10 +209,11 @@ def _place(entry: Entry, place: Place, sources: dict[str, Source], layout: Layou
 
 
 def _readable(entry: Entry, place: Place, wanted: NamedSharding, mesh: Mesh) -> NamedSharding:
-    """Return the sharding in which to read an array: `wanted`, or one with contiguous shards if those are scattered.
+    """Return the sharding in which to read an array: `wanted`, or a sharding whose shards are contiguous in the files.
 
-    To read a column of a matrix from a file, all of the matrix must be read. So if shards of `wanted` are scattered in
-    the files, contiguous shards are read in their place, and resharded on the devices.
+    To read a column of a matrix from a file, all of the matrix must be read. So if the shards of `wanted` are scattered
+    in the files, the array is split over the same mesh axes along another dimension, and resharded on the devices
+    later.
     """
     counted = len(place.counted)  # these dimensions count tensors, so their sharding may stay
     axes = axes_of(PartitionSpec(*wanted.spec[counted:]))
@@ -231,7 +236,7 @@ def _jit_move(wanted: NamedSharding) -> Any:
 
 
 def _set_dtypes(made: Decoder, config: Config, folder: Path, dtype: Any) -> None:
-    """Make `made.init` return parameters in the dtypes of the files, or in `dtype`."""
+    """Change `made.init` so that it returns each parameter in the dtype of its tensor in the files, or in `dtype`."""
     original = made.init_parts
     there = (folder / WEIGHTS).exists() or index_of(folder / WEIGHTS).exists()
     found = _open_weights(config, folder)[0] if there and dtype is None else {}

@@ -1,8 +1,9 @@
 """Map the arrays of a model of `js.models` to the tensors in Hugging Face files: names, dimensions, and slices.
 
 An array of jaxshard is [*counted, *dims]. The counted dimensions are blocks (and experts), each of which has its own
-tensor in the files. Every other dimension is a product of letters, as in "c h3d", where a letter stands for a size; the
-dimensions of the tensor are products of the same letters in another order.
+tensor in the files. Every other dimension is written as a product of letters: in "c h3d" the first dimension has the
+size c, and the second the size h * 3 * d. The dimensions of the tensor are products of the same letters in another
+order.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from jaxshard.hf.families import Family
 
 
 class Place(NamedTuple):
-    """The tensors in the files from which an array of jaxshard is read, and to which it is written.
+    """The mapping of an array of jaxshard to tensors in the files, for reading and for writing.
+
+    An array has a dimension for blocks (and one for experts). Each block (or expert) has a tensor of its own in the
+    files; these are the counted dimensions. A letter stands for a size, and several letters for their product: "hd" is
+    h * d.
 
     Attributes:
       name: the name of the tensors, with {} for the index along each counted dimension.
@@ -39,19 +44,23 @@ class Place(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the tensors, in the order of the counted dimensions."""
+        """Return the names of all tensors of the array: of each block, or of each expert of each block."""
         return [self.name.format(*at) for at in product(*map(range, self.counted))]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of each tensor; all tensors of an array have the same shape."""
+        """Return the shape of a tensor; all tensors of an array have the same shape."""
         return tuple(self._size(letters) for letters in self.theirs)
 
     def _size(self, letters: str) -> int:
         return math.prod(self.sizes[letter] for letter in letters)
 
     def run(self, shape: tuple[int, ...]) -> int:
-        """Return how many elements of a shard of this shape are contiguous in the files, at least."""
+        """Return how many elements of a shard are contiguous in the files, at least.
+
+        Args:
+          shape: the shape of the shard.
+        """
         lengths = dict(self.sizes)
         for size, letters in zip(shape[len(self.counted) :], self.ours):
             lengths[letters[0]] = -(-size // self._size(letters[1:]))
@@ -61,9 +70,9 @@ class Place(NamedTuple):
         return math.prod(lengths[letter] for letter in order[cut:])
 
     def first_dims(self) -> list[int]:
-        """Return the array's dimensions that are not counted, ordered as in the files: the outermost dimension first.
+        """Return the indices of the array's dimensions, except counted ones, in the order of dimensions in the files.
 
-        Slices along the first of them are contiguous in the files.
+        Slices along the first returned dimension are contiguous in the files.
         """
         order = "".join(self.theirs)
         dims = range(len(self.ours))
@@ -73,7 +82,7 @@ class Place(NamedTuple):
         """Read a slice of the array from the tensors in the files, cast to `dtype`.
 
         Args:
-          found: {name of a tensor: where it is in the files}.
+          found: {name of a tensor: its place in the files}.
           index: the slice of each dimension of the array.
           dtype: the dtype of the result.
         """
@@ -100,14 +109,17 @@ class Place(NamedTuple):
         return transposed.reshape(lengths)[tuple(cuts)]
 
     def to_theirs(self, ours: Any) -> Any:
-        """Convert a slice of the array, without counted dimensions, to its tensor, in NumPy or JAX."""
+        """Transpose and reshape a part of the array to its tensor in the files, in NumPy or JAX.
+
+        `ours` is the part of one block (and expert), without the counted dimensions. Example: [c, h, d] -> [h * d, c].
+        """
         letters, order = "".join(self.ours), "".join(self.theirs)
         by_letter = ours.reshape([self.sizes[x] for x in letters])
         return by_letter.transpose([letters.index(x) for x in order]).reshape(self.shape)
 
 
 def find_places(family: Family, wanted: Iterable[Entry], arguments: Mapping[str, Any]) -> tuple[list[Place], list[str]]:
-    """Find the tensors of each array of a model, by the table of the family.
+    """Find the tensors of each array of a model, by the family's table of names.
 
     Args:
       family: the family of models.
@@ -136,12 +148,15 @@ def find_places(family: Family, wanted: Iterable[Entry], arguments: Mapping[str,
 
 
 def _solve(dims: tuple[str, ...], shape: tuple[int, ...], known: Mapping[str, Any]) -> dict[str, int] | None:
-    """Return {letter: size} from the shape of an array; None if the shape does not match.
+    """Find the size of each letter from the shape of an array: ("c", "hd") and (64, 48) with h=4 give c=64, d=12.
 
     Args:
       dims: the letters of each dimension.
       shape: the size of each dimension.
-      known: {letter: size} of letters known before. A product of letters may have one unknown letter.
+      known: {letter: size} of letters that are known before. A dimension may have one unknown letter.
+
+    Returns:
+      {letter: size}, or None if the shape does not match.
     """
     if len(dims) != len(shape):
         return None

@@ -101,6 +101,10 @@ def _check_free(folder: Path) -> bool:
 def _files_beside(config: Config, tokenizer: Path | None) -> dict[str, Path]:
     """Return {name in the new folder: file to copy}: generation_config.json, and the files of one tokenizer.
 
+    Args:
+      config: the converted config.json; its folder, if any, has these files.
+      tokenizer: a tokenizer.json, or a folder that has one; None for the tokenizer in the folder of `config`.
+
     Raises:
       FileNotFoundError: there is no such tokenizer.
     """
@@ -129,7 +133,10 @@ def _write_config(folder: Path, config: Config, beside: dict[str, Path]) -> bool
 
 
 def _outputs(arrays: list[ModelArray], places: list[Place], mesh: Mesh) -> Iterator[Output]:
-    """Yield the tensors of a model: for a stacked array one tensor for each block, or for each expert of a block."""
+    """Yield an `Output` (name, shape, and a function that returns the array) for every tensor to write.
+
+    A stacked array has a tensor for each block, or for each expert of each block.
+    """
 
     def convert(number: int) -> jax.Array:
         entry, stored = arrays[number]
@@ -160,9 +167,14 @@ def _jit_cut(
     theirs: tuple[str, ...],
     sizes: tuple[tuple[str, int], ...],
 ) -> Any:
-    """Return a jitted function `(array, (block, expert)) -> tensor`, whose result has the bits of the values.
+    """Return a jitted function `(array, (block, expert)) -> tensor` that extracts a tensor of the files from an array.
 
-    The arguments after `spec`, the sharding of the tensor, are fields of a `Place`, in a form that can be hashed.
+    The tensor is returned as unsigned integers with the same bits, so that NaNs are not changed.
+
+    Args:
+      mesh: the mesh.
+      spec: the sharding of the tensor.
+      counted, ours, theirs, sizes: the fields of a `Place`, as hashable values.
     """
     place = Place("", counted, ours, theirs, dict(sizes))
 
@@ -177,7 +189,11 @@ def _jit_cut(
 
 
 def _spec(shape: tuple[int, ...], axes: Iterable[str], mesh: Mesh) -> PartitionSpec:
-    """Choose the sharding of a tensor: each axis splits the dimension with the largest shards that it divides."""
+    """Choose a sharding of a tensor over these mesh axes.
+
+    One axis after another splits the dimension with the most elements per device, of those that the axis divides
+    evenly. An axis that divides no dimension is not used.
+    """
     kept: dict[int, tuple[str, ...]] = {}
     for axis in axes:
         left = {dim: size // axis_size(mesh, kept.get(dim, ())) for dim, size in enumerate(shape)}

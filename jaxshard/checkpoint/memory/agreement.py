@@ -34,9 +34,9 @@ class Recalled(NamedTuple):
     Attributes:
       run: the random name of the training run.
       step: the number of the step.
-      saves: the number of saves of the training run in memory so far.
+      saves: how often the training run had been copied to memory, up to this step.
       data: the position of the data.
-      found: {name: bytes} of the blocks that this process has in memory.
+      found: {name: bytes} of the blocks (shards) that this process has in memory.
       missing: for each process the names of the blocks that it needs and lacks.
       holders: {name of a missing block: index of a process that has the block}.
       damaged: the files of segments in which blocks of this step are damaged.
@@ -55,10 +55,12 @@ class Recalled(NamedTuple):
 
 
 def recall(segments: Sequence[Segment], needed: Callable[[int], Set[str]], process: int) -> Recalled | None:
-    """Find the newest complete step, and read the blocks that this process needs. Every process calls this.
+    """Find the newest step whose blocks are all in memory, and read the blocks that this process needs.
+
+    Every process calls this. A block is a shard; it may be in the memory of any process.
 
     Args:
-      segments: the segments that this process sees, its own first.
+      segments: the segments (files in shared memory) on this process's machine, its own first.
       needed: `needed(process)` returns the names of the blocks that a process needs.
       process: the index of this process.
 
@@ -104,10 +106,10 @@ def recall(segments: Sequence[Segment], needed: Callable[[int], Set[str]], proce
 def _read(
     slots: Sequence[tuple[Segment, int, Record]], step: int, needed: Set[str]
 ) -> tuple[dict[str, Bytes], dict[Path, str]]:
-    """Read the needed blocks of a step from this process's slots.
+    """Read the needed blocks (shards) of a step from the memory segments (files) that this process sees.
 
     Args:
-      slots: (segment, index of the slot, its record).
+      slots: (segment, index of a slot in it, record of the slot), for every slot that contains a complete step.
       step: the number of the step.
       needed: the names of the blocks to read.
 
@@ -128,7 +130,10 @@ def _read(
 
 
 def find_holders(needed: Callable[[int], Set[str]], missing: Sequence[frozenset[str]]) -> dict[str, int]:
-    """Return {name of a missing block: first process that has the block}, without blocks that no process has."""
+    """Return {name of a missing block: lowest index of a process that has it}; omit blocks that no process has.
+
+    `needed(process)` is the set of blocks that a process needs, `missing[process]` the blocks of them that it lacks.
+    """
     wanted = frozenset().union(*missing)
     holders: dict[str, int] = {}
     for process in range(len(missing) if wanted else 0):

@@ -33,12 +33,12 @@ Index = tuple[tuple[int, int], ...]
 
 
 class Block(NamedTuple):
-    """The description of a shard of a stored array.
+    """The description of a shard of a stored array, without its bytes.
 
     Attributes:
-      name: the unique name of the block.
+      name: the unique name of the block, such as "float32 params/w[0:64, 0:16]".
       array: the index of the array among `Blocks.entries`.
-      where: the part of the stored array.
+      where: (start, stop) of the shard in each dimension of the stored array.
       size: the number of bytes.
     """
 
@@ -49,12 +49,12 @@ class Block(NamedTuple):
 
 
 class Blocks:
-    """The blocks of a run with this layout, by device and by process.
+    """The blocks (shards) of a run with this layout, by device and by process.
 
-    Blocks of other processes are computed only on request: a pod has millions.
+    Blocks of other processes are computed only on request, since a pod may have millions of blocks.
 
     Attributes:
-      entries: the descriptions of the arrays of a run.
+      entries: the names, shapes, dtypes and placements of the arrays of a run.
     """
 
     def __init__(self, layout: Layout, entries: Sequence[Entry]):
@@ -78,7 +78,7 @@ class Blocks:
         return [device for device in self._devices if device.process_index == process]
 
     def of_process(self, process: int) -> dict[str, Block]:
-        """Return {name: block} of a process, each block once, however many of the process's devices have it."""
+        """Return {name: block} of a process. A block that several of its devices store is listed once."""
         if process not in self._of_process:
             blocks = (block for device in self.devices_of(process) for block in self.of_device(device))
             self._of_process[process] = {block.name: block for block in blocks}
@@ -86,7 +86,7 @@ class Blocks:
 
     @property
     def own(self) -> dict[str, Block]:
-        """{name: block} of this process."""
+        """The blocks of this process, as {name: block}."""
         return self.of_process(jax.process_index())
 
 
@@ -98,15 +98,15 @@ def _block(number: int, entry: Entry, slices: Sequence[Any]) -> Block:
 
 
 def stored_shape(entry: Entry) -> tuple[int, ...]:
-    """Return the shape of a stored array; for random keys that of their uint32 words."""
+    """Return the global shape of an array as the layout stores it; for random keys, the shape of their uint32 words."""
     return entry.placement.view.stored + tuple(entry.words.shape[len(entry.shape) :])
 
 
 def copy_out(blocks: Blocks, arrays: Sequence[jax.Array]) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
-    """Copy this process's blocks from the devices; on a CPU, the results share memory with the arrays.
+    """Copy this process's blocks (shards) to the host; on a CPU, the results share memory with the arrays.
 
     Args:
-      blocks: the blocks.
+      blocks: the blocks of all processes.
       arrays: the stored arrays of a run, in the order of `blocks.entries`.
 
     Returns:
@@ -127,9 +127,9 @@ def put_back(layout: Layout, blocks: Blocks, found: dict[str, np.ndarray[Any, An
 
     Args:
       layout: the layout of the run.
-      blocks: the blocks.
-      found: {name: bytes} of this process's blocks. Entries are removed from it when they were copied to all devices
-        that need them, to free their memory.
+      blocks: the blocks of all processes.
+      found: {name: bytes} of this process's blocks. Each entry is deleted once it is copied to the devices, to free
+        memory.
 
     Returns:
       The stored arrays; for random keys their uint32 words.
@@ -157,16 +157,16 @@ def put_back(layout: Layout, blocks: Blocks, found: dict[str, np.ndarray[Any, An
 
 
 def describe(entry: Entry) -> str:
-    """Describe how an array is stored, for comparison with a segment: "float32[64, 48] over ('data', None)"."""
+    """Describe how an array is stored, as text: "float32[64, 48] over ('data', None)"."""
     return f"{entry.dtype}{list(stored_shape(entry))} over {tuple(entry.placement.store)}"
 
 
 def replica_axes(entry: Entry, layout: Layout) -> tuple[str, ...]:
-    """Return the mesh axes, of more than one device, over which an array is replicated."""
+    """Return the names of the mesh axes with more than one device over which an array is replicated."""
     used = axes_of(entry.placement.store)
     return tuple(axis for axis in layout.mesh.axis_names if axis not in used and axis_size(layout.mesh, axis) > 1)
 
 
 def _plain(index: Sequence[Any], shape: Sequence[int]) -> Index:
-    """Convert slices to (start, stop) pairs."""
+    """Convert the slices of a shard in a global array of this shape to (start, stop) pairs."""
     return tuple((where.start or 0, size if where.stop is None else where.stop) for where, size in zip(index, shape))

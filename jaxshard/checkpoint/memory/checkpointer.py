@@ -56,9 +56,9 @@ class MemoryCheckpointer:
     A run whose parameters have become infinite or NaN is not copied, so the last good run stays in memory. Steps that
     are repeated after a `js.Rollback` replace the earlier copies.
 
-    A copy blocks training until the shards are in memory. On accelerators that is the time to transfer a host's shards
-    from its devices, so choose `every` by this time. Each process needs memory for twice the bytes of its shards, with
-    the frozen parameters of `js.lora`.
+    Training waits while a copy is made. On accelerators that is the time to transfer a host's shards from its devices;
+    choose a larger `every` if it is a large part of a step. Each process needs memory for twice the bytes of its
+    shards, including the frozen parameters of `js.lora`.
 
     Args:
       layout: the layout. Restarted processes must have the same layout, mesh and number of processes.
@@ -66,7 +66,8 @@ class MemoryCheckpointer:
       dir: a folder in shared memory, different for each training run. By default the folder in the environment variable
         JAXSHARD_MEMORY, which `jaxshard launch --max-restarts` makes at its start and removes at its end. The processes
         of a machine may share it; a folder that several machines share does not work.
-      data: called at each copy; returns the position of the data, as in `js.save`; at most 64 KiB as JSON.
+      data: a function `data()`, called at each copy, that returns the position of the data, as in `js.save`; at most
+        64 KiB as JSON.
 
     Raises:
       ValueError: `every` is below 1; there is no folder, or the folder is of another model or mesh.
@@ -184,7 +185,7 @@ class MemoryCheckpointer:
         return segment
 
     def _find_segments(self) -> list[Segment]:
-        """Map the segments of all processes that share the folder, this process's segment first."""
+        """Memory-map the segments (files) of all processes that share the folder, this process's segment first."""
         count, found = jax.process_count(), [self._segment]
         for file in sorted(self.folder.iterdir()):
             match = _FILE.fullmatch(file.name)
@@ -199,7 +200,7 @@ class MemoryCheckpointer:
         return found
 
     def _check_same(self, segment: Segment, facts: dict[str, str]) -> None:
-        """Raise ValueError if a segment was written for another layout, mesh, process or number of processes."""
+        """Raise ValueError if a segment (file) was written for another layout, mesh, process or number of processes."""
         there, here = segment.header, self._header
         lines = [
             f"{name}: {there.facts.get(name)} there, {fact} here"
@@ -213,14 +214,14 @@ class MemoryCheckpointer:
         )
 
     def _begin(self) -> None:
-        """Choose a random name for this training run, the same in all processes, and clear the segment's slots."""
+        """Choose a random name for this training run, the same in all processes, and clear both slots in memory."""
         self._run = gather_texts(secrets.token_hex(8), "js.MemoryCheckpointer.save")[0]
         for slot in range(SLOTS):
             self._segment.clear(slot)
         gather_texts(self._run, "js.MemoryCheckpointer.save")  # so that no process still has steps of another run
 
     def _write(self, record: Record, blocks: list[Bytes]) -> int:
-        """Write a step into the slot with the older step; return the slot."""
+        """Write a step into the slot that does not have the last step; return the index of the slot."""
         slot = 1 - self._slot
         self._segment.write(slot, record, blocks)
         return slot
@@ -228,10 +229,12 @@ class MemoryCheckpointer:
     def _write_again(self, record: Record, blocks: list[Bytes]) -> int:
         """Write a step that is repeated after a rollback, and clear copies of abandoned steps; return the slot written.
 
-        The rollback abandoned all steps with the same or a larger number. The repeated step replaces the earliest
-        abandoned step in memory; if both slots have abandoned steps, the other slot is cleared when all processes have
-        written the repeated step. No process writes before all have cleared an abandoned step of the same number, whose
-        shards `restore` could not tell from those of the repeated step.
+        The rollback abandoned all steps with the same or a larger number. The repeated step is written into the slot
+        with the earliest abandoned step. If the other slot has an abandoned step too, it is cleared once all processes
+        have written the repeated step.
+
+        Before any process writes, all clear their slot. Otherwise `restore` could combine shards of the abandoned and
+        of the repeated step, which may have the same number.
         """
         records = [self._segment.record(slot) for slot in range(SLOTS)]
         given_up = sorted((one.step, slot) for slot, one in enumerate(records) if one and one.step >= record.step)
@@ -245,7 +248,7 @@ class MemoryCheckpointer:
         return slot
 
     def _keep(self, recalled: Recalled) -> None:
-        """Make this process's segment contain the step from which all processes continue, and no later step."""
+        """Store the restored step in this process's segment, unless it is intact there, and clear later steps."""
         records = [self._segment.record(slot) for slot in range(SLOTS)]
         for slot, record in enumerate(records):
             if record is not None and record.step > recalled.step:
@@ -268,7 +271,7 @@ class MemoryCheckpointer:
 
 
 def memory_of_launch() -> Path:
-    """Return the folder in shared memory that `jaxshard launch` made, from its environment variable.
+    """Return the folder in shared memory that `jaxshard launch` made, from the environment variable JAXSHARD_MEMORY.
 
     Raises:
       ValueError: the variable is not set.
@@ -286,7 +289,8 @@ def _together(fn: Callable[[], Any], point: str) -> Any:
     """Call a function in every process, and return its result; raise in all processes if it fails in any.
 
     Raises:
-      OSError, ValueError: the function's own error; in processes where it succeeded, an OSError that names the others.
+      OSError, ValueError: the function's own error in processes where it failed; in the others an OSError that names
+        the processes that failed.
     """
     failure, result = None, None
     try:

@@ -30,7 +30,10 @@ _WORD = 4
 
 
 def fetch(layout: Layout, blocks: Blocks, recalled: Recalled) -> None:
-    """Add the blocks that this process lacks to `recalled.found`. Collective: also for processes that lack none."""
+    """Copy the blocks that this process lacks from other processes, and add them to `recalled.found`.
+
+    Collective: every process calls this, even if it lacks no block.
+    """
     by_process = [blocks.of_process(process) if names else {} for process, names in enumerate(recalled.missing)]
     numbers = {held[name].array for held, names in zip(by_process, recalled.missing, strict=True) for name in names}
     groups: dict[tuple[str, ...], list[int]] = {}
@@ -44,14 +47,14 @@ def fetch(layout: Layout, blocks: Blocks, recalled: Recalled) -> None:
 def _fetch_group(
     layout: Layout, blocks: Blocks, recalled: Recalled, axes: tuple[str, ...], numbers: Sequence[int]
 ) -> None:
-    """Fetch the missing blocks of some arrays, chunk by chunk, and add them to `recalled.found`.
+    """Fetch the missing blocks of some arrays, in chunks of at most 64 MiB, and add them to `recalled.found`.
 
     Args:
       layout: the layout of the run.
       blocks: the blocks of all processes.
       recalled: the step; each missing block is sent by the process in `recalled.holders`.
       axes: the mesh axes over which all these arrays are replicated.
-      numbers: the indices of the arrays.
+      numbers: the indices of the arrays in `blocks.entries`.
     """
     found, lacking = recalled.found, recalled.missing[jax.process_index()]
     mine = blocks.devices_of(jax.process_index())
@@ -99,7 +102,10 @@ class _Sum:
         self._peers = peers_of(mesh)
 
     def __call__(self, devices: Sequence[jax.Device], parts: Sequence[Bytes]) -> list[Bytes]:
-        """Add the words of the devices along the axes; return the sum for each of this process's devices, as bytes."""
+        """All-reduce one buffer of bytes per device; return the sum for each of this process's devices.
+
+        `parts` has the buffers of `devices`, in order. Each four bytes are added as a uint32.
+        """
         words = [jax.device_put(part.view(np.uint32), device) for device, part in zip(devices, parts, strict=True)]
         if self._peers is not None:
             self._peers.meet(POINT)  # collectives don't wait long
@@ -109,9 +115,9 @@ class _Sum:
 
 
 def _place(held: Sequence[Block], numbers: Sequence[int]) -> list[tuple[Block, int]]:
-    """Place a device's blocks of some arrays one after another in a buffer; return (block, first byte) of each.
+    """Place a device's blocks of some arrays one after another in a buffer; return (block, offset of its first byte).
 
-    The first bytes are the same on every device, since all shards of an array have the same size.
+    The offsets are the same on every device, since all shards of an array have the same size.
     """
     placed, at = [], 0
     of_array = {block.array: block for block in held}
@@ -122,9 +128,10 @@ def _place(held: Sequence[Block], numbers: Sequence[int]) -> list[tuple[Block, i
 
 
 def _overlap(start: int, size: int, at: int, length: int) -> tuple[slice, slice]:
-    """Return (slice within a chunk, slice within a block) of the bytes where both overlap in the buffer.
+    """Find the bytes of a buffer that are both in a chunk and in a block; return (slice of chunk, slice of block).
 
-    The chunk has `size` bytes from `start` on, the block `length` bytes from `at` on.
+    The chunk is the `size` bytes of the buffer from offset `start`, the block the `length` bytes from offset `at`.
+    Example: _overlap(start=0, size=10, at=8, length=4) returns (slice(8, 10), slice(0, 2)).
     """
     low = max(start, at)
     high = max(low, min(start + size, at + length))

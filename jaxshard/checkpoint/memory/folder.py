@@ -27,14 +27,16 @@ PREFIX = "jaxshard-memory-"
 
 @contextlib.contextmanager
 def memory_folder(*, make: bool = True) -> Iterator[dict[str, str]]:
-    """Make a folder for one launch, and remove it at the end; first remove leftovers of this user's dead launches.
+    """Make a folder in shared memory for one launch, and remove it at the end of the context.
+
+    Folders that killed launches of this user left behind are removed first.
 
     Args:
-      make: False to do nothing.
+      make: False to make no folder, and yield an empty dict.
 
     Yields:
-      {environment variable: the folder}, for the launched processes. An empty dict if the variable is set already (then
-      whoever set it removes the folder), or on a system without shared memory.
+      Environment variables for the launched processes, {"JAXSHARD_MEMORY": folder}. An empty dict if the variable is
+      already set (whoever set it removes that folder), or on a system without shared memory.
     """
     if not make or MEMORY in os.environ or not os.access(SHARED, os.W_OK):
         yield {}
@@ -50,7 +52,7 @@ def memory_folder(*, make: bool = True) -> Iterator[dict[str, str]]:
 
 
 def find_leftovers() -> list[Path]:
-    """Return the folders of this user's launches that were killed, and so did not remove their folders."""
+    """Return the folders in shared memory that killed launches of this user left behind."""
     if not hasattr(os, "getuid") or not SHARED.is_dir():
         return []
     found = []
@@ -82,7 +84,7 @@ def _make() -> Path:
 
 
 def _is_locked(folder: Path) -> bool:
-    """Return True if the launch that made a folder is alive."""
+    """Return True if the launch that made a folder is still running, and so holds the folder's lock."""
     import fcntl
 
     try:

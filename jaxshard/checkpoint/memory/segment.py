@@ -40,12 +40,12 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Header(NamedTuple):
-    """The header of a segment: its arrays and blocks.
+    """The header of a segment (a process's file in shared memory), which lists its arrays and blocks (shards).
 
     Attributes:
-      facts: {name: text} of facts that must be the same after a restart: the index of the process, the mesh.
+      facts: {name: text} of settings that must be the same after a restart: the index of the process, the mesh.
       arrays: {path: how the array is stored, as text} of every array of the run.
-      blocks: {name: number of bytes} of every block, in the order of the slots.
+      blocks: {name: number of bytes} of every block, in their order in a slot.
     """
 
     facts: dict[str, str]
@@ -59,7 +59,7 @@ class Record(NamedTuple):
     Attributes:
       run: the random name of the training run.
       step: the number of the step.
-      saves: the number of saves of the training run in memory so far, including this save.
+      saves: how often the training run was copied to memory so far, this copy included.
       data: the position of the data.
       sums: the CRC-32 of every block.
     """
@@ -72,7 +72,7 @@ class Record(NamedTuple):
 
 
 class Segment:
-    """A segment that is mapped into the memory of this process; made by `create_segment` and `open_segment`."""
+    """A segment: a memory-mapped file with two slots for a step each; made by `create_segment` and `open_segment`."""
 
     def __init__(self, file: Path, header: Header, start: int):
         self.file, self.header = file, header
@@ -84,11 +84,11 @@ class Segment:
             raise Damaged(f"{file}: {len(self._memory)} bytes, {start + SLOTS * self._size} are expected")
 
     def record(self, slot: int) -> Record | None:
-        """Return the record of a slot; None if the slot has no step or an incomplete step."""
+        """Return the record of a slot, which describes its step; None if the slot has no complete step."""
         return _parse_record(self._slot(slot)[: self._places[0]].tobytes(), len(self._names))
 
     def clear(self, slot: int) -> None:
-        """Clear the record of a slot."""
+        """Clear the record of a slot, so that the slot has no step."""
         self._slot(slot)[:_LINE] = 0
 
     def write(self, slot: int, record: Record, blocks: Sequence[Bytes]) -> None:
@@ -151,10 +151,10 @@ class Segment:
 
 
 def create_segment(file: Path, header: Header) -> Segment:
-    """Make a segment with empty slots, and reserve all of its memory; replace an existing file.
+    """Make a segment (file) with two empty slots, and reserve all of its memory; replace an existing file.
 
     Raises:
-      OSError: there is not enough memory; the message has the needed and the free bytes.
+      OSError: there is not enough memory; the message says how many bytes are needed and how many are free.
     """
     line = json.dumps({"format": FORMAT} | header._asdict()).encode() + b"\n"
     text = line + _checksum_line(line)
@@ -205,7 +205,10 @@ def open_segment(file: Path) -> Segment:
 
 
 def _place_blocks(header: Header) -> tuple[list[int], int]:
-    """Return ([first byte of every block in a slot, then the end of the last block], bytes of a slot)."""
+    """Return (offsets in a slot, size of a slot), in bytes.
+
+    The offsets are the first byte of every block, and after them the end of the last block.
+    """
     starts = [_round_up(MOST_DATA + _PAGE + 12 * len(header.blocks), _PAGE)]
     for size in header.blocks.values():
         starts.append(_round_up(starts[-1] + size, _LINE))
@@ -213,7 +216,7 @@ def _place_blocks(header: Header) -> tuple[list[int], int]:
 
 
 def _map(fn: Callable[..., Any], size: int, *columns: Sequence[Any]) -> list[Any]:
-    """Return `[fn(*row) for row in zip(*columns)]`, computed in threads if `size`, the bytes of a slot, is large.
+    """Return `[fn(*row) for row in zip(*columns)]`, computed in threads if a slot has many bytes (`size`).
 
     Threads help because copies and checksums release the GIL.
     """
@@ -224,7 +227,7 @@ def _map(fn: Callable[..., Any], size: int, *columns: Sequence[Any]) -> list[Any
 
 
 def _reserve(opened: int, size: int) -> None:
-    """Allocate the memory of a file now; otherwise a later write dies by SIGBUS if memory runs out."""
+    """Allocate the memory of a file now; otherwise a later write could die by SIGBUS if memory runs out."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(opened, 0, size)
     else:

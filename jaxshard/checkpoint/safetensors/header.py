@@ -53,7 +53,7 @@ _HEX = re.compile("[0-9a-f]{8}")
 
 
 class Tensor(NamedTuple):
-    """The dtype, shape and place of a tensor in a file; `start` is its first byte, counted from the header's end."""
+    """The dtype, shape and first byte of a tensor in a file; `start` is counted from the end of the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -69,13 +69,13 @@ class Tensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The content of a header.
+    """The decoded header of a safetensors file.
 
     Attributes:
       tensors: {name: tensor}.
-      checksums: {name: CRC-32} of the tensors; {} for files of other programs.
+      checksums: {name: CRC-32} of the tensors; {} for files that other programs wrote.
       length: the number of bytes before the first tensor.
-      metadata: all metadata.
+      metadata: {key: text}, all entries of "__metadata__".
     """
 
     tensors: dict[str, Tensor]
@@ -109,11 +109,11 @@ def decode_header(start: bytes, size: int) -> Header:
     """Decode the header of a file.
 
     Args:
-      start: the first bytes of the file, at least as many as `header_size` says.
+      start: the first bytes of the file, at least `header_size` bytes.
       size: the size of the file in bytes.
 
     Raises:
-      ValueError: it is not the header of a complete safetensors file, or a newer version of jaxshard wrote it.
+      ValueError: this is not the header of a complete safetensors file, or a newer version of jaxshard wrote it.
     """
     end = header_size(start, size)
     fields = _decode_json(start[8:end])
@@ -134,14 +134,14 @@ def decode_header(start: bytes, size: int) -> Header:
 
 
 def header_size(start: bytes, size: int) -> int:
-    """Return the number of bytes before a file's data, from its first eight bytes.
+    """Return the number of bytes before the first tensor of a file, from the file's first eight bytes.
 
     Args:
-      start: the first bytes of the file, at least eight if it has so many.
+      start: the first eight bytes of the file, or more; fewer only if the file is shorter.
       size: the size of the file in bytes.
 
     Raises:
-      ValueError: the file is shorter than its header, or the length is above the limit.
+      ValueError: the file is shorter than its header, or the header is larger than 100 MB.
     """
     if size < 8:
         raise ValueError(f"{size} bytes are no safetensors file: it was cut off")
@@ -152,7 +152,7 @@ def header_size(start: bytes, size: int) -> int:
 
 
 def _decode_json(text: bytes) -> dict[str, Any]:
-    """Decode a JSON object, strictly: all numbers are integers of at most 19 digits."""
+    """Decode a JSON object in which all numbers must be integers of at most 19 digits."""
 
     def refuse(word: str) -> Any:
         raise ValueError(f"{word[:20]} is no size")

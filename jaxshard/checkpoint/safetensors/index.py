@@ -16,10 +16,10 @@ def index_of(path: Path) -> Path:
 
 
 def parse_index(raw: bytes) -> dict[str, str]:
-    """Decode the content of an index; return {name of a tensor: name of its file}.
+    """Decode the bytes of an index; return {name of a tensor: name of its file}.
 
     Raises:
-      ValueError: it is no index, or a file is not in the folder of the index.
+      ValueError: the bytes are not an index, or list a file outside of the folder of the index.
     """
     weights = decode_object(raw).get("weight_map")
     if not isinstance(weights, dict) or not all(map(_is_file_name, weights.values())):

@@ -18,10 +18,10 @@ ModelArray = tuple[Entry, jax.Array]
 
 
 def model_entries(layout: Layout) -> tuple[list[Entry], Any]:
-    """List the arrays of a model with this layout, with the names that they have as tensors in a file.
+    """List the arrays of a model with this layout, under their names as tensors in a safetensors file.
 
     A name is "blocks.attention.kernel"; for a model with a state, "params.dense.kernel" or "state.mean". For a model of
-    `js.lora` the arrays are those of the model without factors, into which the factors are merged.
+    `js.lora` the list has the full matrices, into which the low-rank factors are merged, but not the factors.
 
     Args:
       layout: the layout.
@@ -30,7 +30,8 @@ def model_entries(layout: Layout) -> tuple[list[Entry], Any]:
       (an `Entry` for each array, in the order of the leaves; the tree structure of the result of `init_fn`).
 
     Raises:
-      ValueError: two paths have the same name, or a name or dtype can't be written; the message names every such array.
+      ValueError: two paths have the same name, or safetensors can't represent a name or a dtype; the message names
+        every such array.
     """
     layout = matrix_layout(layout)
     shapes, placements = join_model(layout.shapes.params, layout.shapes.state), join_model(layout.params, layout.state)
@@ -49,12 +50,14 @@ def model_entries(layout: Layout) -> tuple[list[Entry], Any]:
 
 
 def tensor_of(entry: Entry) -> Tensor:
-    """Return the dtype and shape that an array has in a file, as a `Tensor` whose `start` is 0."""
+    """Return the dtype and shape that an array has in a file, as a `Tensor` with start=0."""
     return Tensor(str(entry.words.dtype), entry.words.shape, 0)
 
 
 def model_arrays(run: Any, layout: Layout) -> list[ModelArray]:
-    """Return (entry, stored array) of each array of a model, in the order of the leaves; merge factors of `js.lora`.
+    """Return (entry, array on the devices) of each array of a model, in the order of the leaves.
+
+    For a model of `js.lora` the low-rank factors are merged into the matrices.
 
     Args:
       run: a TrainState, or only its model: stored parameters, or a `js.Model` of stored parameters and state.

@@ -24,14 +24,14 @@ _MOST = 1 << 22
 
 
 class Range(NamedTuple):
-    """The indices from `start` up to, but without, `end`."""
+    """A range of indices in one dimension, from `start` to `end - 1`."""
 
     start: int
     end: int
 
 
 class Source(NamedTuple):
-    """The place of a tensor in a file.
+    """The place of a tensor on disk.
 
     Attributes:
       file: the path of the file.
@@ -45,15 +45,15 @@ class Source(NamedTuple):
 
 
 def read_part(source: Source, shape: Sequence[int], ranges: Sequence[Range]) -> NDArray[Any]:
-    """Read a part of a tensor.
+    """Read a part of a tensor from its file: a range of indices in each dimension.
 
     Args:
-      source: the place of the tensor.
+      source: the place of the tensor on disk.
       shape: the shape of the tensor.
       ranges: the indices to read, for each dimension.
 
     Returns:
-      The part, in C order.
+      A new array with the part, in C order.
 
     Raises:
       OSError: the file can't be read, or ends before the part does.
@@ -76,7 +76,8 @@ def read_part(source: Source, shape: Sequence[int], ranges: Sequence[Range]) -> 
 def allocate(shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Make an uninitialised NumPy array; a large array is allocated by mmap, not by malloc.
 
-    malloc keeps much freed memory, and does not align arrays as JAX needs it to share them on a CPU without a copy.
+    malloc keeps much of the freed memory. It also does not align arrays as JAX requires on a CPU to use them without a
+    copy.
     """
     count = math.prod(shape)
     if count * dtype.itemsize < 1 << 20:
@@ -86,9 +87,10 @@ def allocate(shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _firsts(shape: Sequence[int], ranges: Sequence[Range], cut: int) -> Iterator[int]:
-    """Yield the flat index of the first element of each contiguous range of a part, for each index before `cut`.
+    """Yield where the contiguous ranges of a part begin, as flat indices into the tensor.
 
-    Dimension `cut` is the last in which the part is smaller than the tensor.
+    There is one range for each index of the part in the dimensions before `cut`. It begins at the part's first index in
+    dimension `cut`; the part must contain all indices of the later dimensions, or the caller reads them all.
     """
     steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     start = ranges[cut].start * steps[cut] if shape else 0
@@ -99,7 +101,10 @@ def _firsts(shape: Sequence[int], ranges: Sequence[Range], cut: int) -> Iterator
 def _read_rows(
     fd: int, source: Source, shape: Sequence[int], ranges: Sequence[Range], cut: int, part: NDArray[Any]
 ) -> None:
-    """Fill `part`: read full rows of dimension `cut - 1`, up to 4 MiB at a time, and keep the wanted elements."""
+    """Fill `part` from full rows of the tensor: read up to 4 MiB of rows at once, and keep the wanted elements.
+
+    A row is one index of dimension `cut - 1`, with all indices of the later dimensions.
+    """
     dim, row = cut - 1, math.prod(shape[cut:])
     together = max(1, _MOST // (row * part.itemsize))
     flat = part.reshape(-1, *part.shape[dim:])
@@ -112,7 +117,7 @@ def _read_rows(
 
 
 def _read_into(fd: int, source: Source, start: int, raw: NDArray[np.uint8]) -> None:
-    """Fill the array `raw` with the bytes of a tensor from its byte `start` on."""
+    """Fill `raw` with the bytes of a tensor, from the tensor's byte `start` on."""
     done, rest = 0, raw.data
     while done < len(rest):
         count = os.preadv(fd, [rest[done : done + (1 << 30)]], source.offset + start + done)

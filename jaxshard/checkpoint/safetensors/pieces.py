@@ -33,10 +33,10 @@ LIMIT = 1 << 24
 
 
 class Window(NamedTuple):
-    """The shape of a part of an array that is contiguous in the array's bytes.
+    """The shape of a part of an array that is contiguous in the array's bytes: (1, ..., 1, n, *all later sizes).
 
-    It has a single index in each of the first `cut - 1` dimensions, several indices within one shard in the next
-    dimension, and all indices in the remaining dimensions.
+    The first `cut - 1` sizes are 1. The next dimension has n consecutive indices, all within one shard. The remaining
+    dimensions are complete.
     """
 
     cut: int
@@ -44,7 +44,7 @@ class Window(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The elements of a window, bitcast to unsigned integers, and replicated on every device.
+    """A contiguous part of an array, bitcast to unsigned integers and replicated on every device.
 
     The first `skip` bytes belong to the previous piece too.
     """
@@ -54,7 +54,7 @@ class Piece(NamedTuple):
 
 
 def largest_window(shape: tuple[int, ...], splits: tuple[int, ...], itemsize: int, limit: int) -> Window:
-    """Return the largest window of at most `limit` bytes, but at least one element.
+    """Return the largest window (contiguous part of an array) of at most `limit` bytes, but at least one element.
 
     Args:
       shape: the global shape of the array, in which no size is 0.
@@ -75,7 +75,8 @@ def window_starts(
 ) -> Iterator[tuple[tuple[int, ...], int]]:
     """Yield (index of the first element, elements to skip) of windows that together cover the array, in byte order.
 
-    If the last window would reach beyond its shard, it begins earlier, and skips elements of the previous window.
+    All windows have the same shape. If the last window in a shard would reach beyond the shard, it begins earlier, and
+    its first elements, which belong to the previous window, are skipped.
     """
     if not window.cut:
         yield (), 0
@@ -92,9 +93,9 @@ def window_starts(
 def stream_pieces(x: jax.Array, mesh: Mesh, spec: PartitionSpec, limit: int = LIMIT) -> Iterator[Piece]:
     """Yield an array piece by piece, in the order of its bytes.
 
-    Collective: every process must take all pieces. The collectives of a piece are an all-reduce over the mesh axes that
-    split dimensions in which the window is within one shard (devices without the window add zeros), and all-gathers
-    over the axes that split other dimensions. A device needs memory for one piece in addition to its shard.
+    Collective: every process must take all pieces. Each piece takes an all-reduce over the mesh axes that split the
+    first `Window.cut` dimensions, in which devices without the piece add zeros, and an all-gather over the mesh axes
+    that split the later dimensions. A device needs memory for one piece in addition to its shard.
 
     Args:
       x: the global array, in model order.
@@ -113,7 +114,7 @@ def stream_pieces(x: jax.Array, mesh: Mesh, spec: PartitionSpec, limit: int = LI
 
 
 def fetch_bytes(piece: Piece) -> bytes:
-    """Copy a piece to the host, without the bytes that belong to the previous piece."""
+    """Copy a piece to the host as bytes, without the first `skip` bytes, which belong to the previous piece."""
     return np.asarray(piece.array.addressable_data(0)).reshape(-1).view(np.uint8)[piece.skip :].tobytes()
 
 
@@ -145,9 +146,9 @@ def _index(axes: tuple[str, ...]) -> Any:
 
 
 def _to_bits(x: jax.Array) -> jax.Array:
-    """Bitcast to unsigned integers, to which zeros can be added without a change; a float -0.0 would become 0.0.
+    """Bitcast an array to unsigned integers; complex numbers get a last dimension of two, booleans become bytes.
 
-    Complex numbers get a last dimension of two; booleans become bytes.
+    An all-reduce then adds zeros without changing a bit. With floats, -0.0 would become 0.0.
     """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], -1)

@@ -27,11 +27,11 @@ _POINT = "js.load_safetensors"
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file.
+    """A tensor in a safetensors file.
 
     Attributes:
       file: the path of the file, for messages.
-      tensor: the tensor's dtype, shape and place in the data of the file.
+      tensor: the tensor's dtype, shape and first byte after the header.
       raw: the tensor's bytes; the file is memory-mapped, so bytes are read from disk when they are used.
       crc32: the tensor's checksum; None if the file has no checksums.
       start: the first byte of the tensor in the file.
@@ -122,7 +122,7 @@ def _load_onto(
 
 
 def check_tensors(wanted: list[Entry], what: str, found: dict[str, StoredTensor], *, verify: bool) -> None:
-    """Raise ValueError in all processes unless the tensors found are those of a layout.
+    """Raise ValueError in all processes unless the tensors have the names, shapes and dtypes that a layout expects.
 
     Args:
       wanted: the entries of the layout's arrays.
@@ -146,7 +146,7 @@ def check_tensors(wanted: list[Entry], what: str, found: dict[str, StoredTensor]
 
 
 def place_tensor(entry: Entry, array: npt.NDArray[Any], layout: Layout) -> jax.Array:
-    """Copy a tensor to the devices in model order, in a sharding as close as possible to the layout's.
+    """Copy a tensor to the devices as a global array in model order, sharded as closely as possible to the layout.
 
     Random keys stay uint32 words.
     """
@@ -155,7 +155,7 @@ def place_tensor(entry: Entry, array: npt.NDArray[Any], layout: Layout) -> jax.A
 
 
 def copy_part(array: npt.NDArray[Any], index: Any) -> npt.NDArray[Any]:
-    """Copy the part of a tensor at some slices to a new contiguous array, the shard of a device."""
+    """Copy `array[index]`, the shard of a device, to a new contiguous array."""
     return np.array(array[index], order="C")
 
 
@@ -171,7 +171,7 @@ def check_exists(path: Path, point: str) -> None:
 
 
 def open_files(path: Path) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Map a safetensors file, or all files in an index; return ({name: tensor}, messages about damaged files)."""
+    """Memory-map a safetensors file, or all files in an index; return ({name: tensor}, messages about bad files)."""
     problems: list[str] = []
     index = index_of(path)
     if index != path and (path.exists() or not index.exists()):
@@ -215,7 +215,7 @@ def open_buffer(
     Args:
       file: the path of the file, for messages.
       raw: the bytes of the file.
-      problems: a list of messages.
+      problems: the list to which a message is appended.
 
     Returns:
       ({name: tensor}, the metadata of the file); two empty dicts if the file is damaged.

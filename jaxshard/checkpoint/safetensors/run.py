@@ -120,7 +120,11 @@ def _key_dtypes(wanted: list[Entry]) -> dict[str, str]:
 
 
 def _decode_about(metadata: dict[str, str], wanted: list[Entry]) -> Any:
-    """Return the position of the data from a file's metadata; raise ValueError if they do not fit the layout."""
+    """Return the position of the data from a file's metadata.
+
+    Raises:
+      ValueError: the metadata are damaged or not those of a run, or list other random keys than the layout.
+    """
     checksum, _, about = metadata.get(_ABOUT, "").partition(" ")
     if not about:
         raise ValueError("they hold no run; js.from_bytes reads those of a model")

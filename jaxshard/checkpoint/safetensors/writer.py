@@ -46,7 +46,7 @@ class Output(NamedTuple):
     Attributes:
       name: the name of the tensor.
       tensor: the dtype and shape of the tensor; its `start` is not used.
-      make: returns the array, or its bits as unsigned integers, on the devices. Collective.
+      make: `make()` returns the array on the devices, or its bits as unsigned integers. Collective.
       spec: the sharding of the array that `make` returns.
     """
 
@@ -57,7 +57,7 @@ class Output(NamedTuple):
 
 
 def outputs_of(arrays: Iterable[ModelArray], mesh: Mesh) -> list[Output]:
-    """Return an `Output` for each array of a model, in the order of `arrays`."""
+    """Return an `Output` (a tensor to write: name, shape and a function that makes it) for each array of a model."""
 
     def output(entry: Entry, stored: jax.Array) -> Output:
         spec = entry.shape_saved(mesh).sharding.spec
@@ -77,10 +77,10 @@ def save_safetensors(
     model of `js.lora` the factors are merged into the matrices (`js.merge_lora`), which takes the memory of a second
     model on the devices.
 
-    Each process needs host memory only for a piece of 16 MiB. Each device needs memory for its shards and, for each
-    file that is being written, for its part of an array in model order, split as far as its dimensions divide, and for
-    a piece. Each piece takes an all-reduce or all-gathers of its size. Process k of n writes the files k, k + n,
-    k + 2 n and so on.
+    Arrays are copied to the host in pieces of at most 16 MiB, each by an all-reduce or all-gathers of its size, so a
+    process needs host memory for one piece only. For each file that is being written, a device needs memory for a piece
+    and for its part of one array in model order, which is split over the mesh axes that divide the array's dimensions.
+    Process k of n writes the files k, k + n, k + 2 n and so on.
 
     Args:
       path: the file, ending in .safetensors, on a disk that all processes see.
@@ -185,8 +185,8 @@ def write_file(
     Args:
       opened: the file.
       outputs: the tensors of the file, in the order of their bytes.
-      pieces: their bytes, as (name, piece) from `stream_outputs`; None is skipped.
-      metadata: metadata to add.
+      pieces: the bytes of the tensors, as (name, piece) from `stream_outputs`; None is skipped.
+      metadata: metadata to add to the header.
     """
     tensors = _place_tensors(outputs)
     checksums = dict.fromkeys(tensors, 0)
@@ -201,7 +201,7 @@ def write_file(
 
 
 def _place_tensors(outputs: Iterable[Output]) -> dict[str, Tensor]:
-    """Return {name: tensor} with consecutive byte ranges in a file."""
+    """Return {name: tensor}, with a `start` for each tensor so that it begins where the previous one ends."""
     placed, at = {}, 0
     for output in outputs:
         placed[output.name] = output.tensor._replace(start=at)
@@ -210,7 +210,7 @@ def _place_tensors(outputs: Iterable[Output]) -> dict[str, Tensor]:
 
 
 def sort_widest_first(outputs: Iterable[Output]) -> list[Output]:
-    """Sort tensors by decreasing bytes of an element, so that every tensor is aligned in the file."""
+    """Sort tensors by decreasing size of an element (f32 before bf16), so that every tensor is aligned in the file."""
     return sorted(outputs, key=lambda output: -jnp.dtype(output.tensor.dtype).itemsize)
 
 
@@ -234,7 +234,7 @@ def _name_files(path: Path, files: list[list[Output]]) -> dict[str, list[Output]
 
 
 def stream_outputs(outputs: Iterable[Output], mesh: Mesh, limit: int) -> Iterator[NamedPiece]:
-    """Yield (name, piece) for all bytes of some tensors, in the order of the file. Collective."""
+    """Yield (name of a tensor, piece) for all pieces of some tensors, in the order of their bytes. Collective."""
     for output in outputs:
         for piece in stream_pieces(output.make(), mesh, output.spec, limit):
             yield output.name, piece
@@ -272,7 +272,7 @@ def _write_draft(
 
 
 def _make_folder(path: Path, overwrite: bool) -> None:
-    """Create the folder of a file; raise FileExistsError if the file or its index exists, unless `overwrite`."""
+    """Create the folder of a file; raise FileExistsError if the file or its index exists and `overwrite` is False."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for there in (path, index_of(path)):
         if there.exists() and not overwrite:
