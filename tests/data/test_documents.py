@@ -61,10 +61,8 @@ def test_what_the_assistant_says_is_learned(tokenizer, tmp_path):
 
 
 def test_a_template_of_the_users_own_that_ends_a_document_by_itself(tokenizer, tmp_path):
-    folder = make_tokenizer(tmp_path / "chat", end="<|im_end|>", begin=None, template="{% jinja %}")
+    folder = make_tokenizer(tmp_path / "chat", end="<|im_end|>", begin=None, template="{% not used %}")
     file = write(tmp_path / "a.jsonl", talk("why?", "so."), talk("a", "b"))
-    with pytest.raises(ValueError, match=r"has messages, and the chat template in .*_config.json is a Jinja program"):
-        data.tokenize(file, data.tokenizer(folder))
     template = "<|im_start|>{role}\n{content}<|im_end|>\n"
     corpus = data.tokenize(file, data.tokenizer(folder), template=template)
     shown = "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\nso.<|im_end|>\n"
