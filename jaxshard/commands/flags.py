@@ -154,7 +154,7 @@ class Data(Flags):
       dtype: of the token ids in a .bin file, such as uint16
       vocab: how many token ids there are, for .npy and .bin
       tokenizer: a tokenizer.json, or a folder that has one; by default the tokenizer of the model hf:PATH
-      template: of a message in .jsonl; by default '{role}:\\n{content}\\n'
+      template: a line for each message in .jsonl, such as '{role}:\\n{content}\\n', not the tokenizer's chat template
     """
 
     data: Folder = None  # text, not a Path: that of an empty text is the current folder
@@ -282,13 +282,16 @@ class Generate(Model, Config):
     jaxshard generate --model hf:PATH --prompt "Once upon a time" --length 64 --mesh data=2,tensor=4
 
     Without an accelerator as many CPU devices are simulated as --mesh has, or one. The JSON object has "tokens", one
-    list for each prompt with the prompt in it and the token that ended it, and "text", which leaves out what ended it.
+    list for each prompt with the prompt in it and the token that ended it, and "text", which leaves out what ended it,
+    and of --chat has the answer alone.
 
     Attributes:
       model: hf:PATH, a folder that transformers wrote, or a ready-made size with --checkpoint
       checkpoint: a folder where jaxshard train saved a run of this model; its newest step is read
       prompt: a text to continue; give it once for each.
       prompt_tokens: the tokens of a prompt, such as 1,5,9; give it once for each.
+      chat: a message that the model answers, written by its chat template; give it once for each conversation
+      system: the message of the system before each --chat
       tokenizer: a tokenizer.json, or a folder that has one; by default the model's, or bytes
       length: the largest number of new tokens; by default 64, or fewer if the model has no more positions
       temperature: divides the logits; 0 takes the most likely token.
@@ -305,6 +308,8 @@ class Generate(Model, Config):
     checkpoint: File = None
     prompt: Texts = ()
     prompt_tokens: Texts = ()
+    chat: Texts = ()
+    system: Text = None
     tokenizer: File = None
     length: Count = None
     temperature: Real = 0.0

@@ -129,6 +129,14 @@ def test_tokens_come_from_the_cache_and_are_made_again_where_it_is_damaged(
         data.tokenize(file, tokenizer, cache=tmp_path / "file")
 
 
+def test_a_tokenizer_without_an_end_of_text_is_told(folder, tmp_path):
+    """Where the end is needed: not for conversations that a chat template writes."""
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "a.txt").write_text("the row of tokens is a row " * 20)
+    with pytest.warns(UserWarning, match=r"tokenizer.json names no token that ends a text: give tokenizer_config.json"):
+        data.tokenize(tmp_path / "a.txt", data.tokenizer(tmp_path))
+
+
 def test_an_answer_inside_a_token_is_told(tokenizer, tmp_path):
     file = write(tmp_path / "a.jsonl", {"prompt": "two and ", "completion": "two"}, {"prompt": "a", "completion": " b"})
     with pytest.warns(UserWarning, match=r"a.jsonl: 1 answer\(s\) begin inside a token"):
