@@ -39,10 +39,11 @@ _POINT = "js.hf.load"
 def model(folder: str | os.PathLike[str], *, dtype: Any = None, ignore: Iterable[str] = (), **changes: Any) -> Decoder:
     """Build a model from the config.json of a folder that transformers wrote.
 
-    Nothing is downloaded, and no weights are read: `js.hf.load` does that, and `model.init` draws random parameters.
+    No weights are read: `js.hf.load` does that, and `model.init` draws random parameters.
 
     Args:
-      folder: the folder, or "owner/name" of a model in the cache of the Hugging Face hub.
+      folder: the folder, or "owner/name" of a model on the Hugging Face hub. It is read from the hub's cache; files
+        that are not there are downloaded, unless HF_HUB_OFFLINE is set.
       dtype: the dtype of the parameters, such as "float32"; by default each parameter has the dtype of its tensor in
         the files, or the dtype in config.json if the folder has no weights.
       ignore: the names of unsupported entries of config.json to ignore, since they do not change the model's logits.
@@ -53,7 +54,8 @@ def model(folder: str | os.PathLike[str], *, dtype: Any = None, ignore: Iterable
       ignored; pass `dropout=0.1` for a GPT-2 with dropout.
 
     Raises:
-      FileNotFoundError: there is no such folder; the message says how to download a model.
+      FileNotFoundError: there is no such folder or model.
+      PermissionError, ConnectionError: the model is gated, or the hub can't be reached.
       ValueError: config.json has an unknown architecture or unsupported entries, which the message names, or the
         function of `js.models` refuses the arguments.
 
@@ -100,7 +102,7 @@ def load(folder: str | os.PathLike[str], layout: Layout, *, dtype: Any = None, i
         run = js.init(model.init, tx, layout, 0, init_from=js.hf.load("folder", layout))
     """
     check_layout("js.hf.load(folder, layout)", layout)
-    folder = find_folder(folder)
+    folder = find_folder(folder, weights=True)
     config = read_config(folder, ignore)
     check_exists(folder / WEIGHTS, _POINT)
     found, problems = _open_weights(config, folder)
