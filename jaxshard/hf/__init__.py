@@ -8,6 +8,7 @@
     families.py     a table for each family of models: the names of its tensors, and of its sizes in config.json
     config.py       convert config.json to the arguments of js.models, and back
     entries.py      the entries of config.json that are converted together, such as those of rotary positions
+    text_part.py    take the language model out of a model that also reads images
     folder.py       find a folder with config.json and safetensors
     hub.py          find a model of the Hugging Face hub, in its cache or by downloading it
     places.py       map jaxshard's arrays to tensors in the files: names, transposes and reshapes

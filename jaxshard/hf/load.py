@@ -31,6 +31,7 @@ from jaxshard.distributed.together import raise_together
 from jaxshard.hf.config import Config, read_config
 from jaxshard.hf.folder import WEIGHTS, find_folder
 from jaxshard.hf.places import Place, find_places
+from jaxshard.hf.text_part import name_in_text_part
 from jaxshard.models.decoder import Decoder
 
 _POINT = "js.hf.load"
@@ -120,9 +121,13 @@ def load(folder: str | os.PathLike[str], layout: Layout, *, dtype: Any = None, i
 def _open_weights(config: Config, folder: Path) -> tuple[dict[str, StoredTensor], list[str]]:
     """Map the weights in a folder; return ({full name of a tensor: tensor}, messages about damaged files).
 
-    If the names lack the family's prefix ("model."), because only the inner model was saved, it is added.
+    If the names lack the family's prefix ("model."), because only the inner model was saved, it is added. Of a model
+    that reads images, the tensors are those of its language model, under the names in a file of it alone.
     """
     found, problems = open_files(folder / WEIGHTS)
+    if config.reads_images:
+        names = {name: name_in_text_part(name) for name in found}
+        found = {text: found[name] for name, text in names.items() if text is not None}
     prefix = config.family.prefix
     if not any(name.startswith(prefix) for name in found):  # only the inner model was saved, as for GPT-2
         found = {name if name.startswith("lm_head.") else prefix + name: one for name, one in found.items()}
