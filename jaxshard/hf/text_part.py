@@ -30,6 +30,7 @@ def take_text_part(entries: dict[str, Any]) -> dict[str, Any] | None:
     found = {name: entries[name] for name in _SHARED if name in entries} | dict(entries.get("text_config") or {})
     if "tie_word_embeddings" in entries:
         found["tie_word_embeddings"] = entries["tie_word_embeddings"]
+    found.pop("final_logit_softcapping", None)  # which transformers applies only without images
     return found | {"architectures": [family.architecture], "model_type": family.model_type}
 
 

@@ -30,7 +30,7 @@ def test_transformers_opens_what_is_saved(opened, tmp_path):
     model, layout, params = load(folder, *LAYOUTS["tensor"])
     run = js.init(model.init, TX, layout, 0, init_from=params)
     original = open_folder(folder).state_dict()
-    for name in ("read", "made"):
+    for name in ("read",) if case == "phi3" else ("read", "made"):  # as a Mistral, whose tensors are not shared
         if name == "made":
             model.config = None
         again = open_folder(js.hf.save(tmp_path / name, run, layout, max_bytes=30_000))
