@@ -44,8 +44,8 @@ def run(flags: Generate) -> None:
     with usage_errors():
         how = _make_parallel(flags)
         named = NamedModel(flags.model, flags.change)
-        folder = named.find_folder(weights=flags.checkpoint is None)
         words = _tokenizer(named, flags.tokenizer)
+        folder = named.find_folder(weights=flags.checkpoint is None)
         network = _make_model(named, flags.checkpoint)
         rows = _rows(flags, words)
         stops = parse_stops(flags.stop, words, ends_of_text(words, folder))
