@@ -85,7 +85,7 @@ def test_the_language_model_of_a_model_that_reads_images(tmp_path):
         params.append(found)
     (tmp_path / "text").mkdir()
     plain, _, wanted = load(write_folder(tmp_path / "text", "gemma3"), *LAYOUTS["fsdp"])
-    assert model.arguments == plain.arguments
+    assert model.arguments == plain.arguments | {"logit_cap": None}  # as the full model in transformers has none
     for one in params:
         assert all(jax.tree.leaves(jax.tree.map(np.array_equal, one, wanted)))
     saved = js.hf.save(tmp_path / "saved", found, layout)
