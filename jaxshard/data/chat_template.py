@@ -105,6 +105,7 @@ class Renderer:
           add_generation_prompt: let the text end where the assistant is to answer.
 
         Raises:
+          TypeError: the messages are no list of objects.
           ValueError: the template refuses the conversation.
           TemplateRefusedError: the template itself can't be used: it reads what it must not, loops for too long, or
             needs too much memory.
@@ -115,6 +116,8 @@ class Renderer:
             raise TemplateRefusedError(
                 f"{self._template.file} has no chat template with the name 'default'; it has {', '.join(programs)}"
             )
+        if not all(isinstance(one, Mapping) for one in messages):
+            raise TypeError(f'messages must be a list of {{"role": ..., "content": ...}}, got {messages!r:.60}')
         plain = [{key: value for key, value in one.items() if value is not None} for one in messages]
         asked = {"messages": plain, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
         answer = self.ask({"name": name, "variables": {**self._template.tokens, **asked}})

@@ -29,6 +29,9 @@ TOKENIZER = (
 )
 """The names of all files of a tokenizer."""
 
+MORE_TEMPLATES = "additional_chat_templates/*.jinja"
+"""The names of the files of further chat templates."""
+
 
 def find_folder(name: str | os.PathLike[str], *, weights: bool = False) -> Path:
     """Find a model's folder by its path, or else by the model's name "owner/name" on the Hugging Face hub.

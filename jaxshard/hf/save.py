@@ -27,7 +27,7 @@ from jaxshard.core.tree import raise_all
 from jaxshard.data.tokenizer import FILE
 from jaxshard.distributed.together import call_in_first_process
 from jaxshard.hf.config import Config, make_config
-from jaxshard.hf.folder import CONFIG, DRAWING, TOKENIZER, WEIGHTS
+from jaxshard.hf.folder import CONFIG, DRAWING, MORE_TEMPLATES, TOKENIZER, WEIGHTS
 from jaxshard.hf.places import Place, find_places
 from jaxshard.models.decoder import Decoder
 
@@ -122,12 +122,14 @@ def _files_beside(config: Config, tokenizer: Path | None) -> dict[str, Path]:
         found[FILE] = file
     if home is not None:
         found = {name: home / name for name in TOKENIZER} | found
+        found |= {one.relative_to(home).as_posix(): one for one in home.glob(MORE_TEMPLATES)}
     return {name: file for name, file in found.items() if file.is_file()}
 
 
 def _write_config(folder: Path, config: Config, beside: dict[str, Path]) -> bool:
     for name, source in beside.items():
         if not (folder / name).exists():
+            (folder / name).parent.mkdir(exist_ok=True)
             write_atomically(folder / name, source.read_bytes())
     write_atomically(folder / CONFIG, json.dumps(config.entries, indent=2, sort_keys=True).encode() + b"\n")
     return True

@@ -49,6 +49,8 @@ def test_a_conversation_becomes_a_prompt(tmp_path):
     used = data.tokenizer(tmp_path)
     assert used.decode(used.apply_chat_template([ASKED])) == "<s>plain"
     assert used.decode(used.apply_chat_template([ASKED], tools=TOOLS)) == "tools"
+    with pytest.raises(TypeError, match=r"messages must be a list of .*, got \'two and"):
+        used.apply_chat_template(ASKED["content"])
     with pytest.raises(ValueError, match="has no chat template; write the text of the prompt"):
         data.tokenizer(make_tokenizer(tmp_path / "none")).apply_chat_template([ASKED])
 

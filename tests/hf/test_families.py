@@ -52,6 +52,8 @@ def test_what_is_saved_is_what_was_loaded(case, tmp_path):
         place.mkdir(exist_ok=True)
         for name in names:
             (place / name).write_text(f"{name} of {place.name}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("documents")
     model, layout, params = load(folder, *LAYOUTS["pipe" if case == "gpt2" else "tensor"])
     run = js.init(model.init, TX, layout, 0, init_from=params)
     saved = js.hf.save(tmp_path / "saved", run, layout, max_bytes=20_000)
@@ -61,6 +63,7 @@ def test_what_is_saved_is_what_was_loaded(case, tmp_path):
     assert all(np.array_equal(one.array, draw(name, one.array.shape)) for name, one in found.items())
     assert js.hf.model(saved).arguments == model.arguments
     assert (saved / "tokenizer.json").read_text() == f"tokenizer.json of {folder.name}"
+    assert (saved / "additional_chat_templates" / "rag.jinja").read_text() == "documents"
     assert (saved / "merges.txt").read_text() == "merges.txt of saved" and not (saved / "other.txt").exists()
     with pytest.raises(FileExistsError, match="there already"):
         js.hf.save(saved, run, layout)
