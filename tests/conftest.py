@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # names of no models are not looked for in the network
 
 # Processes that tests start import the package, too: compiled once for all of them, not in each.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

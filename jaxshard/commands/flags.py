@@ -154,7 +154,7 @@ class Data(Flags):
       dtype: dtype of the token ids in a .bin file, such as uint16
       vocab: size of the vocabulary, for token ids in a .npy or .bin file
       tokenizer: a tokenizer.json, or a folder that has one; by default the tokenizer of the model hf:PATH
-      template: how to write a message of a .jsonl file as text; by default '{role}:\\n{content}\\n'
+      template: a line for each message in .jsonl, such as '{role}:\\n{content}\\n', not the tokenizer's chat template
     """
 
     data: Folder = None  # text, not a Path: that of an empty text is the current folder
@@ -283,13 +283,16 @@ class Generate(Model, Config):
     jaxshard generate --model hf:PATH --prompt "Once upon a time" --length 64 --mesh data=2,tensor=4
 
     Without an accelerator it simulates CPU devices, as many as --mesh needs, or one. The JSON object has "tokens", one
-    list for each prompt, with the prompt and the stop token; and "text", without the stop token or stop text.
+    list for each prompt, with the prompt and the stop token; and "text", without the stop token or stop text, and
+    for --chat with the answer alone.
 
     Attributes:
       model: hf:PATH for a folder in the format of Hugging Face transformers, or a ready-made size with --checkpoint
       checkpoint: a folder where jaxshard train saved a run of this model; its newest step is read
       prompt: a text to continue; repeat the flag for several prompts
       prompt_tokens: the token ids of a prompt, such as 1,5,9; repeat the flag for several prompts
+      chat: a message that the model answers, written by its chat template; repeat the flag for several conversations
+      system: the system message before each --chat
       tokenizer: a tokenizer.json, or a folder that has one; by default that of the model, or bytes of text
       length: the largest number of new tokens; by default 64, or fewer if the model has no more positions
       temperature: divide the logits by this number; 0 takes the most likely token
@@ -306,6 +309,8 @@ class Generate(Model, Config):
     checkpoint: File = None
     prompt: Texts = ()
     prompt_tokens: Texts = ()
+    chat: Texts = ()
+    system: Text = None
     tokenizer: File = None
     length: Count = None
     temperature: Real = 0.0

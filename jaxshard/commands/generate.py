@@ -44,7 +44,8 @@ def run(flags: Generate) -> None:
     with usage_errors():
         how = _make_parallel(flags)
         named = NamedModel(flags.model, flags.change)
-        words, folder = _tokenizer(named, flags.tokenizer), named.folder
+        words = _tokenizer(named, flags.tokenizer)
+        folder = named.find_folder(weights=flags.checkpoint is None)
         network = _make_model(named, flags.checkpoint)
         rows = _rows(flags, words)
         stops = parse_stops(flags.stop, words, ends_of_text(words, folder))
@@ -58,6 +59,8 @@ def run(flags: Generate) -> None:
         params = _read_params(flags, folder, network, layout)
     if flags.checkpoint is None and folder is None:
         console.print(f"note: {flags.model} without --checkpoint: its weights are random, of --seed {flags.seed}")
+    if isinstance(words, Tokenizer) and not stops.tokens:
+        console.print(f"note: {words.file.parent} names no token that ends a text (eos_token); end texts by --stop")
     started = time.perf_counter()
     with working(console, "generating"), usage_errors():
         tokens = generate(
@@ -67,6 +70,9 @@ def run(flags: Generate) -> None:
     seconds = time.perf_counter() - started
     lengths = [len(prompt) for prompt in rows]
     texts = None if words is None else [stops.cut_text(row, n, words) for n, row in zip(lengths, tokens)]
+    if texts is not None and words is not None:
+        for number in range(len(rows) - len(flags.chat), len(rows)):  # of a conversation the answer alone
+            texts[number] = texts[number].removeprefix(words.decode(rows[number]))
     for shown in texts or [" ".join(map(str, stops.cut(row, n)[n:])) for n, row in zip(lengths, tokens)]:
         console.print("", Text(printable(shown)), sep="\n")
     result = {"model": str(named)} | {name: how.about[name] for name in ("mesh", "devices", "strategy")}
@@ -114,8 +120,10 @@ def _tokenizer(named: NamedModel, file: Path | None) -> Tokenizer | Bytes | None
 def _rows(flags: Generate, words: Tokenizer | Bytes | None) -> list[list[int]]:
     """Return the token ids of each prompt of --prompt and --prompt-tokens; ValueError if there is none."""
     prompts = flags.prompt
-    if not prompts and not flags.prompt_tokens:
-        raise ValueError("there is no prompt: give --prompt TEXT or --prompt-tokens 1,5,9, each as often as you like")
+    if not prompts and not flags.prompt_tokens and not flags.chat:
+        raise ValueError(
+            "there is no prompt: give --prompt TEXT, --prompt-tokens 1,5,9 or --chat TEXT, as often as you like"
+        )
     if prompts and words is None:
         raise ValueError(
             f"--prompt {prompts[0]}: the model has no {FILE} beside it to make tokens of text; give --tokenizer PATH, "
@@ -125,7 +133,21 @@ def _rows(flags: Generate, words: Tokenizer | Bytes | None) -> list[list[int]]:
     for text, row in zip(prompts, rows):
         if not row:
             raise ValueError(f"--prompt {text!r} has no tokens; give at least one character")
-    return rows + [_tokens("--prompt-tokens", text) for text in flags.prompt_tokens]
+    return rows + [_tokens("--prompt-tokens", text) for text in flags.prompt_tokens] + _chats(flags, words)
+
+
+def _chats(flags: Generate, words: Tokenizer | Bytes | None) -> list[list[int]]:
+    """Return the tokens of the conversations that the model is to answer."""
+    if flags.system is not None and not flags.chat:
+        raise ValueError(f"--system {flags.system}: it comes before a message; add --chat TEXT")
+    if flags.chat and not isinstance(words, Tokenizer):
+        raise ValueError(f"--chat {flags.chat[0]}: the model has no {FILE} and chat template; give --tokenizer PATH")
+    before = [] if flags.system is None else [{"role": "system", "content": flags.system}]
+    return [
+        words.apply_chat_template([*before, {"role": "user", "content": text}], add_generation_prompt=True)
+        for text in flags.chat
+        if isinstance(words, Tokenizer)
+    ]
 
 
 def _tokens(flag: str, text: str) -> list[int]:

@@ -62,7 +62,7 @@ class Job:
         self.size, self.seq = size._replace(recipe=recipe), size.shape["seq"]
         if "vocab" in named.changes:
             raise ValueError(f"--change {flags.change}: the vocabulary is that of the corpus; leave vocab out")
-        folder, shape = named.folder, named.shape
+        folder, shape = named.find_folder(weights=True), named.shape
         self.name = str(named)
         self.base = None if folder is None else Pretrained(folder, shape["vocab"], shape["seq"])
         if flags.lora is not None:

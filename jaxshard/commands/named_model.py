@@ -46,13 +46,17 @@ class NamedModel(NamedTuple):
     @property
     def folder(self) -> Path | None:
         """The folder of a Hugging Face model; None for a ready-made size."""
+        return self.find_folder(weights=False)
+
+    def find_folder(self, *, weights: bool) -> Path | None:
+        """Return the folder of a Hugging Face model, with its weights or perhaps without; None for other models."""
         if not self.target.startswith(PREFIX):
             return None
         path = self.target.removeprefix(PREFIX)
         if path.startswith("//"):
             name = f"{PREFIX}{path.lstrip('/')}"
             raise ValueError(f"{self.target} is an address; write {name}, the name of a model or its folder")
-        return find_folder(path)
+        return find_folder(path, weights=weights)
 
     @property
     def size(self) -> Size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -14,15 +15,17 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jaxshard.core.local_path import local_path
+from jaxshard.data.chat_template import ChatTemplate
+from jaxshard.data.conversations import TEMPLATE, ByChatTemplate, ByLine
 from jaxshard.data.corpus import HELD_OUT, Corpus, check_token_array, choose_held_out, read_texts
-from jaxshard.data.records import TEMPLATE, Record, first_kind, read_records, split_template
+from jaxshard.data.records import Record, first_kind, read_records
 from jaxshard.data.token_cache import TokenFiles, load_tokens, save_tokens
 from jaxshard.data.tokenizer import Tokenizer
 
 _AT_ONCE = 1024
 """The number of documents that are tokenized at a time."""
 
-_FORMAT = "1"
+_FORMAT = "2"
 """The version of the token cache's format, a part of the cache key; change it whenever the format changes."""
 
 
@@ -114,9 +117,8 @@ def tokenize(
     r"""Tokenise the documents at a path: text, or prompts and conversations of which only the answers are learned.
 
     - A `.jsonl` file: one record in each line, all of one kind: {"text": ...}, {"prompt": ..., "completion": ...} or
-      {"messages": [{"role": ..., "content": ...}, ...]}. Other keys are ignored. In a conversation the messages of the
-      roles "assistant" and "model" are answers, together with the template's text after {content}. The last 8 % of the
-      records are held out, at least one.
+      {"messages": [{"role": ..., "content": ...}, ...], "tools": [...]}. Other keys are ignored. In a conversation the
+      messages of the roles "assistant" and "model" are answers. The last 8 % of the records are held out, at least one.
     - A folder: every UTF-8 file below it is a document; files are read and held out as by `js.data.load`.
     - Any other file is one document, whose last 8 % are held out.
 
@@ -125,14 +127,18 @@ def tokenize(
     (`tokenizer.end`) is appended to every document that does not end with it; it is learned if the document ends with
     an answer. Empty documents are left out, with a warning.
 
+    Conversations are written by the tokenizer's chat template, if it has one, as by `apply_chat_template` of
+    transformers: nothing is appended. Answers are the tokens that it marks by `{% generation %}`, or else what it adds
+    for each message of the assistant. It runs in a child process with limits of time and memory.
+
     The tokens are cached in files, named by a hash of the data, the tokenizer and the template.
 
     Args:
       path: a file or a folder.
       tokenizer: a tokenizer from `js.data.tokenizer`.
-      template: the text of one message, in which {role} and {content} are replaced; "{role}:\n{content}\n" by default.
-        If the tokenizer's folder has a chat template, `template` is required for records with messages, because the
-        chat template is a Jinja program, which is not run.
+      template: a line for one message in which {role} and {content} are replaced, in the place of the chat template;
+        "{role}:\n{content}\n" by default if the tokenizer has no chat template. An answer then includes the line's
+        text after {content}.
       cache: the folder of the cache; by default `jaxshard/tokens` in $XDG_CACHE_HOME, or in ~/.cache.
 
     Returns:
@@ -141,23 +147,24 @@ def tokenize(
     Raises:
       FileNotFoundError: nothing at the path.
       ValueError: invalid lines, with their numbers; no documents, or no second document to hold out; a template that is
-        invalid or missing.
+        invalid; a chat template that can't be used.
 
     Example:
         tokenizer = js.data.tokenizer("llama/")
-        corpus = js.data.tokenize("chats.jsonl", tokenizer, template="<|im_start|>{role}\n{content}<|im_end|>\n")
+        corpus = js.data.tokenize("chats.jsonl", tokenizer)
         source = js.data.packed(corpus.train, batch=32, seq=1024, seed=0)
     """
     texts = _open(local_path(path), tokenizer, template)
     key = hashlib.sha256()
-    for fact in (_FORMAT, tokenizer.digest, TEMPLATE if template is None else template, texts.digest):
+    for fact in (_FORMAT, tokenizer.digest, texts.digest):
         key.update(f"{len(fact)} {fact}".encode())
     found = load_tokens(cache, texts.name, key.hexdigest())
     if found is None:
         found = _tokenize(texts, tokenizer)
         if (problem := save_tokens(cache, texts.name, key.hexdigest(), found)) is not None:
             warnings.warn(f"data: the tokens of {texts.name} are not kept: {problem}", stacklevel=2)
-    for note in (*texts.notes, *found.notes):
+    no_end = f"{tokenizer.file} names no token that ends a text: give tokenizer_config.json beside it an eos_token"
+    for note in (*texts.notes, *found.notes, *([] if texts.complete or tokenizer.end is not None else [no_end])):
         warnings.warn(f"data: {note}", stacklevel=2)
     joined = Documents(found.tokens, found.starts, found.answers, tokenizer.vocab, found.lines, texts.name)
     cut = len(joined) - found.held_out
@@ -169,10 +176,11 @@ class _Texts(NamedTuple):
 
     Attributes:
       name: the name of the file or folder.
-      digest: a hash of the content, a part of the cache key.
+      digest: the content's hash and template, a part of the cache key.
       records: `records()` reads the documents, and yields a `Record` for each.
       first_held: the index of the first held-out document, or None if the last 8 % are held out.
       notes: warnings about files that were left out.
+      complete: True if the texts have all special tokens, so that a tokenizer adds none.
     """
 
     name: str
@@ -180,6 +188,7 @@ class _Texts(NamedTuple):
     records: Callable[[], Iterator[Record]]
     first_held: int | None = None
     notes: tuple[str, ...] = ()
+    complete: bool = False
 
 
 def _open(path: Path, tokenizer: Tokenizer, template: str | None) -> _Texts:
@@ -200,15 +209,18 @@ def _open(path: Path, tokenizer: Tokenizer, template: str | None) -> _Texts:
         digest = f"{path.suffix} {hashlib.file_digest(file, 'sha256').hexdigest()}"
     if path.suffix != ".jsonl":
         return _Texts(name, digest, lambda: iter([Record(_decode(path))]))
-    if template is None and first_kind(path) == "messages" and tokenizer.template_file is not None:
-        raise ValueError(
-            f"data: {path} has messages, and the chat template in {tokenizer.template_file} is a Jinja program, which "
-            "is not run here. Say what a message looks like as template= (--template), such as "
-            "'<|im_start|>{role}\\n{content}<|im_end|>\\n', or write the conversations as prompts and completions"
-        )
-    chosen = TEMPLATE if template is None else template
-    split_template(chosen)
-    return _Texts(name, digest, lambda: read_records(path, chosen))
+    program = tokenizer.chat_template
+    if template is None and program is not None and first_kind(path) == "messages":
+        records = functools.partial(_read_by_chat_template, path, program)
+        return _Texts(name, f"{digest} {program.digest}", records, complete=True)
+    line = TEMPLATE if template is None else template
+    write = ByLine(line)
+    return _Texts(name, f"{digest} {line}", lambda: read_records(path, write))
+
+
+def _read_by_chat_template(path: Path, template: ChatTemplate) -> Iterator[Record]:
+    with template.renderer() as renderer:
+        yield from read_records(path, ByChatTemplate(renderer))
 
 
 def _open_folder(path: Path, name: str) -> _Texts:
@@ -257,7 +269,7 @@ def _tokenize(texts: _Texts, tokenizer: Tokenizer) -> TokenFiles:
     """Tokenise all documents of a path into arrays in memory, and decide how many of them are held out."""
     dtype = np.uint16 if tokenizer.vocab <= 2**16 else np.int32
     found, empty = [], 0
-    for one in _encode(texts.records(), tokenizer):
+    for one in _encode(texts, tokenizer):
         if one.ids.size:
             found.append(one._replace(ids=one.ids.astype(dtype)))
         else:
@@ -284,25 +296,27 @@ def _tokenize(texts: _Texts, tokenizer: Tokenizer) -> TokenFiles:
     return TokenFiles(tokens, np.array([0, cut, len(tokens)]), None, None, 1, tuple(notes))
 
 
-def _encode(records: Iterator[Record], tokenizer: Tokenizer) -> Iterator[_Encoded]:
-    """Tokenise documents, and append the end token to each; a document without text gets no tokens."""
-    number = 0
+def _encode(texts: _Texts, tokenizer: Tokenizer) -> Iterator[_Encoded]:
+    """Tokenise documents, and append the end token unless they are complete; one without text gets no tokens."""
+    number, records = 0, texts.records()
+    end = None if texts.complete else tokenizer.end
     while some := list(islice(records, _AT_ONCE)):
         with_answers = some[0].answers is not None  # a file has records of one kind
-        texts = [record.text for record in some]
+        parts = [record.text for record in some]
         spans: list[Any] = [None] * len(some)
         if with_answers:
-            ids, spans = map(list, zip(*tokenizer.encode_with_spans(texts), strict=True))
+            encoded = tokenizer.encode_with_spans(parts, add_special_tokens=not texts.complete)
+            ids, spans = map(list, zip(*encoded, strict=True))
         else:
-            ids = tokenizer.encode(texts)
+            ids = tokenizer.encode(parts)
         for record, its_ids, its_spans in zip(some, ids, spans, strict=True):
             its_ids = its_ids if record.text else its_ids[:0]
-            yield _Encoded(number, record.line, *_end(record, its_ids, its_spans, tokenizer))
+            yield _Encoded(number, record.line, *_end(record, its_ids, its_spans, end, tokenizer))
             number += 1
 
 
 def _end(
-    record: Record, ids: np.ndarray, spans: np.ndarray | None, tokenizer: Tokenizer
+    record: Record, ids: np.ndarray, spans: np.ndarray | None, end: int | None, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray | None, int]:
     """Append the end token to a document's ids if it is missing, and find the tokens that are learned.
 
@@ -310,12 +324,12 @@ def _end(
       record: the document, with the character ranges of its answers.
       ids: the token ids of its text.
       spans: int64[tokens, 2], (begin, end) of each token in the characters of the text; None if there are no answers.
-      tokenizer: the tokenizer, which has the end token.
+      end: the id of the end token, or None to append nothing.
+      tokenizer: the tokenizer.
 
     Returns:
       (ids, bool[tokens] of learned tokens or None for all, number of answers that begin inside a token).
     """
-    end = tokenizer.end
     if end is not None and ids.size and ids[-1] != end and not record.text.rstrip().endswith(tokenizer.text_of(end)):
         ids = np.append(ids, end)
     if record.answers is None or spans is None:
@@ -325,6 +339,6 @@ def _end(
     for begin, stop in record.answers:
         learned[: len(spans)] |= (first < stop) & (last > begin) & (last > first)
         straddling += bool(((first < begin) & (last > begin)).any())
-    if ids[-1] == end:  # the end token is learned if the document ends with an answer
+    if end is not None and ids[-1] == end:  # the end token is learned if the document ends with an answer
         learned[-1] |= record.answers[-1][1] == len(record.text)
     return ids, learned, straddling

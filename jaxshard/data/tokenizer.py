@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxshard.core.local_path import local_path
+from jaxshard.data.chat_template import ChatTemplate, Messages
+from jaxshard.data.tokenizer_folder import chat_template, end_of_text
 
 FILE = "tokenizer.json"
 
@@ -23,12 +24,12 @@ class Tokenizer:
       file: the `tokenizer.json`.
       vocab: the number of token ids, including added tokens: the largest id plus 1.
       end: the id of the token that ends a document, or None if no file in the folder names one.
-      template_file: the file in the folder that contains a chat template (a Jinja program), or None.
+      chat_template: the chat template in the folder (a Jinja program that writes conversations), or None.
       digest: SHA-256 of the file and of `end`, in hexadecimal.
     """
 
-    def __init__(self, file: Path, library: Any, end: int | None, template_file: Path | None) -> None:
-        self.file, self.end, self.template_file, self._library = file, end, template_file, library
+    def __init__(self, file: Path, library: Any, end: int | None, chat_template: ChatTemplate | None) -> None:
+        self.file, self.end, self.chat_template, self._library = file, end, chat_template, library
         self.vocab: int = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.digest = hashlib.sha256(file.read_bytes() + f"end {end}".encode()).hexdigest()
 
@@ -40,15 +41,45 @@ class Tokenizer:
         """Tokenise a part of a text, without the special tokens that the tokenizer adds to a full text."""
         return [int(token) for token in self._library.encode(text, add_special_tokens=False).ids]
 
-    def encode_with_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode_with_spans(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Tokenise texts, and return the range of characters of each token.
+
+        Args:
+          texts: the texts.
+          add_special_tokens: also add special tokens (such as "<s>" at the beginning), as `encode` does.
 
         Returns:
           For each text (ids int64[tokens], spans int64[tokens, 2]). A span is (begin, end) of the token in the text, or
           (0, 0) for a special token that the tokenizer added.
         """
-        found = self._library.encode_batch(list(texts))
+        found = self._library.encode_batch(list(texts), add_special_tokens=add_special_tokens)
         return [(np.array(one.ids, np.int64), np.array(one.offsets, np.int64).reshape(-1, 2)) for one in found]
+
+    def apply_chat_template(
+        self, messages: Messages, *, tools: Sequence[Any] | None = None, add_generation_prompt: bool = False
+    ) -> list[int]:
+        """Tokenise a conversation by the tokenizer's chat template, as the method of this name in transformers.
+
+        The template runs in a child process, for at most 5 seconds of CPU time.
+
+        Args:
+          messages: {"role": ..., "content": ...} of each message.
+          tools: descriptions of the functions that the model may call, as JSON objects.
+          add_generation_prompt: end where the assistant is to answer, for `js.generate`.
+
+        Raises:
+          ValueError: there is no chat template, or it refuses the messages or can't be used.
+          ImportError: jinja2 is not installed.
+        """
+        if self.chat_template is None:
+            raise ValueError(
+                f"tokenizer: {self.file.parent} has no chat template; write the text of the prompt yourself"
+            )
+        with self.chat_template.renderer() as renderer:
+            text = renderer.render(messages, tools, add_generation_prompt=add_generation_prompt).text
+        return self.encode_part(text)
 
     def decode(self, tokens: Iterable[int] | Int[np.ndarray, " tokens"]) -> str:
         """Return the text of token ids, special tokens included."""
@@ -64,7 +95,8 @@ def tokenizer(path: str | Path) -> Tokenizer:
     """Read a tokenizer: a `tokenizer.json`, or a folder that contains one, such as a Hugging Face model.
 
     The token that ends a document is "eos_token" in the `tokenizer_config.json` of the same folder, or else the (first)
-    "eos_token_id" in its `config.json`. The file's options for truncation and padding are ignored.
+    "eos_token_id" in its `generation_config.json` or `config.json`. The file's options for truncation and padding are
+    ignored.
 
     Args:
       path: the file or the folder.
@@ -96,7 +128,7 @@ def tokenizer(path: str | Path) -> Tokenizer:
         raise ValueError(f"tokenizer: {file} is no tokenizer that can be read: {error}") from error
     library.no_truncation()
     library.no_padding()
-    return Tokenizer(file, library, _end_of(file.parent, library), _template_file(file.parent))
+    return Tokenizer(file, library, end_of_text(file.parent, library), chat_template(file.parent))
 
 
 def _other_kinds(folder: Path) -> str:
@@ -108,38 +140,3 @@ def _other_kinds(folder: Path) -> str:
         f"; the folder has {others[0]}, an older form: transformers.AutoTokenizer.from_pretrained({str(folder)!r})"
         f".save_pretrained(...) writes a {FILE}"
     )
-
-
-def _end_of(folder: Path, library: Any) -> int | None:
-    """Return the id of the end token in tokenizer_config.json or config.json of a folder; None if neither names one."""
-    token = _read(folder / "tokenizer_config.json").get("eos_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    if token is not None:
-        number: int | None = library.token_to_id(str(token))
-        if number is None:
-            raise ValueError(
-                f"tokenizer: {folder / 'tokenizer_config.json'} names the eos_token {token!r}, which "
-                f"{FILE} lacks; put that right in one of the two"
-            )
-        return number
-    number = _read(folder / "config.json").get("eos_token_id")
-    number = next(iter(number), None) if isinstance(number, list) else number
-    return number if isinstance(number, int) and library.id_to_token(number) is not None else None
-
-
-def _template_file(folder: Path) -> Path | None:
-    if (folder / "chat_template.jinja").is_file():
-        return folder / "chat_template.jinja"
-    config = folder / "tokenizer_config.json"
-    return config if _read(config).get("chat_template") else None
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """Decode a JSON file with an object; return {} if the file does not exist."""
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"tokenizer: {file} is no JSON: {error}") from error
-    return content if isinstance(content, dict) else {}

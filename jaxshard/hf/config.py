@@ -15,6 +15,7 @@ from jaxshard.core.tree import raise_all
 from jaxshard.hf.entries import NEUTRAL, Reader
 from jaxshard.hf.families import FAMILIES, Family
 from jaxshard.hf.folder import CONFIG
+from jaxshard.hf.text_part import WITH_IMAGES, take_text_part
 from jaxshard.models.decoder import Decoder
 from jaxshard.models.parts import check_window
 from jaxshard.models.rope import as_scaling
@@ -28,12 +29,14 @@ class Config(NamedTuple):
       arguments: the arguments of `family.make`, the function of `js.models` that builds the model.
       entries: all entries of the file.
       folder: the folder of the file; None for a model that was not read from a folder.
+      reads_images: True if this is the language model inside of a model that also reads images.
     """
 
     family: Family
     arguments: dict[str, Any]
     entries: dict[str, Any]
     folder: Path | None = None
+    reads_images: bool = False
 
 
 def read_config(folder: Path, ignore: Iterable[str] = ()) -> Config:
@@ -52,8 +55,11 @@ def read_config(folder: Path, ignore: Iterable[str] = ()) -> Config:
         entries = decode_object(read_plain_file(path).lstrip())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
+    text_part = take_text_part(entries)
+    entries = entries if text_part is None else text_part
     family = find_family(entries, path)
-    return Config(family, read_arguments(family, entries, path, ignore), entries, folder)
+    arguments = read_arguments(family, entries, path, ignore)
+    return Config(family, arguments, entries, folder, reads_images=text_part is not None)
 
 
 def find_family(entries: Mapping[str, Any], path: Path | str) -> Family:
@@ -68,9 +74,10 @@ def find_family(entries: Mapping[str, Any], path: Path | str) -> Family:
         found = [family for family in FAMILIES.values() if family.model_type == entries.get("model_type")]
     if len(found) == 1:
         return found[0]
+    known = [*FAMILIES, *WITH_IMAGES]
     got = ", ".join(map(str, names)) or f"model_type {entries.get('model_type')!r}"
-    near = difflib.get_close_matches(got, FAMILIES, 3, 0.5)
-    hint = f"the nearest known ones are {', '.join(near)}" if near else f"known are {', '.join(FAMILIES)}"
+    near = difflib.get_close_matches(got, known, 3, 0.5)
+    hint = f"the nearest known ones are {', '.join(near)}" if near else f"known are {', '.join(known)}"
     raise ValueError(f"{path}: the architecture {got} is not known; {hint}")
 
 

@@ -8,6 +8,11 @@ dimensions (tensor > array):
 Here the tensor [h * d, c] of each block becomes a slice [c, h, d] of jaxshard's stacked array. The first `{}` is the
 index of the block, the array's first dimension; a second `{}` is the index of the expert, the array's second dimension.
 A digit in place of a letter is a dimension of that size.
+
+Several arrays may share a tensor, as queries, keys and values in Phi-3. Then the tensor's first dimension is a sum, and
+the array is the part in brackets:
+
+    blocks.k_proj.kernel    model.layers.{}.self_attn.qkv_proj.weight    hd+[kd]+kd c > c k d
 """
 
 from __future__ import annotations
@@ -87,13 +92,16 @@ embed.embed_tokens.embedding  model.embed_tokens.weight  v c > v c
 head.norm.scale               model.norm.weight          c > c
 head.lm_head.kernel           lm_head.weight             v c > c v
 """
-_ATTENTION = """
-blocks.attn_norm.scale  model.layers.{}.input_layernorm.weight   c > c
-blocks.q_proj.kernel    model.layers.{}.self_attn.q_proj.weight  hd c > c h d
-blocks.k_proj.kernel    model.layers.{}.self_attn.k_proj.weight  kd c > c k d
-blocks.v_proj.kernel    model.layers.{}.self_attn.v_proj.weight  kd c > c k d
-blocks.o_proj.kernel    model.layers.{}.self_attn.o_proj.weight  c hd > h d c
+_PROJECTIONS = """
+blocks.q_proj.kernel  model.layers.{}.self_attn.q_proj.weight  hd c > c h d
+blocks.k_proj.kernel  model.layers.{}.self_attn.k_proj.weight  kd c > c k d
+blocks.v_proj.kernel  model.layers.{}.self_attn.v_proj.weight  kd c > c k d
+blocks.o_proj.kernel  model.layers.{}.self_attn.o_proj.weight  c hd > h d c
 """
+_ATTN_NORM = """
+blocks.attn_norm.scale  model.layers.{}.input_layernorm.weight  c > c
+"""
+_ATTENTION = _ATTN_NORM + _PROJECTIONS
 _HEAD_NORMS = """
 blocks.q_norm.scale  model.layers.{}.self_attn.q_norm.weight  d > d
 blocks.k_norm.scale  model.layers.{}.self_attn.k_norm.weight  d > d
@@ -157,6 +165,49 @@ QWEN3 = Family(
     defaults=_DEFAULTS | {"head_dim": 128},
     only=_PLAIN,
     fixed={"qk_norm": True},
+)
+
+PHI3 = Family(
+    architecture="Phi3ForCausalLM",
+    model_type="phi3",
+    make=llama,
+    names=_ENDS
+    + _ATTN_NORM
+    + _MLP_NORM
+    + """
+blocks.q_proj.kernel     model.layers.{}.self_attn.qkv_proj.weight  [hd]+kd+kd c > c h d
+blocks.k_proj.kernel     model.layers.{}.self_attn.qkv_proj.weight  hd+[kd]+kd c > c k d
+blocks.v_proj.kernel     model.layers.{}.self_attn.qkv_proj.weight  hd+kd+[kd] c > c k d
+blocks.o_proj.kernel     model.layers.{}.self_attn.o_proj.weight    c hd > h d c
+blocks.gate_proj.kernel  model.layers.{}.mlp.gate_up_proj.weight    [f]+f c > c f
+blocks.up_proj.kernel    model.layers.{}.mlp.gate_up_proj.weight    f+[f] c > c f
+blocks.down_proj.kernel  model.layers.{}.mlp.down_proj.weight       c f > f c
+""",
+    sizes=_SIZES,
+    groups=(ROPE, WINDOW),
+    defaults=_DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": None},
+    only=_PLAIN,
+    unread=("auto_map", "embd_pdrop", "original_max_position_embeddings", "resid_pdrop"),
+)
+
+OLMO2 = Family(
+    architecture="Olmo2ForCausalLM",
+    model_type="olmo2",
+    make=llama,
+    names=_ENDS
+    + _PROJECTIONS
+    + _MLP
+    + """
+blocks.q_norm.scale     model.layers.{}.self_attn.q_norm.weight            hd > h d
+blocks.k_norm.scale     model.layers.{}.self_attn.k_norm.weight            kd > k d
+blocks.attn_norm.scale  model.layers.{}.post_attention_layernorm.weight    c > c
+blocks.mlp_norm.scale   model.layers.{}.post_feedforward_layernorm.weight  c > c
+""",
+    sizes=_SIZES,
+    groups=(ROPE,),
+    defaults=_DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": None},
+    only=_PLAIN,
+    fixed={"qk_norm": "joint", "norm_after": True},
 )
 
 _ROUTED = "".join(line.replace("blocks.", "blocks.attention.") for line in _ATTENTION.splitlines(keepends=True))
@@ -238,6 +289,11 @@ GEMMA2 = Family(
     unread=("hidden_act",),
 )
 
+_GEMMA3_DEFAULTS = _GEMMA_DEFAULTS | {
+    "attn_logit_softcapping": None, "final_logit_softcapping": None, "rope_theta": 1e6, "vocab_size": 262_208,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072,
+}  # fmt: skip
+
 GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
@@ -245,7 +301,7 @@ GEMMA3 = Family(
     names=_GEMMA + _HEAD_NORMS,
     sizes=_GEMMA_SIZES,
     groups=(TWO_ROPES, windows_in_turn(6)),
-    defaults=_GEMMA_DEFAULTS | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "rope_theta": 1e6},
+    defaults=_GEMMA3_DEFAULTS,
     only=_GEMMA_ONLY,
     fixed={"qk_norm": True},
     unread=("hidden_act",),
@@ -289,6 +345,7 @@ head.lm_head.kernel     lm_head.weight                           v c > c v
 )  # fmt: skip
 
 FAMILIES = {
-    family.architecture: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, GEMMA2, GEMMA3, GPT2)
+    family.architecture: family
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, MIXTRAL, QWEN3_MOE, GEMMA2, GEMMA3, GPT2)
 }
 """{name of the architecture in config.json: family} of all families."""

@@ -1,4 +1,4 @@
-"""Find a folder with config.json and safetensors files, by its path or in the cache of the Hugging Face hub."""
+"""Find a folder with config.json and safetensors files, by its path or by its name on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from pathlib import Path
 
 from jaxshard.checkpoint.strict_json import decode_object, read_plain_file
 from jaxshard.core.local_path import local_path
+from jaxshard.hf.hub import find_on_hub
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+_ANY_WEIGHTS = "model*.safetensors"
+"""The names of all files with weights."""
 DRAWING = "generation_config.json"
 """The file with the default options of text generation."""
 
@@ -22,18 +25,23 @@ TOKENIZER = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "chat_template.json",
 )
 """The names of all files of a tokenizer."""
 
+MORE_TEMPLATES = "additional_chat_templates/*.jinja"
+"""The names of the files of further chat templates."""
 
-def find_folder(name: str | os.PathLike[str]) -> Path:
-    """Find a model's folder by its path, or by the model's name "owner/name" in the cache of the Hugging Face hub.
+
+def find_folder(name: str | os.PathLike[str], *, weights: bool = False) -> Path:
+    """Find a model's folder by its path, or else by the model's name "owner/name" on the Hugging Face hub.
 
     Args:
-      name: a folder, or the name of a model on the hub. Nothing is downloaded.
+      name: a folder, or the name of a model on the hub, which `find_on_hub` finds in the hub's cache or downloads.
+      weights: the weights are needed, too, not only the configuration and the tokenizer.
 
     Raises:
-      FileNotFoundError: neither exists; the message says how to download the model.
+      FileNotFoundError: neither exists.
     """
     folder = local_path(name).expanduser()
     if folder.is_dir():
@@ -43,16 +51,7 @@ def find_folder(name: str | os.PathLike[str]) -> Path:
     parts = str(name).split("/")
     if len(parts) != 2 or not all(parts) or str(name).startswith((".", "~")):
         raise FileNotFoundError(f"js.hf: there is no folder {folder}")
-    cached = _cache() / f"models--{'--'.join(parts)}"
-    revision = cached / "refs" / "main"
-    if revision.is_file():
-        snapshot = cached / "snapshots" / revision.read_text().strip()
-        if (snapshot / CONFIG).exists():
-            return snapshot
-    raise FileNotFoundError(
-        f"js.hf: there is no folder {folder}, and {_cache()} has no model {name}; nothing is downloaded here. Get its "
-        f"{CONFIG} and *.safetensors with\n    hf download {name}\nor name a folder that has them"
-    )
+    return find_on_hub(str(name), (CONFIG, _ANY_WEIGHTS) if weights else (CONFIG,))
 
 
 def end_tokens(folder: Path) -> tuple[int, ...]:
@@ -71,9 +70,3 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
             raise ValueError(f"{path}: {error}") from error
         found += [token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)]
     return tuple(dict.fromkeys(found))
-
-
-def _cache() -> Path:
-    """Return the cache folder of the Hugging Face hub, from HF_HUB_CACHE, HF_HOME or XDG_CACHE_HOME, or the default."""
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()

@@ -31,6 +31,7 @@ from jaxshard.distributed.together import raise_together
 from jaxshard.hf.config import Config, read_config
 from jaxshard.hf.folder import WEIGHTS, find_folder
 from jaxshard.hf.places import Place, find_places
+from jaxshard.hf.text_part import name_in_text_part
 from jaxshard.models.decoder import Decoder
 
 _POINT = "js.hf.load"
@@ -39,10 +40,11 @@ _POINT = "js.hf.load"
 def model(folder: str | os.PathLike[str], *, dtype: Any = None, ignore: Iterable[str] = (), **changes: Any) -> Decoder:
     """Build a model from the config.json of a folder that transformers wrote.
 
-    Nothing is downloaded, and no weights are read: `js.hf.load` does that, and `model.init` draws random parameters.
+    No weights are read: `js.hf.load` does that, and `model.init` draws random parameters.
 
     Args:
-      folder: the folder, or "owner/name" of a model in the cache of the Hugging Face hub.
+      folder: the folder, or "owner/name" of a model on the Hugging Face hub. It is read from the hub's cache; files
+        that are not there are downloaded, unless HF_HUB_OFFLINE is set.
       dtype: the dtype of the parameters, such as "float32"; by default each parameter has the dtype of its tensor in
         the files, or the dtype in config.json if the folder has no weights.
       ignore: the names of unsupported entries of config.json to ignore, since they do not change the model's logits.
@@ -53,7 +55,8 @@ def model(folder: str | os.PathLike[str], *, dtype: Any = None, ignore: Iterable
       ignored; pass `dropout=0.1` for a GPT-2 with dropout.
 
     Raises:
-      FileNotFoundError: there is no such folder; the message says how to download a model.
+      FileNotFoundError: there is no such folder or model.
+      PermissionError, ConnectionError: the model is gated, or the hub can't be reached.
       ValueError: config.json has an unknown architecture or unsupported entries, which the message names, or the
         function of `js.models` refuses the arguments.
 
@@ -100,7 +103,7 @@ def load(folder: str | os.PathLike[str], layout: Layout, *, dtype: Any = None, i
         run = js.init(model.init, tx, layout, 0, init_from=js.hf.load("folder", layout))
     """
     check_layout("js.hf.load(folder, layout)", layout)
-    folder = find_folder(folder)
+    folder = find_folder(folder, weights=True)
     config = read_config(folder, ignore)
     check_exists(folder / WEIGHTS, _POINT)
     found, problems = _open_weights(config, folder)
@@ -118,9 +121,13 @@ def load(folder: str | os.PathLike[str], layout: Layout, *, dtype: Any = None, i
 def _open_weights(config: Config, folder: Path) -> tuple[dict[str, StoredTensor], list[str]]:
     """Map the weights in a folder; return ({full name of a tensor: tensor}, messages about damaged files).
 
-    If the names lack the family's prefix ("model."), because only the inner model was saved, it is added.
+    If the names lack the family's prefix ("model."), because only the inner model was saved, it is added. Of a model
+    that reads images, the tensors are those of its language model, under the names in a file of it alone.
     """
     found, problems = open_files(folder / WEIGHTS)
+    if config.reads_images:
+        names = {name: name_in_text_part(name) for name in found}
+        found = {text: found[name] for name, text in names.items() if text is not None}
     prefix = config.family.prefix
     if not any(name.startswith(prefix) for name in found):  # only the inner model was saved, as for GPT-2
         found = {name if name.startswith("lm_head.") else prefix + name: one for name, one in found.items()}

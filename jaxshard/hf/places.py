@@ -34,6 +34,8 @@ class Place(NamedTuple):
       ours: the letters of each other dimension of the array, such as ("c", "h", "d").
       theirs: the letters of each dimension of the tensors, such as ("hd", "c").
       sizes: {letter: size}.
+      before, after: the letters of what is before and after the array in the tensor's first dimension, for a tensor
+        that several arrays share: "hd+[kd]+kd" is ("hd",) and ("kd",).
     """
 
     name: str
@@ -41,6 +43,8 @@ class Place(NamedTuple):
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     sizes: dict[str, int]
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
 
     @property
     def names(self) -> list[str]:
@@ -50,6 +54,12 @@ class Place(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of a tensor; all tensors of an array have the same shape."""
+        first, *others = self._part_shape
+        return (first + sum(map(self._size, (*self.before, *self.after))), *others)
+
+    @property
+    def _part_shape(self) -> tuple[int, ...]:
+        """The shape of the array in a tensor, which is the tensor's shape unless several arrays share it."""
         return tuple(self._size(letters) for letters in self.theirs)
 
     def _size(self, letters: str) -> int:
@@ -103,19 +113,21 @@ class Place(NamedTuple):
             wanted[letters[0]] = first
             cuts.append(slice(start - first.start * inner, end - first.start * inner))
         theirs, ours = "".join(self.theirs), "".join(self.ours)
+        start = sum(map(self._size, self.before)) * math.prod(self._part_shape[1:]) * jnp.dtype(source.dtype).itemsize
+        source = source._replace(offset=source.offset + start)
         read = read_part(source, [self.sizes[x] for x in theirs], [wanted[x] for x in theirs])
         transposed = read.transpose([theirs.index(x) for x in ours])
         lengths = [math.prod(wanted[x].end - wanted[x].start for x in letters) for letters in self.ours]
         return transposed.reshape(lengths)[tuple(cuts)]
 
     def to_theirs(self, ours: Any) -> Any:
-        """Transpose and reshape a part of the array to its tensor in the files, in NumPy or JAX.
+        """Transpose and reshape a part of the array to its (part of a) tensor in the files, in NumPy or JAX.
 
         `ours` is the part of one block (and expert), without the counted dimensions. Example: [c, h, d] -> [h * d, c].
         """
         letters, order = "".join(self.ours), "".join(self.theirs)
         by_letter = ours.reshape([self.sizes[x] for x in letters])
-        return by_letter.transpose([letters.index(x) for x in order]).reshape(self.shape)
+        return by_letter.transpose([letters.index(x) for x in order]).reshape(self._part_shape)
 
 
 def find_places(family: Family, wanted: Iterable[Entry], arguments: Mapping[str, Any]) -> tuple[list[Place], list[str]]:
@@ -139,12 +151,23 @@ def find_places(family: Family, wanted: Iterable[Entry], arguments: Mapping[str,
         name, dims = rows[entry.path]
         counted = name.count("{}")
         theirs, ours = (tuple(side.split()) for side in dims.split(">"))
+        before, first, after = _split_sum(theirs[0])
         sizes = _solve(ours, entry.shape[counted:], known)
         if sizes is None:
             problems.append(f"{entry.path}: {list(entry.shape)} is no {dims.split('>')[1].strip()!r} of this model")
             continue
-        places.append(Place(name, entry.shape[:counted], ours, theirs, sizes))
+        sizes |= {x: size for x, size in known.items() if size is not None and x not in sizes}
+        places.append(Place(name, entry.shape[:counted], ours, (first, *theirs[1:]), sizes, before, after))
     return places, problems
+
+
+def _split_sum(letters: str) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
+    """Split the first dimension of a tensor at the part in brackets: "hd+[kd]+kd" to (("hd",), "kd", ("kd",))."""
+    if "[" not in letters:
+        return (), letters, ()
+    before, _, rest = letters.partition("[")
+    own, _, after = rest.partition("]")
+    return tuple(filter(None, before.split("+"))), own, tuple(filter(None, after.split("+")))
 
 
 def _solve(dims: tuple[str, ...], shape: tuple[int, ...], known: Mapping[str, Any]) -> dict[str, int] | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxshard.checkpoint.manifest import write_atomically
@@ -26,7 +27,7 @@ from jaxshard.core.tree import raise_all
 from jaxshard.data.tokenizer import FILE
 from jaxshard.distributed.together import call_in_first_process
 from jaxshard.hf.config import Config, make_config
-from jaxshard.hf.folder import CONFIG, DRAWING, TOKENIZER, WEIGHTS
+from jaxshard.hf.folder import CONFIG, DRAWING, MORE_TEMPLATES, TOKENIZER, WEIGHTS
 from jaxshard.hf.places import Place, find_places
 from jaxshard.models.decoder import Decoder
 
@@ -121,12 +122,14 @@ def _files_beside(config: Config, tokenizer: Path | None) -> dict[str, Path]:
         found[FILE] = file
     if home is not None:
         found = {name: home / name for name in TOKENIZER} | found
+        found |= {one.relative_to(home).as_posix(): one for one in home.glob(MORE_TEMPLATES)}
     return {name: file for name, file in found.items() if file.is_file()}
 
 
 def _write_config(folder: Path, config: Config, beside: dict[str, Path]) -> bool:
     for name, source in beside.items():
         if not (folder / name).exists():
+            (folder / name).parent.mkdir(exist_ok=True)
             write_atomically(folder / name, source.read_bytes())
     write_atomically(folder / CONFIG, json.dumps(config.entries, indent=2, sort_keys=True).encode() + b"\n")
     return True
@@ -135,55 +138,63 @@ def _write_config(folder: Path, config: Config, beside: dict[str, Path]) -> bool
 def _outputs(arrays: list[ModelArray], places: list[Place], mesh: Mesh) -> Iterator[Output]:
     """Yield an `Output` (name, shape, and a function that returns the array) for every tensor to write.
 
-    A stacked array has a tensor for each block, or for each expert of each block.
+    A stacked array has a tensor for each block, or for each expert of each block. Several arrays may share a tensor.
     """
+    sharing: dict[str, list[int]] = {}
+    for number, place in enumerate(places):
+        sharing.setdefault(place.name, []).append(number)
 
     def convert(number: int) -> jax.Array:
         entry, stored = arrays[number]
         return entry.to_saved(stored, mesh)
 
-    # Convert an array once for all of its tensors. Each process writes a file at a time, so keep one array per process.
-    saved = functools.lru_cache(maxsize=jax.process_count())(convert)
+    # Convert an array once for all of its tensors. Each process writes a file at a time, so keep the arrays of one
+    # tensor per process.
+    saved = functools.lru_cache(maxsize=jax.process_count() * max(map(len, sharing.values())))(convert)
 
-    for number, ((entry, _), place) in enumerate(zip(arrays, places, strict=True)):
+    for name, numbers in sharing.items():
+        numbers = sorted(numbers, key=lambda number: len(places[number].before))
+        (entry, _), place = arrays[numbers[0]], places[numbers[0]]
         spec = _spec(place.shape, axes_of(entry.shape_saved(mesh).sharding.spec), mesh)
         tensor = Tensor(str(entry.dtype), place.shape, 0)
-        cut = _jit_cut(mesh, spec, place.counted, place.ours, place.theirs, tuple(place.sizes.items()))
+        cut = _jit_cut(mesh, spec, tuple(_hashable(places[number]) for number in numbers))
         for at in product(*map(range, place.counted)):
-            yield Output(place.name.format(*at), tensor, functools.partial(_make, saved, cut, number, at), spec)
+            yield Output(name.format(*at), tensor, functools.partial(_make, saved, cut, numbers, at), spec)
 
 
-def _make(saved: Callable[[int], jax.Array], cut: Any, number: int, at: tuple[int, ...]) -> jax.Array:
-    made: jax.Array = jax.block_until_ready(cut(saved(number), at))
+def _hashable(place: Place) -> tuple[Any, ...]:
+    return place.counted, place.ours, place.theirs, tuple(place.sizes.items())
+
+
+def _make(saved: Callable[[int], jax.Array], cut: Any, numbers: list[int], at: tuple[int, ...]) -> jax.Array:
+    made: jax.Array = jax.block_until_ready(cut([saved(number) for number in numbers], at))
     return made
 
 
 @functools.lru_cache(maxsize=512)
-def _jit_cut(
-    mesh: Mesh,
-    spec: PartitionSpec,
-    counted: tuple[int, ...],
-    ours: tuple[str, ...],
-    theirs: tuple[str, ...],
-    sizes: tuple[tuple[str, int], ...],
-) -> Any:
-    """Return a jitted function `(array, (block, expert)) -> tensor` that extracts a tensor of the files from an array.
+def _jit_cut(mesh: Mesh, spec: PartitionSpec, parts: tuple[tuple[Any, ...], ...]) -> Any:
+    """Return a jitted function `(arrays, (block, expert)) -> tensor` that extracts a tensor of the files from arrays.
 
     The tensor is returned as unsigned integers with the same bits, so that NaNs are not changed.
 
     Args:
       mesh: the mesh.
       spec: the sharding of the tensor.
-      counted, ours, theirs, sizes: the fields of a `Place`, as hashable values.
+      parts: of each array that shares the tensor, the fields `counted`, `ours`, `theirs` and `sizes` of its `Place`, as
+        hashable values, in the order of the tensor's first dimension.
     """
-    place = Place("", counted, ours, theirs, dict(sizes))
+    places = [Place("", counted, ours, theirs, dict(sizes)) for counted, ours, theirs, sizes in parts]
 
-    def cut(x: jax.Array, at: tuple[Any, ...]) -> jax.Array:
+    def cut_one(x: jax.Array, place: Place, at: tuple[Any, ...]) -> jax.Array:
         bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")  # NaNs keep their bits
         for number in at:
             bits = jax.lax.dynamic_index_in_dim(bits, number, 0, keepdims=False)
         tensor: jax.Array = place.to_theirs(bits)
         return tensor
+
+    def cut(arrays: list[jax.Array], at: tuple[Any, ...]) -> jax.Array:
+        tensors = [cut_one(x, place, at) for x, place in zip(arrays, places, strict=True)]
+        return tensors[0] if len(tensors) == 1 else jnp.concatenate(tensors)
 
     return jax.jit(cut, out_shardings=NamedSharding(mesh, spec))
 

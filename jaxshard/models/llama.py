@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -56,17 +57,18 @@ def llama(
     rope_base: float = 500_000,
     rope_scaling: Scaling | float | None = None,
     norm_epsilon: float = 1e-5,
-    qk_norm: bool = False,
+    qk_norm: bool | Literal["joint"] = False,
     qkv_bias: bool = False,
+    norm_after: bool = False,
     window: Window = None,
     tied: bool = False,
 ) -> Decoder:
     """Build a Llama 3: a model with `model.init(key)` and `model.loss(params, batch, key)`.
 
     RMS norms before attention and MLP, rotary positions, causal attention in which heads / kv_heads neighbouring heads
-    share keys and values, a gated SiLU, and no biases. Mistral, Qwen2 and Qwen3 are variants of this model. Weights are
-    drawn from N(0, 0.02), output projections of attention and MLP from N(0, 0.02 / sqrt(2 depth)). Everything is
-    computed in the dtype of the parameters; statistics of norms, angles, softmax and loss are in f32.
+    share keys and values, a gated SiLU, and no biases. Mistral, Qwen2, Qwen3, Phi-3 and OLMo 2 are variants of this
+    model. Weights are drawn from N(0, 0.02), output projections of attention and MLP from N(0, 0.02 / sqrt(2 depth)).
+    Everything is computed in the dtype of the parameters; statistics of norms, angles, softmax and loss are in f32.
 
     The loss is a `js.Mean` of nats per token; in evaluation there is also a metric "accuracy".
 
@@ -94,8 +96,11 @@ def llama(
         `js.models.YarnScaling(...)`; a number is the factor of a `RopeScaling`, whose other values are Llama 3.1's
         (there the factor is 8).
       norm_epsilon: the constant that RMS norms add to the mean square.
-      qk_norm: apply an RMS norm to every head of queries and keys, as Qwen3 does.
+      qk_norm: apply an RMS norm to every head of queries and keys, as Qwen3 does; "joint" for one norm over all heads
+        of queries and one over all heads of keys, as in OLMo 2.
       qkv_bias: add biases to queries, keys and values, as Qwen2 does.
+      norm_after: apply the RMS norms to the outputs of attention and MLP, before they are added, as OLMo 2 does,
+        instead of to their inputs.
       window: a position attends to fewer than this many positions before it, as in Mistral; or a list with the window
         of each block; None for full attention.
       tied: use the token embedding as the output matrix.
@@ -129,13 +134,17 @@ def llama(
         raise ValueError(f"llama: heads {heads} is not divisible by kv_heads {kv_heads}; pass a divisor of {heads}")
     if rope_base <= 1:
         raise ValueError(f"llama: rope_base must be above 1, got {rope_base}")
+    if qk_norm not in (False, True, "joint"):
+        raise ValueError(f'llama: qk_norm must be False, True or "joint", got {qk_norm!r}')
     if norm_epsilon < 0:
         raise ValueError(f"llama: norm_epsilon must not be negative, got {norm_epsilon}")
     scaling, windows = as_scaling(rope_scaling), check_window("llama", window, depth)
 
     embedding = Embedding(vocab, width)
     attends = (heads, kv_heads, D, rope_base, scaling, norm_epsilon, residual_stddev(depth))
-    one_block = Block(*attends, qk_norm=qk_norm, qkv_bias=qkv_bias, window=windows, hidden=hidden)
+    one_block = Block(
+        *attends, qk_norm=qk_norm, qkv_bias=qkv_bias, norm_after=norm_after, window=windows, hidden=hidden
+    )
     norm = partial(nn.RMSNorm, epsilon=norm_epsilon, name="norm")
 
     def embed(params: PyTree, tokens_BT: jax.Array, rows: Rows, key: jax.Array | None) -> jax.Array:
@@ -209,7 +218,10 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Compute x + attention(rms_norm(x)) for x[B, T, C], with grouped queries and rotary positions."""
+    """Compute x + attention(rms_norm(x)) for x[B, T, C], with grouped queries and rotary positions.
+
+    With `norm_after` it computes x + rms_norm(attention(x)).
+    """
 
     heads: int
     kv_heads: int
@@ -218,8 +230,9 @@ class Attention(nn.Module):
     rope_scaling: Scaling | None
     norm_epsilon: float
     residual_stddev: float
-    qk_norm: bool = False
+    qk_norm: bool | Literal["joint"] = False
     qkv_bias: bool = False
+    norm_after: bool = False
     window: int | tuple[int | None, ...] | None = None
 
     @nn.compact
@@ -233,19 +246,22 @@ class Attention(nn.Module):
         """
         C, D, rows = x_BTC.shape[-1], self.head_dim, rows or Rows()
         init, residual_init = nn.initializers.normal(STDDEV), nn.initializers.normal(self.residual_stddev)
-        h_BTC = enter_tensor_region(nn.RMSNorm(epsilon=self.norm_epsilon, name="attn_norm")(x_BTC))
+        norm = nn.RMSNorm(epsilon=self.norm_epsilon, name="attn_norm")
+        h_BTC = enter_tensor_region(x_BTC if self.norm_after else norm(x_BTC))
         q_BTHD = constrain(dense("q_proj", h_BTC, (self.heads, D), init, self.qkv_bias), HEADS)
         k_BTKD = constrain(dense("k_proj", h_BTC, (self.kv_heads, D), init, self.qkv_bias), KV_HEADS)
         v_BTKD = constrain(dense("v_proj", h_BTC, (self.kv_heads, D), init, self.qkv_bias), KV_HEADS)
         if self.qk_norm:
-            q_BTHD = nn.RMSNorm(epsilon=self.norm_epsilon, name="q_norm")(q_BTHD)
-            k_BTKD = nn.RMSNorm(epsilon=self.norm_epsilon, name="k_norm")(k_BTKD)
+            dims = (-2, -1) if self.qk_norm == "joint" else -1
+            norm_of = partial(nn.RMSNorm, epsilon=self.norm_epsilon, reduction_axes=dims, feature_axes=dims)
+            q_BTHD, k_BTKD = norm_of(name="q_norm")(q_BTHD), norm_of(name="k_norm")(k_BTKD)
         q_BTHD, k_BTKD = (rotate(x, self.rope_base, self.rope_scaling, rows.positions) for x in (q_BTHD, k_BTKD))
         q_BTHD, k_BTKD, v_BTKD = (checkpoint_name(x, "qkv") for x in (q_BTHD, k_BTKD, v_BTKD))
         window = window_of(self.window, rows.block)
         h_BTHD = attention(q_BTHD, k_BTKD, v_BTKD, causal=True, window=window, segment_ids=rows.segment_ids)
         h_BTC = constrain(dense("o_proj", constrain(h_BTHD, HEADS), (C,), residual_init), RESIDUAL)
-        attended: jax.Array = x_BTC + checkpoint_name(h_BTC, "attention_proj")
+        h_BTC = checkpoint_name(h_BTC, "attention_proj")
+        attended: jax.Array = x_BTC + (norm(h_BTC) if self.norm_after else h_BTC)
         return attended
 
 
@@ -257,8 +273,10 @@ class Block(Attention):
     @nn.compact
     def __call__(self, x_BTC: jax.Array, rows: Rows | None = None) -> jax.Array:
         x_BTC = self.attend(x_BTC, rows)
-        h_BTC = enter_tensor_region(nn.RMSNorm(epsilon=self.norm_epsilon, name="mlp_norm")(x_BTC))
-        return x_BTC + gated_mlp(h_BTC, self.hidden, self.residual_stddev)
+        norm = nn.RMSNorm(epsilon=self.norm_epsilon, name="mlp_norm")
+        h_BTC = enter_tensor_region(x_BTC if self.norm_after else norm(x_BTC))
+        h_BTC = gated_mlp(h_BTC, self.hidden, self.residual_stddev)
+        return x_BTC + (norm(h_BTC) if self.norm_after else h_BTC)
 
 
 def gated_mlp(

@@ -28,13 +28,15 @@ def test_tokens_go_to_standard_output_as_one_object(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "there is no prompt: give --prompt TEXT or --prompt-tokens"),
+        ([], "there is no prompt: give --prompt TEXT, --prompt-tokens 1,5,9 or --chat TEXT"),
         (["--prompt", ""], "--prompt '' is empty"),
         (["--prompt", "a", "--length", "40"], "use a length of at most 32"),
         (["--prompt", "a" * 33], "a prompt of 33 tokens is longer than the 32 positions that the model was built for"),
         (["--prompt-tokens", "1,x"], "--prompt-tokens 1,x: write token ids with commas"),
         (["--prompt-tokens", "1,300"], "prompt 0 has the token 300, but the model knows 0 to 255"),
         (["--prompt", "a", "--change", "vocab=99"], "--prompt a: the model has no tokenizer.json"),
+        (["--chat", "a"], "--chat a: the model has no tokenizer.json and chat template; give --tokenizer PATH"),
+        (["--prompt", "a", "--system", "b"], "--system b: it comes before a message; add --chat TEXT"),
         (["--prompt", "a", "--top-k", "3"], "temperature=0 takes the most likely token"),
     ],
 )

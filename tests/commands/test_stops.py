@@ -30,12 +30,15 @@ def generate(folder, *flags, capsys):
     return json.loads(output.out), output.err
 
 
-def test_a_text_ends_at_the_end_of_text_of_the_configuration(tmp_path, capsys):
+def test_a_text_and_an_answer_end_at_the_end_of_text_of_the_configuration(tmp_path, capsys):
+    pytest.importorskip("jinja2")
     folder = make_folder(tmp_path / "model", eos_token_id=26)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [94, 7]}))
-    result, shown = generate(folder, capsys=capsys)
-    assert result["text"] == [f"{PROMPT} w38 w80 w38"] and shown.endswith(f"\n{PROMPT} w38 w80 w38\n")
-    assert result["tokens"] == [[5, 17, 3, 38, 80, 38, 7]]
+    template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    result, shown = generate(folder, "--chat", "w17 w3", "--system", "w5", capsys=capsys)
+    assert result["text"] == [f"{PROMPT} w38 w80 w38", " w38 w80 w38"] and f"\n{PROMPT} w38 w80 w38\n" in shown
+    assert result["tokens"] == [[5, 17, 3, 38, 80, 38, 7]] * 2
     assert result["stop"] == [95, 94, 7, 26] and result["length"] == 62  # as many as 64 positions have room for
 
 
@@ -53,6 +56,14 @@ def test_a_text_ends_at_the_end_of_text_of_the_configuration(tmp_path, capsys):
 def test_a_text_ends_at_texts_and_tokens(flags, expected, tmp_path, capsys):
     result, _ = generate(make_folder(tmp_path / "model"), *flags, capsys=capsys)
     assert result["text"] == [f"{PROMPT} {expected}"]
+
+
+@pytest.mark.slow
+def test_a_tokenizer_without_an_end_of_text_is_noted(tmp_path, capsys):
+    folder = make_folder(tmp_path / "model")
+    (folder / "tokenizer_config.json").unlink()
+    _, shown = generate(folder, "--length", "1", capsys=capsys)
+    assert f"note: {folder} names no token that ends a text (eos_token); end texts by --stop" in " ".join(shown.split())
 
 
 def test_a_text_needs_a_tokenizer(tmp_path, capsys):

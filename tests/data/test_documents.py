@@ -61,10 +61,8 @@ def test_what_the_assistant_says_is_learned(tokenizer, tmp_path):
 
 
 def test_a_template_of_the_users_own_that_ends_a_document_by_itself(tokenizer, tmp_path):
-    folder = make_tokenizer(tmp_path / "chat", end="<|im_end|>", begin=None, template="{% jinja %}")
+    folder = make_tokenizer(tmp_path / "chat", end="<|im_end|>", begin=None, template="{% not used %}")
     file = write(tmp_path / "a.jsonl", talk("why?", "so."), talk("a", "b"))
-    with pytest.raises(ValueError, match=r"has messages, and the chat template in .*_config.json is a Jinja program"):
-        data.tokenize(file, data.tokenizer(folder))
     template = "<|im_start|>{role}\n{content}<|im_end|>\n"
     corpus = data.tokenize(file, data.tokenizer(folder), template=template)
     shown = "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\nso.<|im_end|>\n"
@@ -129,6 +127,14 @@ def test_tokens_come_from_the_cache_and_are_made_again_where_it_is_damaged(
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match="the tokens of a.jsonl are not kept: "):
         data.tokenize(file, tokenizer, cache=tmp_path / "file")
+
+
+def test_a_tokenizer_without_an_end_of_text_is_told(folder, tmp_path):
+    """Where the end is needed: not for conversations that a chat template writes."""
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "a.txt").write_text("the row of tokens is a row " * 20)
+    with pytest.warns(UserWarning, match=r"tokenizer.json names no token that ends a text: give tokenizer_config.json"):
+        data.tokenize(tmp_path / "a.txt", data.tokenizer(tmp_path))
 
 
 def test_an_answer_inside_a_token_is_told(tokenizer, tmp_path):

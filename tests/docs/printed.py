@@ -157,6 +157,7 @@ def _write_model(folder: Path, positions: int) -> None:
     (folder / "config.json").write_text(json.dumps(stored["config"] | sizes))
     tensors = {name: shape for name, shape in stored["tensors"].items() if "layers." not in name or ".0." in name}
     shapes = {name: tuple(n if n == VOCAB else 16 for n in shape) for name, shape in tensors.items()}
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }} {% endfor %}")
     write_tensors(folder / "model.safetensors", {name: draw(name, shape) for name, shape in shapes.items()})
     make_word_tokenizer(folder, VOCAB)
 

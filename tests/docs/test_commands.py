@@ -23,7 +23,7 @@ STORIES = {str([one.words for one in story]): story for page in PAGES for story 
 """Commands that go on with each other's files; what several pages print is run once."""
 
 PACKAGES = {"--wandb": "wandb", "--mlflow": "mlflow", "--compile": "libtpu", "--plot": "matplotlib"}
-PACKAGES |= {"chats.jsonl": "tokenizers", "hf:PATH": "tokenizers"}
+PACKAGES |= {"chats.jsonl": "jinja2", "--chat": "jinja2", "hf:PATH": "tokenizers"}
 """What commands with these words need."""
 
 NEVER_RUN = {

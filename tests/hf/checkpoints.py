@@ -45,6 +45,8 @@ CASES = {
     "mistral": ("mistral", _LLAMA | {"sliding_window": 7}),
     "qwen2": ("qwen2", _LLAMA | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
     "qwen3": ("qwen3", _LLAMA | {"head_dim": 16, "tie_word_embeddings": True}),
+    "phi3": ("phi3", _LLAMA | {"sliding_window": 7, "pad_token_id": 0}),
+    "olmo2": ("olmo2", _LLAMA | {"num_hidden_layers": 2}),
     "mixtral": ("mixtral", _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 11}),
     "qwen3_moe": (
         "qwen3_moe",

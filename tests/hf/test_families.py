@@ -1,5 +1,7 @@
 """Every family's weights on a layout, against the numbers of transformers."""
 
+import json
+
 import jax
 import numpy as np
 import optax
@@ -8,7 +10,7 @@ import pytest
 import jaxshard as js
 from jaxshard.checkpoint.safetensors.reader import open_files
 from jaxshard.hf.config import make_config
-from tests.hf.checkpoints import CASES, SEEN, SHOWN, draw, numbers, tokens, write_folder
+from tests.hf.checkpoints import CASES, SEEN, SHOWN, draw, numbers, tokens, write_folder, write_tensors
 
 SIZES = {"vocab": 96, "width": 32, "depth": 2, "heads": 4, "kv_heads": 2, "hidden": 48, "seq": 64}
 FAST = ("gemma3",)
@@ -50,6 +52,8 @@ def test_what_is_saved_is_what_was_loaded(case, tmp_path):
         place.mkdir(exist_ok=True)
         for name in names:
             (place / name).write_text(f"{name} of {place.name}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("documents")
     model, layout, params = load(folder, *LAYOUTS["pipe" if case == "gpt2" else "tensor"])
     run = js.init(model.init, TX, layout, 0, init_from=params)
     saved = js.hf.save(tmp_path / "saved", run, layout, max_bytes=20_000)
@@ -59,9 +63,38 @@ def test_what_is_saved_is_what_was_loaded(case, tmp_path):
     assert all(np.array_equal(one.array, draw(name, one.array.shape)) for name, one in found.items())
     assert js.hf.model(saved).arguments == model.arguments
     assert (saved / "tokenizer.json").read_text() == f"tokenizer.json of {folder.name}"
+    assert (saved / "additional_chat_templates" / "rag.jinja").read_text() == "documents"
     assert (saved / "merges.txt").read_text() == "merges.txt of saved" and not (saved / "other.txt").exists()
     with pytest.raises(FileExistsError, match="there already"):
         js.hf.save(saved, run, layout)
+
+
+def test_the_language_model_of_a_model_that_reads_images(tmp_path):
+    """Under the names of both forms; it is saved as what it is."""
+    stored, params = numbers("gemma3"), []
+    inner = {name: x for name, x in stored["config"].items() if name not in ("architectures", "eos_token_id", "dtype")}
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": inner}
+    config = json.dumps(outer | {"vision_config": {"hidden_size": 8}, "mm_tokens_per_image": 4, "dtype": "float32"})
+    for body, images in (("language_model.model.", ""), ("model.language_model.", "model.")):
+        folder = tmp_path / body
+        folder.mkdir()
+        (folder / "config.json").write_text(config)
+        arrays = {
+            name.replace("model.", body, 1): draw(name, tuple(shape)) for name, shape in stored["tensors"].items()
+        }
+        arrays |= {f"{images}{part}.a.weight": np.ones(3) for part in ("vision_tower", "multi_modal_projector")}
+        write_tensors(folder / "model.safetensors", arrays)
+        model, layout, found = load(folder, *LAYOUTS["fsdp"])
+        params.append(found)
+    (tmp_path / "text").mkdir()
+    plain, _, wanted = load(write_folder(tmp_path / "text", "gemma3"), *LAYOUTS["fsdp"])
+    assert model.arguments == plain.arguments | {"logit_cap": None}  # as the full model in transformers has none
+    for one in params:
+        assert all(jax.tree.leaves(jax.tree.map(np.array_equal, one, wanted)))
+    saved = js.hf.save(tmp_path / "saved", found, layout)
+    assert json.loads((saved / "config.json").read_text())["architectures"] == ["Gemma3ForCausalLM"]
+    found, _ = open_files(saved / "model.safetensors")
+    assert found.keys() == stored["tensors"].keys()
 
 
 @pytest.mark.slow
@@ -97,6 +130,7 @@ def test_another_tokenizer_takes_the_place_of_the_models_own(tmp_path):
         ),
         (lambda **sizes: js.models.llama(**sizes, qkv_bias=True, window=[None, 5]), "Qwen2ForCausalLM"),
         (lambda **sizes: js.models.llama(**sizes, qk_norm=True, tied=True), "Qwen3ForCausalLM"),
+        (lambda **sizes: js.models.llama(**sizes, qk_norm="joint", norm_after=True), "Olmo2ForCausalLM"),
         (lambda **sizes: js.models.moe(**sizes, experts=4, k=2), "MixtralForCausalLM"),
         (lambda **sizes: js.models.moe(**sizes, experts=4, k=2, qk_norm=True), "Qwen3MoeForCausalLM"),
         (lambda **sizes: js.models.gemma(**sizes, head_dim=8, window=[5, None], logit_cap=3.0), "Gemma2ForCausalLM"),

@@ -38,8 +38,9 @@ PROGRAM = """
 
 
 @pytest.mark.slow
-def test_processes_read_their_share_and_write_together(tmp_path):
-    folder = write_folder(tmp_path, "gemma2")
+@pytest.mark.parametrize("case", ["gemma2", "phi3"])
+def test_processes_read_their_share_and_write_together(case, tmp_path):
+    folder = write_folder(tmp_path, case)
     outputs = printed_together(PROGRAM, str(folder), count=2)
     counts = [line.split()[1:] for output in outputs for line in output.splitlines() if line.startswith("read ")]
     assert len(counts) == 2

@@ -148,18 +148,14 @@ def test_gpt2_as_it_was_published_has_shorter_names_and_masks(tmp_path):
     np.testing.assert_array_equal(found["blocks"]["qkv"]["kernel"], wanted["blocks"]["qkv"]["kernel"])
 
 
-def test_the_hub_s_cache_is_read_where_it_has_the_model(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(
-        FileNotFoundError, match=r"has no model owner/name; nothing is downloaded .*\n +hf download owner/"
-    ):
-        js.hf.model("owner/name")
-    cached = tmp_path / "models--owner--name"
-    for part in ("refs", "snapshots/abc", "blobs"):
-        (cached / part).mkdir(parents=True)
-    write_folder(cached / "blobs", "llama-yarn")
-    for file in ("config.json", "model.safetensors"):
-        (cached / "snapshots/abc" / file).symlink_to(cached / "blobs" / file)
-    (cached / "refs/main").write_text("abc")
-    model = js.hf.model("owner/name")
-    assert js.hf.load("owner/name", layout_of(model))["embed"]["embed_tokens"]["embedding"].shape == (96, 32)
+def test_a_joined_tensor_and_rotary_positions_of_phi3(tmp_path):
+    folder = write_folder(tmp_path, "phi3")
+    arrays = {name: draw(name, tuple(shape)) for name, shape in numbers("phi3")["tensors"].items()}
+    arrays["model.layers.0.self_attn.qkv_proj.weight"] = np.zeros((32, 32), np.float32)
+    write_tensors(folder / "model.safetensors", arrays)
+    with pytest.raises(ValueError, match=r"qkv_proj.weight: float32\[32, 32\], expected float32\[64, 32\]"):
+        js.hf.load(folder, layout_of(js.hf.model(folder)))
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "short_factor": [1.0]}
+    write_folder(folder, "phi3", rope_parameters=rope)
+    with pytest.raises(ValueError, match=r"(?s)partial_rotary_factor: only 1 is supported.*the type 'longrope'"):
+        js.hf.model(folder)

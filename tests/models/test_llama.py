@@ -59,6 +59,7 @@ def noisy(model):
         ({"rope_scaling": RopeScaling(low=4)}, "rope_scaling: factor must be at least 1, 0 < low < high"),
         ({"rope_scaling": YarnScaling(8, attention=0.0)}, "rope_scaling: attention must be above 0"),
         ({"rope_scaling": "8"}, "rope_scaling must be a factor such as 8, a js.models.RopeScaling or .*, got '8'"),
+        ({"qk_norm": "all"}, """qk_norm must be False, True or "joint", got 'all'"""),
         ({"depth": 2.5}, r"llama: sizes must be whole numbers, got \{'depth': 2.5\}"),
     ],
 )
@@ -197,3 +198,17 @@ def test_a_tensor_axis_splits_every_large_array():
         "head/lm_head/kernel": ["None", "tensor"],
     }
     assert all("data" in str(place.store) for place in entries.values())
+
+
+@pytest.mark.slow
+def test_norms_over_all_heads_and_after_the_layers_on_a_mesh():
+    """As in OLMo 2, with heads split over an axis, and token by token with a cache; tests/hf has its logits."""
+    model, tx = small(qk_norm="joint", norm_after=True, kv_heads=4), optax.adamw(1e-3)
+    strategy, mesh = js.compose(js.fsdp(min_size=0), js.tensor()), js.make_mesh(data=2, tensor=4)
+    found = js.parity(model.init, model.loss, tx, strategy, mesh, batch_of(), engine=js.explicit())
+    assert found.ok, str(found)
+    layout = js.layout(strategy, mesh, model.init, tx)
+    run = js.init(model.init, tx, layout, 0)
+    (row,) = js.generate(model, run, layout, [[1, 2, 3]], length=6)
+    wanted = logits(model, js.logical(run, layout).params, jnp.asarray([row]))[0].argmax(-1)
+    assert row[3:] == wanted[2:-1].tolist()
