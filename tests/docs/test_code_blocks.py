@@ -19,7 +19,13 @@ from tests.docs.pages import PAGES, ROOT, Block, blocks_of, name_of
 README = ROOT / "README.md"
 RUNNABLE = [page for page in PAGES if blocks_of(page)]
 QUICK_START_LINES = 40
-NEEDS = {"evaluation": "tokenizers", "finetuning": "jinja2", "profiling": "libtpu", "sweeps": "optuna", "torch": "torch"}
+NEEDS = {
+    "evaluation": "tokenizers",
+    "finetuning": "jinja2",
+    "profiling": "libtpu",
+    "sweeps": "optuna",
+    "torch": "torch",
+}
 """The extras that pages show, by their stem."""
 QUICK = ("index", "proofs", "schedules", "data", "distributed", "optimizer_memory", "audits", "step_times", "api")
 """Pages whose programs compile quickly; those of the others are slow."""
