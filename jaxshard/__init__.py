@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from jaxshard.checks.collectives.found import collectives as collectives
     from jaxshard.checks.parity import Parity as Parity
     from jaxshard.checks.parity import parity as parity
-    from jaxshard.checks.profile.profile import read_profile as read_profile
     from jaxshard.checks.replicas import ReplicasDiffer as ReplicasDiffer
     from jaxshard.checks.replicas import ReplicaWatch as ReplicaWatch
     from jaxshard.checks.replicas import check_replicas as check_replicas
@@ -92,6 +91,7 @@ if TYPE_CHECKING:
     from jaxshard.layers.positions import positions as positions
     from jaxshard.optim.layout import layout as layout
     from jaxshard.optim.local import local as local
+    from jaxshard.profile.read import read_profile as read_profile
     from jaxshard.training import metrics as metrics
     from jaxshard.training.attribution import Attribution as Attribution
     from jaxshard.training.attribution import attribution as attribution
@@ -151,7 +151,7 @@ _NAMES = {
     "checks.collectives.compare": ("audit",),
     "checks.collectives.found": ("collectives",),
     "checks.parity": ("Parity", "parity"),
-    "checks.profile.profile": ("read_profile",),
+    "profile.read": ("read_profile",),
     "checks.replicas": ("ReplicaWatch", "ReplicasDiffer", "check_replicas"),
     "core.constrain": ("constrain",),
     "core.context": ("context",),

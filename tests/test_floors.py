@@ -15,7 +15,7 @@ import jaxshard
 
 FLOORS = {
     8: ("__main__", "__init__", "commands"),
-    7: ("plan", "hf"),
+    7: ("plan", "hf", "profile"),
     6: ("checks", "checkpoint", "generation"),
     5: ("training",),
     4: ("engines", "models", "data"),

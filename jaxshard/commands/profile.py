@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from jaxshard.checks.profile.profile import read_profile
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.flags import Profile
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, printable, start
+from jaxshard.profile.read import read_profile
 
 
 def run(flags: Profile) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 import jaxshard as js
 from jaxshard.commands.main import main
-from tests.checks.profile.traces import event, write
+from tests.profile.traces import event, write
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 from jax.profiler import ProfileData
 
-from jaxshard.checks.profile.programs import Program, read_programs
 from jaxshard.core.compat import quiet_profile_types
 from jaxshard.core.local_path import local_path
+from jaxshard.profile.programs import Program, read_programs
 
 _SUFFIX = ".xplane.pb"
 _HOST, _LAUNCHES, _METADATA = "/host:CPU", "/host:CUPTI", "/host:metadata"

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxshard as js
-from tests.checks.profile.traces import event, write
+from tests.profile.traces import event, write
 
 TX = optax.sgd(1e-3)
 LAYERS, LOOPS = 2, 3

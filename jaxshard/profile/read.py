@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxshard.checks.collectives.found import KINDS
-from jaxshard.checks.profile.programs import Known, kind_by_name
-from jaxshard.checks.profile.spans import Span, gaps, length, merge
-from jaxshard.checks.profile.trace import Event, Trace, newest_files, read_trace
 from jaxshard.core.our_code import short_path
 from jaxshard.core.text_table import Section, Table
+from jaxshard.profile.programs import Known, kind_by_name
+from jaxshard.profile.spans import Span, gaps, length, merge
+from jaxshard.profile.trace import Event, Trace, newest_files, read_trace
 
 _CONTAINERS = ("while", "conditional", "call")
 """Opcodes whose time is that of the operations in them, which are in the trace, too."""
