@@ -85,7 +85,7 @@ def test_gaps_add_up_to_idle_time(real):
 def test_it_prints_tables_and_gives_json(real):
     _, profile, _ = real
     text = str(profile)
-    for words in ("milliseconds per step", "exposed collectives", "the host meanwhile", "test_profile.py:", "CPU:"):
+    for words in ("milliseconds per step", "exposed collectives", "the host meanwhile", "test_read.py:", "CPU:"):
         assert words in text
     assert "more" in text and len(text.splitlines()) < 60
     written = profile.as_dict()
