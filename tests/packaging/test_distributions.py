@@ -100,8 +100,8 @@ def test_extras_for_devices_are_those_of_jax():
 
 FOR_DEVELOPERS = {"test", "types", "bench", "hf-test", "docs"}
 FOR_DEVICES = {"tpu", "cuda12", "cuda13"}
-COME_WITH_OTHERS = {"jaxlib", "libtpu", "cycler"}
-"""Packages that JAX, its extra tpu and matplotlib bring."""
+COME_WITH_OTHERS = {"jaxlib", "libtpu", "cycler", "IPython"}
+"""Packages that JAX, its extra tpu and matplotlib bring, and every kernel of a notebook."""
 
 
 def imports_of(folder: Path) -> set[str]:
