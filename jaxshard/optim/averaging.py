@@ -46,14 +46,15 @@ def averaged(tx: optax.GradientTransformation, decay: Decay | jax.Array) -> opta
     avoids this: `lambda step: jnp.minimum(0.999, (1 + step) / (10 + step))` begins at 0.1 and reaches 0.999 after about
     9000 steps.
 
-    The average has the shapes and the sharding of the parameters. The average of a bf16 or f16 parameter is kept in f32, in which small changes are not rounded away; integers are copied, not
-    averaged. Put this wrapper outermost, since it must see the final updates; only `js.optim.master` may be around it:
-    `master(averaged(tx, ...))` averages the f32 copies. Extra arguments are passed on. No collectives.
+    The average has the shapes and the sharding of the parameters. The average of a bf16 or f16 parameter is kept in
+    f32, in which small changes are not rounded away; integers are copied, not averaged. Put this wrapper outermost,
+    since it must see the final updates; only `js.optim.master` may be around it: `master(averaged(tx, ...))` averages
+    the f32 copies. Extra arguments are passed on. No collectives.
 
     Args:
       tx: The transform to wrap; its updates do not change.
-      decay: Between 0 and 1; 0.999 averages about 1000 steps. Or a schedule `decay(step)`, with steps counted from 0, as
-        `js.Average` takes it; the state then also has the number of steps.
+      decay: Between 0 and 1; 0.999 averages about 1000 steps. Or a schedule `decay(step)` as for
+        `js.Average`, with steps counted from 0; the state then also has the number of steps.
 
     Returns:
       A transform with an `AveragedState`; `averaged_params(opt_state)` finds the average.

@@ -137,9 +137,7 @@ def fit(
     reporter = Reporter(view, start, steps)
     file = _find_ledger(on_run)
     judge = Judge(stop, None if file is None else file.parent, start, evaluates=evaluate is not None)
-    if judge.ended:
-        warnings.warn(f"fit: early stopping had ended this training after step {start}: {stop.reason}", stacklevel=2)
-        steps = start
+    steps = start if judge.ended else steps
     ledger = read_ledger(file, start, compiled=step.compile_seconds if isinstance(step, Step) else 0.0)
     reader = Reader(run.step.sharding.device_set, ledger, tokens=tokens)
     feed = Feed(batches, start, steps)

@@ -51,6 +51,12 @@ class Judge:
             self._asked = [(step, metrics) for step, metrics in found if step <= start]
             for _, metrics in () if stop.last else self._asked:
                 self.ended = stop(metrics)
+            if self.ended:
+                warnings.warn(
+                    f"fit: no step is taken, because early stopping had ended this training: {stop.reason}; to train "
+                    f"on, delete the file {EVALUATIONS} in the folder of checkpoints",
+                    stacklevel=3,
+                )
 
     def __call__(self, records: Sequence[Record]) -> bool:
         """Ask the rule about new records; return True if training should end."""
