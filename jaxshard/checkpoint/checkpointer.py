@@ -32,13 +32,15 @@ from jaxshard.training.state import TrainState
 
 
 class Checkpointer:
-    """A callback that saves a run into dir/<step> in the background, every `every` steps.
+    """A callback that saves a run into dir/<step> in the background, every `every` steps and at the end.
 
     Pass it to `js.fit`, inside a `with` block that waits at its end for the last save:
 
         with js.Checkpointer("run", layout, every=1000, keep=3) as checkpointer:
             run = js.fit(run, step, batches, steps=10_000, on_run=[checkpointer])
-            checkpointer.save(run)
+
+    When training is finished or stopped early, `js.fit` saves the last run too; not after an error. In a loop of your
+    own call `checkpointer.save(run)` for that.
 
     A save blocks the caller until the previous save is done and the arrays are on the host; files are written in a
     thread. Errors of the thread are raised by the next call of any method, or printed when the program ends. With
@@ -71,7 +73,6 @@ class Checkpointer:
     Example:
         with js.Checkpointer("run", layout, every=100, keep=3) as checkpointer:
             run = js.fit(run, step, batches, steps=1000, on_run=[checkpointer])
-            checkpointer.save(run)
     """
 
     def __init__(
@@ -126,6 +127,14 @@ class Checkpointer:
         """
         if self._best is not None:
             self._best.evaluated(step, run, evaluation)
+
+    def ended(self, run: TrainState) -> None:
+        """Save the last run; `js.fit` calls this when training ends without an error.
+
+        Raises:
+          ValueError, OSError: as `save`.
+        """
+        self.save(run)
 
     def save(self, run: TrainState) -> None:
         """Save the run in the background, unless the last save was of the same step.

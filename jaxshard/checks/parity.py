@@ -216,8 +216,9 @@ def parity(
     If the engine refuses the loss because the weight of its `js.Mean` does not count rows, nothing runs over the mesh.
     Then the loss is computed on one device from the parts of the batch, and the report has the message of the error.
 
-    One program is compiled for one device and one for the mesh, whose devices may be simulated. Keep the batch small
-    (512 tokens): long sums lose digits.
+    One program is compiled for one device and one for the mesh, whose devices may be simulated. Nearly all of the time
+    is their compilation: seconds for a small model, minutes for a deep one, and nothing is printed meanwhile. Try a
+    model of few layers first. Keep the batch small (512 tokens): long sums lose digits.
 
     Args:
       init_fn: `init_fn(key) -> parameters | js.Model(params, state)`.

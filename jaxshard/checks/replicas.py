@@ -124,7 +124,7 @@ class ReplicaWatch:
 
     Every `every` steps it does the same as `js.check_replicas`. On accelerators a comparison starts after the step and
     is read one step later, so that devices never wait for Python; on a CPU it runs between two steps. At the end of
-    `js.fit` the last comparison is read.
+    `js.fit` the last run is compared.
 
     Put it before a `js.Checkpointer`, with an `every` that divides the steps between saves: on a CPU each TrainState is
     then compared just before it is saved. On accelerators the result comes one step later, so a wrong step may have
@@ -169,8 +169,22 @@ class ReplicaWatch:
           ValueError: the arrays of `run` are not those of the layout.
         """
         self.wait()
-        if step % self._every:
-            return
+        if step % self._every == 0:
+            self._compare(step, run)
+
+    def ended(self, run: TrainState) -> None:
+        """Compare the last run, unless it was found equal already; `js.fit` calls this before it is saved.
+
+        Raises:
+          ReplicasDiffer: copies differ.
+        """
+        self.wait()
+        if self.clean != (step := int(run.step)):
+            self._compare(step, run)
+            self.wait()
+
+    def _compare(self, step: int, run: TrainState) -> None:
+        """Start a comparison; on a CPU also read its result."""
         with own_settings(self._layout.mesh):
             if self._sums is None:
                 check_run(self._layout, run)

@@ -5,6 +5,6 @@
                           terminal.py, result.py: print facts and tables, write the JSON object
 
 Before `run` nothing imports JAX. Imports `core/`, `adapt/`, `cost/`, `schedules/`, `distributed/`, `optim/`, `data/`,
-`models/`, `engines/`, `training/`, `checkpoint/`, `checks/`, `generation/`, `plan/`, `profile/` and `hf/`; only `__main__` imports
-it, and IPython its notebook.py, by `%load_ext jaxshard.commands.notebook`.
+`models/`, `engines/`, `training/`, `checkpoint/`, `checks/`, `generation/`, `plan/`, `profile/` and `hf/`; only
+`__main__` imports it, and IPython its notebook.py, by `%load_ext jaxshard.commands.notebook`.
 """

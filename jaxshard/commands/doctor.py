@@ -54,6 +54,7 @@ def run(flags: Doctor) -> int:
     console, machine, missing = start(flags), read_machine(), missing_packages()
     found = [*_judge_before_start(machine)]
     report: dict[str, Any] = {"devices": None, "hosts": []}
+    devices: list[jax.Device] = []
     if problem := start_problem():
         found.append(problem)
     else:
@@ -70,7 +71,7 @@ def run(flags: Doctor) -> int:
         found += [*judge_hosts(hosts), *judge_machine(machine, processes=len(hosts), has_gpu=GPU.exists())]
         if plugin := missing_plugin():
             missing.append(f'JAX for the NVIDIA GPU of this machine: pip install "{plugin}"')
-    report |= {"versions": versions(), "compile_cache": describe_cache(), "missing": missing}
+    report |= {"versions": versions(), "compile_cache": describe_cache(devices), "missing": missing}
     report |= {"findings": [finding._asdict() for finding in found]}
     if process_count_and_id()[1] == 0:
         _print(console, report, found)
@@ -134,13 +135,19 @@ def describe_host(host: Host, count: int) -> str:
     return ", ".join([f"{host.name} ({host.address})", *known])
 
 
-def describe_cache() -> dict[str, Any]:
-    """Describe JAX's compilation cache: {"folder", "programs", "bytes", "text"}; "text" is a line to print."""
+def describe_cache(devices: Sequence[jax.Device]) -> dict[str, Any]:
+    """Describe JAX's compilation cache: {"folder", "programs", "bytes", "text"}; "text" is a line to print.
+
+    Args:
+      devices: the devices of this run; none if JAX did not start.
+    """
     config: Any = jax.config
     folder = config.jax_compilation_cache_dir
     if not folder or not config.jax_enable_compilation_cache:
         why = "JAX_ENABLE_COMPILATION_CACHE is false" if folder else "no folder"
         remedy = "set JAX_COMPILATION_CACHE_DIR=FOLDER, and later starts compile hardly anything"
+        if len(devices) > 1 and devices[0].platform == "cpu":
+            remedy = "it is not used on several CPU devices"
         return {"folder": None, "programs": 0, "bytes": 0, "text": f"off ({why}); {remedy}"}
     local = "://" not in folder
     sizes = [path.stat().st_size for path in Path(folder).rglob("*-cache") if path.is_file()] if local else []

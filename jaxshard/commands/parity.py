@@ -33,7 +33,7 @@ def run(flags: ParityFlags) -> int:
     program = _small_program(flags, named, how.rows_multiple)
     facts(console, how.shown | {"model": program.name})
     started = time.perf_counter()
-    with working(console, "running both"), refusals():
+    with working(console, "compiling for one device and for the mesh, and running both"), refusals():
         report = parity(
             program.init_fn,
             program.loss_fn,

@@ -107,10 +107,6 @@ def run(flags: Train) -> None:
                         bad_steps=policy,
                         progress=view,
                     )
-                if comparisons:
-                    check_replicas(run, job.layout)
-                if checkpointer is not None:
-                    checkpointer.save(run)
             stopped = preemption.stopped and int(run.step) < steps
             result = job.about | {"start": first, "stopped": stopped} | summarize(records)
             result |= {"compile_seconds": step.compile_seconds} | describe_step(compiled, job.layout, job.rows)

@@ -59,8 +59,7 @@ class Average:
     decay: Decay
 
     def __init__(self, params: PyTree, decay: Decay):
-        if not callable(decay) and not 0 <= decay <= 1:
-            raise ValueError(f"Average: decay must lie between 0 and 1, got {decay}; 0.999 averages about 1000 steps")
+        check_decay("Average", decay)
         self.params, self.decay = jax.tree.map(_as_average, params), decay
 
     def __repr__(self) -> str:
@@ -88,9 +87,7 @@ class Average:
             may have further parameters.
           step: the index of the step, from 0 on.
         """
-        decay = self.decay(step) if callable(self.decay) else self.decay
-        new = find_averaged(params, self.params)
-        return self.over(jax.tree.map(lambda old, new: blend(old, new, decay), self.params, new))
+        return self.over(blend(self.params, find_averaged(params, self.params), self.decay, step))
 
 
 def is_average(x: Any) -> bool:
@@ -127,13 +124,36 @@ def average_dtype(x: Any) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype
 
 
-def blend(old: jax.Array, new: jax.Array, decay: float | jax.Array) -> jax.Array:
-    """Return `decay * old + (1 - decay) * new` in the dtype of `old`; for integers return `new`."""
-    if not jnp.issubdtype(old.dtype, jnp.inexact):
-        return new
-    # In this form the average of two equal numbers is exactly that number, without a rounding error.
-    moved: jax.Array = old + (1 - decay) * (new.astype(old.dtype) - old)
-    return moved.astype(old.dtype)
+def check_decay(name: str, decay: Decay | jax.Array) -> None:
+    """Raise ValueError if a decay is a number outside [0, 1]; schedules and arrays may be traced, and are not checked.
+
+    Args:
+      name: the name of the public function or class, for the message.
+      decay: the decay.
+    """
+    if not callable(decay) and not isinstance(decay, jax.Array) and not 0 <= decay <= 1:
+        raise ValueError(f"{name}: decay must lie between 0 and 1, got {decay}; 0.999 averages about 1000 steps")
+
+
+def blend(average: PyTree, params: PyTree, decay: Decay | jax.Array, step: Any) -> PyTree:
+    """Return `decay * average + (1 - decay) * params`, each array in the dtype of `average`; integers are copied.
+
+    Args:
+      average: the average before the step.
+      params: the parameters after the step, a tree like `average`.
+      decay: a number, an array of shape [], or a schedule.
+      step: the index of the step, from 0 on; only a schedule reads it.
+    """
+    number = decay(step) if callable(decay) else decay
+
+    def blend_array(old: jax.Array, new: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(old.dtype, jnp.inexact):
+            return new
+        # In this form the average of two equal numbers is exactly that number, without a rounding error.
+        moved: jax.Array = old + (1 - number) * (new.astype(old.dtype) - old)
+        return moved.astype(old.dtype)
+
+    return jax.tree.map(blend_array, average, params)
 
 
 def _as_average(x: Any) -> jax.Array:

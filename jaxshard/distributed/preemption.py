@@ -37,7 +37,6 @@ class Preemption:
 
         with js.distributed.Preemption() as preemption:
             run = js.fit(run, step, batches, steps=1000, on_run=[checkpointer, preemption])
-            checkpointer.save(run)
         if preemption.stopped:
             print(f"stopped after step {int(run.step)}: {preemption.told} got SIGTERM")
 
@@ -61,7 +60,6 @@ class Preemption:
     Example:
         with js.Checkpointer("run", layout, every=100) as checkpointer, js.distributed.Preemption() as preemption:
             run = js.fit(run, step, batches, steps=1000, on_run=[checkpointer, preemption])
-            checkpointer.save(run)
     """
 
     def __init__(self) -> None:

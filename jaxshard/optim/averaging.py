@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxshard.core.average import average_dtype, blend
+from jaxshard.core.average import Decay, average_dtype, blend, check_decay
 from jaxshard.core.transform import as_transform
 from jaxshard.core.types import PyTree
 
@@ -19,6 +19,7 @@ class AveragedState(NamedTuple):
     Attributes:
       average: The average, a tree like the parameters, with f32 arrays for bf16 and f16 parameters.
       inner: The state of the wrapped transform.
+      count: The number of steps taken, for a decay that is a schedule; else ().
 
     Example:
         state = js.optim.averaged(optax.adamw(3e-4), 0.999).init(params)
@@ -27,9 +28,10 @@ class AveragedState(NamedTuple):
 
     average: PyTree
     inner: Any
+    count: Any = ()
 
 
-def averaged(tx: optax.GradientTransformation, decay: float | jax.Array) -> optax.GradientTransformationExtraArgs:
+def averaged(tx: optax.GradientTransformation, decay: Decay | jax.Array) -> optax.GradientTransformationExtraArgs:
     """Wrap an optimizer so that it also keeps a moving average of the parameters in its state.
 
     `js.averaged(run, layout)` is another function, for evaluation: it replaces the parameters of a `TrainState` by this
@@ -39,14 +41,20 @@ def averaged(tx: optax.GradientTransformation, decay: float | jax.Array) -> opta
 
         average = decay * average + (1 - decay) * params
 
-    The average starts at the initial parameters and has the shapes and the sharding of the parameters. The average of a
-    bf16 or f16 parameter is kept in f32, in which small changes are not rounded away; integers are copied, not
-    averaged. Put this wrapper outermost, since it must see the final updates; only `js.optim.master` may be around it:
-    `master(averaged(tx, ...))` averages the f32 copies. Extra arguments are passed on. No collectives.
+    The average starts at the initial parameters. With a fixed decay it consists mostly of these during the first
+    1 / (1 - decay) steps, 1000 for 0.999, and a short training that evaluates it looks untrained. A decay that grows
+    avoids this: `lambda step: jnp.minimum(0.999, (1 + step) / (10 + step))` begins at 0.1 and reaches 0.999 after about
+    9000 steps.
+
+    The average has the shapes and the sharding of the parameters. The average of a bf16 or f16 parameter is kept in
+    f32, in which small changes are not rounded away; integers are copied, not averaged. Put this wrapper outermost,
+    since it must see the final updates; only `js.optim.master` may be around it: `master(averaged(tx, ...))` averages
+    the f32 copies. Extra arguments are passed on. No collectives.
 
     Args:
       tx: The transform to wrap; its updates do not change.
-      decay: Between 0 and 1; 0.999 averages about 1000 steps.
+      decay: Between 0 and 1; 0.999 averages about 1000 steps. Or a schedule `decay(step)` as for
+        `js.Average`, with steps counted from 0; the state then also has the number of steps.
 
     Returns:
       A transform with an `AveragedState`; `averaged_params(opt_state)` finds the average.
@@ -59,12 +67,12 @@ def averaged(tx: optax.GradientTransformation, decay: float | jax.Array) -> opta
         ...                                                     # train
         metrics = eval_step(js.averaged(run, layout), batch)    # evaluate the average
     """
-    if not isinstance(decay, jax.Array) and not 0 <= decay <= 1:
-        raise ValueError(f"averaged: decay must lie between 0 and 1, got {decay}; 0.999 averages about 1000 steps")
+    check_decay("averaged", decay)
     tx = as_transform(tx)
 
     def init_fn(params: PyTree) -> AveragedState:
-        return AveragedState(jax.tree.map(lambda p: jnp.array(p, average_dtype(p)), params), tx.init(params))
+        average = jax.tree.map(lambda p: jnp.array(p, average_dtype(p)), params)
+        return AveragedState(average, tx.init(params), jnp.zeros((), jnp.int32) if callable(decay) else ())
 
     def update_fn(
         updates: PyTree, state: AveragedState, params: PyTree | None = None, **extra_args: Any
@@ -73,8 +81,8 @@ def averaged(tx: optax.GradientTransformation, decay: float | jax.Array) -> opta
             raise ValueError("averaged: update needs the parameters; call tx.update(grads, state, params)")
         updates, inner = tx.update(updates, state.inner, params, **extra_args)
         new_params = optax.apply_updates(params, updates)
-        average = jax.tree.map(lambda old, new: blend(old, new, decay), state.average, new_params)
-        return updates, AveragedState(average, inner)
+        average = blend(state.average, new_params, decay, state.count)
+        return updates, AveragedState(average, inner, jax.tree.map(lambda n: n + 1, state.count))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

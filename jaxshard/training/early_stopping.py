@@ -17,6 +17,9 @@ class EarlyStopping:
     Call it with the metrics of each evaluation: it remembers them, and returns True if training should stop because of
     any of `patience`, `max_worse` and `min_update` that was given.
 
+    After a restart `js.fit` with a `js.Checkpointer` first tells it the evaluations of the earlier process. In a loop
+    of your own keep the metrics of the evaluations, and call it with each of them again.
+
     Args:
       patience: stop after this number of evaluations in a row without an improvement.
       min_delta: a difference must be larger than this to count as an improvement, in the metric's unit.
@@ -97,16 +100,15 @@ class EarlyStopping:
         if self.best and self.max_worse is not None:
             loss = -self._gain(self.last[self.metric], self.best[self.metric])
             if loss > self.max_worse:
-                return f"{self._compare()} is worse by {loss:.4g}, more than {self.max_worse:g}"
+                values = f"{self.last[self.metric]:.6g} after a best of {self.best[self.metric]:.6g}"
+                return f"{self.metric} {values} is worse by {loss:.4g}, more than {self.max_worse:g}"
         if self.patience is not None and self.waited >= self.patience:
+            than = "any number" if math.isnan(self._mark) else f"{self._mark:.6g}"
             more = f" by more than {self.min_delta:g}" if self.min_delta else ""
-            return f"{self._compare()}: not better{more} for {self.waited} evaluations"
+            often = "1 evaluation" if self.waited == 1 else f"{self.waited} evaluations"
+            return f"{self.metric} {self.last[self.metric]:.6g}: not better than {than}{more} for {often}"
         if self.min_update is not None and self.last["update_norm"] < self.min_update:
             return (
                 f"the last step changed the parameters by {self.last['update_norm']:.4g}, less than {self.min_update:g}"
             )
         return ""
-
-    def _compare(self) -> str:
-        best = f"{self.best[self.metric]:.6g}" if self.best else "no number"
-        return f"{self.metric} {self.last[self.metric]:.6g} after a best of {best}"

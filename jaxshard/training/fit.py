@@ -23,11 +23,12 @@ from jaxshard.core.types import PyTree
 from jaxshard.training.early_stopping import EarlyStopping
 from jaxshard.training.goodput import Ledger
 from jaxshard.training.goodput_file import kept_on_disk, place_for_launch, read_ledger
+from jaxshard.training.judge import Judge
 from jaxshard.training.metrics.writer import Writer, finishing
 from jaxshard.training.non_finite import BadSteps
 from jaxshard.training.progress import Reporter, View
 from jaxshard.training.progress_views import choose_view
-from jaxshard.training.records import Metrics, Reader, Record, call_with_records
+from jaxshard.training.records import Metrics, Reader, call_with_records
 from jaxshard.training.recovery import Feed, Recovery
 from jaxshard.training.state import TrainState, check_is_run, check_not_donated
 from jaxshard.training.step import Step
@@ -73,7 +74,9 @@ def fit(
         `stop=js.EarlyStopping(patience)`.
       stop: `stop(metrics) -> bool`, called with the result of every evaluation and the step's "update_norm"; without
         `evaluate` with the metrics of every step that was not bad. True ends the training. A `js.EarlyStopping` tells
-        afterwards why it ended, and with which metrics; all its rules but `min_update` need `evaluate`.
+        afterwards why it ended, and with which metrics; all its rules but `min_update` need `evaluate`. With a
+        `js.Checkpointer` in `on_run` it goes on after a restart: its evaluations are in the file `.early_stopping.json`
+        of the folder. If it had ended the training, `fit` warns and takes no step; delete the file to train on.
       callbacks: functions that are called with the `Record` of every step, in order, when its metrics are on the host.
         If a callback has a method `finish(error)` (`js.metrics.wandb`), it is called at the end, also if training
         fails.
@@ -82,7 +85,8 @@ def fit(
         function returns True, training ends after this step (`js.distributed.Preemption`); in several processes all
         must return it after the same step. Optional methods: the context `paused()` (`js.distributed.Watchdog`) is
         entered during evaluation and these callbacks; `evaluated(step, run, evaluation)` (`js.Checkpointer`) is called
-        with the result of every evaluation; `finish(error)` (`js.ReplicaWatch`) at the end, as for `callbacks`.
+        with the result of every evaluation; `ended(run)` (`js.Checkpointer`, which saves it) with the last run, unless
+        training fails; `finish(error)` (`js.ReplicaWatch`) at the end, as for `callbacks`.
       tokens: tokens in a batch, for "tokens_per_second".
       flops: model FLOPs of a step over all devices, for "flops_per_second" and "mfu". By default those of
         `Step.model_flops`, for which the loss is traced once more; 0 for none. They are not known for a `step` that is
@@ -132,6 +136,8 @@ def fit(
     view = choose_view(progress)
     reporter = Reporter(view, start, steps)
     file = _find_ledger(on_run)
+    judge = Judge(stop, None if file is None else file.parent, start, evaluates=evaluate is not None)
+    steps = start if judge.ended else steps
     ledger = read_ledger(file, start, compiled=step.compile_seconds if isinstance(step, Step) else 0.0)
     reader = Reader(run.step.sharding.device_set, ledger, tokens=tokens)
     feed = Feed(batches, start, steps)
@@ -183,7 +189,7 @@ def fit(
                 ledger.spend("callbacks")
             call_with_records(callbacks, records)
             reporter.records(records)
-            if ends or (stop is not None and any(map(stop, _list_judged(records, evaluate is not None)))):
+            if judge(records) or ends:
                 break
         else:
             _check_end(start, done, steps)
@@ -194,6 +200,7 @@ def fit(
         reporter.records(records)
         if not ends:  # one that was stopped from outside may have had no time for a good step
             recovery.check_worked(run, done - start)
+        _end(on_run, run, ledger)
         ledger.ended = not ends
         reporter.finish(ledger.goodput)
     return run
@@ -251,6 +258,16 @@ def _call(function: Callable[[int, TrainState], Any], step: int, run: TrainState
     return function(step, run)
 
 
+def _end(on_run: Sequence[Callable[..., Any]], run: TrainState, ledger: Ledger) -> None:
+    """Give the last run to the functions of `on_run` that have a method `ended`."""
+    ledger.spend("checkpoint wait")
+    with _pause_watchers(on_run):
+        for function in on_run:
+            if hasattr(function, "ended"):
+                function.ended(run)
+    ledger.spend("steps")
+
+
 def _find_ledger(on_run: Sequence[Callable[..., Any]]) -> Path | None:
     """Return the file of the goodput ledger: in the folder of the first `js.Checkpointer`, if there is one.
 
@@ -289,18 +306,6 @@ def _pause_watchers(on_run: Sequence[Callable[[int, TrainState], Any]]) -> conte
             if hasattr(function, "paused"):
                 stack.enter_context(function.paused())
         return stack.pop_all()
-
-
-def _list_judged(records: Sequence[Record], evaluates: bool) -> list[dict[str, float]]:
-    """List the metrics to pass to `stop`, one dict per call.
-
-    With evaluations: the result of each, and the "update_norm" of its step. Otherwise: the metrics of each step that
-    was not bad.
-    """
-    if not evaluates:
-        return [record.metrics for record in records if not record.metrics.get("bad")]
-    norms = [{name: x for name, x in record.metrics.items() if name == "update_norm"} for record in records]
-    return [norm | one.evaluation for norm, one in zip(norms, records, strict=True) if one.evaluation is not None]
 
 
 def _check_arguments(run: Any, step: Any, batches: Any, steps: Any) -> None:

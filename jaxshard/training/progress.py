@@ -18,7 +18,8 @@ class Progress(NamedTuple):
       step: the number of the last step; at the start the number that the run had.
       steps: the number of the step after which the training ends.
       record: the record of the last step, with loss, speed and memory; None before the first.
-      seconds_left: the seconds until the last step at the pace so far, without compilation; None if not known.
+      seconds_left: the seconds until the last step at the pace so far, without the first step and the first evaluation,
+        which compile; None if not known.
       goodput: the wall seconds by kind, in the phase "finished"; else None.
 
     Example:
@@ -50,25 +51,42 @@ class Reporter:
 
     def __init__(self, view: View | None, step: int, steps: int):
         self._view, self._now = view, Progress("training", step, steps)
-        self._first: tuple[int, float] | None = None
+        self._steps, self._seconds = -1, 0.0  # without the first step, which compiles, and without evaluations
+        self._evaluations: list[float] = []  # the seconds of each
+        self._began = 0.0
 
     def phase(self, phase: str, step: int) -> None:
         """Report that another phase begins after a step."""
+        self._began = time.perf_counter()
         self._report(self._now._replace(phase=phase, step=step))
 
     def records(self, records: Sequence[Record]) -> None:
         """Report steps that are done."""
-        for record in records if self._view is not None else ():
-            now, left = time.perf_counter(), None
-            first, since = self._first = self._first or (record.step, now)
-            if record.step > first:
-                left = (now - since) / (record.step - first) * (self._now.steps - record.step)
+        if self._view is None:
+            return
+        if self._now.phase == "evaluating":
+            self._evaluations.append(time.perf_counter() - self._began)
+        for record in records:
+            self._steps += 1
+            self._seconds += record.seconds if self._steps else 0.0
+            left = self._seconds_left(self._now.steps - record.step)
             told = self._now._replace(phase="training", step=record.step, record=record, seconds_left=left)
             self._report(told)
 
     def finish(self, goodput: Goodput) -> None:
         """Report the end of the training."""
         self._report(self._now._replace(phase="finished", seconds_left=None, goodput=goodput))
+
+    def _seconds_left(self, steps: int) -> float | None:
+        """Estimate the seconds of further steps, each like those so far except the first, which compiled.
+
+        An evaluation counts as much as the mean of those after the first, which compiled too.
+        """
+        if not self._steps:
+            return None
+        later = self._evaluations[1:]
+        evaluations = sum(later) / len(later) * len(self._evaluations) if later else 0.0
+        return (self._seconds + evaluations) / self._steps * steps
 
     def _report(self, now: Progress) -> None:
         self._now = now

@@ -232,8 +232,11 @@ def _print_goodput(console: Console, last: Progress | None) -> None:
 
 
 def _numbers(recent: Sequence[Record]) -> list[str]:
-    """Write the loss and memory of the last record, and the mean speed without the first, which may have compiled."""
-    last, recent = recent[-1], recent[1:] or recent
+    """Write the loss and memory of the last record, and the mean speed without the first, which may have compiled.
+
+    A record alone gets no speed.
+    """
+    last, recent = recent[-1], recent[1:]
     words = [f"loss {last.metrics['loss']:.3f}"] if "loss" in last.metrics else []
     for unit in ("tokens", "rows"):
         if (speed := mean_speed(recent, f"{unit}_per_second")) is not None:

@@ -37,14 +37,28 @@ def test_fit_saves_in_the_background_and_keeps_the_newest(step, tmp_path):
     runs = {}
     with js.Checkpointer(tmp_path, layout(), every=2, keep=2) as checkpointer:
         saved = [checkpointer, lambda number, run: runs.update({number: jax.tree.map(lambda x: x + 0, run.params)})]
-        run = js.fit(new_run(), step, [BATCH] * 7, steps=7, on_run=saved)
-        checkpointer.save(run)
-        checkpointer.save(run)
+        js.fit(new_run(), step, [BATCH] * 7, steps=7, on_run=saved)  # the last step, too
     assert steps_of(tmp_path) == [6, 7]
     for number in (6, 7):  # as it was then, although the steps after it were given the same arrays
         back = js.restore(tmp_path, layout(), step=number)
         assert int(back.step) == number and find_damage(tmp_path / str(number)) == []
         assert_same(back.params, runs[number])
+
+
+def test_the_last_run_is_saved_where_training_stops_but_not_after_an_error(step, tmp_path):
+    def fit(folder, start, **options):
+        with js.Checkpointer(tmp_path / folder, layout(), every=4) as checkpointer:
+            return js.fit(
+                start, step, [BATCH] * 3, steps=5, on_run=[checkpointer, *options.pop("on_run", ())], **options
+            )
+
+    early = fit("early", new_run(), stop=lambda metrics: True)
+    assert steps_of(tmp_path / "early") == [1]
+    fit("early", early, on_run=[lambda number, run: number == 3])
+    assert steps_of(tmp_path / "early") == [1, 3]
+    with pytest.raises(ZeroDivisionError):
+        fit("broken", new_run(), callbacks=[lambda record: 1 / (record.step - 2)])
+    assert steps_of(tmp_path / "broken") == []
 
 
 def fit_best(step, root, losses, run=None, mode="min", metric="loss"):
@@ -64,7 +78,7 @@ def fit_best(step, root, losses, run=None, mode="min", metric="loss"):
 )
 def test_the_best_run_is_kept(losses, mode, best, step, tmp_path):
     last = fit_best(step, tmp_path, losses, mode=mode)
-    assert steps_of(tmp_path / "best") == [best] and steps_of(tmp_path) == []
+    assert steps_of(tmp_path / "best") == [best] and steps_of(tmp_path) == [len(losses)]
     data = describe(tmp_path / "best").data
     assert data == {"evaluation": {"loss": losses[best - 1], "other": None}, "position": 7}
     assert int(js.restore(tmp_path / "best", layout()).step) == best and int(last.step) == len(losses)

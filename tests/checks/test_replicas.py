@@ -159,7 +159,7 @@ def test_fit_ends_where_copies_differ():
     with pytest.raises(js.ReplicasDiffer, match=r"after step 4 .*device 3") as caught:
         js.fit(run, flips_at_three, [BATCH] * 8, steps=8, on_run=on_run)
     assert seen == [1, 2, 3] and caught.value.clean == 2 and watch.clean == 2
-    watch = js.ReplicaWatch(layout, every=3)
+    watch = js.ReplicaWatch(layout, every=4)  # and the last run
     assert js.fit(run, step, [BATCH] * 6, steps=6, on_run=[watch]).step == 6 and watch.clean == 6
 
 

@@ -144,11 +144,13 @@ def test_doctor_ends_before_a_flag_that_would_end_the_process(monkeypatch, capsy
 
 
 def test_doctor_describes_the_compilation_cache(monkeypatch, tmp_path):
-    assert doctor.describe_cache()["text"].startswith("off (no folder); set JAX_COMPILATION_CACHE_DIR=FOLDER")
+    one = doctor.describe_cache(jax.devices()[:1])["text"]
+    assert one.startswith("off (no folder); set JAX_COMPILATION_CACHE_DIR=FOLDER")
+    assert doctor.describe_cache(jax.devices())["text"] == "off (no folder); it is not used on several CPU devices"
     (tmp_path / "step-cache").write_bytes(b"12345")
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     try:
-        found = doctor.describe_cache()
+        found = doctor.describe_cache(jax.devices())
     finally:
         jax.config.update("jax_compilation_cache_dir", None)
     assert (found["folder"], found["programs"], found["bytes"]) == (str(tmp_path), 1, 5)

@@ -43,7 +43,7 @@ def folder(whole, tmp_path):
 
 @pytest.mark.slow
 def test_every_so_many_steps_and_the_last_one_are_saved(whole):
-    assert sorted(path.name for path in whole[0].iterdir()) == ["2", "3"]
+    assert sorted(path.name for path in whole[0].iterdir() if path.name[0] != ".") == ["2", "3"]
     assert whole[1]["start"] == 0 and len(whole[1]["losses"]) == 3
     assert describe(whole[0]).data["batch"] == 8
     assert main(["checkpoint", "verify", str(whole[0])]) == 0

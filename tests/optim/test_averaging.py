@@ -42,6 +42,17 @@ def test_the_average() -> None:
     assert jax.tree.structure(optim.averaged_params(tx_state(params))) == jax.tree.structure(params)
 
 
+def test_a_decay_that_is_a_schedule() -> None:
+    """To 1e-6: with 0.1, 0.2, 0.3 ... the recursion on the parameters after every step. js.Average takes the same."""
+    params = {"w": jnp.arange(6.0).reshape(2, 3)}
+    seen, state = run(optim.averaged(optax.sgd(0.1), lambda step: 0.1 * (step + 1)), params, steps=3)
+    expected = params["w"]
+    for decay, moved in zip((0.1, 0.2, 0.3), seen[1:], strict=True):
+        expected = decay * expected + (1 - decay) * moved["w"]
+    np.testing.assert_allclose(optim.averaged_params(state)["w"], expected, rtol=1e-6)
+    assert state.count == 3 and optim.averaged(optax.sgd(0.1), 0.9).init(params).count == ()
+
+
 def tx_state(params: Any) -> Any:
     deep = optax.chain(optax.clip(1.0), optax.inject_hyperparams(optax.sgd)(0.1), optim.averaged(optax.adam(0.1), 0.9))
     return optax.MultiSteps(deep, 2).init(params)

@@ -1,5 +1,6 @@
 """Early stopping, asked by a loop of one's own and by `js.fit`."""
 
+import contextlib
 import math
 
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import optax
 import pytest
 
 import jaxshard as js
+from jaxshard.training.judge import EVALUATIONS
 from tests.training.test_fit import evaluations, new_run, ones, step
 
 NAN = math.nan
@@ -49,7 +51,12 @@ def test_reason_best_and_last_are_told():
     for accuracy in (0.5, 0.75, 0.7):
         assert rule({"accuracy": jnp.float32(accuracy), "loss": 1.0}) == (accuracy == 0.7)
     assert rule.best == {"accuracy": 0.75, "loss": 1.0} and rule.last["accuracy"] == pytest.approx(0.7)
-    assert rule.reason == "accuracy 0.7 after a best of 0.75: not better by more than 0.5 for 2 evaluations"
+    assert rule.reason == "accuracy 0.7: not better than 0.5 by more than 0.5 for 2 evaluations"
+    once = js.EarlyStopping(patience=1, min_delta=0.05)
+    assert ask(once, [0.0319, 0.0290]) == 2
+    assert once.reason == "loss 0.029: not better than 0.0319 by more than 0.05 for 1 evaluation"
+    nothing = js.EarlyStopping(patience=1)
+    assert ask(nothing, [NAN, NAN]) == 2 and nothing.reason == "loss nan: not better than any number for 1 evaluation"
     worse = js.EarlyStopping(max_worse=0.5)
     assert ask(worse, [2, 1, 1.75]) == 3 and worse.reason == (
         "loss 1.75 after a best of 1 is worse by 0.75, more than 0.5"
@@ -89,6 +96,40 @@ def test_fit_asks_after_every_evaluation():
         callbacks=[history.append],
     )  # fmt: skip
     assert int(run.step) == 8 == len(history) and rule.best == {"loss": 4.0} and rule.last == {"loss": 4.2}
+
+
+class Folder:
+    """A checkpointer of which only the folder is used."""
+
+    def __init__(self, folder):
+        self.ledger = folder / ".goodput.json"
+
+    def __call__(self, number, run):
+        pass
+
+
+def fit_in(folder, start, losses):
+    """Training from a step that was restored, with an evaluation after every second step, until `losses` are over."""
+    rule, losses = js.EarlyStopping(3), iter(losses)
+    with contextlib.suppress(StopIteration):  # killed
+        js.fit(
+            new_run(start), step, ones(), steps=20, evaluate=lambda run: {"loss": next(losses)}, eval_every=2,
+            stop=rule, on_run=[Folder(folder)],
+        )  # fmt: skip
+    return rule
+
+
+def test_fit_goes_on_with_the_patience_after_a_restart(tmp_path):
+    """It knows the evaluations up to the run's step, but not those of steps that are taken again."""
+    fit_in(tmp_path, 0, [5, 4, NAN, 3])
+    rule = fit_in(tmp_path, 7, [4.5, 4.2, 1])
+    assert rule.best == {"loss": 4} and rule.reason == "loss 4.2: not better than 4 for 3 evaluations"
+    with pytest.warns(UserWarning, match=r"no step is taken, .* for 3 evaluations; to train on, delete the file"):
+        assert fit_in(tmp_path, 10, []).reason == rule.reason
+    assert fit_in(tmp_path, 0, [2]).best == {"loss": 2}
+    (tmp_path / EVALUATIONS).write_text("[[1]]")
+    with pytest.warns(UserWarning, match="early stopping begins anew, because"):
+        assert fit_in(tmp_path, 4, [3]).best == {"loss": 3}
 
 
 def test_fit_without_evaluation_asks_after_every_step_that_was_not_bad():

@@ -6,6 +6,7 @@ import pty
 import re
 import subprocess
 import sys
+import time
 from io import StringIO
 
 import jax
@@ -64,6 +65,23 @@ def test_a_function_is_told_every_phase_and_step():
     assert told[-1].goodput.total > 0 and told[-2].goodput is None
 
 
+def test_the_time_left_counts_neither_the_first_step_nor_the_first_evaluation(monkeypatch):
+    """They compile. Later evaluations count, as often as there were any."""
+    told, costs, now = [], iter([100.0, 2.0, 4.0]), [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def spend(seconds, result):
+        now[0] += seconds
+        return result
+
+    js.fit(
+        new_run(), lambda run, batch: spend(50.0 if run.step == 0 else 1.0, step(run, batch)), batches(), steps=9,
+        evaluate=lambda run: spend(next(costs), {"loss": 1.0}), eval_every=3, progress=told.append,
+    )  # fmt: skip
+    left = [one.seconds_left for one in told if one.phase == "training"]
+    assert left[:5] == [None, 7, 6, 5, 4] and left[5] == pytest.approx((5 + 2 * 2) / 5 * 3) and left[-1] == 0
+
+
 def test_a_function_with_finish_is_closed_like_other_callbacks():
     class Show:
         error = None
@@ -99,7 +117,7 @@ def test_a_pipe_gets_about_ten_lines_if_asked(progress, lines, capfd, monkeypatc
     out, err = capfd.readouterr()
     assert out == "" and len(err.splitlines()) == (lines and lines + 1) and err.replace("\n", "").isprintable()
     if lines:
-        assert err.startswith("  step 0/40  compiling the step ...\n  step 1/40  loss 1.000  ")
+        assert err.startswith("  step 0/40  compiling the step ...\n  step 1/40  loss 1.000\n  step 4/40  loss 4.000  ")
         assert re.search(r"\n  step 40/40  loss 40\.000  [\d,.e+]+ rows/s  0:00:00 left\n  goodput [\d.]+% of 0:", err)
 
 
@@ -112,7 +130,7 @@ def test_lines_have_the_speed_without_compilation_the_memory_and_evaluations():
         speed = known | ({"tokens_per_second": 1.0} if number == 1 else {})
         view(js.Progress("training", number, 40, record(number, speed, evaluation), 3723.0))
     shown = page.getvalue().splitlines()
-    assert shown[0] == "  step 1/40  loss 8.000  1 tokens/s  MFU 41.2%  12.30 GB  1:02:03 left"
+    assert shown[0] == "  step 1/40  loss 8.000  12.30 GB  1:02:03 left"  # its speed would be that of the compiler
     assert shown[1].startswith("  step 3/40  loss 2.667  4,096 tokens/s  MFU 41.2%  12.30 GB  held-out loss 2.0000 acc")
     assert [line.split()[1] for line in shown] == ["1/40", "3/40", "4/40", "7/40", "8/40"]
     assert [("held-out" in line) for line in shown] == [False, True, False, True, False]  # that of step 6 a bit later
