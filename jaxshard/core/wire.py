@@ -80,7 +80,7 @@ class Format:
 
 @dataclass(frozen=True)
 class Scaled(Format):
-    """The format of blocks of 8-bit numbers with a scale in f32 for each block; made by `js.wire.int8` and `js.wire.fp8`.
+    """The format of 8-bit numbers in blocks, each with a scale in f32; made by `js.wire.int8` and `js.wire.fp8`.
 
     Attributes:
       dtype: the dtype of the numbers: "int8", "float8_e3m4" or "float8_e4m3fn".
