@@ -125,7 +125,7 @@ class Linen(Adapted):
 
     @contextmanager
     def explain_errors(self, what: str) -> Iterator[None]:
-        """Explain Flax's errors of a call `module.apply(model, ...)`, which takes variables, not what `init` returns."""
+        """Explain Flax's errors of `module.apply(model, ...)`, which takes variables, not what `init` returns."""
         try:
             yield
         except (errors.ApplyScopeInvalidVariablesTypeError, errors.ScopeCollectionNotFound, AttributeError) as error:
