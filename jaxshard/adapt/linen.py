@@ -31,7 +31,8 @@ from jaxshard.adapt.units import (
     zeros_of,
 )
 from jaxshard.core.keys import neighbour
-from jaxshard.core.layout import Model, join_model, split_model
+from jaxshard.core.layout import join_model, split_model
+from jaxshard.core.loss import Model
 from jaxshard.core.tree import raise_all
 from jaxshard.core.types import PyTree
 
