@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ from jaxshard.adapt.units import (
 )
 from jaxshard.core.keys import neighbour
 from jaxshard.core.layout import join_model, split_model
+from jaxshard.core.loss import Model
 from jaxshard.core.tree import raise_all
 from jaxshard.core.types import PyTree
 
@@ -121,6 +123,20 @@ class Linen(Adapted):
     def make_params(self, key: jax.Array) -> PyTree:
         """Initialise the module: return its parameters, or js.Model(parameters, other collections), without boxes."""
         return self._model_of(self._boxed(key))
+
+    @contextmanager
+    def explain_errors(self, what: str) -> Iterator[None]:
+        """Explain Flax's errors of `module.apply(model, ...)`, which takes variables, not what `init` returns."""
+        try:
+            yield
+        except (errors.ApplyScopeInvalidVariablesTypeError, errors.ScopeCollectionNotFound, AttributeError) as error:
+            # Of a js.Model, Flax asks for the items of a dict.
+            if isinstance(error, AttributeError) and not (error.name == "items" and isinstance(error.obj, Model)):
+                raise
+            raise TypeError(
+                f"{what} calls the Flax module itself, without its variables ({error}): call apply of the object that "
+                "js.linen returned, model.apply(v, x) with model = js.linen(...)"
+            ) from error
 
     def to_module(self, model: PyTree, key: jax.Array) -> dict[str, Any]:
         """Return the variables that `module.apply` takes: {"params": ..., and the other collections}."""

@@ -66,11 +66,12 @@ def find_causes(
         )
     factors = _describe_factors(failures, step.layout)
     found = _compare_parts(step, model, batch, key, bind) if failed & {"loss", "gradient"} else ()
-    if "state" in failed and not step.engine.compiler_chooses and not any(_STATISTICS in text for text in found):
+    statistics = _explain_statistics(step)
+    if "state" in failed and not step.engine.compiler_chooses and not any(statistics in text for text in found):
         found = (
             *found,
             "the model's new state is the mean of what each device computes from its own rows: return state that adds "
-            f"up over rows as js.Sum in js.Loss(state=...); {_STATISTICS}",
+            f"up over rows as js.Sum in js.Loss(state=...); {statistics}",
         )
     if not found and factors:
         found = (
@@ -80,9 +81,26 @@ def find_causes(
     return (*factors, *found)
 
 
-_AUTO = "use js.auto(), which is right for any loss (and takes no js.pipeline)"
+def _name_part(step: Step) -> str:
+    """Name what computes the loss of one part of the batch: a device, a micro-batch, or both."""
+    if step.engine.compiler_chooses:
+        return "micro-batch"
+    return "device" if step.engine.microbatches == 1 else "device and micro-batch"
 
-_STATISTICS = f"under js.explicit() give normalisations the mesh axis (nn.BatchNorm(axis_name=...)), or {_AUTO}"
+
+def _advise_auto(step: Step) -> str:
+    """Say how to make the loss see the whole batch at once, which is right for any loss."""
+    if step.engine.compiler_chooses:
+        return "use js.auto() without microbatches="
+    return "use js.auto() without js.pipeline" if step.layout.pipeline else "use js.auto()"
+
+
+def _explain_statistics(step: Step) -> str:
+    """Say how to compute statistics from all rows of the batch."""
+    whole = f"{_advise_auto(step)}, which is right for any loss"
+    if step.engine.compiler_chooses:
+        return whole
+    return f"under js.explicit() give normalisations the mesh axis (nn.BatchNorm(axis_name=...)), or {whole}"
 
 
 def _describe_factors(failures: Sequence[Difference], layout: Layout) -> tuple[str, ...]:
@@ -169,23 +187,23 @@ def _compare_parts(step: Step, model: PyTree, batch: PyTree, key: jax.Array, bin
         f"the total of the loss over the whole batch is {_as_sum(whole_totals)}, those of its {parts} parts add up to "
         f"{_as_sum(totals)}"
     )
+    part = _name_part(step)
     # All of JAX's random numbers are made by this primitive, whatever generator makes the bits.
     if "random_bits" in str(jax.make_jaxpr(evaluate)(pieces[0][1], key, 0)):
         # Another key, the same numbers: the loss does not draw them from the key that it receives.
         other = run(batch, jax.random.fold_in(key, 1), 0)
         if _near(np.asarray(other[0], np.float64)[off], whole_totals):
             return (
-                f"{sums}: the loss draws random numbers from a key of its own, which repeat on every device; draw "
-                "them from the key that loss_fn receives, row by row with js.row_keys(key, rows)",
+                f"{sums}: the loss draws random numbers from a key of its own, which repeat on every {part}; "
+                "draw them from the key that loss_fn receives, row by row with js.row_keys(key, rows)",
             )
         return (
-            f"{sums}: the loss draws random numbers for all rows at once (nn.Dropout does), which differ if each "
-            "device draws for its own rows; draw them row by row with js.row_keys(key, rows), or use js.auto() "
-            "(which takes no js.pipeline)",
+            f"{sums}: the loss draws random numbers for all rows at once (nn.Dropout does), and each {part} draws for "
+            f"its own rows; draw them row by row with js.row_keys(key, rows), or {_advise_auto(step)}",
         )
     return (
-        f"{sums}: the rows are not independent (batch statistics, a capacity limit over a device's rows, a mean of "
-        f"local means): {_STATISTICS}",
+        f"{sums}: the rows are not independent (batch statistics, a capacity limit over the rows of a {part}, a "
+        f"mean of local means): {_explain_statistics(step)}",
     )
 
 

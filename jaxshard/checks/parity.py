@@ -66,7 +66,7 @@ class Parity:
     """The report of `js.parity`. Prints as a table with a line for every leaf.
 
     Attributes:
-      where: the mesh and the engine: "data=8 under js.explicit()".
+      where: the mesh and the engine: "data=8 under js.explicit()", "data=8 under js.auto(microbatches=2)".
       losses: the loss of the sharded step, and the loss of one device.
       differences: the loss first, then every gradient, update and array of the model's state; only the loss if the
         engine refuses the loss function because the weight of its `js.Mean` does not count rows.
@@ -268,7 +268,7 @@ def parity(
             expected = alone.step(first_step)
             updates = jax.jit(partial(_update_alone, tx))(expected.grads, alone.chosen)
             after = put_back(plan.trainable, optax.apply_updates(alone.chosen, updates), split_model(start)[0])
-        where = f"{mesh_str(mesh)} under js.{engine.name}()"
+        where = f"{mesh_str(mesh)} under {_call_of(engine)}"
         try:
             compiled = step.compile(batch)
         except UnequalMeans as refusal:
@@ -308,6 +308,12 @@ def parity(
             return report
         model, key = join_model(split_model(start)[0], trial.state), alone.key_of(trial)
         return replace(report, why=find_causes(report.failures, step, model, trial.batch, key, alone.bind))
+
+
+def _call_of(engine: Engine) -> str:
+    """Write the call that makes the engine, such as "js.auto(microbatches=2)", without its other settings."""
+    parts = f"microbatches={engine.microbatches}" if engine.microbatches > 1 else ""
+    return f"js.{engine.name}({parts})"
 
 
 def _report_refused(

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from jaxshard.checks.collectives.compare import audit as audit_step
 from jaxshard.checks.programs.report import audit_program
+from jaxshard.commands.compiler import load_compiler
 from jaxshard.commands.errors import refusals, refuse, usage_errors
 from jaxshard.commands.flags import Audit
 from jaxshard.commands.parallel import read_axes
@@ -36,6 +37,9 @@ def run(flags: Audit) -> int:
             return _audit_text(console, flags, flags.hlo)
         if not flags.target:
             raise ValueError("name a model or a function, such as gpt-1m or file.py:function, or give --hlo FILE")
+    if flags.topology is not None:
+        with refusals():
+            load_compiler(flags.topology)
     prepared = prepare(flags, None if flags.topology is None else partial(topology_mesh, flags.topology))
     step = prepared.step()
     facts(console, prepared.how.shown | {"model": prepared.program.name})

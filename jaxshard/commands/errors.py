@@ -34,13 +34,13 @@ def usage_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Convert TypeError and ValueError that jaxshard raises inside the `with` block to a `UsageError`.
+    """Convert TypeError, ValueError and TimeoutError that jaxshard raises inside the `with` block to a `UsageError`.
 
     The block may also run the user's functions, such as the loss. An error that they raise keeps its traceback.
     """
     try:
         yield
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, TimeoutError) as error:
         if not is_jaxshard_file(traceback.extract_tb(error.__traceback__)[-1].filename):
             raise
         raise UsageError(_one_line(error)) from error

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from jaxshard.commands.compiler import load_compiler
 from jaxshard.commands.errors import UsageError, refusals, refuse, usage_errors
 from jaxshard.commands.flags import Plan, StrategyName
 from jaxshard.commands.prepared import Prepared, prepare
@@ -57,6 +58,8 @@ def run(flags: Plan) -> None:
     facts(console, shown)
     words = "estimating" if flags.estimate else "asking the compiler, where there is one"
     with working(console, words), refusals():
+        if flags.topology is not None and not flags.estimate:
+            load_compiler(flags.topology, slices)
         prediction = _predict(prepared, flags, limits)
     seconds = time.perf_counter() - started
     console.print(f"\n{prediction}")

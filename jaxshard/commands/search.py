@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jaxshard.commands.compiler import load_compiler
 from jaxshard.commands.errors import refusals, usage_errors
 from jaxshard.commands.flags import Search
 from jaxshard.commands.program import Program, program_of
@@ -28,6 +29,8 @@ def run(flags: Search) -> None:
     program = program_of(flags.target, flags.change, rows=flags.batch, seq=flags.seq, seed=None)
     facts(console, {"model": program.name, "devices": f"{devices} of {slices} x {flags.topology}"})
     with working(console, "searching") as say, refusals(), usage_errors():
+        if flags.compile:
+            load_compiler(flags.topology, slices)
         ranking = search(
             program.init_fn,
             program.loss_fn,

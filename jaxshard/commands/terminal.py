@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from jaxshard.checks.collectives.counts import bytes_str, number_str
@@ -68,14 +69,19 @@ def printable(text: Any) -> str:
 
 @contextlib.contextmanager
 def working(console: Console, what: str) -> Iterator[Callable[[str], None]]:
-    """Show what a command is doing: on a terminal with a spinner, else in a line; yield a function that shows more."""
+    """Show what a command is doing; yield a function that shows other words.
+
+    On a terminal a spinner and the time since the start go on while the command works; elsewhere it is a line.
+    """
 
     def say(words: str) -> None:
         console.print(Text(f"  {words} ...", "dim"))
 
     if console.is_terminal:
-        with console.status(what) as status:
-            yield status.update
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            shown = progress.add_task(what, total=None)
+            yield lambda words: progress.update(shown, description=words)
     else:
         say(what)
         yield say

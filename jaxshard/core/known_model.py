@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -65,6 +65,13 @@ class KnownModel:
         From {"tokens": [B, T + 1]} make {"tokens": [B, T], "targets": [B, T]}, for example.
         """
         return batch
+
+    def explain_errors(self, what: str) -> AbstractContextManager[None]:
+        """Make a context for a user's function of this model, in which errors of the user's library are explained.
+
+        `what` names the function in these errors: "the function".
+        """
+        return nullcontext()
 
     def to_module(self, model: PyTree, key: jax.Array) -> Any:
         """Convert what `init` returns to the form in which the user's library holds a model; see `js.to_module`.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -340,10 +340,11 @@ def why_not_by_block(layout: Layout) -> str:
 def users_code(layout: Layout, what: str = "the loss") -> Iterator[None]:
     """Make a context for calls of the user's functions.
 
-    Inside it, `js.constrain` constrains activations as the layout says, and JAX's errors about axis names and shardings
-    are raised again with an explanation. `what` names the function in these errors.
+    Inside it, `js.constrain` constrains activations as the layout says. JAX's errors about axis names and shardings,
+    and errors of the model's library, are raised again with an explanation. `what` names the function in these errors.
     """
-    with follow_layout(layout):
+    explained = nullcontext() if layout.model is None else layout.model.explain_errors(what)
+    with follow_layout(layout), explained:
         try:
             yield
         except NameError as error:

@@ -23,7 +23,7 @@ from jaxshard.optim.local import local_of
 from jaxshard.plan.compiled.compile_for import judge_step
 from jaxshard.plan.compiled.target import step_for
 from jaxshard.plan.memory.graph import Region
-from jaxshard.plan.memory.peak import moment_str, role_of, step_graph, step_peak, traced_step
+from jaxshard.plan.memory.peak import moment_str, name_and_source, role_of, step_graph, step_peak, traced_step
 from jaxshard.plan.memory.tiles import tiled_bytes
 from jaxshard.plan.memory_report import LiveArray, MemoryReport, joined
 from jaxshard.plan.planned import mesh_chip
@@ -147,8 +147,9 @@ def _estimated(region: Region, layout: Layout, chip: Chip | None) -> MemoryRepor
         size = 0 if value.on_host else int(bytes_in(value.shard, value.dtype))
         arguments.append(LiveArray(size, value.role, str(value.dtype), value.shard, 1, value.path))
     for one in peak.moment.live:
-        what = f"{one.note} {one.value.path}"
-        computed.append(LiveArray(one.bytes, role_of(one, peak), str(one.value.dtype), one.value.shard, 1, what))
+        name, source = name_and_source(one.value)
+        role, what = role_of(one, peak), f"{one.note} {name}".strip()
+        computed.append(LiveArray(one.bytes, role, str(one.value.dtype), one.value.shard, 1, what, source))
     arrays = joined([*arguments, *computed])
     return MemoryReport(
         mesh=dict(layout.mesh.shape),

@@ -139,7 +139,8 @@ def make_apply(fn: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
     """Compile a function of the model for calls with a sharded `TrainState` in place of the model: for predictions.
 
     Args:
-      fn: `fn(model, *args)`, where `model` is like the result of `init_fn`.
+      fn: `fn(model, *args)`, where `model` is like the result of `init_fn`. For a module of `js.linen` call `apply` of
+        the object that `js.linen` returned, not of the Flax module, which takes variables.
       layout: the layout of each `TrainState`.
 
     Returns:
@@ -148,6 +149,7 @@ def make_apply(fn: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
 
     Raises:
       ValueError: by a call, a run that does not fit the layout.
+      TypeError: by a call, `fn` calls the Flax module itself on what `init` of `js.linen` returned.
 
     Example:
         apply = js.make_apply(lambda params, x: module.apply(params, x), layout)

@@ -146,6 +146,22 @@ def test_evaluation_is_told_and_leaves_the_state():
     assert predicted.shape == (ROWS, 7)
 
 
+@pytest.mark.parametrize("module", [nn.Dense(7), nn.Sequential([nn.Dense(7)]), MLP(0.5)])
+def test_a_call_of_the_flax_module_on_what_init_returned_is_explained(module):
+    """Parameters at the top, in a submodule, and a js.Model with a state: Flax raises another error for each."""
+    kwargs = {"train": False} if isinstance(module, MLP) else {}
+    x = np.ones((ROWS, 5), np.float32)
+    model = js.linen(module, lambda model, batch: jnp.square(model(batch, **kwargs)).sum(), x)
+    layout = js.layout(js.fsdp(), mesh(), model.init, TX)
+    run = js.init(model.init, TX, layout, 0)
+    explained = r"the function calls the Flax module itself.*: call apply of .* js.linen returned, model.apply\(v, x\)"
+    with pytest.raises(TypeError, match=f"(?s){explained}"):
+        js.make_apply(lambda v, x: module.apply(v, x, **kwargs), layout)(run, x)
+    eval_step = js.make_eval_step(lambda v, x: {"y": js.Sum(module.apply(v, x, **kwargs).sum())}, layout)
+    with pytest.raises(TypeError, match="calls the Flax module itself"):
+        eval_step(run, x)
+
+
 def test_names_in_boxes_split_a_model_over_tensor():
     class Named(nn.Module):
         @nn.compact

@@ -315,6 +315,13 @@ def test_random_numbers_that_depend_on_the_device(loss_fn, why):
     check_fails(run(loss_fn), [NUMBERS + "the loss draws " + why])
 
 
+def test_random_numbers_that_depend_on_the_micro_batch():
+    report = run(stock_dropout, engine=js.auto(microbatches=2))
+    assert report.headline.startswith("data=8 under js.auto(microbatches=2) against one device")
+    why = r"each micro-batch draws for its own rows; draw .*js.row_keys.*, or use js.auto\(\) without microbatches=$"
+    check_fails(report, [NUMBERS.replace("8", "2") + ".*" + why])
+
+
 @pytest.mark.parametrize(
     "loss_fn, engine",
     [

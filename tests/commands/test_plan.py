@@ -1,12 +1,15 @@
 """`jaxshard plan`: the JSON object, and what is refused by name."""
 
 import importlib.util
+import io
 import json
 import re
 
 import pytest
+from rich.console import Console
 
 from jaxshard.commands.main import main
+from jaxshard.commands.terminal import working
 
 KEYS = {
     "fits", "hbm_bytes", "live_bytes", "allocated_bytes", "judged_by", "by_role", "collectives", "step_seconds", "mesh",
@@ -83,6 +86,13 @@ def test_pictures_stand_beside_each_other(tmp_path, capsys):
     assert all(name in file.read_text() for name in ("ddp", "zero1", "zero2", "fsdp"))
     assert main(["plan", *TINY, "--topology", "v5e:2x2", "--plot", str(tmp_path / "plan.xyz")]) == 2
     assert "pictures are written as .png, .svg" in capsys.readouterr().err
+
+
+def test_a_terminal_shows_the_time_since_the_start():
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with working(console, "asking") as say:
+        say("another thing")
+    assert "another thing" in console.file.getvalue() and "0:00:00" in console.file.getvalue()
 
 
 @without_libtpu

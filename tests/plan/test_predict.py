@@ -41,6 +41,21 @@ def test_what_is_kept_of_blocks_is_exact(small: Prediction):
     assert any("float32[4, 2, 32, 144] stacked" in array for array in stacks), stacks
 
 
+def test_an_array_without_a_module_is_named_by_its_operation_and_line():
+    """JAX names what a loss written as a plain function computes "/jvp()", and what the engine computes "/"."""
+
+    def loss_fn(params, batch, key):
+        return js.Mean(jnp.tanh(jnp.sin(batch["x"] @ params["w"])).sum(), len(batch["x"]))
+
+    layout = js.layout(js.ddp(), js.make_mesh(data=8), lambda key: {"w": jnp.ones((4, 64))}, optax.sgd(0.1))
+    batch = {"x": jax.ShapeDtypeStruct((512, 4), jnp.float32)}
+    for engine in (js.auto(), js.explicit()):
+        found = js.plan.predict(layout, loss_fn, batch, engine, tx=optax.sgd(0.1), estimate=True)
+        activations = [str(one) for one in found.arrays if one.shape == (64, 64)]
+        assert activations and all(" at plan/test_predict.py:" in one for one in activations), activations
+        assert not any(one.what.strip("/ ") in ("", "jvp()", "transpose(jvp())") for one in found.arrays)
+
+
 def test_state_on_the_host_takes_no_memory_of_the_device(small: Prediction):
     """The peak is in the backward pass, so that it falls by all of the state, but for the block in flight."""
     model = js.models.make("gpt-1m", seq=32)

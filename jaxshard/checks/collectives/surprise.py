@@ -17,9 +17,11 @@ from jaxshard.checks.collectives.cause import array_words, cause
 from jaxshard.checks.collectives.counts import grouped, total
 from jaxshard.checks.collectives.found import Collective
 from jaxshard.checks.collectives.operation import by_line, describe, total_size
-from jaxshard.checks.collectives.trail import COLLECTIVES, PRODUCTS, operation_of
+from jaxshard.checks.collectives.trail import COLLECTIVES, PRODUCTS, operation_of, pass_of
 from jaxshard.core.text_table import first_words
 
+_SCATTER = "scatter-add"
+"""JAX's name of the operation that makes the gradient of an array that is looked up by indices."""
 _SHOWN = 8
 """The number of groups of surprises that are printed."""
 _ORDERED = ("sort", "argsort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "top_k")
@@ -130,6 +132,8 @@ def _advice(one: Surprise) -> str:
         return "take it out: return js.Mean and js.Sum of a device's own rows, which the engine adds up"
     if one.why.startswith("logits"):
         return f"keep the logits split, {constraint}: js.cross_entropy works on split logits"
+    if pass_of(one.found.op_name) == "backward pass" and _SCATTER in (own, made):
+        return _advise_gradient_of_lookup(one.found)
     if "sharding_constraint" in (own, read):
         return f"take the constraint out, or keep the dimension split over {over}: {constraint}"
     if {own, made, read} & set(_ORDERED):
@@ -146,3 +150,13 @@ def _advice(one: Surprise) -> str:
         return f"shard both operands of the product alike, and its result: {constraint}"
     result = f"the result of {made} at {made_at}" if made and made_at else "the array where it is made"
     return f"constrain {result}, {constraint}, or let js.explicit compute each device's rows by themselves"
+
+
+def _advise_gradient_of_lookup(found: Collective) -> str:
+    """Advise about the gradient of a table, which the compiler makes by a scatter-add that no line of the user has."""
+    line = (found.trail.made_at if found.trail.maker == _SCATTER else "") or found.place
+    return (
+        f"it is for the gradient of the table looked up at {line}: leave it if its {total_size([found])} are few, "
+        "or let the strategy keep the table replicated (a rule of js.tensor with 'whole', or min_size= of js.fsdp), "
+        "or use js.explicit"
+    )

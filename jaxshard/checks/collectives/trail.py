@@ -112,8 +112,13 @@ def operation_of(op_name: str) -> str:
 
     >>> operation_of("jit(step)/jvp(Net)/Dense_0/dot_general")
     'dot_general'
+    >>> operation_of("jit(step)/transpose(jvp(Net/Dense_0/dot_general))")
+    'dot_general'
     """
-    return "" if op_name.startswith(("run.", "batch")) else op_name.rpartition("/")[2]
+    if op_name.startswith(("run.", "batch")):
+        return ""
+    name = op_name.rpartition("/")[2]
+    return name if "(" in name else name.rstrip(")")
 
 
 def pass_of(op_name: str) -> str:

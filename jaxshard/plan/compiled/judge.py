@@ -101,7 +101,10 @@ def _compile(asked: CompilerInput, target: Target, folder: Path, seconds: float)
         try:
             while child.poll() is None and not is_assigned(dump):
                 if time.monotonic() - started > seconds:
-                    raise TimeoutError(f"the compiler of {target} has assigned no memory after {seconds:.0f} s")
+                    raise TimeoutError(
+                        f"the compiler of {target} has assigned no memory after {seconds:.0f} s; js.plan.predict with "
+                        "estimate=True, or jaxshard plan --estimate, does without it"
+                    )
                 time.sleep(_PAUSE)
         finally:
             child.kill()

@@ -47,6 +47,7 @@ class Value:
         "constant" for a constant; "" for a computed value.
       path: the path of an argument, or JAX's name stack of the operation that computes the value.
       on_host: True if it is stored in host memory, as activations are that a remat policy offloads.
+      equation: the equation that computes it; None for an argument, a constant, or an input of a loop or branch.
     """
 
     shape: tuple[int, ...]
@@ -56,6 +57,7 @@ class Value:
     role: str = ""
     path: str = ""
     on_host: bool = False
+    equation: Any = field(default=None, repr=False)
 
 
 @dataclass(eq=False)
@@ -191,7 +193,8 @@ class _Builder:
                 op.outs.append(self.value(var.aval, split, path=path))
             if name in _ALIKE:
                 self._refine_alike(op.ins, op.outs[0])
-        self.maker.update((one, op) for one in op.outs)
+        for one in op.outs:
+            self.maker[one], one.equation = op, eqn
         return list(op.outs)
 
     def _shard_map(
@@ -212,6 +215,7 @@ class _Builder:
                 continue
             entries = tuple(tuple(axis for axis in entry if axis in inside) for entry in operand.split)
             inner = self.value(var.aval, entries, operand.role, operand.path)
+            inner.equation = operand.equation
             wanted = spec_split(spec, len(inner.shape), manual & self.axes)
             if wanted != tuple(tuple(x for x in entry if x in manual) for entry in operand.split):
                 self._refine([operand], [tuple((*a, *b) for a, b in zip(entries, wanted, strict=True))])
@@ -225,6 +229,7 @@ class _Builder:
             if one is not None:
                 entries = tuple((*a, *(x for x in b if x not in a)) for a, b in zip(entries, one.split, strict=True))
             outer = self.value(var.aval, entries, path=path)
+            outer.equation = eqn if one is None else one.equation
             region.ops.append(Op("enter", [] if one is None else [one], [outer], path))
             outs.append(outer)
         return outs

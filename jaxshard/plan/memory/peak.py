@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxshard.core.compat import equation_frames
 from jaxshard.core.layout import Layout
+from jaxshard.core.our_code import short_path, users_line
 from jaxshard.core.tree import abstract, path_str
 from jaxshard.core.types import PyTree
 from jaxshard.engines.engine import Engine
@@ -172,6 +174,24 @@ def moment_str(moment: Moment) -> str:
     """Name the pass and the part of the model that run at the peak, such as "backward pass: Block/mlp"."""
     path = moment_path(moment)
     where = "update" if "jvp" not in path else "backward pass" if "transpose" in path else "forward pass"
-    parts = [re.sub(r"^(?:\w+\()*|\)*$", "", part) for part in path.split("/")]
-    named = [part for part in parts if part and part not in ("jvp", "transpose", "rematted_computation", "checkpoint")]
+    named = _names_in(path)
     return f"{where}: {'/'.join(named[-3:])}" if named and where != "update" else where
+
+
+def name_and_source(value: Value) -> tuple[str, str]:
+    """Return (JAX's name stack of a computed value, ""), or if it names nothing (operation, source line).
+
+    A name stack such as "/jvp()" has no module or function. Without an equation the result is ("unnamed", "").
+    """
+    if _names_in(value.path):
+        return value.path, ""
+    if value.equation is None:
+        return "unnamed", ""
+    frames = [f"{file}:{line}" for file, line, _ in equation_frames(value.equation)]
+    return str(value.equation.primitive.name), short_path(users_line(frames)) if frames else ""
+
+
+def _names_in(path: str) -> list[str]:
+    """Return the names of modules and functions in a name stack, without those of JAX's transformations."""
+    parts = [re.sub(r"^(?:\w+\()*|\)*$", "", part) for part in path.split("/")]
+    return [part for part in parts if part and part not in ("jvp", "transpose", "rematted_computation", "checkpoint")]

@@ -11,6 +11,7 @@ from jaxshard.checks.collectives.program import Program
 from jaxshard.checks.collectives.surprise import Surprise
 from jaxshard.checks.collectives.trail import Trail
 
+TABLE = {"name": "jit(f)/transpose(jvp(N))/Embed_0/jit(_take)/scatter-add"}
 LINE = "/home/user/model.py:31"
 LOGITS = "logits, all 40 of a vocabulary: must never move over tensor"
 CONSTRAINT = "js.constrain(x, ('batch', None, 'vocab'))"
@@ -67,6 +68,10 @@ def test_an_array_is_named_by_its_argument_or_by_what_computes_it():
         (surprise("nothing of 9", name="jit(step)/jvp()/psum"), "js.Mean and js.Sum"),
         (surprise(), f"keep the logits split, {CONSTRAINT}: js.cross_entropy"),
         (surprise("nothing of 9", name="jit(step)/sharding_constraint"), f"constraint out, or keep .*: {CONSTRAINT}"),
+        (surprise("nothing of 9", maker="scatter-add", made_at="user.py:3", count=2, **TABLE),
+         "gradient of the table looked up at user.py:3: leave it if its 1.28 kB are few, or .*replicated"),
+        (surprise("nothing of 9", maker="select_n", made_at="user.py:3", **TABLE), f"looked up at {LINE}:"),
+        (surprise("nothing of 9", name="jit(f)/jvp(N)/scatter-add", maker="scatter-add"), CONSTRAINT),
         (surprise("nothing of 9", maker="sort"), "sort or accumulate within a row"),
         (surprise("the weight up: must never move over tensor"), "js.tensor"),
         (surprise("more often than promised: 1 times for weight w", arguments=("weight w",)), "weight w is moved for"),
@@ -75,7 +80,7 @@ def test_an_array_is_named_by_its_argument_or_by_what_computes_it():
         (surprise("nothing of 9", **PRODUCT), f"both operands of the product alike, and its result: {CONSTRAINT}"),
         (surprise("nothing of 9", maker="mul", made_at="user.py:3"), f"the result of mul at user.py:3, {CONSTRAINT}"),
     ],
-)
+)  # fmt: skip
 def test_advice_is_one_line_with_the_constraint_to_write(one, words):
     assert all(part in one.advice for part in words.split(".*")) and "\n" not in one.advice
     assert one.as_dict()["advice"] == one.advice and one.advice in str(one)

@@ -15,6 +15,7 @@ import optax
 import pytest
 
 import jaxshard as js
+from jaxshard.commands.errors import UsageError, refusals
 from jaxshard.core.compat import CompilerInput
 from jaxshard.plan.compiled import answers, judge
 from jaxshard.plan.topology import Target
@@ -109,8 +110,10 @@ def test_a_child_that_dies_or_takes_too_long_is_named(compiler):
     with pytest.raises(RuntimeError, match="ended with 1: no libtpu here"):
         judge.judge(None, TARGET)
     compiler("time.sleep(200)")
-    with pytest.raises(TimeoutError, match="of v5e:2x2 has assigned no memory after 1 s"):
+    with pytest.raises(TimeoutError, match=r"of v5e:2x2 has assigned no memory after 1 s.*jaxshard plan --estimate"):
         judge.judge(None, TARGET, seconds=1)
+    with pytest.raises(UsageError, match="--estimate"), refusals():  # a command says it in a line
+        judge.judge(None, TARGET, seconds=0)
 
 
 PARENT = """
