@@ -22,6 +22,7 @@ ROOMS = {
     "generation": "Generation",
     "checkpoint": "Checkpoints",
     "checks": "Checks",
+    "profile": "Profiles",
 }
 
 
