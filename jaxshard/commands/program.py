@@ -93,8 +93,8 @@ def _users_own(target: str, has_numbers: bool) -> Program:
     """Import and call the user's function, such as "file.py:make"; UsageError if sizes of a model are given too."""
     if has_numbers:
         raise UsageError(
-            f"--change, --batch, --seq and --lora are for ready-made sizes ({', '.join(SIZES)}); {target} makes its own model "
-            "and batch: change them there"
+            f"--change, --batch, --seq and --lora are for ready-made sizes ({', '.join(SIZES)}); {target} makes its "
+            "own model and batch: change them there"
         )
     with usage_errors():
         check_local(target)
