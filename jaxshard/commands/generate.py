@@ -42,8 +42,8 @@ def run(flags: Generate) -> None:
     is_first = process_count_and_id()[1] == 0
     console = start(flags, quiet=not is_first)
     with usage_errors():
-        _refuse_factors(flags.checkpoint)
         how = _make_parallel(flags)
+        _refuse_factors(flags.checkpoint)
         named = NamedModel(flags.model, flags.change)
         words = _tokenizer(named, flags.tokenizer)
         folder = named.find_folder(weights=flags.checkpoint is None)
