@@ -43,9 +43,9 @@ def run(flags: Generate) -> None:
     console = start(flags, quiet=not is_first)
     with usage_errors():
         how = _make_parallel(flags)
-        _refuse_factors(flags.checkpoint)
         named = NamedModel(flags.model, flags.change)
         words = _tokenizer(named, flags.tokenizer)
+        _refuse_factors(flags.checkpoint)
         folder = named.find_folder(weights=flags.checkpoint is None)
         network = _make_model(named, flags.checkpoint)
         rows = _rows(flags, words)

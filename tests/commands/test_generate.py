@@ -25,12 +25,12 @@ def test_tokens_go_to_standard_output_as_one_object(capsys):
     assert "its weights are random, of --seed 0" in output.err
 
 
-def test_factors_without_their_model_are_refused_before_anything_is_read(tmp_path, capsys):
+def test_factors_without_their_model_are_refused(tmp_path, capsys):
     model = js.models.llama(vocab=256, width=16, depth=1, heads=4, kv_heads=4, hidden=32, seq=32)
     tuned = js.lora(model.init, model.loss, rank=2, match=["q_proj/kernel"])
     layout = js.layout(js.fsdp(), js.make_mesh(data=8), tuned.init)
     js.save(tmp_path / "run", js.init(tuned.init, None, layout, 0), layout)
-    words = ["--model", "hf:absent", "--checkpoint", str(tmp_path / "run"), "--prompt", "a"]
+    words = ["--model", "llama-1m", "--change", SMALL, "--checkpoint", str(tmp_path / "run"), "--prompt", "a"]
     assert main(["generate", *words]) == 2
     message = f"--checkpoint {tmp_path / 'run'} holds LoRA factors; write the merged model with jaxshard train ... --r"
     error = capsys.readouterr().err
