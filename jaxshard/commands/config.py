@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,21 @@ from jaxshard.commands.errors import UsageError, usage_errors
 from jaxshard.commands.flags import Flags
 from jaxshard.core.file_errors import naming
 from jaxshard.core.near_words import did_you_mean
+
+_OF_TRAINER = {
+    "learning_rate": "lr",
+    "per_device_train_batch_size": "batch, which counts the rows of all devices",
+    "gradient_accumulation_steps": "microbatches",
+    "eval_steps": "eval-every",
+    "max_steps": "steps",
+    "num_train_epochs": "steps",
+    "warmup_steps": "warmup",
+    "max_grad_norm": "clip",
+    "output_dir": "checkpoint",
+    "lora_r": "lora, as rank=8",
+    "lora_alpha": "lora, as rank=8,alpha=16",
+}
+"""Arguments of the trainers of Hugging Face, with the flags that do the same, and what is different about them."""
 
 
 def read_config(file: Path, names: Collection[str], command: str) -> dict[str, Any]:
@@ -25,26 +40,39 @@ def read_config(file: Path, names: Collection[str], command: str) -> dict[str, A
       command: the name of the command, for error messages.
 
     Raises:
-      UsageError: the file can't be read, is not TOML, or has a name that is not a flag of the command, or one
-        flag twice.
+      UsageError: the file can't be read, is not TOML, or has names that are not flags of the command (the message
+        has all of them), or one flag twice.
     """
     with usage_errors():
         try:
             entries = tomllib.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"--config {file}: this is no TOML: {error}") from error
+    if unknown := [name for name in entries if name.replace("-", "_") not in names]:
+        flags = [one.replace("_", "-") for one in names]
+        listed = [name + (f" ({near})" if (near := suggest_flag(name, flags)) else "") for name in unknown]
+        raise UsageError(f"--config {file}: {command} has no flag {', '.join(listed)}")
     found: dict[str, Any] = {}
     for name, value in entries.items():
         field = name.replace("-", "_")
-        if field not in names:
-            near = did_you_mean(name, [one.replace("_", "-") for one in names])
-            raise UsageError(f"--config {file}: {name} is no flag of {command}" + (f"; {near}" if near else ""))
         if isinstance(value, dict):
             raise UsageError(f"--config {file}: {name} is a table; write {name} = VALUE")
         if field in found:
             raise UsageError(f"--config {file}: {name} is given twice, with - and with _; leave one out")
         found[field] = value
     return found
+
+
+def suggest_flag(name: str, flags: Iterable[str]) -> str:
+    """Return "did you mean lr?" for the flag that is meant by a name; "" if none is.
+
+    Args:
+      name: the unknown name, such as "learning_rate" or "--learning-rate".
+      flags: the flags of the command, all with dashes in front if the name has them.
+    """
+    flags, word = list(flags), name.lstrip("-")
+    ours = name.removesuffix(word) + _OF_TRAINER.get(word.replace("-", "_"), "")
+    return f"did you mean {ours}?" if ours.partition(",")[0] in flags else did_you_mean(name, flags)
 
 
 def write_config(file: Path, flags: Flags) -> None:

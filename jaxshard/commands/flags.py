@@ -115,11 +115,14 @@ class Rows(Model):
       batch: rows of a step over all devices; by default as the model recommends
       seq: tokens in a row; by default as the model recommends
       precision: bf16 (or bfloat16) computes, gathers weights and reduces gradients in bf16; by default in f32
+      lora: freeze the model and train low-rank factors: rank=8,alpha=16,base=int8,match=q_proj/kernel; train needs
+        the weights of hf:PATH
     """
 
     batch: Count = None
     seq: Count = None
     precision: PrecisionName | None = None
+    lora: Text = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +181,6 @@ class Recipe(Flags):
       seed: seed of the initial parameters and of the order of the data
       eval_every: steps between evaluations on held-out data; by default there are four evaluations in all
       patience: stop after so many evaluations without a lower held-out loss
-      lora: freeze the model hf:PATH and train low-rank factors: rank=8,alpha=16,base=int8,match=q_proj/kernel
       bad_steps: if loss or gradients are not finite: raise an error, skip the step, or rollback to the last saved step
       check_replicas: compare the copies of replicated arrays, bit by bit, every N steps; by default never
     """
@@ -192,7 +194,6 @@ class Recipe(Flags):
     seed: Natural = 0
     eval_every: Count = None
     patience: Count = None
-    lora: Text = None
     bad_steps: Literal["raise", "skip", "rollback"] = "raise"
     check_replicas: Count = None
 

@@ -45,6 +45,7 @@ def run(flags: Generate) -> None:
         how = _make_parallel(flags)
         named = NamedModel(flags.model, flags.change)
         words = _tokenizer(named, flags.tokenizer)
+        _refuse_factors(flags.checkpoint)
         folder = named.find_folder(weights=flags.checkpoint is None)
         network = _make_model(named, flags.checkpoint)
         rows = _rows(flags, words)
@@ -79,6 +80,15 @@ def run(flags: Generate) -> None:
     result |= {"tokens": tokens, "text": texts, "length": length, "stop": [*stops.tokens, *stops.texts]}
     result |= {name: getattr(flags, name) for name in ("temperature", "top_k", "top_p", "seed")}
     write_json(flags.json if is_first else None, result | {"seconds": seconds, "versions": versions()})
+
+
+def _refuse_factors(checkpoint: Path | None) -> None:
+    """Raise ValueError if a checkpoint has low-rank factors (--lora), since the frozen model is not in it."""
+    if checkpoint is not None and describe(checkpoint).base:
+        raise ValueError(
+            f"--checkpoint {checkpoint} holds LoRA factors; write the merged model with jaxshard train ... --resume "
+            "--export DIR, then jaxshard generate --model hf:DIR"
+        )
 
 
 def _make_model(named: NamedModel, checkpoint: Path | None) -> Decoder:

@@ -141,9 +141,12 @@ class Job:
         size, corpus, unit = about["size"], about["corpus"], f"{about['corpus']['unit']}s"
         roles = {"param": "params", "grad": "grads", "opt": "optimizer"}
         per_device = ", ".join(f"{name} {human_bytes(predicted[role])}" for role, name in roles.items())
+        params, frozen = jax.tree.leaves(self.layout.shapes.params), jax.tree.leaves(self.layout.base)
+        trained = sum(x.size for x, is_frozen in zip(params, frozen, strict=True) if not is_frozen)
+        count = f"{about['params']:,} parameters" + (f", of which {trained:,} train" if any(frozen) else "")
         by = "" if self.flags.optimizer is None else f" by {self.flags.optimizer}"
         return {
-            "model": f"{self.name}: {about['params']:,} parameters (width {size['width']}, {size['depth']} blocks)",
+            "model": f"{self.name}: {count} (width {size['width']}, {size['depth']} blocks)",
             "data": f"{corpus['name']}: {corpus['train_tokens']:,} {unit}, {corpus['held_out_tokens']:,} held out",
             **({"packing": _describe_packing(about["packing"])} if "packing" in about else {}),
             "steps": f"{recipe.steps:,} of {recipe.batch} x {self.seq} {unit}{by}",

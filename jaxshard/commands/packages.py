@@ -22,6 +22,8 @@ _OPTIONAL = {
     "mlflow": "jaxshard train --mlflow (extra logging)",
     "matplotlib": "pictures (extra viz)",
     "tokenizers": "text for models of Hugging Face (extra hf)",
+    "jinja2": "chat templates of Hugging Face (extra hf)",
+    "huggingface_hub": "models of the Hugging Face hub (extra hf)",
 }
 
 _EXTRAS = ("tpu", "cuda12", "cuda13", "with-cuda", "viz", "logging", "hf")

@@ -11,11 +11,10 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-from jaxshard.commands.config import read_config
+from jaxshard.commands.config import read_config, suggest_flag
 from jaxshard.commands.errors import UsageError
 from jaxshard.commands.flags import Flags
 from jaxshard.commands.values import Kind, read_choice
-from jaxshard.core.near_words import did_you_mean
 
 _NAMES, _WIDTH = 24, 120
 """Columns of the help: those for the names of flags, and all."""
@@ -167,7 +166,7 @@ def _read_words(command: type[Flags], words: Sequence[str]) -> dict[str, Any]:
     parser = _make_parser(command, [flag for flag in flags.values() if not flag.kind.is_positional])
     given, rest = parser.parse_known_args(words[:end])
     if unknown := next((word for word in rest if word.startswith("-")), None):
-        near = did_you_mean(unknown.partition("=")[0], map(str, flags.values()))
+        near = suggest_flag(unknown.partition("=")[0], map(str, flags.values()))
         raise UsageError(f"there is no flag {unknown}" + (f"; {near}" if near else "") + _see_help(command))
     rest += words[end + 1 :]
     places = [flag for flag in flags.values() if flag.kind.is_positional]

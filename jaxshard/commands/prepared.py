@@ -52,7 +52,13 @@ def prepare(flags: Audit | Plan, topology: Callable[..., Mesh] | None) -> Prepar
             flags, remat=flags.remat, precision=flags.precision, topology=topology, depth=depth, batch=flags.batch
         )
     program = program_of(
-        flags.target, flags.change, rows=flags.batch, seq=flags.seq, seed=None, rows_multiple=how.rows_multiple
+        flags.target,
+        flags.change,
+        lora=flags.lora,
+        rows=flags.batch,
+        seq=flags.seq,
+        seed=None,
+        rows_multiple=how.rows_multiple,
     )
     rows = abstract(program.batch)
     with usage_errors(), refusals():

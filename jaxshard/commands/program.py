@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from jaxshard.commands.errors import UsageError, usage_errors
+from jaxshard.commands.low_rank import add_factors
 from jaxshard.commands.named_model import NamedModel
 from jaxshard.core.local_path import check_local
 from jaxshard.core.near_words import one_of
@@ -41,6 +42,7 @@ def program_of(
     target: str,
     change: str | None = None,
     *,
+    lora: str | None = None,
     rows: int | None = None,
     seq: int | None = None,
     seed: int | None = 0,
@@ -58,6 +60,7 @@ def program_of(
       target: a size such as "gpt-1m", "hf:PATH" for the shape of a folder's model, or "path/to/file.py:make" or
         "package.module:make", where `make` is a function without arguments that returns (init_fn, loss_fn, tx, batch).
       change: arguments of a ready-made size that are replaced, see `NamedModel.changes`.
+      lora: low-rank factors to add to the frozen model of a ready-made size, such as "rank=8".
       rows: the rows of a ready-made size's batch; by default the recipe's number.
       seq: the tokens in a row of a ready-made size's batch; by default the size's number.
       seed: draws the tokens of a ready-made size; None for a batch of shapes alone, which takes no memory.
@@ -65,11 +68,11 @@ def program_of(
 
     Raises:
       UsageError: there is no such size, file, module or function; the function returns something else; or `change`,
-        `rows` or `seq` is given for a function.
+        `lora`, `rows` or `seq` is given for a function.
     """
     named = NamedModel(target, change)
     if not named.is_known and ":" in target:
-        return _users_own(target, (change, rows, seq) != (None, None, None))
+        return _users_own(target, any(one is not None for one in (change, lora, rows, seq)))
     if not named.is_known:
         raise UsageError(
             f"{target}: there is no such size; {one_of(target, SIZES)}, or hf:PATH, or path/to/file.py:function "
@@ -77,20 +80,21 @@ def program_of(
         )
     with usage_errors():
         size = named.resize(seq=seq, batch=rows, rows_multiple=rows_multiple)
-    model, shape = size.model(), (size.recipe.batch, size.shape["seq"] + 1)
+        model = size.model() if lora is None else add_factors(size.model(), lora)
+    shape = (size.recipe.batch, size.shape["seq"] + 1)
     tokens: Any = jax.ShapeDtypeStruct(shape, np.int32)
     if seed is not None:
         tokens = np.random.default_rng(seed).integers(0, size.shape["vocab"], shape, np.int32)
     tx = model.optimizer(size.recipe.optimizer())
-    return Program(model.init, model.loss, tx, {"tokens": tokens}, str(named))
+    return Program(model.init, model.loss, tx, {"tokens": tokens}, str(named) + (f" --lora {lora}" if lora else ""))
 
 
 def _users_own(target: str, has_numbers: bool) -> Program:
     """Import and call the user's function, such as "file.py:make"; UsageError if sizes of a model are given too."""
     if has_numbers:
         raise UsageError(
-            f"--change, --batch and --seq are for ready-made sizes ({', '.join(SIZES)}); {target} makes its own model "
-            "and batch: change them there"
+            f"--change, --batch, --seq and --lora are for ready-made sizes ({', '.join(SIZES)}); {target} makes its "
+            "own model and batch: change them there"
         )
     with usage_errors():
         check_local(target)

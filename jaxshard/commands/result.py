@@ -111,14 +111,14 @@ def count_experts(
 
 def draw_sample(
     network: Decoder, run: TrainState, layout: Layout, data: TrainingData, *, length: int, stops: Stops, seed: int
-) -> dict[str, str] | None:
+) -> dict[str, Any] | None:
     """Let the model continue the first held-out tokens, until it draws a stop token.
 
     If the text reaches the model's sequence length, generation goes on with the second half of the row as the prompt.
 
     Returns:
-      {"prompt", "text"}: the prompt, and the text of at most `length` new tokens without the stop token; None for a
-      length of 0.
+      {"prompt", "text", "temperature"}: the prompt, the text of at most `length` new tokens without the stop token, and
+      the temperature at which they were drawn; None for a length of 0.
     """
     if length == 0:
         return None
@@ -134,7 +134,7 @@ def draw_sample(
         )
         tokens += drawn[len(seen) :]
     text = np.asarray(stops.cut(tokens[:wanted], len(prompt))[len(prompt) :], np.int32)
-    return {"prompt": data.decode(prompt), "text": data.decode(text)}
+    return {"prompt": data.decode(prompt), "text": data.decode(text), "temperature": _TEMPERATURE}
 
 
 def write_json(file: Path | None, result: dict[str, Any]) -> None:

@@ -178,19 +178,27 @@ def compare_facts(saved: dict[str, Any], facts: dict[str, Any], which: str) -> l
       A line to print for each value that differs and is allowed to, such as the learning rate.
 
     Raises:
-      ValueError: a value differs that determines the batches, such as the seed.
+      ValueError: a value differs that determines the batches, such as the seed, or the low-rank factors.
     """
-    for name, flag in _FIX_THE_BATCHES.items():
+    saved, facts = _split_model(saved), _split_model(facts)
+    for name, flag in {"lora": "--lora", **_FIX_THE_BATCHES}.items():
         if saved[name] != facts[name]:
+            why = "it has other factors" if name == "lora" else "it would see other batches"
             raise ValueError(
-                f"{which} has {flag} {saved[name]}, now it is {facts[name]}: it would see other batches. Give the same "
-                f"{flag}, or another folder for a new run"
+                f"{which} has {flag} {saved[name]}, now it is {facts[name]}: {why}. Give the same {flag}, or another "
+                "folder for a new run"
             )
     return [
         f"the run so far had --{name} {saved[name]}, now it is {facts[name]}: {why}"
         for name, why in _MAY_CHANGE.items()
         if name in saved and name in facts and saved[name] != facts[name]
     ]
+
+
+def _split_model(facts: dict[str, Any]) -> dict[str, Any]:
+    """Divide the fact "model", such as "hf:PATH --lora rank=8", into "model" and "lora", which is "none" without."""
+    model, _, factors = facts["model"].partition(" --lora ")
+    return facts | {"model": model, "lora": factors or "none"}
 
 
 def check_residuals(engine: Engine, layout: Layout, begin: Start) -> None:

@@ -26,7 +26,7 @@ def run(flags: Search) -> None:
     slices = flags.slices or 1
     with usage_errors():
         devices = len(planned_devices(flags.topology, num_slices=slices))
-    program = program_of(flags.target, flags.change, rows=flags.batch, seq=flags.seq, seed=None)
+    program = program_of(flags.target, flags.change, lora=flags.lora, rows=flags.batch, seq=flags.seq, seed=None)
     facts(console, {"model": program.name, "devices": f"{devices} of {slices} x {flags.topology}"})
     with working(console, "searching") as say, refusals(), usage_errors():
         if flags.compile:
@@ -44,7 +44,7 @@ def run(flags: Search) -> None:
             progress=say,
         )
     console.print(f"\n{ranking}", soft_wrap=True, highlight=False, markup=False)
-    given = {"batch": flags.batch, "seq": flags.seq, "change": flags.change}
+    given = {"batch": flags.batch, "seq": flags.seq, "change": flags.change, "lora": flags.lora}
     sizes = "".join(f" --{name} {value}" for name, value in given.items() if value)
     for number, plan in enumerate(ranking.plans[:_COMMANDS], 1):
         words = f"{flags.target}{sizes} {' '.join(plan.candidate.words)}"

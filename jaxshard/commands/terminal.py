@@ -98,7 +98,7 @@ def tables(console: Console, result: dict[str, Any]) -> None:
         # Characters that the console's encoding lacks are replaced.
         parts = (sample[part].encode(console.encoding, errors="replace") for part in ("prompt", "text"))
         prompt, text = (part.decode(console.encoding) for part in parts)
-        console.print(Text("\n  sample, after a prompt", "dim"))
+        console.print(Text(f"\n  sample, at temperature {sample['temperature']}, after a prompt", "dim"))
         console.print(Text.assemble((prompt, "dim"), text))
 
 

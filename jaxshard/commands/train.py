@@ -19,7 +19,15 @@ from jaxshard.commands.job import Job
 from jaxshard.commands.named_model import NamedModel
 from jaxshard.commands.outputs import check_folder
 from jaxshard.commands.parallel import make_parallel
-from jaxshard.commands.result import count_experts, describe_goodput, describe_step, draw_sample, summarize, write_json
+from jaxshard.commands.result import (
+    count_experts,
+    describe_goodput,
+    describe_step,
+    draw_sample,
+    predicted_bytes,
+    summarize,
+    write_json,
+)
 from jaxshard.commands.saving import Start, check_residuals, make_saving
 from jaxshard.commands.terminal import facts, start, tables, working
 from jaxshard.core.compat import process_count_and_id
@@ -79,10 +87,12 @@ def run(flags: Train) -> None:
     sample = _sample_length(console, job)
 
     with finishing(writers):
-        first = begin.step
+        first, steps = begin.step, job.size.recipe.steps
+        if begin.run is not None and first >= steps:
+            _end_without_steps(console, job, begin, begin.run, is_first=is_first)
+            return
         step, compiled, run = _compile(console, job, begin)
         begin = begin._replace(run=None, weights=None)  # or they would stay in memory
-        steps = job.size.recipe.steps
         records: list[Record] = []
         eval_step = make_eval_step(job.network.evaluate, job.layout, engine=how.engine)
         with Preemption() as preemption:
@@ -113,9 +123,7 @@ def run(flags: Train) -> None:
             result |= {"goodput": describe_goodput(view.last)} | dict.fromkeys(("experts", "sample"))
             if not stopped:  # then something else waits for this process to end
                 result |= _look_at(job, run, result["evaluations"], sample)
-                if flags.export is not None:
-                    words = job.data.tokenizer
-                    save(flags.export, run, job.layout, tokenizer=None if words is None else words.file)
+                _export(job, run)
             if flags.profile is not None and records:
                 where = "FOLDER, of a copy on this machine," if "://" in flags.profile else flags.profile
                 facts(console, {"profile": f"jaxshard profile {where} says where the time went"})
@@ -203,6 +211,27 @@ def _compile(console: Console, job: Job, begin: Start) -> tuple[Step, jax.stages
             run = init(job.network.init, job.tx, job.layout, job.flags.seed, init_from=begin.weights)
         jax.block_until_ready(run)
     return step, compiled, run
+
+
+def _end_without_steps(console: Console, job: Job, begin: Start, run: TrainState, *, is_first: bool) -> None:
+    """Say that a resumed run has taken all its steps, without compiling; save it, and write the export and the JSON."""
+    console.print(f"\n{begin.step} of {job.size.recipe.steps} steps are done; none is left to take")
+    with begin.saver as checkpointer:
+        if checkpointer is not None:
+            checkpointer.save(run)  # a run from memory may be newer than the checkpoint
+    _export(job, run)
+    sizes = {"predicted": predicted_bytes(job.layout, job.rows), "compiled": {}}
+    result = job.about | {"start": begin.step, "stopped": False} | summarize([])
+    result |= {"compile_seconds": 0.0, "bytes_per_device": sizes, "collectives": []}
+    result |= dict.fromkeys(("goodput", "experts", "sample"))
+    write_json(job.flags.json if is_first else None, result)
+
+
+def _export(job: Job, run: TrainState) -> None:
+    """Write the trained model into the folder of --export, with its tokenizer, if the flag is given."""
+    if job.flags.export is not None:
+        words = job.data.tokenizer
+        save(job.flags.export, run, job.layout, tokenizer=None if words is None else words.file)
 
 
 def _look_at(job: Job, run: TrainState, evaluations: list[dict[str, Any]], length: int) -> dict[str, Any]:

@@ -51,12 +51,13 @@ def read_records(file: Path, write: Writer) -> Iterator[Record]:
       TemplateRefusedError: the chat template can't be used.
       ValueError: after the last record: invalid lines, the first five with their numbers.
     """
-    wrong: list[str] = []
-    kind, first = None, 0
+    wrong: dict[str, list[int]] = {}
+    count, kind, first = 0, None, 0
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
+            count += 1
             try:
                 record = _parse(line)
                 its_kind = _kind_of(record)
@@ -67,10 +68,24 @@ def read_records(file: Path, write: Writer) -> Iterator[Record]:
             except TemplateRefusedError:
                 raise
             except ValueError as error:
-                wrong.append(f"{file} line {number}: {error}")
+                wrong.setdefault(str(error), []).append(number)
     if wrong:
-        more = f"; and {len(wrong) - _SHOWN} more lines" if len(wrong) > _SHOWN else ""
-        raise ValueError(f"data: {'; '.join(wrong[:_SHOWN])}{more}")
+        raise ValueError(f"data: {_list_wrong(file, wrong, count)}")
+
+
+def _list_wrong(file: Path, wrong: dict[str, list[int]], count: int) -> str:
+    """List what is wrong with the first few invalid lines of a file; what is wrong with all of them is said once.
+
+    Args:
+      file: the file.
+      wrong: {what is wrong: the numbers of the lines}.
+      count: the number of lines in the file that are not blank.
+    """
+    if count > 1 and [len(numbers) for numbers in wrong.values()] == [count]:
+        return f"{file} in all {count} lines: {next(iter(wrong))}"
+    listed = sorted((number, error) for error, numbers in wrong.items() for number in numbers)
+    more = f"; and {len(listed) - _SHOWN} more lines" if len(listed) > _SHOWN else ""
+    return "; ".join(f"{file} line {number}: {error}" for number, error in listed[:_SHOWN]) + more
 
 
 def first_kind(file: Path) -> str | None:

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from jaxshard.commands.config import write_config
+from jaxshard.commands.config import _OF_TRAINER, write_config
 from jaxshard.commands.flags import Audit, Generate, Train
 from jaxshard.commands.main import main
-from jaxshard.commands.parse import parse
+from jaxshard.commands.parse import flags_of, parse
 
 RUN = """
 steps = 3
@@ -68,8 +68,13 @@ def test_a_command_saves_its_flags_before_it_works(tmp_path, monkeypatch, capsys
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("stpes = 3", "stpes is no flag of jaxshard train; did you mean steps?"),
-        ("temperature = 1.0", "temperature is no flag of jaxshard train"),
+        ("stpes = 3", "jaxshard train has no flag stpes (did you mean steps?)"),
+        ("temperature = 1.0", "jaxshard train has no flag temperature"),
+        (
+            "stpes = 3\nlearning_rate = 1.0\nlora_alpha = 16",
+            "jaxshard train has no flag stpes (did you mean steps?), learning_rate (did you mean lr?), lora_alpha (did "
+            "you mean lora, as rank=8,alpha=16?)",
+        ),
         ("steps = 0", "--steps 0: give a number above 0"),
         ("steps = 1.5", "--steps 1.5: give a whole number"),
         ('strategy = "fdsp"', "--strategy fdsp: did you mean fsdp? Use one of ddp"),
@@ -80,11 +85,11 @@ def test_a_command_saves_its_flags_before_it_works(tmp_path, monkeypatch, capsys
         ('rule = [["mlp=tensor"]]', "--rule ['mlp=tensor']: write a text or a number"),
         ("steps = 3\nsteps = 4\nlr = 1", "this is no TOML: Cannot overwrite a value (at line 2, column 10)"),
         ("sync-every = 3\nsync_every = 4", "sync_every is given twice, with - and with _; leave one out"),
-        ("[train]\nsteps = 3", "train is no flag of jaxshard train"),
+        ("[train]\nsteps = 3", "jaxshard train has no flag train"),
         ("[steps]\nof = 3", "steps is a table; write steps = VALUE"),
         ('mesh = ""', "--mesh '' is empty"),
         ("steps = ", "this is no TOML: Invalid value"),
-        ('config = "other.toml"', "config is no flag of jaxshard train"),
+        ('config = "other.toml"', "jaxshard train has no flag config"),
     ],
 )
 def test_what_the_file_says_is_refused_as_on_the_command_line(text, message, write, capsys):
@@ -92,6 +97,15 @@ def test_what_the_file_says_is_refused_as_on_the_command_line(text, message, wri
     assert main(["train", "--config", file]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.match(rf"jaxshard: (--config )?{re.escape(file)}: {re.escape(message)}", line)
+
+
+def test_names_of_other_trainers_lead_to_flags(capsys):
+    for name, flag in _OF_TRAINER.items():
+        assert flag.partition(",")[0].replace("-", "_") in flags_of(Train), name
+    assert main(["train", "--learning-rate", "1e-4"]) == 2
+    assert "there is no flag --learning-rate; did you mean --lr?" in capsys.readouterr().err
+    assert main(["plan", "gpt-1m", "--max-grad-norm", "1"]) == 2  # plan has no --clip
+    assert "--clip" not in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_there(tmp_path, capsys):

@@ -8,9 +8,14 @@ import jax
 import numpy as np
 import optax
 import pytest
+from rich.console import Console
 
 import jaxshard as js
+from jaxshard.commands.flags import Train
+from jaxshard.commands.job import Job
 from jaxshard.commands.main import main
+from jaxshard.commands.parallel import make_parallel
+from jaxshard.commands.parse import parse
 from jaxshard.commands.pretrained import Pretrained
 from tests.data.small_tokenizer import make_word_tokenizer
 from tests.hf.checkpoints import VOCAB, write_folder
@@ -100,7 +105,7 @@ def test_answers_are_learned_on_every_mesh_and_go_on(mesh, folder, with_tokenize
     shutil.rmtree(tmp_path / "run" / "2")
     end, _ = train(*flags, *run, "--resume", "--sample", 3, capsys=capsys)
     assert start["losses"] == whole["losses"] and end["losses"] == whole["losses"][1:]
-    assert (end["start"], len(end["losses"])) == (1, 1) and set(end["sample"]) == {"prompt", "text"}
+    assert (end["start"], len(end["losses"])) == (1, 1) and set(end["sample"]) == {"prompt", "text", "temperature"}
 
 
 @pytest.mark.slow
@@ -120,7 +125,13 @@ def test_factors_are_trained_saved_and_merged(mesh, lora, folder, with_tokenizer
     end, _ = train(*run, "--resume", capsys=capsys)
     assert end["losses"] == whole["losses"][1:] and end["loss_eval"] == pytest.approx(whole["loss_eval"], rel=1e-6)
     assert main(["train", *TINY, *ROWS, *map(str, run), "--resume", "--lora", "rank=2"]) == 2
-    assert "has --model hf:" in capsys.readouterr().err
+    assert f"has --lora {lora}, now it is rank=2" in capsys.readouterr().err
+
+    done = ["--steps", "1", "--export", tmp_path / "again"]
+    ended, shown = train(*run, "--resume", *done, capsys=capsys)
+    assert "2 of 1 steps are done" in shown and "compiling" not in shown and ended["start"] == 2
+    for file in ("model.safetensors", "tokenizer.json"):
+        assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "tuned" / file).read_bytes()
 
     names = ("tokenizer.json", "tokenizer_config.json")
     assert all((tmp_path / "tuned" / name).read_bytes() == (with_tokenizer / name).read_bytes() for name in names)
@@ -151,6 +162,14 @@ def test_factors_need_a_model_to_freeze(folder, capsys):
     ]:
         assert main(["train", *TINY, *ROWS, "--data", str(folder / "ids.npy"), *map(str, flags)]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_parameters_that_train_are_told(folder):
+    """Of one matrix [32, 8, 4] in each of four blocks the factors [32, 2] and [2, 8, 4]."""
+    words = ["--model", f"hf:{folder / 'llama'}", "--data", str(folder / "ids.npy"), *TINY, *ROWS]
+    for lora, shown in (["--lora", "rank=2,match=q_proj/kernel"], ", of which 512 train ("), ([], " parameters ("):
+        flags = parse(Train, [*words, *lora])
+        assert shown in Job(Console(quiet=True), flags, make_parallel(flags)).shown["model"]
 
 
 @pytest.mark.slow

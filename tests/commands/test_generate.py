@@ -8,7 +8,7 @@ import pytest
 import jaxshard as js
 from jaxshard.commands.main import main
 
-pytestmark = pytest.mark.fast_cases(3)
+pytestmark = pytest.mark.fast_cases(4)
 
 SMALL = "width=16,depth=2,heads=4,kv_heads=4,hidden=32"
 
@@ -23,6 +23,18 @@ def test_tokens_go_to_standard_output_as_one_object(capsys):
     assert [row[:3] for row in result["tokens"]][1] == [1, 5, 9] and result["tokens"][0][:2] == list(b"hi")
     assert [len(row) for row in result["tokens"]] == [7, 8] and result["text"][0].startswith("hi")
     assert "its weights are random, of --seed 0" in output.err
+
+
+def test_factors_without_their_model_are_refused(tmp_path, capsys):
+    model = js.models.llama(vocab=256, width=16, depth=1, heads=4, kv_heads=4, hidden=32, seq=32)
+    tuned = js.lora(model.init, model.loss, rank=2, match=["q_proj/kernel"])
+    layout = js.layout(js.fsdp(), js.make_mesh(data=8), tuned.init)
+    js.save(tmp_path / "run", js.init(tuned.init, None, layout, 0), layout)
+    words = ["--model", "llama-1m", "--change", SMALL, "--checkpoint", str(tmp_path / "run"), "--prompt", "a"]
+    assert main(["generate", *words]) == 2
+    message = f"--checkpoint {tmp_path / 'run'} holds LoRA factors; write the merged model with jaxshard train ... --r"
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

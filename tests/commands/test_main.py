@@ -85,7 +85,7 @@ def test_shared_flags_are_described_alike(capsys):
 
 def test_doctor_names_devices_versions_and_what_is_missing(monkeypatch, capsys):
     """It warns of a JAX that is newer than the tested ones, which is no failure."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "libtpu" else object())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("libtpu", "jinja2") else object())
     monkeypatch.setattr(doctor, "missing_plugin", lambda: "jax[cuda13]==9.1.0")
     monkeypatch.setattr(jax, "__version_info__", (9, 1, 0))
     monkeypatch.setattr(jax, "__version__", "9.1.0")
@@ -93,7 +93,8 @@ def test_doctor_names_devices_versions_and_what_is_missing(monkeypatch, capsys):
     output = capsys.readouterr().out
     assert "8 simulated CPU devices" in output and f"jax         {metadata.version('jax')}" in output
     gpu = 'JAX for the NVIDIA GPU of this machine: pip install "jax[cuda13]==9.1.0"'
-    assert f"missing: libtpu, for compiling for TPU topologies (extra tpu); {gpu}\n" in output
+    templates = "jinja2, for chat templates of Hugging Face (extra hf)"
+    assert f"missing: libtpu, for compiling for TPU topologies (extra tpu); {templates}; {gpu}\n" in output
     assert "tested      with JAX up to 0." in output and re.search(r"^warning: .*9\.1\.0", output, re.MULTILINE)
 
 

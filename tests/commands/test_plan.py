@@ -5,11 +5,15 @@ import io
 import json
 import re
 
+import jax
 import pytest
 from rich.console import Console
 
+from jaxshard.commands.low_rank import add_factors
 from jaxshard.commands.main import main
+from jaxshard.commands.named_model import NamedModel
 from jaxshard.commands.terminal import working
+from jaxshard.core.tree import path_str
 
 KEYS = {
     "fits", "hbm_bytes", "live_bytes", "allocated_bytes", "judged_by", "by_role", "collectives", "step_seconds", "mesh",
@@ -38,6 +42,19 @@ def test_chips_that_are_not_here(topology, mesh, usable, capsys):
     assert (result["judged_by"], result["allocated_bytes"]) == ("estimate", None)
     assert "fits" in err and topology in err and "an estimate; 95 % of steps" in err
     assert "tokens [16, 33]" in err and re.search(r"\de[+-]?\d", err) is None
+
+
+def test_only_factors_have_gradients_and_optimizer_state(capsys):
+    """Two moments of Adam for the factors [in, 4] and [4, out] of each matrix, in f32, and two counts of steps."""
+    flags = ["--topology", "h100:8x2", "--strategy", "ddp", "--estimate", "--lora"]
+    result, _ = plan(capsys, *TINY, *flags, "rank=4")
+    tuned = add_factors(NamedModel("llama-1m", "depth=1").model(), "rank=4")
+    leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(tuned.init, jax.random.key(0)))
+    factors = sum(x.size for path, x in leaves if path_str(path).endswith(("/a", "/b")))
+    assert result["by_role"]["optimizer state"] - 2 * 4 * factors == 2 * 4
+    assert result["model"].endswith("--lora rank=4")
+    assert main(["plan", *TINY, *flags, "alpha=4"]) == 2
+    assert "--lora alpha=4: there is no rank; write rank=8" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -121,5 +121,5 @@ def test_arguments_that_a_size_does_not_have_are_refused(change, message):
     with pytest.raises(UsageError) as error:
         program_of("llama-1m", change=change)
     assert message in str(error.value)
-    with pytest.raises(UsageError, match="--change, --batch and --seq are for ready-made sizes"):
+    with pytest.raises(UsageError, match="--change, --batch, --seq and --lora are for ready-made sizes"):
         program_of("users_program.py:make", change=change)

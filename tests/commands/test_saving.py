@@ -75,7 +75,7 @@ def test_a_damaged_step_is_refused_and_with_fall_back_the_losses_are_those_of_th
 def test_a_run_that_is_complete_takes_no_step(folder, train, capsys):
     result = folder.parent / "result.json"
     assert train("--checkpoint", str(folder), "--resume", "--json", str(result)) == 0
-    assert json.loads(result.read_text())["losses"] == [] and "none was left to take" in capsys.readouterr().out
+    assert json.loads(result.read_text())["losses"] == [] and "3 of 3 steps are done" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -100,6 +100,14 @@ def test_facts_that_decide_batches_are_the_same_and_others_may_change():
     for name, flag in {"batch": "--batch", "seq": "--seq", "seed": "--seed", "corpus": "--data"}.items():
         with pytest.raises(ValueError, match=f"the run has {flag} .*, now it is other: it would see other batches"):
             compare_facts(FACTS, FACTS | {name: "other"}, "the run")
+
+
+def test_factors_are_the_same_and_told_by_their_own_flag():
+    tuned = FACTS | {"model": "hf:m --lora rank=8,alpha=16"}
+    assert compare_facts(tuned, tuned, "the run") == []
+    for other, shown in (("hf:m --lora rank=8,alpha=32", "rank=8,alpha=32"), ("hf:m", "none")):
+        with pytest.raises(ValueError, match=f"the run has --lora rank=8,alpha=16, now it is {shown}: .*same --lora"):
+            compare_facts(tuned, FACTS | {"model": other}, "the run")
 
 
 def test_a_checkpoint_of_another_program_is_refused(tmp_path):

@@ -182,6 +182,7 @@ def test_writes_what_it_is_asked_for_and_shows_tables(data, tmp_path, capsys):
         assert piece in output.out
     assert re.search(r"\n  goodput \d", output.out)
     assert f"held-out {result['loss_eval']:.4f} nats per byte" in output.out
+    assert "\n  sample, at temperature 0.8, after a prompt\n" in output.out
     assert output.out.rstrip().endswith(result["sample"]["prompt"] + result["sample"]["text"].rstrip())
 
 

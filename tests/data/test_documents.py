@@ -189,6 +189,8 @@ def test_all_wrong_lines_are_told_up_to_five(tokenizer, tmp_path):
     file = write(tmp_path / "a.jsonl", GOOD, *["nothing\n"] * 7)
     with pytest.raises(ValueError, match=r"a.jsonl line 2: .*a.jsonl line 6: [^;]*; and 2 more lines"):
         data.tokenize(file, tokenizer)
+    alike = write(tmp_path / "a.jsonl", *['{"text": 1}\n'] * 7)
+    check_refused(alike, f'{alike} in all 7 lines: "text" must be text, got int', tokenizer)
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "\xff"}\n')
     check_refused(file, "line 1: is not UTF-8", tokenizer)
 
