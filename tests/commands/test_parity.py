@@ -66,6 +66,7 @@ def run(function, *flags):
     return main(["parity", f"parity_programs.py:{function}", *flags])
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "flags", [["--strategy", "zero2"], ["--engine", "auto", "--mesh", "replica=2,data=4", "--strategy", "hsdp"]]
 )

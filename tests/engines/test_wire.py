@@ -275,6 +275,7 @@ def emulated(engine, steps):
     return w
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", OWN)
 def test_a_format_of_ones_own_trains_as_on_one_device_and_moves_what_is_promised(name):
     strategy, engine = OWN[name]

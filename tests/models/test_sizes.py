@@ -16,6 +16,7 @@ def count(name, **changes):
     return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
