@@ -36,7 +36,7 @@ class Placer:
         """
         try:
             placement = self._strategy(role, leaf, whole(leaf), self.mesh)
-        except Exception as error:
+        except Exception as error:  # of a function that anyone may write; it goes on with the array named
             error.add_note(f"while the strategy placed {role} {leaf.path} {list(leaf.shape)}")
             raise
         problem = _find_problem(placement, role, leaf, self.mesh)

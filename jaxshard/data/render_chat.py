@@ -36,7 +36,7 @@ class Generation(Extension):
       marked: (begin, text) of each marked piece of it.
     """
 
-    tags = {"generation"}  # noqa: RUF012
+    tags = {"generation"}  # noqa: RUF012  # jinja2 reads this set from the class
     parts: list[str]
     marked: list[tuple[int, str]]
 
