@@ -12,6 +12,10 @@ of the chip's dense bf16 peak, without recomputation, by two counts of FLOPs per
 - 6N: six for each parameter but the embedding table, which multiplies nothing,
 - PaLM's: with the products of attention, 12 L C T more (causal or not; Chowdhery et al. 2022, appendix B).
 
+Beside them stand what `js.plan.predict` said before anything ran (its estimate of memory and time), what the compiler
+allocates, the peak that the device tells, and how long the calling thread is busy with one call of the step. Each model
+is printed, and written to the file, as soon as it is measured.
+
 Without torch its half is left out. Whether our program calls cuDNN's attention is read from its text and printed.
 """
 
@@ -24,6 +28,7 @@ import os
 import platform
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
@@ -97,15 +102,28 @@ def ours(shape: Shape, rank: int, meeting: str) -> Step:
     parameters = sum(x.size for x in jax.tree.leaves(run.params))
     assert parameters == shape.parameters, f"{parameters:,} parameters, {shape.parameters:,} expected"
     batch = {"tokens": jnp.asarray(tokens_of(shape))}
-    text = step.compile(batch).as_text()
-    found = "cuDNN's" if "cudnn$fmha" in text else "XLA's products, or a kernel that is not cuDNN's"
-    Path(os.environ[NOTES]).write_text(json.dumps({"device": jax.devices()[0].device_kind, "attention": found}))
+    predicted = js.plan.predict(layout, model.loss, batch, engine, tx=tx, estimate=True)
+    compiled = step.compile(batch)
+    about = {
+        "device": jax.devices()[0].device_kind,
+        "attention": "cuDNN's" if "cudnn$fmha" in compiled.as_text() else "XLA's products, or another kernel",
+        "estimated_bytes": predicted.live_bytes,
+        "estimated_seconds": None if predicted.time is None else [predicted.time.low, predicted.time.high],
+        "compiled_bytes": compiled.memory_analysis().peak_memory_in_bytes,
+    }
+    calls: list[float] = []
 
     def steps() -> float:
         nonlocal run
         for _ in range(AT_ONCE):
+            start = time.perf_counter()
             run, metrics = step(run, batch)
-        return float(metrics["loss"])
+            calls.append(time.perf_counter() - start)
+        loss = float(metrics["loss"])
+        memory = jax.devices()[0].memory_stats() or {}
+        seen = {"peak_bytes": memory.get("peak_bytes_in_use"), "call_seconds": statistics.median(calls)}
+        Path(os.environ[NOTES]).write_text(json.dumps(about | seen))
+        return loss
 
     return steps
 
@@ -228,6 +246,16 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def beforehand(about: dict[str, Any]) -> str:
+    """What was known before the first step beside what was measured, and the cost of a call."""
+    sizes = {"estimated": "estimated_bytes", "by the compiler": "compiled_bytes", "seen": "peak_bytes"}
+    memory = [f"{name} {about[key] / 1e9:.3g} GB" for name, key in sizes.items() if about[key] is not None]
+    seconds = about["estimated_seconds"]
+    time_ = [] if seconds is None else [f"step estimated {seconds[0]:.4f} to {seconds[1]:.4f} s"]
+    call = f"a call takes {1e6 * about['call_seconds']:.0f} us"
+    return "; ".join(["memory: " + ", ".join(memory), *time_, call])
+
+
 def versions() -> dict[str, str]:
     names = ["jax", "jaxlib", *(["torch"] if importlib.util.find_spec("torch") else [])]
     return {"python": platform.python_version()} | {name: version(name) for name in names}
@@ -247,6 +275,7 @@ def compare(name: str, shape: Shape, variants: Sequence[Variant], rounds: int, s
     found = figures(shape, turns, None if chip is None else chip.peak_flops)
     print(f"\n{name}: {shape.parameters:,} parameters, {shape.rows} rows of {shape.seq} tokens, on {about['device']}")
     print(f"attention of {OURS}: {about['attention']}")
+    print(beforehand(about))
     print(table(found), flush=True)
     return about | {"shape": shape._asdict(), "sides": found}
 
@@ -271,9 +300,11 @@ def main() -> None:
     print(", ".join(f"{name} {number}" for name, number in versions().items()), flush=True)
     if not importlib.util.find_spec("torch"):
         print("torch is not installed: its half is left out (pip install torch)", flush=True)
-    results = {name: compare(name, models[name], variants[name], rounds, steps) for name in models}
-    if options.json:
-        Path(options.json).write_text(json.dumps({"versions": versions(), "models": results}, indent=1))
+    results: dict[str, dict[str, Any]] = {}
+    for name, shape in models.items():
+        results[name] = compare(name, shape, variants[name], rounds, steps)
+        if options.json:
+            Path(options.json).write_text(json.dumps({"versions": versions(), "models": results}, indent=1))
 
 
 if __name__ == "__main__":
