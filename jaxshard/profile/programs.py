@@ -64,11 +64,20 @@ class Program:
         module = hlo.parse(text)
         return {name: hlo.Scope(module, one) for one in module.computations.values() for name in one.lines}
 
+    @cached_property
+    def _by_kernel(self) -> dict[str, str]:
+        """The names of operations by those of their kernels on a GPU: "loop_add_fusion_7" for "loop_add_fusion.7"."""
+        return {re.sub(r"\W", "_", name): name for name in self._scopes}
+
     def find(self, name: str) -> Known | None:
         """Return what an operation is; None if the program has none of this name."""
         if name not in self._known:
             self._known[name] = self._look_up(name)
         return self._known[name]
+
+    def name_of_kernel(self, kernel: str) -> str | None:
+        """Return the name of the operation that a GPU's kernel was compiled from; None for one of a library."""
+        return self._by_kernel.get(kernel)
 
     def _look_up(self, name: str) -> Known | None:
         scope = self._scopes.get(name)

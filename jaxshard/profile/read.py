@@ -16,12 +16,14 @@ import numpy as np
 from jaxshard.checks.collectives.found import KINDS
 from jaxshard.core.our_code import short_path
 from jaxshard.core.text_table import Section, Table
-from jaxshard.profile.programs import Known, kind_by_name
+from jaxshard.profile.programs import Known, Program, kind_by_name
 from jaxshard.profile.spans import Span, gaps, length, merge
 from jaxshard.profile.trace import Event, Trace, newest_files, read_trace
 
 _CONTAINERS = ("while", "conditional", "call")
 """Opcodes whose time is that of the operations in them, which are in the trace, too."""
+_CUDA_GRAPH = "command_buffer"
+"""What XLA names the operation of every kernel that a CUDA graph launches."""
 _NS = 1e-9
 _SHORT = 0.01
 """Gaps below this share of a step are added up, whatever the host did."""
@@ -130,7 +132,7 @@ class Profile:
         step_rows = [_step_row(number, [one for one in self.steps if one.step == number]) for number in numbers]
         head = ("step", "ms", "compute", "exposed", "idle", "slowest device")
         exposed = [(_ms(one.exposed), _ms(one.seconds), *_words(one)) for one in self.exposed]
-        idle = [(_ms(one.seconds), f"{one.count:.3g}", one.host[: _NAME_WIDTH + _SOURCE_WIDTH]) for one in self.gaps]
+        idle = [(_ms(one.seconds), _count(one.count), one.host[: _NAME_WIDTH + _SOURCE_WIDTH]) for one in self.gaps]
         operations = [(_ms(one.seconds), *_words(one)) for one in self.operations]
         words = ("count", "kind", "operation", "line")
         return [
@@ -208,7 +210,7 @@ class _Summary:
         compute = merge(span for span, collective in zip(spans, is_collective, strict=True) if not collective)
         idle = gaps(merge(spans), window)
         seconds, computing, waiting = (_NS * length(of) for of in ([window], _within(compute, window), idle))
-        self.steps.append(StepTime(step, device, seconds, computing, seconds - computing - waiting, waiting))
+        self.steps.append(StepTime(step, device, seconds, computing, max(0.0, seconds - computing - waiting), waiting))
         for one, span, collective in zip(operations, spans, is_collective, strict=True):
             entry = self._operations[one.event.program, one.event.name, *one.known]
             exposed = length(gaps(compute, span)) if collective else 0.0
@@ -237,14 +239,21 @@ def _split(trace: Trace, device: str) -> Iterator[tuple[int | None, list[_Measur
     marks = trace.marks[device]
     parts: dict[int, list[_Measured]] = defaultdict(list)
     for event in trace.devices[device]:
-        program = trace.programs.get(event.program)
-        found = None if program is None else program.find(event.name)
-        known = found or Known(kind_by_name(event.text), event.text)
-        if known.kind not in _CONTAINERS:
+        one = _identify(event, trace.programs.get(event.program))
+        if one.known.kind not in _CONTAINERS:
             at = bisect_right(marks, event.launched, key=lambda mark: mark.start)
-            parts[at].append(_Measured(event, known))
+            parts[at].append(one)
     for at, operations in sorted(parts.items()):
         yield (marks[at - 1].step if at else None), operations
+
+
+def _identify(event: Event, program: Program | None) -> _Measured:
+    """Look up an operation in its program, by its name or else by that of its kernel."""
+    known = program and program.find(event.name)
+    if known is None and event.name.startswith(_CUDA_GRAPH):
+        name = (program and program.name_of_kernel(event.text)) or event.text
+        event, known = event._replace(name=name), program and program.find(name)
+    return _Measured(event, known or Known(kind_by_name(event.text), event.text))
 
 
 def _within(merged: Sequence[Span], window: Span) -> list[Span]:
@@ -284,13 +293,17 @@ def _section(title: str, rows: Sequence[Sequence[str]], sides: str, head: Sequen
 
 
 def _words(one: OperationTime) -> tuple[str, ...]:
-    return f"{one.count:.3g}", one.kind, one.name[:_NAME_WIDTH], _shorten(one.source)
+    return _count(one.count), one.kind, one.name[:_NAME_WIDTH], _shorten(one.source)
 
 
 def _shorten(source: str) -> str:
     """Shorten the path of a file, and cut off the beginning of what is still too long."""
     short = _FILE.sub(lambda found: short_path(found[0]), source)
     return short if len(short) <= _SOURCE_WIDTH else f"...{short[-_SOURCE_WIDTH:]}"
+
+
+def _count(mean: float) -> str:
+    return f"{mean:.0f}" if mean >= 100 else f"{mean:.3g}"
 
 
 def _ms(seconds: float) -> str:

@@ -4,11 +4,13 @@ A trace is an xplane file: planes (devices, the host), each with lines (threads,
 devices write three kinds of planes:
 
     CPU  /host:CPU       any thread        "fusion.3", with hlo_op, hlo_module, program_id, run_id, device_ordinal
-    GPU  /device:GPU:0   "Stream #..."     kernels, with hlo_op, hlo_module, program_id, correlation_id
+    GPU  /device:GPU:0   "Stream #..."     kernels, with hlo_op, hlo_module, program_id, correlation_id; hlo_op is a
+                                           "command_buffer" for all kernels of a CUDA graph
     TPU  /device:TPU:0   "XLA Ops"         "%fusion.3 = f32[8]{0} fusion(...)"; the program by time in "XLA Modules"
 
 A step begins on the host, at a `jax.profiler.StepTraceAnnotation`, and runs on the devices later. A launch on the host
-has the same run_id or correlation_id as what it launches; TPUs write the steps of each device, as the line "Steps".
+has the same run_id or correlation_id as what it launches (in the host's plane, before JAX 0.11 in one of CUPTI); TPUs
+write the steps of each device, as the line "Steps".
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from jaxshard.core.local_path import local_path
 from jaxshard.profile.programs import Program, read_programs
 
 _SUFFIX = ".xplane.pb"
-_HOST, _LAUNCHES, _METADATA = "/host:CPU", "/host:CUPTI", "/host:metadata"
+_HOST, _CUPTI, _METADATA = "/host:CPU", "/host:CUPTI", "/host:metadata"
 _DEVICE = re.compile(r"/device:((?:GPU|TPU):\d+)$")
 _END = "end: "
 """The CPU marks the end of an operation by an event of its own."""
@@ -127,7 +129,7 @@ def _trace_of(file: Path, planes: dict[str, Any], programs: dict[str, Program]) 
             f"{file}: no step is marked in this trace{_by(version)}; profile with --profile or js.fit(profile=...), or "
             "put jax.profiler.StepTraceAnnotation('train', step_num=step) around each step"
         )
-    launches = _read_launches(planes.get(_LAUNCHES))
+    launches = _read_launches(planes)
     devices, own_marks = {}, {}
     for name, plane in planes.items():
         if found := _DEVICE.match(name):
@@ -175,13 +177,16 @@ def _read_host(plane: Any) -> tuple[list[Mark], list[Event], dict[str, list[Even
     return sorted(marks), host_events, devices
 
 
-def _read_launches(plane: Any) -> dict[int, float]:
+def _read_launches(planes: dict[str, Any]) -> dict[int, float]:
     """Return when the host launched the kernels of GPUs, by their correlation ids."""
+    if not any("GPU" in name for name in planes):
+        return {}
     return {
         stats["correlation_id"]: event.start_ns
-        for line in (() if plane is None else plane.lines)
+        for name in (_CUPTI, _HOST)
+        for line in (planes[name].lines if name in planes else ())
         for event in line.events
-        if "correlation_id" in (stats := dict(event.stats))
+        if not event.name.startswith(_PYTHON) and "correlation_id" in (stats := dict(event.stats))
     }
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import gzip
+import re
 
 import jax
 import jax.numpy as jnp
@@ -161,6 +162,29 @@ def test_on_a_gpu_a_step_runs_what_was_launched_in_it_and_streams_overlap(tmp_pa
     # From 0 to 5 and from 15 to 22; from 52 to 60 the host only waits.
     gaps = {one.host: one.seconds for one in profile.gaps}
     assert gaps == pytest.approx({"train": 2.5e-6, "loader.py:3 load": 3.5e-6, "(nothing that the profiler saw)": 4e-6})
+
+
+def test_kernels_of_a_cuda_graph_are_named_by_their_program_and_launched_in_the_hosts_plane(tmp_path):
+    """JAX 0.11: a graph's kernels share its launch and hlo_op, and the step before still runs at the next launch."""
+    compiled = jax.jit(lambda x: jnp.sin(x @ x)).lower(jnp.ones((8, 8))).compile()
+    (module,) = compiled.runtime_executable().hlo_modules()
+    operation = re.search(r"%(\S+\.\d+) = f32\[8,8\]\S* dot\(", module.to_string())[1]
+    kernel_name = operation.replace(".", "_")
+    graph = {"hlo_op": "command_buffer_145"}
+    kernels = [
+        kernel(kernel_name, 5, 42, 1, **graph),
+        kernel("nvjet_sm90_tst_128x128", 42, 45, 1, **graph),
+        kernel(kernel_name, 45, 90, 2, **graph),
+    ]
+    host = {"python": [*HOST["python"], event("cuGraphLaunch", 2, 3, correlation_id=1)]}
+    host["python"].append(event("cuGraphLaunch", 41, 42, correlation_id=2))
+    planes = {"/host:CPU": host, "/device:GPU:0": {"Stream #14(Compute)": kernels}}
+    file = write(tmp_path / "host.xplane.pb", planes, version="0.11.2", module=module.as_serialized_hlo_module_proto())
+    profile = js.read_profile(file)
+    assert {one.step: one.compute for one in profile.steps} == pytest.approx({7: 40 * MICRO, 8: 45 * MICRO})
+    found = {one.name: (one.kind, one.count, one.source) for one in profile.operations}
+    assert found.keys() == {operation, "nvjet_sm90_tst_128x128"}
+    assert found[operation][:2] == ("dot", 1) and __file__ in found[operation][2]
 
 
 def test_what_ran_before_the_first_marked_step_is_left_out(tmp_path):

@@ -12,12 +12,15 @@ def event(name: str, start: float, end: float, **stats: int | str) -> Timed:
     return name, start, end, stats
 
 
-def write(file: Path, planes: dict[str, dict[str, list[Timed]]], *, version: str = "0.10.2") -> Path:
+def write(
+    file: Path, planes: dict[str, dict[str, list[Timed]]], *, version: str = "0.10.2", module: bytes = b"other"
+) -> Path:
     """Write a trace: {plane: {line: events}}, by a host with this version of JAX.
 
-    Its program "jit_step(6)" is one that no XLA can read, as if of another version.
+    `module` is the serialized HloModuleProto of its program "jit_step(6)"; by default one that no XLA can read, as if
+    of another version.
     """
-    program = r"\n\005other"  # an HloProto whose hlo_module, field 1, has five bytes
+    program = "".join(f"\\{byte:03o}" for byte in b"\n" + _varint(len(module)) + module)  # field 1 of an HloProto
     text = "\n".join(_plane(name, lines) for name, lines in planes.items())
     text += f"""
         planes {{
@@ -33,6 +36,11 @@ def write(file: Path, planes: dict[str, dict[str, list[Timed]]], *, version: str
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(ProfileData.text_proto_to_serialized_xspace(text))
     return file
+
+
+def _varint(number: int) -> bytes:
+    last = number < 128
+    return bytes([number]) if last else bytes([number % 128 + 128]) + _varint(number // 128)
 
 
 def _plane(plane: str, lines: dict[str, list[Timed]]) -> str:
