@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 from jaxshard.commands.cuda import PLUGINS
 from jaxshard.commands.machine import Machine
 from jaxshard.core.layout import human_bytes
+from jaxshard.cost.hardware import gpu_memory_fraction
 from jaxshard.distributed.hosts import Host
 
 _PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu", "METAL", "oneapi", "neuron")
@@ -82,7 +83,10 @@ def judge_settings(environ: Mapping[str, str], interfaces: Sequence[str], has_ac
         wanted = environ.get(name, "").lstrip("^=")
         if interfaces and wanted and not any(one.startswith(part) for part in wanted.split(",") for one in interfaces):
             yield broken(f"{name}={environ[name]}: there is no such network interface", f"use {', '.join(interfaces)}")
-    yield from _judge_memory_fraction(environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION"))
+    try:
+        gpu_memory_fraction(environ)
+    except ValueError as error:
+        yield broken(*str(error).split("; "))
 
 
 def judge_packages(installed: Callable[[str], str | None], environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -189,19 +193,6 @@ def users_of(file: Path) -> list[int]:
             if any(os.path.realpath(link) == str(file) for link in folder.iterdir()):
                 found.append(int(folder.parent.name))
     return found
-
-
-def _judge_memory_fraction(text: str | None) -> Iterator[Finding]:
-    if text is None:
-        return
-    try:
-        usable = 0 < float(text) <= 1
-    except ValueError:
-        usable = False
-    if not usable:
-        yield broken(
-            f"XLA_PYTHON_CLIENT_MEM_FRACTION={text} is no share of a GPU's memory", "set it to 0.75, or unset it"
-        )
 
 
 def _has_cuda(folder: str) -> bool:

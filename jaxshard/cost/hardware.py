@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import NamedTuple
 
 _GIB = 2**30
@@ -61,7 +63,8 @@ class Chip(NamedTuple):
         sparsity.
       hbm_bytes: bytes of memory, of which a compiler or driver keeps some for itself.
       hbm_bandwidth: bytes per second between memory and chip.
-      usable_bytes: bytes of memory that a program may use: on TPUs the compiler's limit, on GPUs all.
+      usable_bytes: bytes of memory that a program may use: on TPUs the compiler's limit, on GPUs the share that JAX's
+        allocator takes (`gpu_memory_fraction`).
       network: the network between such devices; None for chips without one (PCIe cards).
       peak_f32: FLOPs per second of f32 products as JAX computes them by default: one bf16 pass on TPUs, TF32 on GPUs.
       peak_fp8: FLOPs per second of 8-bit floating products; None where the chip has none.
@@ -143,6 +146,9 @@ def chip(device_kind: str, *, num_cores: int | None = None) -> Chip | None:
     Returns:
       The limits of one device, or None for a kind that is not in the table: nothing is guessed.
 
+    Raises:
+      ValueError: the variable that says how much of a GPU's memory JAX takes is not a fraction.
+
     Example:
       >>> chip("TPU v5 lite").peak_flops
       197000000000000.0
@@ -153,13 +159,42 @@ def chip(device_kind: str, *, num_cores: int | None = None) -> Chip | None:
     """
     kind = KINDS.get(device_kind.lower(), device_kind)
     if kind in _GPUS:
-        return _GPUS[kind]
+        gpu = _GPUS[kind]
+        return gpu._replace(usable_bytes=int(gpu.hbm_bytes * gpu_memory_fraction(os.environ)))
     found = _TPUS.get(kind)
     if found is None:
         return None
     whole, cores, shown = found
     together = shown if num_cores is None else num_cores
     return whole.part(together / cores)
+
+
+def gpu_memory_fraction(environ: Mapping[str, str]) -> float:
+    """Return the fraction of a GPU's memory that JAX's allocator takes, whether it preallocates or not.
+
+    Args:
+      environ: environment variables. XLA_CLIENT_MEM_FRACTION, or XLA_PYTHON_CLIENT_MEM_FRACTION as older versions call
+        it, sets the fraction; with XLA_PYTHON_CLIENT_ALLOCATOR=platform there is no limit.
+
+    Raises:
+      ValueError: the value is not above 0 and at most 1.
+
+    Example:
+      >>> gpu_memory_fraction({}), gpu_memory_fraction({"XLA_CLIENT_MEM_FRACTION": "0.9"})
+      (0.75, 0.9)
+    """
+    if environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform":
+        return 1.0
+    name = next(filter(environ.get, ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")), None)
+    if name is None:
+        return 0.75
+    try:
+        fraction = float(environ[name])
+    except ValueError:
+        fraction = 0.0
+    if not 0 < fraction <= 1:
+        raise ValueError(f"{name}={environ[name]} is no fraction of a GPU's memory; set it to 0.75, or unset it")
+    return fraction
 
 
 def is_tpu(device_kind: str) -> bool:
@@ -328,7 +363,10 @@ def _gpu(
     reached: float = 0.8,
     link: float = 32e9,
 ) -> Chip:
-    """Make the `Chip` of a GPU: its 8-bit products run at twice the rate of bf16 ones, its TF32 products at half."""
+    """Make the `Chip` of a GPU: its 8-bit products run at twice the rate of bf16 ones, its TF32 products at half.
+
+    `chip` sets the bytes that a program may use.
+    """
     memory = gigabytes * 10**9
     twice = 2 * peak
     narrow = (twice if fp8 else None, twice if int8 else None)
@@ -336,7 +374,8 @@ def _gpu(
 
 
 # NVIDIA's data sheets by product: A10, A100, H100, H200, L4, L40S, DGX B200, GB200 NVL72. From Hopper on they print the
-# rate with 2:4 sparsity; the dense rate below is half of it. Memory is in decimal gigabytes, as sold. Large products
+# rate with 2:4 sparsity; the dense rate below is half of it. Memory is in decimal gigabytes, as sold, but for H100 SXM,
+# whose driver tells 85.0 GB (JAX then takes 63.8 GB by default, as measured by benchmarks/gpu.py). Large products
 # reach 268 of 312 TFLOP/s on A100, 792 of 989 on H100 and 1745 of 2250 on B200 (stas00/ml-engineering, compute/
 # accelerator, "maximum achievable matmul FLOPS"); the others are given H100's share. Links to a host, each way: 32 GB/s
 # of PCIe 4, 64 of PCIe 5, and for each GPU of a GB200 half of the 450 GB/s of its NVLink-C2C.
@@ -348,7 +387,7 @@ _GPUS: dict[str, Chip] = {
     "NVIDIA A100-SXM4-80GB": _gpu("A100 SXM 80GB", 312e12, 80, 2039e9, _A100, reached=0.86),
     "NVIDIA H100 PCIe": _gpu("H100 PCIe", 756e12, 80, 2000e9, None, fp8=True, link=64e9),
     "NVIDIA H100 NVL": _gpu("H100 NVL", 835e12, 94, 3900e9, None, fp8=True, link=64e9),
-    "NVIDIA H100 80GB HBM3": _gpu("H100 SXM", 989e12, 80, 3350e9, _H100, fp8=True, link=64e9),
+    "NVIDIA H100 80GB HBM3": _gpu("H100 SXM", 989e12, 85, 3350e9, _H100, fp8=True, link=64e9),
     "NVIDIA H200": _gpu("H200 SXM", 989e12, 141, 4800e9, _H100, fp8=True, link=64e9),
     "NVIDIA H200 NVL": _gpu("H200 NVL", 835e12, 141, 4800e9, None, fp8=True, link=64e9),
     "NVIDIA B200": _gpu("B200", 2250e12, 180, 8000e9, _B200, fp8=True, reached=0.78, link=64e9),

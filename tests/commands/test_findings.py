@@ -38,7 +38,7 @@ GOOD = Machine(
         ),
         ({"GLOO_SOCKET_IFNAME": "eth7"}, "broken", "GLOO_SOCKET_IFNAME=eth7: there is no such", "use lo, eth0"),
         ({"NCCL_SOCKET_IFNAME": "=ib0"}, "broken", "NCCL_SOCKET_IFNAME==ib0: there is no such", "use lo, eth0"),
-        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "90"}, "broken", "MEM_FRACTION=90 is no share", "set it to 0.75"),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "90"}, "broken", "MEM_FRACTION=90 is no fraction", "set it to 0.75"),
     ],
 )  # fmt: skip
 def test_a_bad_setting_is_found_with_its_remedy(environ, level, what, remedy):

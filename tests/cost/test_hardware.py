@@ -26,6 +26,22 @@ def test_half_a_chip():
     assert chip("TPU v5p", num_cores=2) == chip("TPU v5p")
 
 
+def test_a_program_may_use_what_jax_takes_of_a_gpu(monkeypatch):
+    """0.75 of 85.0 GB: `memory_stats()["bytes_limit"]` was 63763906560 on an H100, without preallocation, too."""
+    assert chip("h100").usable_bytes == pytest.approx(63763906560, rel=1e-3)
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.9")
+    assert chip("h100").usable_bytes == pytest.approx(0.9 * chip("h100").hbm_bytes)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+    assert chip("h100").usable_bytes == chip("h100").hbm_bytes
+    assert chip("v5e").usable_bytes == int(15.75 * 2**30)
+
+
+def test_a_fraction_that_jax_would_refuse_is_refused(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "90")
+    with pytest.raises(ValueError, match="MEM_FRACTION=90 is no fraction of a GPU"):
+        chip("h100")
+
+
 @pytest.mark.parametrize("kind", ["cpu", "NVIDIA H100", "TPU v99", ""])
 def test_an_unknown_chip_is_not_guessed(kind):
     assert chip(kind) is None
