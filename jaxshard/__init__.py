@@ -8,7 +8,7 @@ editors and readers, the second for Python. `tests/test_floors.py` keeps them eq
 import importlib
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from jaxshard.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from jaxshard import data as data

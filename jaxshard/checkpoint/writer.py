@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,7 @@ from jaxshard.core.keys import words_of
 from jaxshard.core.layout import Layout, check_layout
 from jaxshard.core.settings import with_own_settings
 from jaxshard.core.tree import raise_all
+from jaxshard.core.version import __version__
 from jaxshard.distributed.together import call_in_first_process, failed_processes
 from jaxshard.training.base import checksum_base, without_base
 from jaxshard.training.convert import convert_optimizer
@@ -277,7 +277,7 @@ def _save_error(folder: Path, error: Exception) -> OSError:
 def _describe_origin(layout: Layout) -> dict[str, Any]:
     """Return the versions, mesh, layout and time of a save, for people to read; a restore does not need them."""
     return {
-        "jaxshard": metadata.version("jaxshard"),
+        "jaxshard": __version__,
         "jax": jax.__version__,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "processes": jax.process_count(),

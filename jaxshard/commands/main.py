@@ -20,6 +20,7 @@ from jaxshard.commands import flags, parse
 from jaxshard.commands.errors import UsageError, file_errors
 from jaxshard.commands.streams import OutputError, checked_streams
 from jaxshard.core.near_words import did_you_mean
+from jaxshard.core.version import __version__
 
 COMMANDS = {
     name: f"{line[0].lower()}{line[1:]}".removesuffix(".")
@@ -103,9 +104,7 @@ def _run(words: Sequence[str]) -> tuple[int, str]:
         print(usage())
         return 0, ""
     if name == "--version":
-        from importlib import metadata
-
-        print(f"jaxshard {metadata.version('jaxshard')}")
+        print(f"jaxshard {__version__}")
         return 0, ""
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS) or f"there are {', '.join(COMMANDS)}"

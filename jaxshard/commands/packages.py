@@ -13,8 +13,9 @@ from packaging.specifiers import SpecifierSet
 
 from jaxshard.commands.findings import Finding, broken
 from jaxshard.core.installed import installed_version
+from jaxshard.core.version import __version__
 
-_PACKAGES = ("jaxshard", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _OPTIONAL = {
     "libtpu": "compiling for TPU topologies (extra tpu)",
     "tensorboardX": "jaxshard train --tensorboard (extra viz)",
@@ -82,4 +83,5 @@ def _misfit(package: str, requirement: Requirement) -> Finding:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python and of the packages that a result depends on; None for an absent one."""
-    return {"python": platform.python_version()} | {name: installed_version(name) for name in _PACKAGES}
+    own = {"python": platform.python_version(), "jaxshard": __version__}
+    return own | {name: installed_version(name) for name in _PACKAGES}

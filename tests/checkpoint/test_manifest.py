@@ -2,11 +2,13 @@
 
 import json
 import os
+from importlib import metadata
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jaxshard as js
 from jaxshard.checkpoint.checksums import find_damage
 from jaxshard.checkpoint.manifest import (
     FORMAT,
@@ -19,6 +21,7 @@ from jaxshard.checkpoint.manifest import (
     read_manifest,
 )
 from jaxshard.commands.main import main
+from tests.checkpoint.small import TX, init_fn, layout
 
 GOOD = Manifest(
     step=3,
@@ -151,3 +154,14 @@ def test_what_is_no_file_is_not_opened(kind, tmp_path):
     with pytest.raises(ValueError, match=r"manifest.json: can't be read: (not a plain file|Is a directory)"):
         read_manifest(tmp_path)
     assert len(find_damage(tmp_path)) == 1
+
+
+def test_a_checkout_that_is_not_installed_saves(tmp_path, monkeypatch):
+    """As a folder on the path of a machine where nothing can be installed."""
+
+    def absent(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    js.save(tmp_path, js.init(init_fn, TX, layout(), key=0), layout())
+    assert read_manifest(tmp_path / "0").made["jaxshard"] == js.__version__
