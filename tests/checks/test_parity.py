@@ -315,6 +315,7 @@ def test_random_numbers_that_depend_on_the_device(loss_fn, why):
     check_fails(run(loss_fn), [NUMBERS + "the loss draws " + why])
 
 
+@pytest.mark.slow
 def test_random_numbers_that_depend_on_the_micro_batch():
     report = run(stock_dropout, engine=js.auto(microbatches=2))
     assert report.headline.startswith("data=8 under js.auto(microbatches=2) against one device")
@@ -322,6 +323,7 @@ def test_random_numbers_that_depend_on_the_micro_batch():
     check_fails(report, [NUMBERS.replace("8", "2") + ".*" + why])
 
 
+@pytest.mark.slow  # `test_keys_of_rows_are_the_same_under_every_engine` is fast
 @pytest.mark.parametrize(
     "loss_fn, engine",
     [

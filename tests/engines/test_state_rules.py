@@ -56,10 +56,15 @@ def trace(init_fn, loss_fn, engine):
 
 def train_alone(init_fn, loss, batches=BATCHES):
     """The loop on one device, of `loss(params, state, batch) -> (loss, new state)`."""
-    params, state = init_fn(jax.random.key(0))
-    for batch in jax.tree.map(jnp.asarray, batches):
+
+    @jax.jit
+    def step(params, state, batch):
         (_, state), grads = jax.value_and_grad(loss, has_aux=True)(params, state, batch)
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), state
+
+    params, state = init_fn(jax.random.key(0))
+    for batch in batches:
+        params, state = step(params, state, batch)
     return params, state
 
 
@@ -235,11 +240,15 @@ def teacher_loss(model, batch, key):
 
 @pytest.mark.parametrize("engine", FEW, ids=describe)
 def test_an_average_follows_the_parameters_on_its_shards(engine):
+    @jax.jit
+    def step(params, teacher, x):
+        grads = jax.grad(lambda p: teacher_errors(p, teacher, x).mean())(params)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return params, jax.tree.map(lambda t, p: 0.9 * t + 0.1 * p, teacher, params)
+
     teacher = params = teacher_init(jax.random.key(0)).params
     for batch in BATCHES:
-        grads = jax.grad(lambda p, t=teacher, x=batch["x"]: teacher_errors(p, t, x).mean())(params)
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-        teacher = jax.tree.map(lambda t, p: 0.9 * t + 0.1 * p, teacher, params)
+        params, teacher = step(params, teacher, batch["x"])
     run = train(teacher_init, teacher_loss, engine)
     assert_close((run.params, run.state["teacher"].params), (params, teacher))
     assert int(run.state["steps"]) == 3

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxshard import optim
 from jaxshard.checks.collectives.found import collectives
+from tests.toys import normal
 
 from . import fast_jit
 
@@ -27,8 +28,7 @@ STEPS, ROWS = 3, 16
 
 def make_params(shapes: Any, seed: int = 0) -> Any:
     shapes, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
-    return tree.unflatten([jax.random.normal(key, shape) for key, shape in zip(keys, shapes)])
+    return tree.unflatten([normal(seed + number, *shape) for number, shape in enumerate(shapes)])
 
 
 def mean_loss(params: Any, rows: jax.Array) -> jax.Array:
@@ -45,7 +45,7 @@ def mean_loss(params: Any, rows: jax.Array) -> jax.Array:
 
 
 def data(step: int) -> jax.Array:
-    return jax.random.uniform(jax.random.key(step), (ROWS,), minval=-1.0)
+    return jnp.asarray(np.random.default_rng(step).uniform(-1, 1, ROWS).astype(np.float32))
 
 
 def one_device(tx: optax.GradientTransformation, params: Any) -> tuple[list[float], Any]:

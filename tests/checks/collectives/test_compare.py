@@ -77,6 +77,7 @@ def test_gathers_that_the_program_does_not_show_are_not_as_promised(fsdp):
     assert check_shows_text(blind).text[0] == blind.verdict
 
 
+@pytest.mark.slow  # `test_units_are_gathered_forward_and_backward_and_scattered_once` is fast
 def test_units_are_gathered_again_where_the_backward_pass_needs_them():
     """Of two units the second one's kernel: nothing asks for the gradient of the batch, nor for an added bias."""
 
