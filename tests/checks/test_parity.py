@@ -15,7 +15,7 @@ from jax import lax
 
 import jaxshard as js
 from tests.notebook_page import check_shows_text
-from tests.toys import cross_entropy, quick_compile
+from tests.toys import cross_entropy, normal, quick_compile
 
 pytestmark = pytest.mark.fast_cases(1)
 
@@ -48,10 +48,9 @@ class Net(nn.Module):
 
 def init_fn(key):
     """Of `Net`, whose layers are faster to trace where they are written out as in `plain`."""
-    up, down = jax.random.split(key)
     return {
-        "Dense_0": {"kernel": jax.random.normal(up, (FEATURES, 16)) / FEATURES**0.5, "bias": jnp.zeros(16)},
-        "Dense_1": {"kernel": jax.random.normal(down, (16, CLASSES)) / 4, "bias": jnp.zeros(CLASSES)},
+        "Dense_0": {"kernel": normal(0, FEATURES, 16) / FEATURES**0.5, "bias": jnp.zeros(16)},
+        "Dense_1": {"kernel": normal(1, 16, CLASSES) / 4, "bias": jnp.zeros(CLASSES)},
     }
 
 
