@@ -196,6 +196,7 @@ def test_the_users_own_collective_under_the_explicit_engine_is_named():
     assert not comparison.missing
 
 
+@pytest.mark.slow
 def test_a_cpu_that_widens_bf16_is_named_and_not_counted():
     engine = js.explicit(compute_dtype=jnp.bfloat16)
     comparison = audited(linen_toy(), js.fsdp(min_size=0), js.make_mesh(data=8), engine)
