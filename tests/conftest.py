@@ -8,6 +8,7 @@ as users do.
 import faulthandler
 import gc
 import os
+import sys
 from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -20,6 +21,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 import hypothesis
 import jax
 import pytest
+
+# Nor do all workers of all runs rewrite the asserts of 300 files of tests, which takes longer than to import the rest.
+sys.dont_write_bytecode = False
 
 # Tracing makes many small objects beside thousands of collected tests: to look for cycles at Python's own pace takes a
 # tenth of the CPU time.

@@ -1,8 +1,9 @@
 """A pytest plugin that runs a part of the selected tests, the same part every time.
 
-`--sample N` runs N of them, none marked `slow(sampled=False)`, a case of every test function before a second case of
-any. `--shard I/N` runs the I-th of N parts, which are disjoint and together hold all of them; `tests/run_slow.sh` runs
-one after another. Under JAXSHARD_REQUIRE_TPU=1 a tpu test that skips fails.
+`--sample N` runs N of them, none marked `slow(sampled=False)`: a test of every file before a second test of any, and a
+case of every test function before a second case of any. `--shard I/N` runs the I-th of N parts, which are disjoint and
+together hold all of them; `tests/run_slow.sh` runs one after another. Under JAXSHARD_REQUIRE_TPU=1 a tpu test that
+skips fails.
 
 A test function, or a file by its `pytestmark`, that is marked `fast_cases(N)` has its first N cases in the fast tier;
 the others are slow.
@@ -75,15 +76,21 @@ def shard(nodeids: Iterable[str], index: int, count: int) -> set[str]:
 
 
 def sample(nodeids: Iterable[str], count: int) -> set[str]:
-    """Returns `count` of the node ids, by a hash: one case of every test function before a second case of any."""
-    drawn = sorted(nodeids, key=_digest)
-    seen: Counter[str] = Counter()
+    """Returns `count` of the node ids, by a hash.
+
+    One case of every test function comes before a second case of any, and of these first cases one of every file before
+    a second one of any.
+    """
+    cases: Counter[str] = Counter()
+    tests: Counter[str] = Counter()
     turns = []
-    for order, nodeid in enumerate(drawn):
+    for order, nodeid in enumerate(sorted(nodeids, key=_digest)):
         function = nodeid.partition("[")[0]
-        turns.append((seen[function], order, nodeid))
-        seen[function] += 1
-    return {nodeid for _, _, nodeid in sorted(turns)[:count]}
+        file = nodeid.partition("::")[0]
+        turns.append((cases[function], tests[file], order, nodeid))
+        cases[function] += 1
+        tests[file] += cases[function] == 1
+    return {turn[-1] for turn in sorted(turns)[:count]}
 
 
 def _digest(text: str) -> bytes:

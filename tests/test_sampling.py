@@ -79,6 +79,12 @@ def test_a_sample_depends_on_the_names_alone():
     assert sample(nodeids, 99) == set(nodeids)
 
 
+def test_a_sample_has_a_test_of_every_file_and_a_case_of_every_function_first():
+    nodeids = [f"tests/test_{f}.py::test_{n}[{i}]" for f in "abc" for n in range(4) for i in range(9)]
+    assert {nodeid.partition("::")[0] for nodeid in sample(nodeids, 3)} == {f"tests/test_{f}.py" for f in "abc"}
+    assert len({nodeid.partition("[")[0] for nodeid in sample(nodeids, 12)}) == 12
+
+
 def test_every_test_is_in_one_shard_and_stays_there_when_others_come():
     nodeids = {f"tests/test_a.py::test_one[{i}]" for i in range(200)}
     shards = [shard(nodeids, index, 5) for index in range(1, 6)]

@@ -101,6 +101,7 @@ def test_equal_to_one_device(kind, engine):
         js.parity(model.init, model.loss, optax.sgd(0.1), strategy, mesh, BATCH, engine=engine).check()
 
 
+@pytest.mark.slow  # `test_heads_are_split` is fast
 def test_layers_say_what_they_sum_over_wherever_they_are():
     class Scanned(nn.Module):
         @nn.compact

@@ -136,7 +136,8 @@ def test_evaluation_is_told_and_leaves_the_state():
     toy = adapted(MLP(0.5))
     model = start_of(toy.init_fn)
     pair = toy.loss_fn.model
-    logits = MLP(0.5).apply({"params": model.params, **model.state}, toy.batch["x"], train=False)
+    variables = {"params": model.params, **model.state}
+    logits = jax.jit(lambda v, x: MLP(0.5).apply(v, x, train=False))(variables, toy.batch["x"])
     expected = float(cross_entropy(logits, toy.batch).value)
     layout = js.layout(js.fsdp(min_size=0), mesh(), pair.init, TX)
     run = js.init(pair.init, TX, layout, 0, init_from=model)

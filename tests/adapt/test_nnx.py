@@ -244,6 +244,7 @@ TRANSFORMED = {
 }
 
 
+@pytest.mark.slow
 def test_transforms_that_hand_parameters_through_change_nothing():
     """All in one program: losses within 1e-6 and gradients within 1e-5 of the plain call."""
 

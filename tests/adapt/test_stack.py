@@ -135,12 +135,17 @@ def block_keys(key, parts):
     return [jax.random.split(key, parts)[0] for key in keys]
 
 
-def test_blocks_are_drawn_as_single_ones():
+def test_linen_blocks_are_drawn_as_single_ones():
     """Bit for bit; "block" is the first of the parts by name."""
     params = jax.jit(models()["linen, tied"].init)(jax.random.key(5))
     single = jax.vmap(lambda key: nn.unbox(Block().init(key, jnp.zeros((1, WIDTH)))["params"]))
     expected = jax.jit(single)(jnp.stack(block_keys(jax.random.key(5), 2)))
     jax.tree.map(np.testing.assert_array_equal, params["blocks"], expected)
+
+
+@pytest.mark.slow
+def test_nnx_blocks_are_drawn_as_single_ones():
+    """Bit for bit."""
     params = jax.jit(models()["nnx"].init)(jax.random.key(5))
     for i, key in enumerate(block_keys(jax.random.key(5), 3)):
         with nnx.use_eager_sharding(False):

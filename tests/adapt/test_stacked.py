@@ -107,6 +107,7 @@ def test_every_call_has_a_key_of_its_own():
     assert len(seen) == len(set(seen)) == 10
 
 
+@pytest.mark.slow
 def test_one_block_and_shared_embedding():
     """Losses within 1e-6 and gradients within 1e-5 of one device; the head reads the embedding, so both add up."""
 

@@ -170,6 +170,7 @@ def test_a_unit_inside_a_unit(library):
         bytes_moved(toy, js.explicit(units=[*UNITS[library], inner]))
 
 
+@pytest.mark.slow
 def test_a_shared_block_and_a_method():
     """One Linen block called twice, once through another method: its gradients add up."""
 

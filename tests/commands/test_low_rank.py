@@ -16,6 +16,7 @@ def test_the_value_of_the_flag():
             read_factors(text)
 
 
+@pytest.mark.slow
 def test_by_default_all_matrices_of_blocks_have_factors_but_routers_and_experts():
     sizes = {"vocab": 64, "seq": 16, "width": 32, "depth": 3, "heads": 4}
     model = js.models.moe(**sizes, kv_heads=2, hidden=32, experts=2, k=1, dense=1, shared=1)

@@ -57,7 +57,8 @@ def call(address, line):
     return connection
 
 
-@pytest.mark.parametrize("late", [0, 1, 3])
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("late", [0, 3, 1])
 def test_all_wait_for_a_late_process_and_name_it(late, address, capsys):
     outcomes = together([comes(address, process, 4, after=0.6 * (process == late)) for process in range(4)])
     assert outcomes == [None] * 4

@@ -114,6 +114,7 @@ def unit_step(**options):
     return js.make_step(model.loss, TX, layout, engine=js.explicit(**options)), batch
 
 
+@pytest.mark.slow
 def test_units_keep_what_the_user_named():
     def sines(policy):
         step, batch = unit_step(units=[Layer], remat=policy)

@@ -182,7 +182,8 @@ def two_part_metrics() -> dict[str, Any]:
     return jax.jit(lambda params: toy.loss_fn(params, toy.batch, None).metrics)(start_of(toy.init_fn))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("engine", ["explicit", "auto"])
 @pytest.mark.parametrize("microbatches", [2, 1])
 def test_a_sum_of_means_and_its_metrics_equal_one_device(engine, microbatches):
     toy, engine = two_part_toy(), ENGINES[engine](microbatches=microbatches)

@@ -12,6 +12,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxshard as js
+from tests.toys import normal
 
 pytestmark = pytest.mark.fast_cases(3)
 
@@ -56,10 +57,15 @@ def trace(init_fn, loss_fn, engine):
 
 def train_alone(init_fn, loss, batches=BATCHES):
     """The loop on one device, of `loss(params, state, batch) -> (loss, new state)`."""
-    params, state = init_fn(jax.random.key(0))
-    for batch in jax.tree.map(jnp.asarray, batches):
+
+    @jax.jit
+    def step(params, state, batch):
         (_, state), grads = jax.value_and_grad(loss, has_aux=True)(params, state, batch)
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), state
+
+    params, state = init_fn(jax.random.key(0))
+    for batch in batches:
+        params, state = step(params, state, batch)
     return params, state
 
 
@@ -72,7 +78,7 @@ def assert_close(ours, theirs):
 
 
 def init_fn(key):
-    w = 0.3 * jax.random.normal(key, (8, 6))
+    w = 0.3 * normal(0, 8, 6)
     state = {
         "teacher": 1.0 * w,  # proven equal
         "steps": jnp.zeros((), jnp.int32),  # a counter
@@ -154,7 +160,7 @@ def test_only_what_may_differ_is_reduced():
 
 
 def codes_init(key):
-    return js.Model({"w": jax.random.normal(key, (8, 2))}, {"book": jnp.eye(4, 2), "counts": jnp.ones(4)})
+    return js.Model({"w": normal(0, 8, 2)}, {"book": jnp.eye(4, 2), "counts": jnp.ones(4)})
 
 
 def codes_of(params, book, x):
@@ -217,7 +223,7 @@ def test_an_update_that_returns_another_tree_is_refused():
 
 
 def teacher_init(key):
-    params = {"big": 0.3 * jax.random.normal(key, (8, 6)), "bias": jnp.zeros(6)}
+    params = {"big": 0.3 * normal(0, 8, 6), "bias": jnp.zeros(6)}
     return js.Model(params, {"teacher": js.Average(params, 0.9), "steps": jnp.zeros((), jnp.int32)})
 
 
@@ -235,11 +241,15 @@ def teacher_loss(model, batch, key):
 
 @pytest.mark.parametrize("engine", FEW, ids=describe)
 def test_an_average_follows_the_parameters_on_its_shards(engine):
+    @jax.jit
+    def step(params, teacher, x):
+        grads = jax.grad(lambda p: teacher_errors(p, teacher, x).mean())(params)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return params, jax.tree.map(lambda t, p: 0.9 * t + 0.1 * p, teacher, params)
+
     teacher = params = teacher_init(jax.random.key(0)).params
     for batch in BATCHES:
-        grads = jax.grad(lambda p, t=teacher, x=batch["x"]: teacher_errors(p, t, x).mean())(params)
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-        teacher = jax.tree.map(lambda t, p: 0.9 * t + 0.1 * p, teacher, params)
+        params, teacher = step(params, teacher, batch["x"])
     run = train(teacher_init, teacher_loss, engine)
     assert_close((run.params, run.state["teacher"].params), (params, teacher))
     assert int(run.state["steps"]) == 3
@@ -395,7 +405,7 @@ def counting_loss(new, wrap=lambda fn: fn):
 
 
 def counting_init(dtype):
-    return lambda key: js.Model({"w": jax.random.normal(key, (8, 6))}, {"n": jnp.zeros((), dtype)})
+    return lambda key: js.Model({"w": normal(0, 8, 6)}, {"n": jnp.zeros((), dtype)})
 
 
 BY_ROWS = {
@@ -503,6 +513,6 @@ def test_callbacks_of_the_loss_run_once_per_device_and_micro_batch(engine, times
         jax.lax.scan(body, 0.0, errors)
         return js.Mean(*jax.lax.cond(params["w"][0, 0] > -9, head, lambda e: (0.0, 1.0), errors))
 
-    train(lambda key: {"w": jax.random.normal(key, (8, 6))}, loss, engine, batches=BATCHES[:1])
+    train(lambda key: {"w": normal(0, 8, 6)}, loss, engine, batches=BATCHES[:1])
     jax.effects_barrier()
     assert len(seen) == times

@@ -69,29 +69,24 @@ def test_what_is_saved_is_what_was_loaded(case, tmp_path):
         js.hf.save(saved, run, layout)
 
 
-def test_the_language_model_of_a_model_that_reads_images(tmp_path):
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize(("body", "images"), [("model.language_model.", "model."), ("language_model.model.", "")])
+def test_the_language_model_of_a_model_that_reads_images(body, images, tmp_path):
     """Under the names of both forms; it is saved as what it is."""
-    stored, params = numbers("gemma3"), []
+    stored = numbers("gemma3")
     inner = {name: x for name, x in stored["config"].items() if name not in ("architectures", "eos_token_id", "dtype")}
     outer = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": inner}
     config = json.dumps(outer | {"vision_config": {"hidden_size": 8}, "mm_tokens_per_image": 4, "dtype": "float32"})
-    for body, images in (("language_model.model.", ""), ("model.language_model.", "model.")):
-        folder = tmp_path / body
-        folder.mkdir()
-        (folder / "config.json").write_text(config)
-        arrays = {
-            name.replace("model.", body, 1): draw(name, tuple(shape)) for name, shape in stored["tensors"].items()
-        }
-        arrays |= {f"{images}{part}.a.weight": np.ones(3) for part in ("vision_tower", "multi_modal_projector")}
-        write_tensors(folder / "model.safetensors", arrays)
-        model, layout, found = load(folder, *LAYOUTS["fsdp"])
-        params.append(found)
+    (tmp_path / "config.json").write_text(config)
+    arrays = {name.replace("model.", body, 1): draw(name, tuple(shape)) for name, shape in stored["tensors"].items()}
+    arrays |= {f"{images}{part}.a.weight": np.ones(3) for part in ("vision_tower", "multi_modal_projector")}
+    write_tensors(tmp_path / "model.safetensors", arrays)
+    model, layout, params = load(tmp_path, *LAYOUTS["fsdp"])
     (tmp_path / "text").mkdir()
     plain, _, wanted = load(write_folder(tmp_path / "text", "gemma3"), *LAYOUTS["fsdp"])
     assert model.arguments == plain.arguments | {"logit_cap": None}  # as the full model in transformers has none
-    for one in params:
-        assert all(jax.tree.leaves(jax.tree.map(np.array_equal, one, wanted)))
-    saved = js.hf.save(tmp_path / "saved", found, layout)
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, params, wanted)))
+    saved = js.hf.save(tmp_path / "saved", params, layout)
     assert json.loads((saved / "config.json").read_text())["architectures"] == ["Gemma3ForCausalLM"]
     found, _ = open_files(saved / "model.safetensors")
     assert found.keys() == stored["tensors"].keys()

@@ -51,7 +51,7 @@ def assert_equal(attend, q, k, v, extras=NOTHING, form=PLAIN):
     expected, gradients = value_and_grads(formula, q, k, v, extras, form)
     value, found = value_and_grads(attend, q, k, v, extras, form)
     np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-6)
-    largest = max(float(jnp.abs(one).max()) for one in gradients)
+    largest = max(float(np.abs(one).max()) for one in gradients)
     for one, other in zip(found, gradients, strict=True):
         assert one.dtype == other.dtype
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * max(float(jnp.abs(other).max()), largest / 10))
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * max(float(np.abs(other).max()), largest / 10))

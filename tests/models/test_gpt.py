@@ -164,6 +164,7 @@ def test_wrong_batches(batch, message):
 # Dropout.
 
 
+@pytest.mark.slow  # `test_ready_made_models_pass` proves it of the program
 def test_dropout_is_the_same_for_a_row_wherever_it_is():
     """Rows 2 and 3 computed apart, with their number in the batch, weigh in exactly as in the whole batch (1e-6)."""
     model, batch = small(dropout=0.4), batch_of()

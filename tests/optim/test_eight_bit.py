@@ -210,6 +210,7 @@ def test_200_steps_with_outliers_stay_finite_and_bounded() -> None:
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
 
 
+@pytest.mark.slow
 def test_blocks_of_a_model_are_quantised_as_single_ones() -> None:
     """1e-6, codes exactly, through `per_block`: three stacked blocks, each with an array too small for 8 bits."""
     stacked = {"blocks": {"w": (3, 64, 96), "bias": (3, 2000)}, "head": (96, 70)}

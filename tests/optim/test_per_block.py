@@ -12,6 +12,7 @@ import pytest
 from optax import contrib
 
 from jaxshard import optim
+from tests.toys import normal
 
 from . import fast_jit
 
@@ -21,17 +22,13 @@ BLOCKS = 3
 
 
 def arrays(seed: int, key: str = "blocks") -> Any:
-    keys = jax.random.split(jax.random.key(seed), 5)
     return {
-        "embed": jax.random.normal(keys[0], (5, 4)),
+        "embed": normal(seed, 5, 4),
         key: {
-            "w": {
-                "kernel": jax.random.normal(keys[1], (BLOCKS, 4, 6)),
-                "bias": jax.random.normal(keys[2], (BLOCKS, 6)),
-            },
-            "scale": 1 + jax.random.normal(keys[3], (BLOCKS,)),
+            "w": {"kernel": normal(seed + 100, BLOCKS, 4, 6), "bias": normal(seed + 200, BLOCKS, 6)},
+            "scale": 1 + normal(seed + 300, BLOCKS),
         },
-        "head": jax.random.normal(keys[4], (4, 5)),
+        "head": normal(seed + 400, 4, 5),
     }
 
 

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxshard import optim
 from jaxshard.checks.collectives.found import collectives
+from tests.toys import normal
 
 from . import fast_jit
 
@@ -35,17 +36,16 @@ def make_mesh() -> jax.sharding.Mesh:
 
 
 def make_params() -> Any:
-    keys = iter(jax.random.split(jax.random.key(0), 5))
     return {
-        "norm": {"scale": 1 + 0.3 * jax.random.normal(next(keys), (C,)), "bias": jnp.zeros((C,))},
-        "up": {"kernel": jax.random.normal(next(keys), (C, F)), "bias": jax.random.normal(next(keys), (F,))},
-        "down": {"kernel": jax.random.normal(next(keys), (F, C)), "bias": jax.random.normal(next(keys), (C,))},
+        "norm": {"scale": 1 + 0.3 * normal(0, C), "bias": jnp.zeros((C,))},
+        "up": {"kernel": normal(1, C, F), "bias": normal(2, F)},
+        "down": {"kernel": normal(3, F, C), "bias": normal(4, C)},
         "gain": jnp.asarray(0.7),
     }
 
 
 def data(step: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(step), (B, T, C))
+    return normal(step, B, T, C)
 
 
 def layer_norm(params: Any, x: jax.Array) -> jax.Array:

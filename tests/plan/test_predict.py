@@ -56,6 +56,7 @@ def test_an_array_without_a_module_is_named_by_its_operation_and_line():
         assert not any(one.what.strip("/ ") in ("", "jvp()", "transpose(jvp())") for one in found.arrays)
 
 
+@pytest.mark.slow
 def test_state_on_the_host_takes_no_memory_of_the_device(small: Prediction):
     """The peak is in the backward pass, so that it falls by all of the state, but for the block in flight."""
     model = js.models.make("gpt-1m", seq=32)

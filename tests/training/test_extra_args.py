@@ -72,9 +72,9 @@ def _backtracking() -> Any:
 
 CASES = {
     "backtracking": (_backtracking, FSDP, js.auto()),
-    "polyak_sgd": (lambda: optax.polyak_sgd(1.0), FSDP, js.explicit(microbatches=2)),
 }
 SLOW = {
+    "polyak_sgd": (lambda: optax.polyak_sgd(1.0), FSDP, js.explicit(microbatches=2)),
     "reduce_on_plateau": (_plateau, ZERO2, js.auto()),
     "lbfgs": (optax.lbfgs, ZERO2, js.explicit()),
     "lbfgs-auto": (optax.lbfgs, FSDP, js.auto()),

@@ -33,7 +33,7 @@ GPT = {
 }
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow  # fast are `test_which_gradient_is_not_finite_is_known` and what `js.fit` skips
 @pytest.mark.parametrize("name", GPT)
 def test_a_bad_step_changes_nothing_but_its_number(name):
     """NaN in the weight of one row; the steps after it are those of a run that never had its batch, bit for bit."""

@@ -77,6 +77,7 @@ def test_gathers_that_the_program_does_not_show_are_not_as_promised(fsdp):
     assert check_shows_text(blind).text[0] == blind.verdict
 
 
+@pytest.mark.slow  # `test_units_are_gathered_forward_and_backward_and_scattered_once` is fast
 def test_units_are_gathered_again_where_the_backward_pass_needs_them():
     """Of two units the second one's kernel: nothing asks for the gradient of the batch, nor for an added bias."""
 
@@ -195,6 +196,7 @@ def test_the_users_own_collective_under_the_explicit_engine_is_named():
     assert not comparison.missing
 
 
+@pytest.mark.slow
 def test_a_cpu_that_widens_bf16_is_named_and_not_counted():
     engine = js.explicit(compute_dtype=jnp.bfloat16)
     comparison = audited(linen_toy(), js.fsdp(min_size=0), js.make_mesh(data=8), engine)

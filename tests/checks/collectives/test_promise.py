@@ -44,6 +44,7 @@ def test_the_promise_is_the_literals_of_every_strategy(strategy):
     assert sums(found) == literals.EXPECTED[strategy]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", list(literals.TORUS)[::-1])
 def test_the_promise_over_two_axes_is_the_literals_of_the_torus(strategy):
     """One stage per axis, gathers and scatters in opposite orders; the optimizer's gather takes both at once."""

@@ -87,12 +87,26 @@ def everything(params, x, key):
 
 BLOCKS = [scanning, recomputing, own_derivative, calling, closing_over, leaving_out, linear, forgetting]
 BLOCKS += [dividing, everything]
-CELLS = [("one_f_one_b", "everything", dividing)]
+
+
+def own_table(p, m):
+    """gpipe's, with the backwards in the other order."""
+    forwards = [(s + i, s, "F", 0, i) for s in range(p) for i in range(m)]
+    backwards = [(p + m - 1 + (p - 1 - s) + i, s, "B", 0, m - 1 - i) for s in range(p) for i in range(m)]
+    return js.schedules.Schedule("a table of your own", p, m, 1, (*forwards, *backwards))
+
+
+CELLS = [(own_table(4, 4), "everything", dividing), ("one_f_one_b", "everything", dividing)]
 CELLS += itertools.product(("interleaved", "zero_bubble"), ("stage", "everything"), BLOCKS)
 
 
+def name_of(part):
+    """Of a block, a stash, a schedule or its table."""
+    return part.name if isinstance(part, js.schedules.Schedule) else getattr(part, "__name__", part)
+
+
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize(("schedule", "stash", "block"), CELLS, ids=lambda x: getattr(x, "__name__", x))
+@pytest.mark.parametrize(("schedule", "stash", "block"), CELLS, ids=name_of)
 def test_blocks_of_all_kinds(schedule, stash, block):
     """Five of them in stages of two, the last one without any."""
     engine = js.pipelined(microbatches=4, schedule=schedule, stash=stash)

@@ -75,16 +75,6 @@ def test_dropout_does_something():
     assert loss_error(dropped, whole) > 1e-3
 
 
-def test_a_table_of_your_own():
-    """gpipe's, with the backwards in the other order, on a ring of two."""
-    p, m = 2, 3
-    forwards = [(s + i, s, "F", 0, i) for s in range(p) for i in range(m)]
-    backwards = [(p + m - 1 + (p - 1 - s) + i, s, "B", 0, m - 1 - i) for s in range(p) for i in range(m)]
-    mine = js.schedules.Schedule("mine", p, m, 1, (*forwards, *backwards))
-    trace, _ = Ring(p, 1).run(stack_toy(dropping_block, 9), js.pipelined(microbatches=m, schedule=mine))
-    assert_equal_runs(trace, reference(stack_toy, block=dropping_block, depth=9))
-
-
 @pytest.mark.slow
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(schedule=delayed())

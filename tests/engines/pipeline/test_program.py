@@ -150,6 +150,7 @@ def text_of(toy: Toy, schedule: str, microbatches: int) -> str:
     return js.make_step(toy.loss_fn, TX, pipe.layout(toy), engine=engine).lower(toy.batch).as_text()
 
 
+@pytest.mark.slow  # `test_the_outer_loop_has_the_ticks_of_the_table_and_the_others_the_blocks_of_a_stage` is fast
 @pytest.mark.parametrize(
     ("schedule", "make", "growth"),
     [
