@@ -133,18 +133,20 @@ def _run(words: Sequence[str]) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Keep the objects that are made in the `with` block, such as modules and functions, from the garbage collector.
+    """Keep the modules that are imported in the `with` block from the garbage collector, then and later.
 
-    An import makes hundreds of thousands of objects that stay. Each collection would search them and free nothing.
+    An import makes hundreds of thousands of objects that stay, and each collection would search them. Do nothing if JAX
+    was imported before: then the process has objects of a caller, whose garbage must not be kept.
     """
-    was_enabled = gc.isenabled()
+    if "jax" in sys.modules or not gc.isenabled():
+        yield
+        return
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        if was_enabled:
-            gc.enable()
+        gc.enable()
 
 
 @contextlib.contextmanager
