@@ -57,3 +57,9 @@ def test_help_does_not_import_jax(words, absent):
     )
     modules = imported(code)
     assert [name for name in absent if name in modules] == []
+
+
+def test_a_plan_imports_neither_data_nor_what_reads_files():
+    """A plan of a ready-made model has no corpus, no checkpoint and no weights."""
+    rooms = {name.split(".")[1] for name in imported("import jaxshard.commands.plan") if name.startswith("jaxshard.")}
+    assert not rooms & {"checkpoint", "data", "generation", "hf"}

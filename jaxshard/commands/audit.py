@@ -13,9 +13,9 @@ from jaxshard.checks.programs.report import audit_program
 from jaxshard.commands.compiler import load_compiler
 from jaxshard.commands.errors import refusals, refuse, usage_errors
 from jaxshard.commands.flags import Audit
+from jaxshard.commands.json_object import write_json
 from jaxshard.commands.parallel import read_axes
 from jaxshard.commands.prepared import prepare
-from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, start, working
 from jaxshard.plan.topology import topology_mesh
 

@@ -12,7 +12,7 @@ from jaxshard.checkpoint.folder import absolute_root, step_folder, step_folders
 from jaxshard.checkpoint.manifest import MANIFEST
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.flags import Checkpoint
-from jaxshard.commands.result import write_json
+from jaxshard.commands.json_object import write_json
 from jaxshard.commands.terminal import facts, printable, start
 from jaxshard.core.layout import human_bytes
 

@@ -29,6 +29,7 @@ from jaxshard.commands.findings import (
     warning,
 )
 from jaxshard.commands.flags import Doctor
+from jaxshard.commands.json_object import write_json
 from jaxshard.commands.machine import Machine, read_machine
 from jaxshard.commands.packages import judge_imports, judge_versions, missing_packages, versions
 from jaxshard.commands.terminal import facts, start
@@ -49,8 +50,6 @@ def run(flags: Doctor) -> int:
     Returns:
       The exit status: 1 if a problem stops every run; else 0, also if optional packages are missing.
     """
-    from jaxshard.commands.result import write_json  # which needs packages that may be broken
-
     console, machine, missing = start(flags), read_machine(), missing_packages()
     found = [*_judge_before_start(machine)]
     report: dict[str, Any] = {"devices": None, "hosts": []}

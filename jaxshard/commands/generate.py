@@ -11,10 +11,10 @@ from jaxshard.checkpoint.reader import describe, restore
 from jaxshard.commands.devices import choose_devices
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.flags import Generate, Sharding
+from jaxshard.commands.json_object import write_json
 from jaxshard.commands.named_model import NamedModel
 from jaxshard.commands.packages import versions
 from jaxshard.commands.parallel import Parallel, make_parallel
-from jaxshard.commands.result import write_json
 from jaxshard.commands.stops import Bytes, ends_of_text, parse_stops
 from jaxshard.commands.terminal import facts, printable, start, working
 from jaxshard.core.compat import process_count_and_id

@@ -6,6 +6,7 @@ A command's file, and with it JAX, is imported when its flags are read, so that 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import itertools
 import os
@@ -116,7 +117,8 @@ def _run(words: Sequence[str]) -> tuple[int, str]:
                 print(parse.help_of(command))
                 return 0, ""
             given = parse.parse(command, rest)
-            run = runner_of(name)
+            with _uncollected():
+                run = runner_of(name)
         with _ctrl_c_again_where_it_is_lost(), file_errors():
             return run(given) or 0, ""
     except KeyboardInterrupt:
@@ -126,6 +128,24 @@ def _run(words: Sequence[str]) -> tuple[int, str]:
         if status is None:
             raise
         return status, f"{error.what}; see --bad-steps" if hasattr(error, "what") else str(error)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep the modules that are imported in the `with` block from the garbage collector, then and later.
+
+    An import makes hundreds of thousands of objects that stay, and each collection would search them. Do nothing if JAX
+    was imported before: then the process has objects of a caller, whose garbage must not be kept.
+    """
+    if "jax" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @contextlib.contextmanager

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 from jaxshard.commands.pairs import read_pairs, readers_of
 from jaxshard.core.near_words import one_of
-from jaxshard.hf.config import read_config
-from jaxshard.hf.folder import find_folder
 from jaxshard.models.recipe import Recipe, Size
 from jaxshard.models.rope import RopeScaling
 from jaxshard.models.sizes import SIZES
@@ -56,12 +54,16 @@ class NamedModel(NamedTuple):
         if path.startswith("//"):
             name = f"{PREFIX}{path.lstrip('/')}"
             raise ValueError(f"{self.target} is an address; write {name}, the name of a model or its folder")
+        from jaxshard.hf.folder import find_folder  # and with it what reads files, which no other model needs
+
         return find_folder(path, weights=weights)
 
     @property
     def size(self) -> Size:
         """The ready-made size without --change; for a Hugging Face model the sizes in its config.json."""
         if folder := self.folder:
+            from jaxshard.hf.config import read_config
+
             config = read_config(folder)
             return Size(config.arguments, _RECIPE, config.family.make, "nothing")
         if self.target not in SIZES:

@@ -9,11 +9,11 @@ from rich.text import Text
 from jaxshard.checks.parity import DIFFERS, parity
 from jaxshard.commands.errors import refusals, usage_errors
 from jaxshard.commands.flags import Parity as ParityFlags
+from jaxshard.commands.json_object import write_json
 from jaxshard.commands.named_model import NamedModel
 from jaxshard.commands.packages import versions
 from jaxshard.commands.parallel import make_parallel
 from jaxshard.commands.program import Program, program_of
-from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, start, working
 
 _ROWS, _SEQ = 16, 32

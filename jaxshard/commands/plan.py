@@ -15,8 +15,8 @@ from rich.console import Console
 from jaxshard.commands.compiler import load_compiler
 from jaxshard.commands.errors import UsageError, refusals, refuse, usage_errors
 from jaxshard.commands.flags import Plan, StrategyName
+from jaxshard.commands.json_object import write_json
 from jaxshard.commands.prepared import Prepared, prepare
-from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, start, working
 from jaxshard.core.file_errors import naming
 from jaxshard.core.pictures.canvas import write_picture

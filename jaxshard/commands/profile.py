@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.flags import Profile
-from jaxshard.commands.result import write_json
+from jaxshard.commands.json_object import write_json
 from jaxshard.commands.terminal import facts, printable, start
 from jaxshard.profile.read import read_profile
 

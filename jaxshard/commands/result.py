@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +11,6 @@ import numpy as np
 from jaxshard.checks.collectives.found import collectives, summary
 from jaxshard.commands.stops import Stops
 from jaxshard.commands.training_data import TrainingData
-from jaxshard.core.file_errors import naming
 from jaxshard.core.layout import Layout
 from jaxshard.core.low_rank import has_low_rank
 from jaxshard.core.types import PyTree
@@ -135,13 +131,3 @@ def draw_sample(
         tokens += drawn[len(seen) :]
     text = np.asarray(stops.cut(tokens[:wanted], len(prompt))[len(prompt) :], np.int32)
     return {"prompt": data.decode(prompt), "text": data.decode(text), "temperature": _TEMPERATURE}
-
-
-def write_json(file: Path | None, result: dict[str, Any]) -> None:
-    """Write a JSON object into a file, or to standard output if `file` is "-"; write nothing if it is None."""
-    text = json.dumps(result, indent=2, allow_nan=False) + "\n"
-    if str(file) == "-":
-        sys.stdout.write(text)
-    elif file is not None:
-        with naming(file):
-            file.write_text(text)

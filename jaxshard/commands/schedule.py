@@ -8,7 +8,7 @@ from typing import Any
 from jaxshard.commands.engine import check_table
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.flags import Schedule as ScheduleFlags
-from jaxshard.commands.result import write_json
+from jaxshard.commands.json_object import write_json
 from jaxshard.commands.terminal import facts, start
 from jaxshard.core.file_errors import naming
 from jaxshard.core.local_path import local_path

@@ -9,8 +9,8 @@ import jax
 from jaxshard.commands.compiler import load_compiler
 from jaxshard.commands.errors import refusals, usage_errors
 from jaxshard.commands.flags import Search
+from jaxshard.commands.json_object import write_json
 from jaxshard.commands.program import Program, program_of
-from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, start, working
 from jaxshard.core.tree import abstract
 from jaxshard.plan.planned import planned_devices

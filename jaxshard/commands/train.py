@@ -16,6 +16,7 @@ from jaxshard.checks.replicas import ReplicaWatch, check_replicas
 from jaxshard.commands.errors import refusals, usage_errors
 from jaxshard.commands.flags import Train
 from jaxshard.commands.job import Job
+from jaxshard.commands.json_object import write_json
 from jaxshard.commands.named_model import NamedModel
 from jaxshard.commands.outputs import check_folder
 from jaxshard.commands.parallel import make_parallel
@@ -26,7 +27,6 @@ from jaxshard.commands.result import (
     draw_sample,
     predicted_bytes,
     summarize,
-    write_json,
 )
 from jaxshard.commands.saving import Start, check_residuals, make_saving
 from jaxshard.commands.terminal import facts, start, tables, working

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -39,7 +40,7 @@ from jaxshard.engines.engine import (
 )
 from jaxshard.engines.just_in_time import MakeMove, Move, cast_floats
 from jaxshard.engines.part import Cut, Part
-from jaxshard.engines.state_rules import Sharing, StateRules, find_state_rules, trace_step
+from jaxshard.engines.state_rules import Sharing, StateRules, find_state_rules, trace_state_rules
 from jaxshard.engines.wide_sums import sum_in, widen_sums
 
 
@@ -65,9 +66,7 @@ class Auto(WholeModelEngine):
         """Return the rules that combine the model states of several micro-batches; None for a single micro-batch."""
         if self.microbatches == 1:
             return None
-        found: list[StateRules] = []
-        trace_step(self._value_and_grad(objective, layout, found.append), layout, batch)
-        return found[0]
+        return trace_state_rules(partial(self._value_and_grad, objective, layout), layout, batch)
 
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
         """Make the function that computes the loss `objective` and its gradient in global-view code.

@@ -47,7 +47,7 @@ from jaxshard.engines.manual import (
 from jaxshard.engines.moves import make_move, place_residual, reduce_all
 from jaxshard.engines.part import Cut, Part
 from jaxshard.engines.positionwise import make_position_check
-from jaxshard.engines.state_rules import Sharing, StateRules, find_state_rules, trace_step
+from jaxshard.engines.state_rules import Sharing, StateRules, find_state_rules, trace_state_rules
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,7 @@ class Explicit(WholeModelEngine):
 
     def state_rules(self, objective: Objective, layout: Layout, batch: PyTree) -> StateRules:
         """Return the rules that combine the model states of all devices and micro-batches."""
-        found: list[StateRules] = []
-        trace_step(self._value_and_grad(objective, layout, found.append), layout, batch)
-        return found[0]
+        return trace_state_rules(partial(self._value_and_grad, objective, layout), layout, batch)
 
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
         """Make the function that computes the loss `objective` and its gradient, each device on its own rows.

@@ -206,14 +206,27 @@ NO_STATE = StateRules(None, (), (), (), None)
 """The rules of a model without a state, or of a loss that returns none."""
 
 
-def trace_step(value_and_grad: ValueAndGrad, layout: Layout, batch: PyTree) -> None:
-    """Trace the loss and gradient of a batch without computing them, so that the engine reports its `StateRules`."""
+def trace_state_rules(
+    make_value_and_grad: Callable[[Callable[[StateRules], None]], ValueAndGrad], layout: Layout, batch: PyTree
+) -> StateRules:
+    """Return the rules that an engine reports while its loss and gradient are traced; nothing is computed.
+
+    Args:
+      make_value_and_grad: makes the engine's function from a function that it calls with the `StateRules`.
+      layout: the layout. Without a model state nothing is traced, since there is nothing to combine.
+      batch: a tree of global arrays or of `jax.ShapeDtypeStruct`.
+    """
+    if not jax.tree.leaves(layout.shapes.state):
+        return NO_STATE
 
     def stored(x: Any, placement: Placement) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(placement.view.stored, x.dtype)
 
     params = jax.tree.map(stored, layout.shapes.params, layout.params)
+    found: list[StateRules] = []
+    value_and_grad = make_value_and_grad(found.append)
     jax.eval_shape(value_and_grad, params, layout.shapes.state, abstract(batch), layout.shapes.key)
+    return found[0]
 
 
 def find_state_rules(part: Part, sharing: Sharing) -> StateRules:

@@ -21,7 +21,7 @@ from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine
 from jaxshard.optim.local import local_of
 from jaxshard.plan.compiled.compile_for import judge_step
-from jaxshard.plan.compiled.target import step_for
+from jaxshard.plan.compiled.target import layout_for
 from jaxshard.plan.memory.graph import Region
 from jaxshard.plan.memory.peak import moment_str, name_and_source, role_of, step_graph, step_peak, traced_step
 from jaxshard.plan.memory.tiles import tiled_bytes
@@ -89,13 +89,12 @@ def predict(
             "replica, without js.local; step.compile on a js.plan.topology_mesh tells what all of it needs"
         )
     engine, batch = engine or auto(), abstract(as_arrays("the batch", batch))
-    step = make_step(loss_fn, tx, layout, engine=engine)
     target = target_of(layout.mesh)
     if estimate or target is None or not has_compiler(target):
         target = None
     else:
-        step = step_for(step, target)
-    layout, mesh = step.layout, step.layout.mesh
+        layout = layout_for(layout, target)
+    mesh, step = layout.mesh, make_step(loss_fn, tx, layout, engine=engine)
     limits = mesh_chip(mesh) if chip is None else chip
     program = step.trace(batch)
     traced = traced_step(program.jaxpr, layout, engine, batch)

@@ -1,5 +1,6 @@
 """The command line as a whole: help, commands and flags that do not exist, and `jaxshard doctor`."""
 
+import gc
 import json
 import re
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 import jaxshard as js
 from jaxshard.commands import doctor, packages
+from jaxshard.commands import main as main_file
 from jaxshard.commands.main import COMMANDS, main
 
 LOADED = """
@@ -30,6 +32,27 @@ def no_flags(monkeypatch):
 def test_help_and_refusals_import_neither_jax_nor_rich(words, status):
     done = subprocess.run([sys.executable, "-c", LOADED, *words.split()], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == f"{status} []"
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_the_first_import_of_jax_is_never_searched_for_garbage(is_own, monkeypatch):
+    """In a process that has JAX already, what the caller made is collected as before."""
+    enabled, frozen = [], []
+
+    def runner_of(name):
+        enabled.append(gc.isenabled())
+        return lambda flags: frozen.append(gc.get_freeze_count())
+
+    monkeypatch.setattr(main_file, "runner_of", runner_of)
+    if is_own:
+        monkeypatch.delitem(sys.modules, "jax")
+    before = gc.get_freeze_count()
+    try:
+        assert main(["doctor"]) == 0
+    finally:
+        gc.unfreeze()
+    assert enabled == [not is_own] and (frozen[0] > before) == is_own
+    assert gc.isenabled()
 
 
 def test_help_names_every_command(capsys):

@@ -6,8 +6,8 @@ import re
 import pytest
 
 import jaxshard as js
+from jaxshard.commands.json_object import write_json
 from jaxshard.commands.main import main
-from jaxshard.commands.result import write_json
 from jaxshard.training.records import Record
 from tests.checkpoint.small import BATCH, TX, at, layout, loss_fn, new_run
 from tests.small_disk import small_disk

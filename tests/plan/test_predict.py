@@ -56,6 +56,21 @@ def test_an_array_without_a_module_is_named_by_its_operation_and_line():
         assert not any(one.what.strip("/ ") in ("", "jvp()", "transpose(jvp())") for one in found.arrays)
 
 
+def test_the_loss_is_traced_once_for_the_step_the_promise_and_the_flops():
+    """The step and the promise see the 64 rows of one of 8 devices; model FLOPs are counted for all 512 rows."""
+    rows = []
+
+    def loss_fn(params, batch, key):
+        rows.append(len(batch["x"]))
+        return js.Mean((batch["x"] @ params["w"]).sum(), len(batch["x"]))
+
+    tx = optax.sgd(0.1)
+    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), lambda key: {"w": jnp.ones((8, 64))}, tx)
+    batch = {"x": jax.ShapeDtypeStruct((512, 8), jnp.float32)}
+    js.plan.predict(layout, loss_fn, batch, js.explicit(), tx=tx, estimate=True)
+    assert sorted(rows) == [64, 64, 512]
+
+
 @pytest.mark.slow
 def test_state_on_the_host_takes_no_memory_of_the_device(small: Prediction):
     """The peak is in the backward pass, so that it falls by all of the state, but for the block in flight."""

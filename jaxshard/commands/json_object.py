@@ -1,0 +1,20 @@
+"""Write the JSON object of a command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from jaxshard.core.file_errors import naming
+
+
+def write_json(file: Path | None, result: dict[str, Any]) -> None:
+    """Write a JSON object into a file, or to standard output if `file` is "-"; write nothing if it is None."""
+    text = json.dumps(result, indent=2, allow_nan=False) + "\n"
+    if str(file) == "-":
+        sys.stdout.write(text)
+    elif file is not None:
+        with naming(file):
+            file.write_text(text)
