@@ -151,7 +151,7 @@ def fit(
     traced = ends = False
 
     with finishing(closed), kept_on_disk(ledger, file), contextlib.ExitStack() as trace:
-        if evaluate is not None and judge.keeps and start and (start == steps or start % (eval_every or steps) == 0):
+        if evaluate is not None and judge.keeps and start and _is_due(start, steps, eval_every):
             _catch_up(judge, evaluate, run, on_run, ledger, reporter)
         for done, batch in () if judge.ended else _timed(feed, reader, ledger):
             if profile is not None and not traced and done - start == min(_TRACED[0], steps - start):
@@ -172,7 +172,7 @@ def fit(
             # First read metrics, then recover from bad steps, then evaluate and call callbacks: so callbacks receive
             # each record once, complete, and an evaluation never sees a run that is rolled back. A step that evaluates,
             # or the last step, reads all records, because it needs its own.
-            evaluates = evaluate is not None and (done == steps or done % (eval_every or steps) == 0)
+            evaluates = evaluate is not None and _is_due(done, steps, eval_every)
             records = reader.read(all=evaluates or ends or done == steps)
             with _pause_watchers(on_run):
                 earlier = recovery.recover(run, records, callbacks, ends=ends)
@@ -252,6 +252,11 @@ def _timed(feed: Feed, reader: Reader, ledger: Ledger) -> Iterator[tuple[int, Py
         ledger.spend("input wait")
 
 
+def _is_due(step: int, steps: int, eval_every: int | None) -> bool:
+    """Return True if an evaluation follows a step: the last one, or one whose number `eval_every` divides."""
+    return step == steps or (step < steps and eval_every is not None and step % eval_every == 0)
+
+
 def _evaluate(
     evaluate: Callable[[TrainState], dict[str, float]],
     step: int,
@@ -274,9 +279,9 @@ def _catch_up(
     ledger: Ledger,
     reporter: Reporter,
 ) -> None:
-    """Do what an earlier process may not have finished: evaluate the run that training goes on from, and save the best.
+    """Evaluate the run that training goes on from unless its evaluation was kept, and tell it to checkpointers.
 
-    Checkpointers learn the evaluation also if it was kept: the process may have ended while they saved the best run.
+    They learn a kept evaluation too, since the earlier process may have ended while they saved the best run.
     """
     step, evaluation = int(run.step), judge.known
     if evaluation is None:

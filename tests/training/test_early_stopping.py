@@ -140,6 +140,15 @@ def test_a_restart_repeats_an_evaluation_that_was_interrupted(tmp_path):
     assert fit_in(tmp_path, 8, []).waited == 2  # step 8 was evaluated
     rule = fit_in(tmp_path, 10, [4.1])
     assert rule.reason == "loss 4.1: not better than 4 for 3 evaluations"
+    js.fit(
+        new_run(10),
+        step,
+        ones(),
+        steps=0,
+        evaluate=lambda run: {"loss": 0},
+        stop=js.EarlyStopping(9),
+        on_run=[Folder(tmp_path)],
+    )
     # The norm of the update of a step of an earlier process is not known, and ends nothing.
     (tmp_path / EVALUATIONS).write_text('[[2, {"loss": 4, "update_norm": 1}]]')
     assert fit_in(tmp_path, 4, [3], min_update=0.1).best["loss"] == 3
