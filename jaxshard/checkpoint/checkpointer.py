@@ -17,7 +17,7 @@ from jaxshard.checkpoint.folder import absolute_root, complete_steps, delete_ste
 from jaxshard.checkpoint.lock import hold, release
 from jaxshard.checkpoint.os_errors import os_error
 from jaxshard.checkpoint.reader import describe, restore
-from jaxshard.checkpoint.writer import begin_save
+from jaxshard.checkpoint.writer import begin_save, delete_interrupted
 from jaxshard.core.compat import call_before_exit
 from jaxshard.core.counts import check_count
 from jaxshard.core.layout import Layout, check_layout
@@ -128,6 +128,20 @@ class Checkpointer:
         if self._best is not None:
             self._best.evaluated(step, run, evaluation)
 
+    def resumed(self, step: int, run: TrainState, evaluation: Mapping[str, float]) -> None:
+        """Save the run that training goes on from if it is the best so far and dir/best lacks it, as after a kill.
+
+        Args:
+          step: the number of steps that the run has taken.
+          run: the run.
+          evaluation: its evaluation, {name of a metric: value}.
+
+        Raises:
+          ValueError: as `evaluated`.
+        """
+        if self._best is not None:
+            self._best.resumed(step, run, evaluation)
+
     def ended(self, run: TrainState) -> None:
         """Save the last run; `js.fit` calls this when training ends without an error.
 
@@ -211,9 +225,14 @@ class Checkpointer:
         self._unlock()
 
     def _lock(self) -> bool:
-        """Create and lock the folder, or raise an OSError that names the folder. The result is always True."""
+        """Create and lock the folder, and delete what interrupted saves left in it; the result is always True.
+
+        Raises:
+          OSError: the folder can't be written; the message names it.
+        """
         try:
             hold(self._root)
+            delete_interrupted(self._root)
         except BlockingIOError:
             raise
         except OSError as error:
@@ -251,6 +270,10 @@ class _Best:
             self._step = max(steps)
             self._evaluation = dict(describe(root, step=self._step).data["evaluation"])
         self.saver = Checkpointer(root, layout, every=1, keep=1, data=self._describe)
+
+    def resumed(self, step: int, run: TrainState, evaluation: Mapping[str, float]) -> None:
+        if self._step < step:  # a later one stays until the training, which began again, has an evaluation
+            self.evaluated(step, run, evaluation)
 
     def evaluated(self, step: int, run: TrainState, evaluation: Mapping[str, float]) -> None:
         if self._metric not in evaluation:

@@ -19,7 +19,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ import numpy as np
 
 from jaxshard.checkpoint import store
 from jaxshard.checkpoint.checksums import checksum_file, find_damage, list_files
-from jaxshard.checkpoint.folder import absolute_root, delete_step
+from jaxshard.checkpoint.folder import absolute_root, delete_step, step_folders
 from jaxshard.checkpoint.leaves import Entry, entries
 from jaxshard.checkpoint.lock import check_free
 from jaxshard.checkpoint.manifest import MANIFEST, Manifest, decode_manifest, write_manifest
@@ -138,6 +138,27 @@ def begin_save(root: Path, run: TrainState, layout: Layout, data: Any) -> Callab
         return folder
 
     return finish
+
+
+def delete_interrupted(root: Path) -> None:
+    """Delete the incomplete steps in a folder, which interrupted saves or deletions left there.
+
+    Other folders that are named by a number, such as those of other trainings, stay. So do symbolic links, a step that
+    this process is saving, and what may not be deleted.
+    """
+    for folder in step_folders(root).values():
+        being_saved = folder in _locks and _locks[folder].locked()
+        if not being_saved and not folder.is_symlink():
+            with suppress(OSError):
+                if _is_incomplete_step(folder):
+                    shutil.rmtree(folder)
+
+
+def _is_incomplete_step(folder: Path) -> bool:
+    """Return True if a folder has no manifest, and nothing but what a save writes before it."""
+    if not folder.is_dir() or (folder / MANIFEST).exists():
+        return False
+    return all(path.name.startswith((store.ARRAYS, f"{MANIFEST}.")) for path in folder.iterdir())
 
 
 def check_data(data: Any) -> None:

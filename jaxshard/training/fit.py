@@ -76,7 +76,8 @@ def fit(
         `evaluate` with the metrics of every step that was not bad. True ends the training. A `js.EarlyStopping` tells
         afterwards why it ended, and with which metrics; all its rules but `min_update` need `evaluate`. With a
         `js.Checkpointer` in `on_run` it goes on after a restart: its evaluations are in the file `.early_stopping.json`
-        of the folder. If it had ended the training, `fit` warns and takes no step; delete the file to train on.
+        of the folder. If it had ended the training, `fit` warns and takes no step; delete the file to train on. If the
+        run is at a step whose evaluation was interrupted, `fit` first evaluates it.
       callbacks: functions that are called with the `Record` of every step, in order, when its metrics are on the host.
         If a callback has a method `finish(error)` (`js.metrics.wandb`), it is called at the end, also if training
         fails.
@@ -85,7 +86,8 @@ def fit(
         function returns True, training ends after this step (`js.distributed.Preemption`); in several processes all
         must return it after the same step. Optional methods: the context `paused()` (`js.distributed.Watchdog`) is
         entered during evaluation and these callbacks; `evaluated(step, run, evaluation)` (`js.Checkpointer`) is called
-        with the result of every evaluation; `ended(run)` (`js.Checkpointer`, which saves it) with the last run, unless
+        with the result of every evaluation, and `resumed`, with the same arguments, at the start with the evaluation of
+        the step that the run is at; `ended(run)` (`js.Checkpointer`, which saves it) with the last run, unless
         training fails; `finish(error)` (`js.ReplicaWatch`) at the end, as for `callbacks`.
       tokens: tokens in a batch, for "tokens_per_second".
       flops: model FLOPs of a step over all devices, for "flops_per_second" and "mfu". By default those of
@@ -136,8 +138,9 @@ def fit(
     view = choose_view(progress)
     reporter = Reporter(view, start, steps)
     file = _find_ledger(on_run)
-    judge = Judge(stop, None if file is None else file.parent, start, evaluates=evaluate is not None)
-    steps = start if judge.ended else steps
+    folder = None if file is None else file.parent
+    keeps_best = any(_metric_of_best(function) is not None for function in on_run)
+    judge = Judge(stop, folder, start, evaluates=evaluate is not None, keeps_best=keeps_best)
     ledger = read_ledger(file, start, compiled=step.compile_seconds if isinstance(step, Step) else 0.0)
     reader = Reader(run.step.sharding.device_set, ledger, tokens=tokens)
     feed = Feed(batches, start, steps)
@@ -148,7 +151,9 @@ def fit(
     traced = ends = False
 
     with finishing(closed), kept_on_disk(ledger, file), contextlib.ExitStack() as trace:
-        for done, batch in _timed(feed, reader, ledger):
+        if evaluate is not None and judge.keeps and start and _is_due(start, steps, eval_every):
+            _catch_up(judge, evaluate, run, on_run, ledger, reporter)
+        for done, batch in () if judge.ended else _timed(feed, reader, ledger):
             if profile is not None and not traced and done - start == min(_TRACED[0], steps - start):
                 traced = True  # once, also where steps are taken again
                 trace.enter_context(_profiled(profile))
@@ -167,7 +172,7 @@ def fit(
             # First read metrics, then recover from bad steps, then evaluate and call callbacks: so callbacks receive
             # each record once, complete, and an evaluation never sees a run that is rolled back. A step that evaluates,
             # or the last step, reads all records, because it needs its own.
-            evaluates = evaluate is not None and (done == steps or done % (eval_every or steps) == 0)
+            evaluates = evaluate is not None and _is_due(done, steps, eval_every)
             records = reader.read(all=evaluates or ends or done == steps)
             with _pause_watchers(on_run):
                 earlier = recovery.recover(run, records, callbacks, ends=ends)
@@ -177,14 +182,8 @@ def fit(
                 continue
             ledger.took(done)
             if evaluate is not None and evaluates:
-                reporter.phase("evaluating", done)
-                ledger.spend("evaluation")
-                with _pause_watchers(on_run):
-                    evaluation = evaluate(run)
-                    ledger.spend("checkpoint wait")
-                    for function in on_run:
-                        if hasattr(function, "evaluated"):
-                            function.evaluated(done, run, evaluation)
+                evaluation = _evaluate(evaluate, done, run, on_run, ledger, reporter)
+                _tell("evaluated", done, run, evaluation, on_run, ledger)
                 records[-1] = records[-1]._replace(evaluation=evaluation)
                 reader.restart()
                 ledger.spend("callbacks")
@@ -193,7 +192,7 @@ def fit(
             if judge(records) or ends:
                 break
         else:
-            _check_end(start, done, steps)
+            _check_end(start, done, start if judge.ended else steps)
         ledger.spend("steps")
         records = reader.read(all=True)  # of a step that was started before the end was known
         recovery.recover(run, records, callbacks, ends=True)
@@ -251,6 +250,60 @@ def _timed(feed: Feed, reader: Reader, ledger: Ledger) -> Iterator[tuple[int, Py
         ledger.spend("steps", was="steps" if reader.is_busy else None)
         yield numbered
         ledger.spend("input wait")
+
+
+def _is_due(step: int, steps: int, eval_every: int | None) -> bool:
+    """Return True if an evaluation follows a step: the last one, or one whose number `eval_every` divides."""
+    return step == steps or (step < steps and eval_every is not None and step % eval_every == 0)
+
+
+def _evaluate(
+    evaluate: Callable[[TrainState], dict[str, float]],
+    step: int,
+    run: TrainState,
+    on_run: Sequence[Callable[..., Any]],
+    ledger: Ledger,
+    reporter: Reporter,
+) -> dict[str, float]:
+    reporter.phase("evaluating", step)
+    ledger.spend("evaluation")
+    with _pause_watchers(on_run):
+        return evaluate(run)
+
+
+def _catch_up(
+    judge: Judge,
+    evaluate: Callable[[TrainState], dict[str, float]],
+    run: TrainState,
+    on_run: Sequence[Callable[..., Any]],
+    ledger: Ledger,
+    reporter: Reporter,
+) -> None:
+    """Evaluate the run that training goes on from unless its evaluation was kept, and tell it to checkpointers.
+
+    They learn a kept evaluation too, since the earlier process may have ended while they saved the best run.
+    """
+    step, evaluation = int(run.step), judge.known
+    if evaluation is None:
+        evaluation = _evaluate(evaluate, step, run, on_run, ledger, reporter)
+        judge.catch_up(evaluation)
+    _tell("resumed", step, run, evaluation, on_run, ledger)
+
+
+def _tell(
+    method: str,
+    step: int,
+    run: TrainState,
+    evaluation: Mapping[str, float],
+    on_run: Sequence[Callable[..., Any]],
+    ledger: Ledger,
+) -> None:
+    """Tell an evaluation to the functions of `on_run` that have the method, "evaluated" or "resumed"."""
+    ledger.spend("checkpoint wait")
+    with _pause_watchers(on_run):
+        for function in on_run:
+            if hasattr(function, method):
+                getattr(function, method)(step, run, evaluation)
 
 
 def _call(function: Callable[[int, TrainState], Any], step: int, run: TrainState, ledger: Ledger) -> Any:
@@ -346,13 +399,17 @@ def _check_judges(evaluate: Any, stop: Any, on_run: Sequence[Callable[..., Any]]
     if isinstance(stop, EarlyStopping) and stop.judges_evaluations:
         raise ValueError("fit: the patience= and max_worse= of js.EarlyStopping judge evaluations; give evaluate=, too")
     for function in on_run:
-        # A callback may have a `best` of its own: js.Checkpointer's is a metric's name, and it takes evaluations.
-        best = getattr(function, "best", None)
-        if hasattr(function, "evaluated") and isinstance(best, str):
+        if (best := _metric_of_best(function)) is not None:
             kind = type(function).__name__
             raise ValueError(
                 f"fit: {kind} keeps the run with the best {best!r} of the evaluations; give evaluate=, too"
             )
+
+
+def _metric_of_best(function: Callable[..., Any]) -> str | None:
+    """Return the metric whose best run a callback keeps, or None. A callback may have another `best` of its own."""
+    best = getattr(function, "best", None)
+    return best if hasattr(function, "evaluated") and isinstance(best, str) else None
 
 
 def _check_end(start: int, done: int, steps: int) -> None:

@@ -43,7 +43,8 @@ class Goodput(NamedTuple):
     Attributes:
       seconds: {kind: wall seconds}. The kinds are
         "steps": in steps whose results the run still has;
-        "start": from the start of the first process to `js.fit` (in an interactive session from the call on);
+        "start": from the start of the first process to `js.fit`, with `js.init`, which compiles (in an interactive
+        session from the call on);
         "compile": tracing and compiling the step; for a step that is a plain function, its first call;
         "input wait": waiting for a batch while no device computes;
         "evaluation": in `evaluate`;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +14,13 @@ from jaxshard.training.early_stopping import EarlyStopping
 from jaxshard.training.records import Record
 
 EVALUATIONS = ".early_stopping.json"
-"""The name of the file in a folder of checkpoints: a list of pairs (step, metrics that the rule was asked about)."""
+"""The name of the file in a folder of checkpoints: a list of pairs (step, its evaluation and "update_norm")."""
 
 Evaluations = list[tuple[int, dict[str, float]]]
 
 
 class Judge:
-    """A stopping rule, and what it was asked so far.
+    """A stopping rule, and the evaluations so far.
 
     A `js.EarlyStopping` that has seen no evaluation is first asked about those in the file, up to the step of the run:
     after a restart it goes on with the same best value and patience. Later evaluations in the file are dropped, since
@@ -30,9 +31,12 @@ class Judge:
       folder: the folder of checkpoints; None keeps nothing. Only the first process has one.
       start: the number of steps that the run has taken.
       evaluates: True to ask only about evaluations, False to ask about every step that was not bad.
+      keeps_best: True if a callback keeps the run with the best evaluation, which a restart must know, too.
 
     Attributes:
-      ended: True if the rule had ended the training before the restart.
+      keeps: True if evaluations are kept in the folder.
+      known: the kept evaluation of step `start`, or None.
+      ended: True if the rule ended the training at step `start`.
     """
 
     def __init__(
@@ -42,13 +46,19 @@ class Judge:
         start: int,
         *,
         evaluates: bool,
+        keeps_best: bool,
     ):
-        self._stop, self._evaluates, self.ended = stop, evaluates, False
+        self._stop, self._evaluates, self._start = stop, evaluates, start
+        self.keeps, self.known, self.ended = False, None, False
         self._file, self._asked = None, Evaluations()
-        if isinstance(stop, EarlyStopping) and stop.judges_evaluations:
+        if keeps_best or (isinstance(stop, EarlyStopping) and stop.judges_evaluations):
             self._file = None if folder is None else folder / EVALUATIONS
-            found: Evaluations = json.loads(gather_texts(json.dumps(_read(self._file)), "js.fit")[0])
-            self._asked = [(step, metrics) for step, metrics in found if step <= start]
+            found: Evaluations | None = json.loads(gather_texts(json.dumps(_read(self._file)), "js.fit")[0])
+            self.keeps = found is not None
+            self._asked = [(step, metrics) for step, metrics in found or () if step <= start]
+        if self._asked and self._asked[-1][0] == start:
+            self.known = {name: x for name, x in self._asked[-1][1].items() if name != "update_norm"}
+        if isinstance(stop, EarlyStopping):
             for _, metrics in () if stop.last else self._asked:
                 self.ended = stop(metrics)
             if self.ended:
@@ -58,9 +68,14 @@ class Judge:
                     stacklevel=3,
                 )
 
+    def catch_up(self, evaluation: Mapping[str, float]) -> None:
+        """Ask the rule about an evaluation of step `start` that was not kept."""
+        unknown = {"update_norm": math.nan}  # the step was taken by an earlier process
+        self.ended = self([Record(self._start, unknown, 0.0, {}, dict(evaluation))])
+
     def __call__(self, records: Sequence[Record]) -> bool:
-        """Ask the rule about new records; return True if training should end."""
-        if self._stop is None:
+        """Keep the evaluations of new records, and ask the rule about them; return True if training should end."""
+        if self._stop is None and not self.keeps:
             return False
         for record in records:
             if (metrics := self._judged(record)) is None:
@@ -68,7 +83,7 @@ class Judge:
             if self._file is not None:
                 self._asked = [one for one in self._asked if one[0] < record.step] + [(record.step, metrics)]
                 _write(self._file, self._asked)
-            if self._stop(metrics):
+            if self._stop is not None and self._stop(metrics):
                 return True
         return False
 
@@ -80,10 +95,10 @@ class Judge:
         return None if record.evaluation is None else norm | record.evaluation
 
 
-def _read(file: Path | None) -> Evaluations:
-    """Read evaluations; for a file that can't be read, warn and return none."""
+def _read(file: Path | None) -> Evaluations | None:
+    """Read evaluations, or return None if `file` is None; for a file that can't be read, warn and return none."""
     if file is None or not file.exists():
-        return []
+        return None if file is None else []
     try:
         return [
             (int(step), {str(k): float(x) for k, x in metrics.items()})

@@ -148,7 +148,7 @@ def init_opt_state(tx: optax.GradientTransformation | None, layout: Layout, para
 def init_program(init_fn: InitFn, tx: optax.GradientTransformation | None, layout: Layout) -> Any:
     """Make the jitted function `key -> TrainState` that `init` calls, so that callers can also lower and compile it."""
 
-    def build(key: jax.Array) -> TrainState:
+    def init_run(key: jax.Array) -> TrainState:
         params, state = split_model(init_fn(key))
         check_model(layout, params, state)
         opt_state = None if tx is None else layout.start_optimizer(tx, select(layout.trainable, params))
@@ -161,7 +161,7 @@ def init_program(init_fn: InitFn, tx: optax.GradientTransformation | None, layou
             key=run_key(key),
         )
 
-    return jax.jit(build, out_shardings=run_shardings(layout))
+    return jax.jit(init_run, out_shardings=run_shardings(layout))
 
 
 def run_key(key: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -18,6 +19,8 @@ from jaxshard.checkpoint.folder import step_folders
 from jaxshard.checkpoint.lock import LOCK
 from jaxshard.checkpoint.manifest import MANIFEST
 from jaxshard.checkpoint.reader import describe
+from jaxshard.commands.main import main
+from jaxshard.training.judge import EVALUATIONS
 from jaxshard.training.state import run_key
 from tests.checkpoint import small
 from tests.checkpoint.runs import assert_same
@@ -61,13 +64,14 @@ def test_the_last_run_is_saved_where_training_stops_but_not_after_an_error(step,
     assert steps_of(tmp_path / "broken") == []
 
 
-def fit_best(step, root, losses, run=None, mode="min", metric="loss"):
-    """Training with an evaluation after every step."""
+def fit_best(step, root, losses, run=None, mode="min", metric="loss", steps=None):
+    """Training with an evaluation after every step; `steps` are those of `losses`, unless told otherwise."""
     left = iter(losses)
     run = new_run() if run is None else run
     with js.Checkpointer(root, layout(), every=100, best=metric, best_mode=mode, data=lambda: 7) as checkpointer:
         return js.fit(
-            run, step, [BATCH] * len(losses), steps=int(run.step) + len(losses), on_run=[checkpointer],
+            run, step, [BATCH] * 9, steps=int(run.step) + (len(losses) if steps is None else steps),
+            on_run=[checkpointer],
             evaluate=lambda run: {"loss": next(left), "other": float("nan")}, eval_every=1,
         )  # fmt: skip
 
@@ -93,6 +97,51 @@ def test_the_best_run_is_known_to_the_next_process_unless_training_begins_again(
     assert steps_of(tmp_path / "best") == [5]
     fit_best(step, tmp_path, [9, 8])
     assert steps_of(tmp_path / "best") == [2]
+
+
+@pytest.mark.parametrize("killed", ["evaluating", "before the save", "saving", "deleting"])
+def test_a_kill_around_the_save_of_the_best_run_does_not_lose_it(killed, step, tmp_path):
+    """Step 1 has the loss 3, step 2 the loss 1, and step 3, after the restart, the loss 2."""
+    best = tmp_path / "best"
+    run = fit_best(step, tmp_path, [3])
+    shutil.copytree(best / "1", tmp_path / "kept")
+    fit_best(step, tmp_path, [1], run)
+    shutil.move(tmp_path / "kept", best / "1")
+    if killed == "saving":
+        (best / "2" / MANIFEST).unlink()
+    elif killed != "deleting":
+        shutil.rmtree(best / "2")
+    if killed == "evaluating":
+        (tmp_path / EVALUATIONS).write_text('[[1, {"loss": 3}]]')
+    fit_best(step, tmp_path, [1, 2] if killed == "evaluating" else [2], js.restore(tmp_path, layout()), steps=1)
+    assert max(steps_of(best)) == int(js.restore(best, layout()).step) == 2
+    assert describe(best).data["evaluation"]["loss"] == 1
+    assert_same(js.restore(best, layout()), js.restore(tmp_path, layout(), step=2))
+    assert main(["checkpoint", "verify", str(best)]) == 0 and steps_of(tmp_path) == [1, 2, 3]
+
+
+def test_a_run_that_goes_on_from_an_earlier_step_keeps_the_best_until_it_is_evaluated(step, tmp_path):
+    run = fit_best(step, tmp_path, [3])
+    copy = js.clone(run)
+    fit_best(step, tmp_path, [1], run)
+    fit_best(step, tmp_path, [], copy)
+    assert steps_of(tmp_path / "best") == [2]
+
+
+def test_what_interrupted_saves_left_is_deleted_and_nothing_else(tmp_path, monkeypatch):
+    for number in (1, 2):
+        js.save(tmp_path, at(number), layout())
+    (tmp_path / "2" / MANIFEST).rename(tmp_path / "2" / f"{MANIFEST}.draft")
+    (tmp_path / "3").mkdir()
+    js.save(tmp_path / "4", at(1), layout())  # another training, in a folder that is named by a number
+    (tmp_path / "5").symlink_to(tmp_path / "2")
+    slowly(monkeypatch)
+    first = js.Checkpointer(tmp_path, layout(), every=1)
+    first.save(at(6))
+    with js.Checkpointer(tmp_path, layout(), every=1):  # as where a cell of a notebook runs again
+        first.wait_until_finished()
+    assert steps_of(tmp_path) == [1, 4, 5, 6] and steps_of(tmp_path / "4") == [1]
+    assert find_damage(tmp_path / "6") == []
 
 
 def test_the_best_of_a_metric_that_is_missing_is_refused(step, tmp_path):

@@ -108,9 +108,9 @@ class Folder:
         pass
 
 
-def fit_in(folder, start, losses):
+def fit_in(folder, start, losses, **rules):
     """Training from a step that was restored, with an evaluation after every second step, until `losses` are over."""
-    rule, losses = js.EarlyStopping(3), iter(losses)
+    rule, losses = js.EarlyStopping(3, **rules), iter(losses)
     with contextlib.suppress(StopIteration):  # killed
         js.fit(
             new_run(start), step, ones(), steps=20, evaluate=lambda run: {"loss": next(losses)}, eval_every=2,
@@ -129,7 +129,29 @@ def test_fit_goes_on_with_the_patience_after_a_restart(tmp_path):
     assert fit_in(tmp_path, 0, [2]).best == {"loss": 2}
     (tmp_path / EVALUATIONS).write_text("[[1]]")
     with pytest.warns(UserWarning, match="early stopping begins anew, because"):
-        assert fit_in(tmp_path, 4, [3]).best == {"loss": 3}
+        assert fit_in(tmp_path, 4, [3]).best["loss"] == 3
+
+
+def test_a_restart_repeats_an_evaluation_that_was_interrupted(tmp_path):
+    """The run of step 6 was saved; the process ended before its evaluation did."""
+    fit_in(tmp_path, 0, [5, 4])
+    rule = fit_in(tmp_path, 6, [4.5, 4.2])
+    assert rule.best["loss"] == 4 and rule.last["loss"] == 4.2 and rule.waited == 2
+    assert fit_in(tmp_path, 8, []).waited == 2  # step 8 was evaluated
+    rule = fit_in(tmp_path, 10, [4.1])
+    assert rule.reason == "loss 4.1: not better than 4 for 3 evaluations"
+    js.fit(
+        new_run(10),
+        step,
+        ones(),
+        steps=0,
+        evaluate=lambda run: {"loss": 0},
+        stop=js.EarlyStopping(9),
+        on_run=[Folder(tmp_path)],
+    )
+    # The norm of the update of a step of an earlier process is not known, and ends nothing.
+    (tmp_path / EVALUATIONS).write_text('[[2, {"loss": 4, "update_norm": 1}]]')
+    assert fit_in(tmp_path, 4, [3], min_update=0.1).best["loss"] == 3
 
 
 def test_fit_without_evaluation_asks_after_every_step_that_was_not_bad():
