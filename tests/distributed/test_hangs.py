@@ -70,7 +70,27 @@ def test_all_processes_end_after_a_common_step_which_is_saved_with_one_ledger(wh
     assert first <= step <= last and js.latest_step(tmp_path, intact=True) == step, lines
     assert [file.name for file in tmp_path.rglob("*goodput*")] == [".goodput.json"]
     ledger = json.loads((tmp_path / ".goodput.json").read_text())
-    print(ledger, lines)
+    assert ledger["marks"][-1][0] == step and ledger["ended"] == (what == "stops")
+
+
+def test_jaxshard_train_in_two_processes_that_compiles_stops_after_its_first_step(tmp_path):
+    flags = ["--batch", "8", "--seq", "16", "--steps", "500", "--sample", "0", "--checkpoint", str(tmp_path)]
+    train = [sys.executable, "-m", "jaxshard", "train", *flags, "--resume"]
+    program = subprocess.Popen(
+        [sys.executable, "-m", "jaxshard", "launch", "-n", "2", "--max-restarts", "1", "--", *train],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    try:
+        before = next(line for line in program.stdout if "compiling ..." in line)
+        program.terminate()
+        output = before + program.communicate(timeout=200)[0]
+    finally:
+        program.kill()
+    assert program.returncode == 0, output
+    assert "SIGTERM: ends after the first step, which may still compile" in output, output
+    assert "stopped by SIGTERM after step 1 of 500; --resume goes on" in output, output
+    assert js.latest_step(tmp_path, intact=True) == 1
 
 
 def test_jaxshard_train_is_stopped_and_goes_on(tmp_path):

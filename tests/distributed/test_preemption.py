@@ -53,9 +53,7 @@ def test_a_signal_while_the_first_step_compiles_is_told_at_once_and_ends_after_t
     run = js.TrainState(jnp.int32(4), {}, (), (), jax.random.key(0))
     with Preemption() as preemption:
         run = js.fit(run, step, [{"x": np.ones((1, 1))}] * 3, steps=7, on_run=[preemption])
-    assert told == [
-        "jaxshard: SIGTERM: ends after the first step, which may still compile; another one ends at once\n"
-    ]
+    assert told == ["jaxshard: SIGTERM: ends after the first step, which may still compile; another one ends at once\n"]
     assert int(run.step) == 5 and preemption.stopped
 
 
