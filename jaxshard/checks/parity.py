@@ -46,10 +46,10 @@ from jaxshard.engines.just_in_time import users_code
 from jaxshard.optim.layout import layout
 from jaxshard.optim.local import local_of
 from jaxshard.training.extra_args import find_extra_args, take_fast_gradients
-from jaxshard.training.metrics.writer import finishing, finite
+from jaxshard.training.metrics.writer import finite
 from jaxshard.training.placing import put_stored
-from jaxshard.training.progress import Reporter, View
-from jaxshard.training.progress_views import choose_view
+from jaxshard.training.progress import View
+from jaxshard.training.progress_views import telling
 from jaxshard.training.state import TrainState, init, run_key
 from jaxshard.training.step import Step
 
@@ -257,9 +257,7 @@ def parity(
     notes: list[str] = []
     engine = _in_f32(engine, notes)
     batch = as_arrays("the batch", batch)
-    view = choose_view(progress)
-    tell = Reporter(view, step=0, steps=0).phase
-    with own_settings(mesh), jax.default_matmul_precision("float32"), finishing([view]):
+    with own_settings(mesh), jax.default_matmul_precision("float32"), telling(progress) as tell:
         tell("compiling for one device")
         with no_mesh(), jax.default_device(first):
             batch = _to_f32("batch", jax.tree.map(np.asarray, batch), notes)

@@ -7,14 +7,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from jaxshard.core.layout import human_bytes
 from jaxshard.training.goodput import clock_str
-from jaxshard.training.progress import Progress, View
+from jaxshard.training.metrics.writer import finishing
+from jaxshard.training.progress import Progress, Reporter, View
 from jaxshard.training.records import Record, mean_speed
 
 if TYPE_CHECKING:  # most programs show nothing, and need not wait for its import
@@ -102,6 +103,7 @@ class TerminalLine(Line):
     def finish(self, error: BaseException | None) -> None:
         """Leave the last line as it is, and print the goodput below it."""
         if self._live is not None:
+            self._live.transient = not self.text  # of work without steps nothing stays
             self._live.stop()
             self._live = None
             _print_goodput(self._console, self.last)
@@ -209,6 +211,20 @@ def choose_view(progress: bool | View | None) -> View | None:
     # Never control characters in a pipe, even if the environment asks rich for colours there.
     is_live = _is_terminal(sys.stderr)
     return view_on(Console(stderr=True, force_terminal=is_live, markup=False, highlight=False, soft_wrap=True))
+
+
+@contextlib.contextmanager
+def telling(progress: bool | View | None) -> Iterator[Callable[[str], None]]:
+    """Show what work without steps is doing; yield a function to call with words for each part of it.
+
+    Args:
+      progress: as for `choose_view`. A view receives the words as the phase of a `Progress`, and "finished" at the end.
+    """
+    view = choose_view(progress)
+    tell = Reporter(view, step=0, steps=0).phase
+    with finishing([] if view is None else [view]):
+        yield tell
+        tell("finished")
 
 
 def view_on(console: Console) -> Line:

@@ -108,7 +108,8 @@ def test_a_right_step_passes(strategy, axes, engine):
     report.check()
     phases = [one.phase for one in progress]
     assert phases[:2] == ["compiling for one device", f"compiling for {report.where}"]
-    assert phases[2] == "comparing the batch: the given one" and len(phases) == 3 + max(1, len(report.batches))
+    assert phases[2] == "comparing the batch: the given one" and phases[-1] == "finished"
+    assert len(phases) == 4 + max(1, len(report.batches))
     assert report.ok and not report.failures and not report.why and not report.notes
     names = {one.name for one in report.differences}
     assert names == {"loss"} | {f"{what} {leaf}" for what in ("gradient", "update") for leaf in LEAVES}

@@ -11,7 +11,7 @@ import time
 import pytest
 
 import jaxshard as js
-from tests.distributed.launched import processes
+from tests.distributed.launched import free_address, processes
 
 pytestmark = pytest.mark.slow(sampled=False)  # minutes each
 
@@ -74,21 +74,27 @@ def test_all_processes_end_after_a_common_step_which_is_saved_with_one_ledger(wh
 
 
 def test_jaxshard_train_in_two_processes_that_compiles_stops_after_its_first_step(tmp_path):
+    """Also if the other process is not as far yet when the first one gets the signal."""
     flags = ["--batch", "8", "--seq", "16", "--steps", "500", "--sample", "0", "--checkpoint", str(tmp_path)]
-    train = [sys.executable, "-m", "jaxshard", "train", *flags, "--resume"]
-    program = subprocess.Popen(
-        [sys.executable, "-m", "jaxshard", "launch", "-n", "2", "--max-restarts", "1", "--", *train],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
+    there = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONUNBUFFERED": "1"}
+    there |= {"JAXSHARD_COORDINATOR_ADDRESS": free_address(), "JAXSHARD_NUM_PROCESSES": "2"}
+    first, second = started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "jaxshard", "train", *flags],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=os.environ | there | {"JAXSHARD_PROCESS_ID": str(index)},
+        )
+        for index in range(2)
+    ]  # fmt: skip
     try:
-        before = next(line for line in program.stdout if "compiling ..." in line)
-        program.terminate()
-        output = before + program.communicate(timeout=200)[0]
+        assert any("compiling ..." in line for line in first.stdout)
+        first.terminate()
+        output = first.communicate(timeout=200)[0]
+        assert (first.returncode, second.wait(timeout=30)) == (0, 0), output
     finally:
-        program.kill()
-    assert program.returncode == 0, output
-    assert "SIGTERM: ends after the first step, which may still compile" in output, output
+        for process in started:
+            process.kill()
+    assert output.startswith("jaxshard: SIGTERM: ends after the first step, which may still compile"), output
     assert "stopped by SIGTERM after step 1 of 500; --resume goes on" in output, output
     assert js.latest_step(tmp_path, intact=True) == 1
 
