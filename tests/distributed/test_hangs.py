@@ -81,7 +81,7 @@ def test_jaxshard_train_in_two_processes_that_compiles_stops_after_its_first_ste
     first, second = started = [
         subprocess.Popen(
             [sys.executable, "-m", "jaxshard", "train", *flags],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdout=(subprocess.PIPE, subprocess.DEVNULL)[index], stderr=subprocess.STDOUT, text=True,
             env=os.environ | there | {"JAXSHARD_PROCESS_ID": str(index)},
         )
         for index in range(2)
