@@ -2,7 +2,7 @@
 
 Without files all of `notebooks/` are executed, each in a fresh kernel of this interpreter with this checkout of the
 package. A cell that raises or warns is an error, and then nothing is written. What would differ from one execution to
-the next without meaning anything (times, addresses, the Python version) is left out.
+the next without meaning anything (times, addresses, the Python version) is left out, and so are ended progress lines.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ def execute(path: Path) -> nbformat.NotebookNode:
     )
     client.execute(env=_environment())
     for cell in notebook.cells:
+        if "outputs" in cell:
+            cell.outputs = [output for output in cell.outputs if output.get("data") != {"text/plain": ""}]
         for output in cell.get("outputs", []):
             if output.get("name") == "stderr":
                 raise ValueError(f"{path.name}: a cell warns:\n{cell.source}\n\n{output.text}")

@@ -48,6 +48,8 @@ from jaxshard.optim.local import local_of
 from jaxshard.training.extra_args import find_extra_args, take_fast_gradients
 from jaxshard.training.metrics.writer import finite
 from jaxshard.training.placing import put_stored
+from jaxshard.training.progress import View
+from jaxshard.training.progress_views import telling
 from jaxshard.training.state import TrainState, init, run_key
 from jaxshard.training.step import Step
 
@@ -188,6 +190,7 @@ def parity(
     key: jax.Array | int = 0,
     tolerance: float = 1e-5,
     trainable: PyTree | Callable[[str], bool] | None = None,
+    progress: bool | View | None = None,
 ) -> Parity:
     """Compare one step, sharded over the mesh, with the same step on one device in plain JAX.
 
@@ -217,8 +220,8 @@ def parity(
     Then the loss is computed on one device from the parts of the batch, and the report has the message of the error.
 
     One program is compiled for one device and one for the mesh, whose devices may be simulated. Nearly all of the time
-    is their compilation: seconds for a small model, minutes for a deep one, and nothing is printed meanwhile. Try a
-    model of few layers first. Keep the batch small (512 tokens): long sums lose digits.
+    is their compilation: seconds for a small model, minutes for a deep one. Try a model of few layers first. Keep the
+    batch small (512 tokens): long sums lose digits.
 
     Args:
       init_fn: `init_fn(key) -> parameters | js.Model(params, state)`.
@@ -231,6 +234,8 @@ def parity(
       key: a random key or a seed, for parameters and step.
       tolerance: the largest relative error.
       trainable: which parameters are trained, as `js.layout` takes it.
+      progress: by default a live line on a terminal or in a notebook says what is compiled or compared, and for how
+        long. Otherwise as for `js.fit`: True also in a pipe or file, False never, or a function of a `js.Progress`.
 
     Returns:
       The report. It does not raise if arrays differ: `check()` does.
@@ -252,7 +257,8 @@ def parity(
     notes: list[str] = []
     engine = _in_f32(engine, notes)
     batch = as_arrays("the batch", batch)
-    with own_settings(mesh), jax.default_matmul_precision("float32"):
+    with own_settings(mesh), jax.default_matmul_precision("float32"), telling(progress) as tell:
+        tell("compiling for one device")
         with no_mesh(), jax.default_device(first):
             batch = _to_f32("batch", jax.tree.map(np.asarray, batch), notes)
             model = jax.jit(init_fn)(jax.device_put(seed, first))
@@ -269,6 +275,7 @@ def parity(
             updates = jax.jit(partial(_update_alone, tx))(expected.grads, alone.chosen)
             after = put_back(plan.trainable, optax.apply_updates(alone.chosen, updates), split_model(start)[0])
         where = f"{mesh_str(mesh)} under {_call_of(engine)}"
+        tell(f"compiling for {where}")
         try:
             compiled = step.compile(batch)
         except UnequalMeans as refusal:
@@ -282,7 +289,7 @@ def parity(
         run = init(make, both, plan, seed, init_from=start)
         given = jax.tree.map(partial(put_stored, layout=plan), expected.grads, plan.opt_state["given"])
         run = run._replace(opt_state=run.opt_state | {"given": given})
-        compare = _Comparison(where, step, run, updates, after, tolerance, notes)
+        compare = _Comparison(where, step, run, updates, after, tolerance, notes, tell)
         if not any(np.any(np.asarray(x)) for x in jax.tree.leaves(updates)):
             notes.append("all updates are zero on one device, so that the optimizer is not compared")
         trial, report, tried = first_step, compare(first_step, expected), [GIVEN]
@@ -417,6 +424,7 @@ class _Comparison:
       after: the parameters after these updates.
       tolerance: the largest relative error.
       notes: the notes of the report.
+      tell: is told which batch is compared.
     """
 
     where: str
@@ -426,9 +434,11 @@ class _Comparison:
     after: PyTree
     tolerance: float
     notes: list[str]
+    tell: Callable[[str], None]
 
     def __call__(self, trial: _Trial, expected: _Results) -> Parity:
         """Run the sharded step of a trial and compare its loss, gradients, updates and new state with `expected`."""
+        self.tell(f"comparing the batch: {trial.name}")
         plan = self.step.layout
         state = jax.tree.map(partial(put_stored, layout=plan), trial.state, plan.state)
         number = jnp.full_like(self.run.step, trial.number)

@@ -14,7 +14,8 @@ from jaxshard.commands.named_model import NamedModel
 from jaxshard.commands.packages import versions
 from jaxshard.commands.parallel import make_parallel
 from jaxshard.commands.program import Program, program_of
-from jaxshard.commands.terminal import facts, start, working
+from jaxshard.commands.terminal import facts, start
+from jaxshard.training.progress_views import view_on
 
 _ROWS, _SEQ = 16, 32
 """The batch of a ready-made size: at most 512 tokens, because long sums lose digits."""
@@ -33,7 +34,7 @@ def run(flags: ParityFlags) -> int:
     program = _small_program(flags, named, how.rows_multiple)
     facts(console, how.shown | {"model": program.name})
     started = time.perf_counter()
-    with working(console, "compiling for one device and for the mesh, and running both"), refusals():
+    with refusals():
         report = parity(
             program.init_fn,
             program.loss_fn,
@@ -43,6 +44,7 @@ def run(flags: ParityFlags) -> int:
             program.batch,
             engine=how.engine,
             key=flags.seed,
+            progress=view_on(console),
         )
     seconds = time.perf_counter() - started
     rows = (Text(line, "bold red" if line.endswith(DIFFERS) else "") for line in report.table())

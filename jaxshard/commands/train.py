@@ -91,11 +91,11 @@ def run(flags: Train) -> None:
         if begin.run is not None and first >= steps:
             _end_without_steps(console, job, begin, begin.run, is_first=is_first)
             return
-        step, compiled, run = _compile(console, job, begin)
-        begin = begin._replace(run=None, weights=None)  # or they would stay in memory
-        records: list[Record] = []
-        eval_step = make_eval_step(job.network.evaluate, job.layout, engine=how.engine)
-        with Preemption() as preemption:
+        with Preemption() as preemption:  # already while it compiles
+            step, compiled, run = _compile(console, job, begin)
+            begin = begin._replace(run=None, weights=None)  # or they would stay in memory
+            records: list[Record] = []
+            eval_step = make_eval_step(job.network.evaluate, job.layout, engine=how.engine)
             view = view_on(console)
             with begin.saver as checkpointer:
                 policy = _bad_step_policy(flags, checkpointer, run)

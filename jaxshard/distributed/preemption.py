@@ -42,7 +42,8 @@ class Preemption:
 
     It adds no cost to a step: no collective, no message. A thread of each process checks once a second whether another
     process got the signal; then all processes choose a last step through JAX's key-value store. The training ends one
-    or two seconds after the signal, or after the current step if that takes longer.
+    or two seconds after the signal, or after the current step if that takes longer. A signal during compilation is told
+    at once, too, and the training ends after its first step. If the process is killed before that, no step is lost.
 
     A second SIGTERM, at least two seconds after the first, ends the process at once with status 143, even while its
     main thread hangs in a collective. After the `with` block the earlier handler of SIGTERM is restored. One exception:
@@ -65,7 +66,7 @@ class Preemption:
     def __init__(self) -> None:
         self._stop: CommonStop | None = None
         self._signalled: float | None = None
-        self.stopped = False
+        self._has_stepped = self.stopped = False
         self._closed = threading.Event()
 
     @property
@@ -77,6 +78,7 @@ class Preemption:
 
     def __call__(self, step: int, run: Any) -> bool:
         """Return True if the training should end after this step, which is the same step in all processes."""
+        self._has_stepped = True
         ends = self._signalled is not None if self._stop is None else self._stop.is_last(step)
         self.stopped |= ends
         return ends
@@ -122,8 +124,8 @@ class Preemption:
                 if not heard:
                     if self._stop is not None:
                         self._stop.request()
-                    text = "jaxshard: SIGTERM: ends after the step under way; another one ends at once"
-                    print(text, file=sys.stderr, flush=True)
+                    end = "the step under way" if self._has_stepped else "the first step, which may still compile"
+                    print(f"jaxshard: SIGTERM: ends after {end}; another one ends at once", file=sys.stderr, flush=True)
                 heard = True
             if self._stop is not None:
                 self._stop.find_last_step()

@@ -121,7 +121,8 @@ def fit(
         `js.EarlyStopping`, or a checkpointer that keeps the best run, without `evaluate`; `patience` together with
         `stop`, or with an evaluation that has no "loss"; a run that was donated to an earlier step; `js.Rollback` for a
         run under `js.local`; a `profile` at another address than gs://.
-      TypeError: `run` is no TrainState; `progress` is no function; `js.Rollback` with batches that can't go back.
+      TypeError: `run` is no TrainState; `evaluate`, `stop` or `progress` is no function; `js.Rollback` with
+        batches that can't go back.
 
     Example:
         history = []     # a list's `append` is a callback that keeps all records
@@ -380,6 +381,12 @@ def _check_evaluation(
 ) -> Callable[[Mapping[str, float]], bool] | None:
     """Return the early-stopping rule: `stop`, or a rule made from `patience`, or None; raise if they don't fit."""
     check_count("fit", eval_every=eval_every, patience=patience)
+    for what, function in (
+        ("evaluate must be a function run -> {name: number}", evaluate),
+        ("stop must be a function metrics -> bool, such as js.EarlyStopping(3)", stop),
+    ):
+        if function is not None and not callable(function):
+            raise TypeError(f"fit: {what}, got {type(function).__name__}")
     for name, value in (("eval_every", eval_every), ("patience", patience)):
         if value is not None and evaluate is None:
             raise ValueError(f"fit: {name}={value} needs evaluate=, a function run -> {{name: number}}")

@@ -1,4 +1,4 @@
-"""`Progress`: what `js.fit` tells while it runs, to a function of the user or to a view that shows it."""
+"""`Progress`: what `js.fit` and `js.parity` tell while they run, to a function of the user or to a view."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from jaxshard.training.records import Record
 
 
 class Progress(NamedTuple):
-    """The state of a training, as `js.fit` passes it to `progress=`.
+    """The state of a training, as `js.fit` passes it to `progress=`; or of a comparison by `js.parity`.
 
     Attributes:
-      phase: "compiling" (the first call of the step), "training", "evaluating" or "finished".
+      phase: "compiling" (the first call of the step), "training", "evaluating" or "finished"; from `js.parity` a
+        sentence such as "compiling for one device", with 0 for `step` and `steps`.
       step: the number of the last step; at the start the number that the run had.
       steps: the number of the step after which the training ends.
       record: the record of the last step, with loss, speed and memory; None before the first.
@@ -41,7 +42,7 @@ View = Callable[[Progress], Any]
 
 
 class Reporter:
-    """The part of `js.fit` that calls a view, if there is one.
+    """The part of `js.fit` and `js.parity` that calls a view, if there is one.
 
     Args:
       view: a function of a `Progress`; None to report nothing.
@@ -55,7 +56,7 @@ class Reporter:
         self._evaluations: list[float] = []  # the seconds of each
         self._began = 0.0
 
-    def phase(self, phase: str, step: int) -> None:
+    def phase(self, phase: str, step: int = 0) -> None:
         """Report that another phase begins after a step."""
         self._began = time.perf_counter()
         self._report(self._now._replace(phase=phase, step=step))

@@ -1,4 +1,4 @@
-"""Views of the progress of a training: a live line on a terminal or in a notebook, about ten lines elsewhere."""
+"""Views of a `Progress`: a live line on a terminal or in a notebook, about ten lines elsewhere."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from jaxshard.core.layout import human_bytes
 from jaxshard.training.goodput import clock_str
-from jaxshard.training.progress import Progress, View
+from jaxshard.training.metrics.writer import finishing
+from jaxshard.training.progress import Progress, Reporter, View
 from jaxshard.training.records import Record, mean_speed
 
 if TYPE_CHECKING:  # most programs show nothing, and need not wait for its import
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
+
+_PHASES = {"compiling": "compiling the step"}
+"""Other words to show for a phase."""
 
 _PLAIN_LINES = 10
 """The number of lines about steps in a pipe or file."""
@@ -64,10 +68,9 @@ class Line:
         """The line: step, loss, speed, memory, the last evaluation and the time left; or what happens before."""
         if self.last is None:
             return ""
-        parts = [f"step {self.last.step:,}/{self.last.steps:,}"]
-        if self.last.phase in ("compiling", "evaluating"):
-            what = "compiling the step" if self.last.phase == "compiling" else "evaluating"
-            parts.append(f"{what}, {time.monotonic() - self._since:.0f} s")
+        parts = _steps(self.last)
+        if self.last.phase not in ("training", "finished"):
+            parts.append(f"{_PHASES.get(self.last.phase, self.last.phase)}, {time.monotonic() - self._since:.0f} s")
         if self._recent:
             parts += _numbers(list(self._recent))
         if self._evaluation is not None and self._evaluation.evaluation is not None:
@@ -100,6 +103,7 @@ class TerminalLine(Line):
     def finish(self, error: BaseException | None) -> None:
         """Leave the last line as it is, and print the goodput below it."""
         if self._live is not None:
+            self._live.transient = not self.text  # of work without steps nothing stays
             self._live.stop()
             self._live = None
             _print_goodput(self._console, self.last)
@@ -123,9 +127,10 @@ class PlainLines(Line):
         self._next_step = self._next_evaluation = 0
 
     def show(self, progress: Progress) -> None:
-        """Print the line if a tenth of the steps has passed, also for evaluations; and before the step is compiled."""
-        if progress.phase == "compiling":
-            self._console.print(f"  step {progress.step:,}/{progress.steps:,}  compiling the step ...")
+        """Print the line if a tenth of the steps has passed, also for evaluations; and what begins before the steps."""
+        if progress.phase not in ("training", "evaluating", "finished"):
+            doing = _PHASES.get(progress.phase, progress.phase)
+            self._console.print(f"  {'  '.join([*_steps(progress), doing])} ...")
         if progress.phase != "training":
             return
         step, every = progress.step, max(1, progress.steps // _PLAIN_LINES)
@@ -180,7 +185,7 @@ class NotebookLine(Line):
 
 
 def choose_view(progress: bool | View | None) -> View | None:
-    """Return the view that `progress=` of `js.fit` asks for, or None for none.
+    """Return the view that `progress=` of `js.fit` or `js.parity` asks for, or None for none.
 
     Args:
       progress: None for a view on a terminal or in a notebook; True also in a pipe or file; False for none; or a
@@ -191,7 +196,7 @@ def choose_view(progress: bool | View | None) -> View | None:
     """
     if progress is not None and not isinstance(progress, bool) and not callable(progress):
         raise TypeError(
-            f"fit: progress must be True, False, None or a function of a js.Progress, got {type(progress).__name__}"
+            f"progress must be True, False, None or a function of a js.Progress, got {type(progress).__name__}"
         )
     if progress is False or jax.process_index() != 0:
         return None
@@ -206,6 +211,20 @@ def choose_view(progress: bool | View | None) -> View | None:
     # Never control characters in a pipe, even if the environment asks rich for colours there.
     is_live = _is_terminal(sys.stderr)
     return view_on(Console(stderr=True, force_terminal=is_live, markup=False, highlight=False, soft_wrap=True))
+
+
+@contextlib.contextmanager
+def telling(progress: bool | View | None) -> Iterator[Callable[[str], None]]:
+    """Show what work without steps is doing; yield a function to call with words for each part of it.
+
+    Args:
+      progress: as for `choose_view`. A view receives the words as the phase of a `Progress`, and "finished" at the end.
+    """
+    view = choose_view(progress)
+    tell = Reporter(view, step=0, steps=0).phase
+    with finishing([] if view is None else [view]):
+        yield tell
+        tell("finished")
 
 
 def view_on(console: Console) -> Line:
@@ -229,6 +248,11 @@ def _in_notebook() -> bool:
 def _print_goodput(console: Console, last: Progress | None) -> None:
     if last is not None and last.goodput is not None:
         console.print(f"  {last.goodput}")
+
+
+def _steps(progress: Progress) -> list[str]:
+    """Write how many steps are done; nothing for work without steps, such as a comparison."""
+    return [f"step {progress.step:,}/{progress.steps:,}"] if progress.steps else []
 
 
 def _numbers(recent: Sequence[Record]) -> list[str]:

@@ -102,8 +102,13 @@ def check_fails(report, why, *, kinds=("gradient", "loss")):
 @pytest.mark.filterwarnings("ignore:tensor. ")
 def test_a_right_step_passes(strategy, axes, engine):
     """Loss to 1e-6, gradients and updates to 1e-5; Adam's own amplification is not charged."""
-    report = run(strategy=strategy, axes=axes, engine=engine, tx=optax.adam(0.1))
+    progress: list[js.Progress] = []
+    report = run(strategy=strategy, axes=axes, engine=engine, tx=optax.adam(0.1), progress=progress.append)
     report.check()
+    phases = [one.phase for one in progress]
+    assert phases[:2] == ["compiling for one device", f"compiling for {report.where}"]
+    assert phases[2] == "comparing the batch: the given one" and phases[-1] == "finished"
+    assert len(phases) == 4 + max(1, len(report.batches))
     assert report.ok and not report.failures and not report.why and not report.notes
     names = {one.name for one in report.differences}
     assert names == {"loss"} | {f"{what} {leaf}" for what in ("gradient", "update") for leaf in LEAVES}

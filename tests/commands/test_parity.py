@@ -83,7 +83,7 @@ def test_a_right_program_passes(flags, capsys):
     assert result["loss"]["sharded"] == pytest.approx(result["loss"]["one_device"], rel=1e-6)
     assert result["model"] == "parity_programs.py:right" and result["devices"] == 8 and result["seconds"] > 0
     assert result["mesh"] == ({"data": 8} if "hsdp" not in flags else {"replica": 2, "data": 4})
-    assert "compiling for one device and for the mesh" in output.err
+    assert "  compiling for one device ...\n  compiling for " in output.err
     assert "against one device, in f32: all 5 arrays agree" in output.err and "\x1b" not in output.err
 
 

@@ -40,6 +40,23 @@ def test_one_process_ends_after_the_step_under_way(capsys):
     assert "SIGTERM: ends after the step under way" in capsys.readouterr().err
 
 
+def test_a_signal_while_the_first_step_compiles_is_told_at_once_and_ends_after_that_step(capfd):
+    told = []
+
+    @jax.jit
+    def step(run, batch):
+        os.kill(os.getpid(), signal.SIGTERM)  # while it is traced
+        time.sleep(0.3)
+        told.append(capfd.readouterr().err)
+        return run._replace(step=run.step + 1), {"loss": jnp.float32(0)}
+
+    run = js.TrainState(jnp.int32(4), {}, (), (), jax.random.key(0))
+    with Preemption() as preemption:
+        run = js.fit(run, step, [{"x": np.ones((1, 1))}] * 3, steps=7, on_run=[preemption])
+    assert told == ["jaxshard: SIGTERM: ends after the first step, which may still compile; another one ends at once\n"]
+    assert int(run.step) == 5 and preemption.stopped
+
+
 def test_a_run_that_is_not_told_ends_by_itself():
     with Preemption() as preemption:
         run = trained([preemption])

@@ -185,6 +185,18 @@ def test_evaluation_options_that_do_not_fit(options, message):
         js.fit(new_run(), step, ones(), steps=2, **options)
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"evaluate": {"loss": 1.0}}, r"evaluate must be a function run -> \{name: number\}, got dict"),
+        ({"stop": 3}, r"stop must be a function metrics -> bool, such as js.EarlyStopping\(3\), got int"),
+    ],
+)
+def test_values_in_place_of_functions_are_refused_before_a_step(options, message):
+    with pytest.raises(TypeError, match=message):
+        js.fit(new_run(), step, ones(), steps=2, **options)
+
+
 def test_a_profile_is_written_even_of_a_short_run(tmp_path):
     js.fit(new_run(), step, ones(), steps=2, profile=tmp_path)
     assert list(tmp_path.rglob("*.xplane.pb"))

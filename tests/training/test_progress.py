@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 import jaxshard as js
-from jaxshard.training.progress_views import PlainLines, view_on
+from jaxshard.training.progress_views import PlainLines, TerminalLine, telling, view_on
 from jaxshard.training.records import Record
 
 PROGRAM = """
@@ -170,6 +170,18 @@ def rendered(text):
     """The lines that stay on a terminal: of each line what was written after it was erased for the last time."""
     plain = [re.sub("\x1b\\[[\\d;?]*[A-Za-z]", "", line.split("\x1b[2K")[-1]).strip("\r") for line in text.split("\n")]
     return [line for line in plain if line]
+
+
+def test_of_work_without_steps_a_terminal_keeps_nothing_and_a_file_each_part():
+    terminal, file = StringIO(), StringIO()
+    views = TerminalLine(Console(file=terminal, force_terminal=True, width=60)), PlainLines(Console(file=file))
+    for view in views:
+        with telling(view) as tell:
+            tell("compiling for one device")
+            tell("compiling for data=8")
+    assert "compiling for one device, 0 s" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\x1b[1A\x1b[2K")
+    assert file.getvalue() == "  compiling for one device ...\n  compiling for data=8 ...\n"
 
 
 def test_the_view_suits_the_console():
