@@ -88,6 +88,39 @@ def test_what_flax_calls_its_parameters(path, shape, names):
     assert names_of(f"blocks/{path}", 6, *shape, names=stacked) == (BLOCKS, *names)
 
 
+WINDOW = ("spatial", "spatial")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "names"),
+    [
+        ({"out": (4, 4, 64, 3)}, {"out": (*WINDOW, "features", "embed")}),
+        ({"out": (3, 3, 64, 64)}, {"out": (*WINDOW, "embed", "features")}),
+        ({"o": (4, 64, 3)}, {"o": ("layers", "heads", "embed")}),
+        ({"query": (3, 3, 64, 64)}, {"query": (*WINDOW, "embed", "features")}),
+        ({"qkv": (1, 1, 64, 192), "out": (1, 1, 64, 64)}, {"qkv": None, "out": (*WINDOW, "embed", "features")}),
+        # Heads whose sizes do not multiply to the width of the model, known by the kernel that makes them.
+        ({"q": (40, 8, 4), "out": (8, 4, 40)}, {"q": ("embed", "heads", "head_dim"), "out": ("heads", "head_dim", "embed")}),
+        ({"v": (40, 2, 4), "o": (8, 4, 40)}, {"v": ("embed", "kv_heads", "head_dim"), "o": ("heads", "head_dim", "embed")}),
+        ({"q": (40, 32), "out": (8, 4, 40)}, {"q": ("embed", "heads"), "out": ("heads", "head_dim", "embed")}),
+        # Stacked layers of flat projections.
+        ({"q_proj": (6, 32, 32), "o_proj": (6, 32, 32)}, {"q_proj": ("layers", "embed", "heads"), "o_proj": ("layers", "heads", "embed")}),
+        ({"wo": (6, 128, 32)}, {"wo": ("layers", "mlp", "embed")}),
+    ],
+)  # fmt: skip
+def test_only_kernels_of_heads_are_split_by_heads(shapes, names):
+    found = Rules(js.RULES).resolve([leaf(f"net/{layer}/kernel", *shape) for layer, shape in shapes.items()])
+    for one in found:
+        layer = one.path.split("/")[1]
+        assert names[layer] is None or one.names == names[layer], one.path
+
+
+def test_a_rule_of_the_user_decides_even_if_it_repeats_a_built_in_one():
+    rule = ("out/kernel", ("heads", "head_dim", "embed"))
+    assert names_of("net/out/kernel", 8, 4, 40, rules=[rule, *js.RULES]) == rule[1]
+    assert names_of("net/out/kernel", 8, 4, 40) != rule[1]
+
+
 def test_a_bias_has_the_names_of_its_kernel():
     leaves = [leaf("a/query/bias", 8, 4), leaf("a/query/kernel", 32, 8, 4), leaf("b/fc2/bias", 32)]
     leaves += [leaf("b/fc2/kernel", 128, 32), leaf("c/bias", 32)]
@@ -193,6 +226,7 @@ def test_what_the_axis_does_not_divide_is_named_with_sizes_that_work():
     ) as error:
         layout({"query": {"kernel": (32, 6, 4)}})
     assert "sizes that would work: 4 or 8" in str(error.value) and "('heads', 'whole')" in str(error.value)
+    assert "'whole'). The name 'heads' comes from the rule 'query/kernel'" in str(error.value)
     kept = layout({"query": {"kernel": (32, 6, 4)}}, rules=[("heads", "whole"), *js.RULES])
     assert kept.params["query"]["kernel"].use == jax.P(None, None, None)
 
