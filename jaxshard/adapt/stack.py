@@ -373,7 +373,8 @@ class _LinenParts:
     def _boxed(self, key: jax.Array, contracted: dict[str, dict[Path, Names]] | None = None) -> dict[str, Any]:
         """Initialise every module; return {name: its variables, in their metadata boxes}.
 
-        If `contracted` is a dict, add {name: {path of a kernel: "contracted", "spatial" or None for each dimension}} to it.
+        If `contracted` is a dict, add {name: {path of a kernel: "contracted", "spatial" or None for each dimension}}
+        to it.
         """
         keys = jax.random.split(key, len(self.modules))
         fresh = {name: LinenInit(self.modules[name], k) for name, k in zip(sorted(self.modules), keys)}

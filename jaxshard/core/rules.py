@@ -194,6 +194,17 @@ Example:
 """
 
 
+class _Default(tuple[Rule, ...]):
+    """The built-in rules as the default of a parameter, which `help` shows by their name."""
+
+    def __repr__(self) -> str:
+        return "js.RULES"
+
+
+DEFAULT: tuple[Rule, ...] = _Default(RULES)
+"""`RULES` for signatures; printing `RULES` itself shows the rules."""
+
+
 @dataclass(frozen=True)
 class Rules:
     """The rules of one `js.tensor`, in order.

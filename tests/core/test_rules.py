@@ -1,5 +1,7 @@
 """Rules name the dimensions of parameters, the names say what is split; whatever does not fit is named."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -183,6 +185,12 @@ def test_names_that_no_rule_knows_are_listed_with_near_ones():
 def test_rules_that_are_none(rule):
     with pytest.raises(TypeError, match="every rule must be a pair"):
         js.tensor([rule])
+
+
+def test_the_signature_names_the_built_in_rules():
+    for made in (js.tensor, js.expert):
+        assert "= js.RULES" in str(inspect.signature(made))
+    assert js.tensor() == js.tensor(js.RULES) and "up_proj" in repr(js.RULES)
 
 
 def test_columns_then_rows_are_split_and_used_split():
