@@ -153,6 +153,27 @@ def test_a_convolution_is_split_along_channels_whatever_it_is_called(kind):
     assert dims == channels | {"down/kernel": 2}  # [window, outputs, inputs], with more inputs than outputs
 
 
+def test_stacked_convolutions_are_split_along_channels():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Conv(WIDTH, (4, 4), name="out")(x.reshape(-1, 4, 4, WIDTH)).reshape(-1, WIDTH)
+            return nn.Conv(WIDTH, (4,), name="query")(x.reshape(-1, 4, WIDTH)).reshape(-1, WIDTH)
+
+    class Scanned(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            axes, split = {"params": 0}, {"params": True}
+            run = nn.scan(lambda block, x, _: (block(x), None), variable_axes=axes, split_rngs=split, length=4)
+            return run(Block(name="layers"), x, None)[0]
+
+    batch = {"x": np.zeros((64, WIDTH), np.float32)}
+    stacked = js.stack(Block(), 4, lambda model, batch: loss(lambda x: model.blocks(x), batch), batch)
+    for model, where in ((js.linen(Scanned(), loss, batch), "layers"), (stacked, "blocks")):
+        dims = {path: dim for path, dim in split_dims(model).items() if path.endswith("kernel")}
+        assert dims == {f"{where}/out/kernel": 4, f"{where}/query/kernel": 3}
+
+
 def test_an_annotation_with_the_axis_of_the_strategy_splits():
     class Net(nn.Module):
         @nn.compact
