@@ -1,8 +1,8 @@
-"""Find which dimensions of a kernel are contracted (summed over) by its layer, for Flax's DenseGeneral and Einsum.
+"""Find the roles of a kernel's dimensions from its layer, for Flax's DenseGeneral, Einsum and convolutions.
 
 The shape of a kernel does not say it: a kernel [512, 8, 64] may project a vector to 8 heads, or be a convolution over
 512 positions. The layer's arguments say it. `js.tensor` needs it to split a kernel along its output dimensions or its
-contracted dimensions (`jaxshard.core.rules.kernel_names`).
+contracted (summed over) dimensions (`jaxshard.core.rules.kernel_names`), and never along the window of a convolution.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from typing import Any
 from flax import linen as nn
 
 from jaxshard.adapt.compat import Names, Path
-from jaxshard.core.tree import CONTRACTED
+from jaxshard.core.tree import CONTRACTED, SPATIAL
 
 
 def contracted_in_calls(found: dict[Path, Names]) -> Callable[..., Any]:
     """Make a Linen interceptor that records which dimensions of each kernel are contracted (summed over) by its layer.
 
-    Only DenseGeneral and Einsum layers are recorded. A kernel [embed, heads, head_dim] that contracts "embed" is
-    recorded as (CONTRACTED, None, None).
+    Only DenseGeneral, Einsum and convolution layers are recorded. A kernel [embed, heads, head_dim] that contracts
+    "embed" is recorded as (CONTRACTED, None, None), one of a convolution as (SPATIAL, SPATIAL, CONTRACTED, None).
 
     Args:
-      found: the dict {path of a kernel: `CONTRACTED` or None for each dimension}, which is filled while the model runs.
+      found: the dict {path of a kernel: `CONTRACTED`, `SPATIAL` or None for each dimension}, which is filled while the
+        model runs.
     """
 
     def intercept(next_fun: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
@@ -34,6 +35,8 @@ def contracted_in_calls(found: dict[Path, Names]) -> Callable[..., Any]:
             elif isinstance(layer, nn.Einsum):
                 equation = kwargs.get("einsum_str") or (args[1] if len(args) > 1 else layer.einsum_str)
                 _note(found, layer.path, _names_in_equation(equation))
+            elif isinstance(layer, (nn.Conv, nn.ConvLocal, nn.ConvTranspose)):
+                _note(found, layer.path, _names_of_convolution(layer))
         return next_fun(*args, **kwargs)
 
     return intercept
@@ -42,13 +45,13 @@ def contracted_in_calls(found: dict[Path, Names]) -> Callable[..., Any]:
 def contracted_in_modules(modules: Iterable[tuple[Path, Any]]) -> dict[Path, Names]:
     """Return which dimensions of each kernel are contracted (summed over) by its NNX layer.
 
-    Only LinearGeneral and Einsum layers are looked at.
+    Only LinearGeneral, Einsum and convolution layers are looked at.
 
     Args:
       modules: (path, module) of all submodules.
 
     Returns:
-      {path of a kernel: `CONTRACTED` or None for each dimension}.
+      {path of a kernel: `CONTRACTED`, `SPATIAL` or None for each dimension}.
     """
     from flax import nnx  # imported lazily: it imports IPython, which Linen models do not need
 
@@ -58,6 +61,8 @@ def contracted_in_modules(modules: Iterable[tuple[Path, Any]]) -> dict[Path, Nam
             _note(found, path, (CONTRACTED,) * len(layer.in_features) + (None,) * len(layer.out_features))
         elif isinstance(layer, nnx.Einsum):
             _note(found, path, _names_in_equation(layer.einsum_str))
+        elif isinstance(layer, (nnx.Conv, nnx.ConvTranspose)):
+            _note(found, path, _names_of_convolution(layer))
     return found
 
 
@@ -68,6 +73,12 @@ def _note(found: dict[Path, Names], path: Path, names: Names) -> None:
 
 def _count(dims: Any) -> int:
     return len(dims) if isinstance(dims, (tuple, list)) else 1
+
+
+def _names_of_convolution(layer: Any) -> Names:
+    """Return the names for a kernel [*window, inputs, outputs], or [*window, outputs, inputs] if it is transposed."""
+    channels = (None, CONTRACTED) if getattr(layer, "transpose_kernel", False) else (CONTRACTED, None)
+    return (SPATIAL,) * _count(layer.kernel_size) + channels
 
 
 def _names_in_equation(equation: str | None) -> Names:

@@ -310,7 +310,7 @@ class LinenInit:
 
     Attributes:
       variables: the variables that the calls have made so far, in their metadata boxes.
-      contracted: {path of a kernel: `CONTRACTED` or None for each dimension}, for the layers that ran so far.
+      contracted: {path of a kernel: `CONTRACTED`, `SPATIAL` or None for each dimension}, for layers that ran so far.
     """
 
     def __init__(self, module: nn.Module, key: jax.Array):

@@ -115,7 +115,8 @@ class ModuleForm(NamedTuple):
       random: shapes and dtypes of the streams' keys and counts, in the order of their leaves.
       modules: (path, class) of every submodule.
       names: {path of a parameter: names of its dimensions in its sharding metadata, () for none}.
-      contracted: {path of a kernel: "contracted" or None for each dimension}: the dimensions that its layer sums over.
+      contracted: {path of a kernel: "contracted", "spatial" or None for each dimension}: the dimensions that its layer
+        sums over, and the window of a convolution.
     """
 
     graph: Any
@@ -195,7 +196,7 @@ class Nnx(Adapted):
     def contracted(self) -> dict[tuple[Any, ...], tuple[Any, ...]]:
         """Return which dimensions of each kernel are contracted (summed over) by its layer.
 
-        The result is {path of a kernel: "contracted" or None for each dimension}.
+        The result is {path of a kernel: "contracted", "spatial" or None for each dimension}.
         """
         return self._form.contracted
 

@@ -363,7 +363,7 @@ class _LinenParts:
     def names(self) -> tuple[dict[Path, Names], dict[Path, Names]]:
         """Return (the names of dimensions in parameters' metadata, the dimensions that layers sum over), by path.
 
-        The second is {path of a kernel: "contracted" or None for each dimension}.
+        The second is {path of a kernel: "contracted", "spatial" or None for each dimension}.
         """
         contracted: dict[str, dict[Path, Names]] = {}
         made = jax.eval_shape(lambda key: self._boxed(key, contracted), jax.random.key(0))
@@ -373,7 +373,8 @@ class _LinenParts:
     def _boxed(self, key: jax.Array, contracted: dict[str, dict[Path, Names]] | None = None) -> dict[str, Any]:
         """Initialise every module; return {name: its variables, in their metadata boxes}.
 
-        If `contracted` is a dict, add {name: {path of a kernel: "contracted" or None for each dimension}} to it.
+        If `contracted` is a dict, add {name: {path of a kernel: "contracted", "spatial" or None for each dimension}}
+        to it.
         """
         keys = jax.random.split(key, len(self.modules))
         fresh = {name: LinenInit(self.modules[name], k) for name, k in zip(sorted(self.modules), keys)}
@@ -420,7 +421,7 @@ class _NnxParts:
     def names(self) -> tuple[dict[Path, Names], dict[Path, Names]]:
         """Return (the names of dimensions in parameters' metadata, the dimensions that layers sum over), by path.
 
-        The second is {path of a kernel: "contracted" or None for each dimension}.
+        The second is {path of a kernel: "contracted", "spatial" or None for each dimension}.
         """
         parts = self.modules.items()
         return (

@@ -213,8 +213,8 @@ def dim_names_of(
       who: the public function that error messages name, such as "js.linen".
       params: arrays, or their shapes.
       annotated: {path of a parameter: names in its metadata, perhaps fewer than dimensions}.
-      contracted: {path of a kernel: "contracted" or None for each of its last dimensions}, from its layer; used if the
-        metadata has no names. Any dimensions before these stack layers.
+      contracted: {path of a kernel: "contracted", "spatial" or None for each of its last dimensions}, from its layer;
+        used if the metadata has no names. Any dimensions before these stack layers.
 
     Raises:
       ValueError: metadata with more names than the array has dimensions, or with a name that is not a string; names

@@ -42,7 +42,7 @@ def run(flags: Audit) -> int:
             load_compiler(flags.topology)
     prepared = prepare(flags, None if flags.topology is None else partial(topology_mesh, flags.topology))
     step = prepared.step()
-    facts(console, prepared.how.shown | {"model": prepared.program.name})
+    facts(console, prepared.how.shown_of_step | {"model": prepared.program.name})
     started = time.perf_counter()
     with working(console, "compiling"), refusals():
         comparison = audit_step(step, prepared.rows)

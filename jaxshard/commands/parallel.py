@@ -92,6 +92,15 @@ class Parallel(NamedTuple):
         return shown
 
     @property
+    def shown_of_step(self) -> dict[str, str]:
+        """The lines of `shown` for a command that looks at one step, which say which engine Python takes by default."""
+        shown = self.shown
+        if (name := self.about["engine"]) in ("auto", "explicit"):
+            default = "the default of js.make_step" if name == "auto" else "js.make_step takes auto by default"
+            shown["engine"] += f" ({default})"
+        return shown
+
+    @property
     def about(self) -> dict[str, Any]:
         """The entries about mesh, strategy and engine that a command writes into its JSON object."""
         about = {"mesh": dict(self.mesh.shape), "devices": self.mesh.size, "strategy": self.strategy_name}

@@ -32,7 +32,7 @@ def run(flags: ParityFlags) -> int:
         named = NamedModel(flags.target, flags.change)
         how = make_parallel(flags, depth=named.depth, batch=flags.batch)
     program = _small_program(flags, named, how.rows_multiple)
-    facts(console, how.shown | {"model": program.name})
+    facts(console, how.shown_of_step | {"model": program.name})
     started = time.perf_counter()
     with refusals():
         report = parity(

@@ -54,7 +54,7 @@ def run(flags: Plan) -> None:
     if flags.topology is None and flags.chip is None:
         raise UsageError(f"for which chips? Add --topology, such as {_SOME}, or --chip for devices like these")
     shown = {} if flags.topology is None else {"topology": f"{slices} x {flags.topology}"}
-    shown |= prepared.how.shown | {"model": prepared.program.name, "batch": _sizes(prepared.rows)}
+    shown |= prepared.how.shown_of_step | {"model": prepared.program.name, "batch": _sizes(prepared.rows)}
     facts(console, shown)
     words = "estimating" if flags.estimate else "asking the compiler, where there is one"
     with working(console, words), refusals():

@@ -16,7 +16,7 @@ from jaxshard.core.low_rank import matrix_shapes, name_factors
 from jaxshard.core.mesh import axis_size, check_axis
 from jaxshard.core.rules import pad_names
 from jaxshard.core.strategy_parts import INDIVISIBLE, Expert, Strategy, Tensor, part_of, parts_of
-from jaxshard.core.tree import BLOCKS, CONTRACTED, LAYERS, Leaf, find_by_suffix, leaf_of, map_with_path
+from jaxshard.core.tree import BY_LAYER, Leaf, find_by_suffix, leaf_of, map_with_path
 from jaxshard.core.types import PyTree
 
 
@@ -102,4 +102,4 @@ def _describe_kinds(leaves: list[Leaf]) -> list[str]:
 
 
 def _describe_names(leaf: Leaf) -> str:
-    return f" {leaf.names}" if any(name not in (None, CONTRACTED, LAYERS, BLOCKS) for name in leaf.names) else ""
+    return f" {leaf.names}" if any(name not in (None, *BY_LAYER) for name in leaf.names) else ""

@@ -28,6 +28,7 @@ def package_folder(name: str) -> Path:
 _JAXSHARD = package_folder("jaxshard")
 _STEPS = (package_folder("jaxshard.engines"), package_folder("jaxshard.training"))
 _MODELS = package_folder("jaxshard.models")
+_JAX = package_folder("jax")
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _FRAMEWORKS = {
     "chex", "einops", "equinox", "flax", "haiku", "haliax", "jax", "jaxlib", "jaxtyping", "numpy", "optax",
@@ -49,7 +50,9 @@ def short_path(file: str) -> str:
 
 
 def users_line(frames: Sequence[str]) -> str:
-    """Return the source line to show for an operation: the innermost one of the user's code, or else the innermost.
+    """Return the source line to show for an operation: the innermost one of the user's code.
+
+    If no line is the user's, return the innermost line outside of JAX.
 
     Installed frameworks and this package are not the user's code, but installed models and this package's models are.
     Code that only calls the step does not count: the search ends at a frame of an engine or of the training loop. From
@@ -63,7 +66,7 @@ def users_line(frames: Sequence[str]) -> str:
     Args:
       frames: the stack of the operation as "file:line", innermost frame first.
     """
-    return users_frame(frames) or frames[0]
+    return users_frame(frames) or next((one for one in frames if not Path(one).is_relative_to(_JAX)), frames[0])
 
 
 def users_frame(frames: Sequence[str]) -> str:

@@ -19,9 +19,10 @@ import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any, Literal
 
-from jaxshard.core.tree import BLOCKS, CONTRACTED, LAYERS, Leaf, raise_all
+from jaxshard.core.tree import BLOCKS, BY_LAYER, CONTRACTED, LAYERS, SPATIAL, Leaf, raise_all
 
 Fate = Literal["split", "split or whole", "whole"]
 Names = tuple[str | None, ...]
@@ -34,6 +35,9 @@ _POSITIONS = ("sequence", "length", "positions")
 
 BY_MODEL = "named by the model"
 """The value of `Leaf.named_by` if the model's own annotation named the dimensions."""
+
+BY_KERNEL = "as its kernel"
+"""The value of `Leaf.named_by` for a bias, which has the names of the last dimensions of its kernel."""
 
 
 EXPERTS = ("expert", "experts")
@@ -57,18 +61,19 @@ def kernel_names(leaf: Leaf) -> Names | None:
     """
     first = _count_stacked_dims(leaf)
     shape, names = leaf.shape[first:], leaf.names[first:]
-    inputs = [dim for dim, name in enumerate(names) if name == CONTRACTED] or _guess_contracted(leaf.path, shape)
+    told = [dim for dim, name in enumerate(names) if name == CONTRACTED]
+    inputs = told or _guess_contracted(leaf.path, shape)
     if inputs is None:
-        spatial = ("spatial",) * (len(shape) - 2)
+        spatial = (SPATIAL,) * (len(shape) - 2)
         narrows = shape[-1] < shape[-2]
         return None if len(spatial) > 3 else (*spatial, *(("features", "embed") if narrows else ("embed", "features")))
-    outputs = [dim for dim in range(len(shape)) if dim not in inputs and names[dim] != LAYERS]
+    outputs = [dim for dim in range(len(shape)) if dim not in inputs and names[dim] not in (LAYERS, SPATIAL)]
     size_in, size_out = (math.prod(shape[dim] for dim in dims) for dims in (inputs, outputs))
     rows = (-len(inputs), size_out) < (-len(outputs), size_in)
     chosen, other = (inputs, outputs) if rows else (outputs, inputs)
     split = next((dim for dim in chosen if shape[dim] > 3), chosen[0])
     named = dict.fromkeys(other, "embed") | {split: "features"}
-    return tuple(LAYERS if names[dim] == LAYERS else named.get(dim) for dim in range(len(shape)))
+    return tuple(name if name in (LAYERS, SPATIAL) else named.get(dim) for dim, name in enumerate(names))
 
 
 def _guess_contracted(path: str, shape: tuple[int, ...]) -> list[int] | None:
@@ -124,6 +129,11 @@ _UP, _DOWN = ("wi", "wi_0", "wi_1", "w1", "w3", "up", "gate"), ("wo", "w2", "dow
 _ROUTERS = ("router", "gating", "gate_router")
 """The modules, or parameters, that choose experts."""
 
+_Q, _KV = ("query", "q", "q_proj", "wq"), ("key", "value", "k", "v", "k_proj", "v_proj", "wk", "wv")
+_FUSED = ("qkv", "qkv_proj", "c_attn", "in_proj", "Wqkv")
+_OUT = ("out", "o", "o_proj", "wo", "out_proj", "attn_out", "attn_out_proj", "attn/c_proj")
+"""The layers of attention: projections to queries, keys and values, the three in one, and back from the heads."""
+
 _OF_EXPERTS = ("*moe*", "*Moe*", "*MoE*", "*expert*", "*Expert*")
 """Modules whose parameters have a dimension of experts: "moe", "MoeBlock_0", "experts", "routed_experts/inner"."""
 
@@ -134,21 +144,19 @@ RULES: tuple[Rule, ...] = (
     ("kv_heads", "split or whole"),
     ("features", "split or whole"),
     *((name, "whole") for name in ("batch", *_POSITIONS, "embed", "head_dim", "kv", "norm", "expert")),
-    *((name, "whole") for name in (LAYERS, BLOCKS, "stack", "spatial", CONTRACTED)),
+    *((name, "whole") for name in ("stack", *BY_LAYER)),
     # From here on patterns. The first decides that fits and has as many names as the parameter has dimensions, so
     # "query/kernel" stands here twice: for [embed, heads, head_dim] and for [embed, heads * head_dim].
     #
-    # Attention: a dimension per head (DenseGeneral, MultiHeadAttention), then flat projections, then fused ones.
-    *((f"{q}/kernel", ("embed", "heads", "head_dim")) for q in ("query", "q", "q_proj", "wq")),
-    *((f"{k}/kernel", ("embed", "kv_heads", "head_dim")) for k in ("key", "value", "k", "v", "k_proj", "v_proj")),
-    *((f"{k}/kernel", ("embed", "kv_heads", "head_dim")) for k in ("wk", "wv")),
-    *((f"{o}/kernel", ("heads", "head_dim", "embed")) for o in ("out", "o", "o_proj", "wo", "out_proj")),
-    *((f"{o}/kernel", ("heads", "head_dim", "embed")) for o in ("attn_out", "attn_out_proj", "attn/c_proj")),
-    *((f"{q}/kernel", ("embed", "heads")) for q in ("query", "q", "q_proj", "wq")),
-    *((f"{k}/kernel", ("embed", "kv_heads")) for k in ("key", "value", "k", "v", "k_proj", "v_proj", "wk", "wv")),
-    *((f"{o}/kernel", ("heads", "embed")) for o in ("o", "o_proj", "out_proj", "attn_out", "attn_out_proj")),
-    ("attn/c_proj/kernel", ("heads", "embed")),
-    *((f"{f}/kernel", ("embed", "qkv")) for f in ("qkv", "qkv_proj", "c_attn", "in_proj", "Wqkv")),
+    # Attention: a dimension per head (DenseGeneral, MultiHeadAttention; not for the kernels of `find_headless`), then
+    # flat projections, then fused ones.
+    *((f"{q}/kernel", ("embed", "heads", "head_dim")) for q in _Q),
+    *((f"{k}/kernel", ("embed", "kv_heads", "head_dim")) for k in _KV),
+    *((f"{o}/kernel", ("heads", "head_dim", "embed")) for o in _OUT),
+    *((f"{q}/kernel", ("embed", "heads")) for q in _Q),
+    *((f"{k}/kernel", ("embed", "kv_heads")) for k in _KV),
+    *((f"{o}/kernel", ("heads", "embed")) for o in _OUT if o not in ("out", "wo")),
+    *((f"{f}/kernel", ("embed", "qkv")) for f in _FUSED),
     # MLPs, plain and gated.
     *((f"{up}/kernel", ("embed", "mlp")) for up in ("up", "gate", "up_proj", "gate_proj", "fc1", "c_fc", "mlp_in")),
     *((f"{up}/kernel", ("embed", "mlp")) for up in ("wi", "wi_0", "wi_1", "w1", "w3", "gate_up_proj")),
@@ -184,6 +192,17 @@ RULES: tuple[Rule, ...] = (
 Example:
     strategy = js.tensor([("fuse/kernel", ("embed", "mlp")), *js.RULES])
 """
+
+
+class _Default(tuple[Rule, ...]):
+    """The built-in rules as the default of a parameter, which `help` shows by their name."""
+
+    def __repr__(self) -> str:
+        return "js.RULES"
+
+
+DEFAULT: tuple[Rule, ...] = _Default(RULES)
+"""`RULES` for signatures; printing `RULES` itself shows the rules."""
 
 
 @dataclass(frozen=True)
@@ -243,8 +262,11 @@ class Rules:
         Raises:
           ValueError: a name that no rule knows; every one is listed, with the names that are near.
         """
-        experts = find_routed(leaves)
-        named = {leaf.path: self.name_dims(leaf, axes, leaf.path in experts) for leaf in leaves}
+        experts, headless = find_routed(leaves), find_headless(leaves)
+        named = {
+            leaf.path: self.name_dims(leaf, axes, routed=leaf.path in experts, headless=leaf.path in headless)
+            for leaf in leaves
+        }
         for leaf in named.values():
             # Patterns name only kernels: a column-parallel kernel [embed, mlp] has its bias [mlp] split, a
             # row-parallel kernel [mlp, embed] its bias [embed] replicated.
@@ -252,7 +274,7 @@ class Rules:
             if leaf.path.endswith("bias") and not leaf.named_by and kernel is not None and kernel.named_by:
                 names = _bias_names(leaf.shape, kernel)
                 if names is not None:
-                    named[leaf.path] = leaf._replace(names=names, named_by="as its kernel")
+                    named[leaf.path] = leaf._replace(names=names, named_by=BY_KERNEL)
         self._check_known(named.values(), axes)
         return [named[leaf.path] for leaf in leaves]
 
@@ -262,7 +284,7 @@ class Rules:
         A pattern such as "fuse/kernel" names the dimensions of the parameters whose path ends with it.
         """
         reasons = []
-        for key, value in self._own_patterns():
+        for key, value in self._own_patterns:
             named = [leaf.names for leaf in leaves if leaf.named_by == key]
             if not named or not (callable(value) or any(_names_by(value, leaf) in named for leaf in leaves)):
                 fitting = next((leaf for leaf in leaves if _fits(key, leaf)), None)
@@ -276,10 +298,13 @@ class Rules:
                 )
         return reasons
 
+    @cached_property
     def _own_patterns(self) -> list[tuple[str, Any]]:
-        return [(key, value) for key, value in self.rules if _is_pattern(key, value) and (key, value) not in RULES]
+        """The user's patterns; one that repeats a built-in pattern in front of it counts."""
+        rules = [rule for rule in self.rules if _is_pattern(*rule)]
+        return [rule for at, rule in enumerate(rules) if rule not in RULES or rule in rules[at + 1 :]]
 
-    def name_dims(self, leaf: Leaf, axes: Container[str] = (), routed: bool = False) -> Leaf:
+    def name_dims(self, leaf: Leaf, axes: Container[str] = (), *, routed: bool = False, headless: bool = False) -> Leaf:
         """Name the dimensions of one parameter, without checking that rules know the names; see `resolve`.
 
         Args:
@@ -287,19 +312,22 @@ class Rules:
           axes: names that need no rule, since they are mesh axes.
           routed: True if the parameter stacks experts (`find_routed`). Then patterns that ask for a module called
             "experts" fit too.
+          headless: True if no dimension of the parameter is a head (`find_headless`). Then built-in patterns that name
+            one don't fit.
         """
         module, _, name = leaf.path.rpartition("/")
         inside = leaf._replace(path=f"{module}/experts/{name}") if routed else leaf
-        patterns, given = [rule for rule in self.rules if _is_pattern(*rule)], pad_names(leaf)
+        own, given = self._own_patterns, pad_names(leaf)
+        patterns = [rule for rule in self.rules if _is_pattern(*rule)]
         # The model's own names rank before built-in patterns, which only see paths, and after the user's own patterns.
-        # The names in the tuple are the library's, not the model's.
-        if any(name not in (None, BLOCKS, LAYERS, CONTRACTED) for name in leaf.names):
+        if any(name not in (None, *BY_LAYER) for name in leaf.names):
             splits = any(name in axes or self.fate(name) != "whole" for name in leaf.names)
             if splits or len(leaf.names) == len(leaf.shape):
-                patterns, given = self._own_patterns(), given._replace(named_by=BY_MODEL)
+                patterns, given = own, given._replace(named_by=BY_MODEL)
         for key, value in patterns:
             names = _names_by(value, given) if _fits(key, given) or _fits(key, inside) else None
-            if names is not None:
+            wrong = names is not None and (_contradicts(names, given) or (headless and "head_dim" in names))
+            if names is not None and (not wrong or (key, value) in own):
                 return given._replace(names=names, named_by=key)
         return given
 
@@ -337,6 +365,57 @@ def find_routed(leaves: Sequence[Leaf]) -> set[str]:
         for leaf in leaves
         if len(leaf.shape) > 2 and outputs.get(leaf.path.rpartition("/")[0]) == leaf.shape[-3]
     }
+
+
+def find_headless(leaves: Sequence[Leaf]) -> set[str]:
+    """Return the paths of kernels that are called like projections of attention, but have no dimension of heads.
+
+    Such are convolutions, and matrices of stacked layers. The layer's code tells, if it is known. Else the shapes do:
+
+    - [embed, heads, head_dim] has no head that is larger than "embed". A convolution [3, 64, 64] has.
+    - [heads, head_dim, embed] has as many inputs as outputs, or comes with a kernel of the same module that makes such
+      heads. The convolution "out" [4, 64, 3] of a U-Net does neither.
+    """
+    modules: dict[str, list[Leaf]] = {}
+    for leaf in leaves:
+        module, _, layer = leaf.path.removesuffix("/kernel").rpartition("/")
+        if leaf.path.endswith("/kernel") and layer in (*_Q, *_KV, *_FUSED):
+            modules.setdefault(module, []).append(leaf)
+
+    def has_heads(leaf: Leaf) -> bool:
+        told, inwards = pad_names(leaf).names[-3:], any(_fits(f"{layer}/kernel", leaf) for layer in (*_Q, *_KV))
+        if CONTRACTED in told:
+            return told == ((CONTRACTED, None, None) if inwards else (CONTRACTED, CONTRACTED, None))
+        if inwards:
+            return leaf.shape[-3] >= leaf.shape[-1]
+        joined = [len(leaf.shape) - 3, len(leaf.shape) - 2]
+        beside = modules.get(leaf.path.removesuffix("/kernel").rpartition("/")[0], [])
+        return _guess_contracted(leaf.path, leaf.shape) == joined or any(_makes_heads(one, leaf) for one in beside)
+
+    named = [leaf for leaf in leaves if any(_fits(f"{layer}/kernel", leaf) for layer in (*_Q, *_KV, *_OUT))]
+    return {leaf.path for leaf in named if len(leaf.shape) > 2 and not has_heads(leaf)}
+
+
+def _makes_heads(leaf: Leaf, out: Leaf) -> bool:
+    """Return whether a kernel [embed, heads, head_dim] or [embed, heads * head_dim] makes the heads that `out` joins.
+
+    Keys and values may have fewer heads, which divide the heads of `out`.
+    """
+    *_, heads, head_dim, _ = out.shape
+    *_, rows, columns = leaf.shape
+    per_head = len(leaf.shape) > 2 and columns == head_dim and heads % rows == 0
+    return heads > 1 and (per_head or columns % (heads * head_dim) == 0)
+
+
+def _contradicts(names: Names, leaf: Leaf) -> bool:
+    """Return whether names differ from what the layer's code tells about the dimensions of a kernel.
+
+    A layer's own dimension stacks no layers, and the window of a convolution has no other name.
+    """
+    return any(
+        (told == SPATIAL and name not in (None, SPATIAL)) or (told == CONTRACTED and name == LAYERS)
+        for told, name in zip(leaf.names, names, strict=True)
+    )
 
 
 def pad_names(leaf: Leaf) -> Leaf:

@@ -18,7 +18,7 @@ from jaxshard.core.context import context as context
 from jaxshard.core.context import rows_without_context
 from jaxshard.core.mesh import axis_names, make_mesh
 from jaxshard.core.offload import offload as offload
-from jaxshard.core.rules import RULES, Rule, Rules
+from jaxshard.core.rules import DEFAULT, Rule, Rules
 from jaxshard.core.several_axes import axes_in_a_tuple
 from jaxshard.core.strategy_parts import MIN_SIZE, RANK, Batch, Composed, Expert, Pipeline, Shard, Tensor, WithoutRows
 from jaxshard.core.strategy_parts import Strategy as Strategy
@@ -97,7 +97,7 @@ def without_rows(*patterns: str) -> Strategy:
     return WithoutRows(patterns)
 
 
-def tensor(rules: Iterable[Rule] = RULES, axis: AxisName = "tensor") -> Strategy:
+def tensor(rules: Iterable[Rule] = DEFAULT, axis: AxisName = "tensor") -> Strategy:
     """Tensor parallelism: split parameters, gradients and optimizer state by the names of their dimensions.
 
     Computation uses the sharded weights; they are never gathered over the axis. The compiler derives the collectives: a
@@ -172,7 +172,7 @@ def pipeline(axis: AxisName = "pipe", *, chunks: int = 2) -> Strategy:
 
 @axes_in_a_tuple
 def expert(
-    axis: AxisName = "expert", *, rules: Iterable[Rule] = RULES, exchange: Literal["equal"] | None = None
+    axis: AxisName = "expert", *, rules: Iterable[Rule] = DEFAULT, exchange: Literal["equal"] | None = None
 ) -> Strategy:
     """Expert parallelism: each device of an axis holds some of the experts, and tokens are sent to their experts.
 
@@ -340,7 +340,7 @@ def hybrid(
     pipe: int | None = None,
     chunks: int = 2,
     split: Callable[..., Strategy] = fsdp,
-    rules: Iterable[Rule] = RULES,
+    rules: Iterable[Rule] = DEFAULT,
 ) -> tuple[Mesh, Strategy]:
     """Make a mesh and a strategy of data, tensor and pipeline parallelism over all devices.
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxshard.core.mesh import axis_names, axis_size, check_axis
 from jaxshard.core.placement import Placement, axes_of
-from jaxshard.core.rules import BY_MODEL, EXPERTS, Fate, Rules, find_routed, pad_names
+from jaxshard.core.rules import BY_KERNEL, BY_MODEL, EXPERTS, Fate, Rules, find_routed, pad_names
 from jaxshard.core.tree import BLOCKS, Leaf, raise_all
 from jaxshard.core.types import AxisName, Role
 
@@ -219,7 +219,11 @@ class Tensor:
                 split = placement.split(placement.view.stored_dim(dim), names).use_split(dim, names)
                 return replace(split, rule=f"{name}: {leaf.named_by}")
             if fate == "split":
-                raise ValueError(_describe_indivisible(leaf.path, dim, str(name), leaf.shape[dim], parts, self.axis))
+                problem = _describe_indivisible(leaf.path, dim, str(name), leaf.shape[dim], parts, self.axis)
+                by = {BY_MODEL: "the model", BY_KERNEL: "its kernel"}.get(leaf.named_by, f"the rule {leaf.named_by!r}")
+                raise ValueError(
+                    f"{problem}, or this array alone with ('*/{leaf.path}', 'whole'). The name {name!r} comes from {by}"
+                )
             return replace(placement, rule=f"{leaf.shape[dim]} {name} on each of {parts} devices: {leaf.named_by}")
         if placement.rule:
             return placement

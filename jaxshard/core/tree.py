@@ -23,6 +23,12 @@ LAYERS = "layers"
 CONTRACTED = "contracted"
 """The logical name of contracted dimensions, if the layer's code shows them and the model does not name them."""
 
+SPATIAL = "spatial"
+"""The logical name of the dimensions of a convolution's kernel over which its window extends."""
+
+BY_LAYER = (BLOCKS, LAYERS, CONTRACTED, SPATIAL)
+"""Logical names that come from a layer's code, not from the model's own annotations."""
+
 
 class Leaf(NamedTuple):
     """One array of a tree, without its values.

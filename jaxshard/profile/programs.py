@@ -15,6 +15,7 @@ from typing import NamedTuple
 from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.found import COLLECTIVE, KINDS, kind_of
 from jaxshard.checks.collectives.operation import Operation, origin_of
+from jaxshard.checks.collectives.source import find_parameter
 from jaxshard.core.compat import hlo_text
 
 _METADATA_PLANE = b"/host:metadata"
@@ -40,7 +41,8 @@ class Known(NamedTuple):
     Attributes:
       kind: its opcode, such as "fusion"; of the start, the end and every other part of a collective one of `KINDS`;
         "" if it is not known.
-      source: the line of the user's code, as `Operation.place` has it; else its name.
+      source: the line of the user's code, as `Operation.place` has it; else the parameter that it gathers, or its
+        name. Of a collective that the compiler combined from several, the number of arrays and the place of the first.
     """
 
     kind: str
@@ -85,7 +87,12 @@ class Program:
             return None
         op = scope.computation[name]
         kind = _kind(scope, op)
-        return Known(kind, Operation(kind=kind, count=None, arrays=(), **origin_of(scope, op)).place)
+        found = Operation(kind=kind, count=None, arrays=(), **origin_of(scope, op))
+        place = found.place
+        if kind == "all-gather" and not (found.is_users or found.user):
+            place = find_parameter(scope, op) or place
+        joined = len(_start_of(scope, op).operands) if kind in KINDS else 1
+        return Known(kind, f"{joined} arrays, first: {place}" if joined > 1 else place)
 
 
 def read_programs(trace: memoryview) -> dict[str, Program]:
@@ -116,6 +123,11 @@ def _kind(scope: hlo.Scope, op: hlo.Op) -> str:
     if op.opcode in ("fusion", "async-start"):
         return next(filter(None, (_fused_kind(scope.enter(op, name)) for name in op.callees)), op.opcode)
     return _HALVES.sub("", op.opcode)
+
+
+def _start_of(scope: hlo.Scope, op: hlo.Op) -> hlo.Op:
+    """Return the start of a collective for its end, "all-reduce-done"; else the operation itself."""
+    return scope.computation[op.operands[0]] if op.opcode.endswith("-done") else op
 
 
 def _fused_kind(scope: hlo.Scope) -> str | None:

@@ -125,6 +125,56 @@ def test_layers_say_what_they_sum_over_wherever_they_are():
     assert dims["blocks/ask/kernel"] == 2 and dims["blocks/join/kernel"] == 1 and dims["blocks/three/kernel"] == 2
 
 
+KERNELS = {"out": (4, 4), "query": (3,), "up": (3,), "Conv_0": (4, 4, 4)}
+"""The windows of convolutions with names of other layers: their heads, stacks and flat products would fit."""
+
+
+class LinenConvolutions(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for name, window in KERNELS.items():
+            image = x.reshape(-1, *(4,) * len(window), WIDTH)
+            x = nn.Conv(64 if name == "Conv_0" else WIDTH, window, name=name)(image)[..., :WIDTH]
+        return nn.ConvTranspose(8, (2,), transpose_kernel=True, name="down")(x.reshape(-1, 4, WIDTH))
+
+
+class NnxConvolutions(nnx.Module):
+    def __init__(self, rngs):
+        for name, window in KERNELS.items():
+            setattr(self, name, nnx.Conv(WIDTH, 64 if name == "Conv_0" else WIDTH, window, rngs=rngs))
+        self.down = nnx.ConvTranspose(WIDTH, 8, (2,), transpose_kernel=True, rngs=rngs)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_a_convolution_is_split_along_channels_whatever_it_is_called(kind):
+    batch = {"x": np.zeros((64, WIDTH), np.float32)}
+    model = js.linen(LinenConvolutions(), loss, batch) if kind == "linen" else js.nnx(NnxConvolutions, loss)
+    dims = {path: dim for path, dim in split_dims(model).items() if path.endswith("kernel")}
+    channels = {f"{name}/kernel": len(window) + 1 for name, window in KERNELS.items()}
+    assert dims == channels | {"down/kernel": 2}  # [window, outputs, inputs], with more inputs than outputs
+
+
+def test_stacked_convolutions_are_split_along_channels():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Conv(WIDTH, (4, 4), name="out")(x.reshape(-1, 4, 4, WIDTH)).reshape(-1, WIDTH)
+            return nn.Conv(WIDTH, (4,), name="query")(x.reshape(-1, 4, WIDTH)).reshape(-1, WIDTH)
+
+    class Scanned(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            axes, split = {"params": 0}, {"params": True}
+            run = nn.scan(lambda block, x, _: (block(x), None), variable_axes=axes, split_rngs=split, length=4)
+            return run(Block(name="layers"), x, None)[0]
+
+    batch = {"x": np.zeros((64, WIDTH), np.float32)}
+    stacked = js.stack(Block(), 4, lambda model, batch: loss(lambda x: model.blocks(x), batch), batch)
+    for model, where in ((js.linen(Scanned(), loss, batch), "layers"), (stacked, "blocks")):
+        dims = {path: dim for path, dim in split_dims(model).items() if path.endswith("kernel")}
+        assert dims == {f"{where}/out/kernel": 4, f"{where}/query/kernel": 3}
+
+
 def test_an_annotation_with_the_axis_of_the_strategy_splits():
     class Net(nn.Module):
         @nn.compact

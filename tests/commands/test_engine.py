@@ -45,3 +45,15 @@ def test_the_facts_of_a_run_name_the_formats():
         "explicit, reduce_dtype int8 in blocks of 256, gather_dtype float8_e3m4 in blocks of 256"
     )
     assert how.about["gather_dtype"] == "float8_e3m4 in blocks of 256"
+
+
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        ({}, "explicit (js.make_step takes auto by default)"),
+        ({"engine": "auto"}, "auto (the default of js.make_step)"),
+        ({"mesh": "data=4,pipe=2"}, "pipelined"),
+    ],
+)
+def test_commands_that_look_at_a_step_say_which_engine_python_takes(flags, shown):
+    assert make_parallel(Sharding(**flags)).shown_of_step["engine"] == shown

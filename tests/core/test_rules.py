@@ -1,5 +1,7 @@
 """Rules name the dimensions of parameters, the names say what is split; whatever does not fit is named."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -88,6 +90,41 @@ def test_what_flax_calls_its_parameters(path, shape, names):
     assert names_of(f"blocks/{path}", 6, *shape, names=stacked) == (BLOCKS, *names)
 
 
+WINDOW = ("spatial", "spatial")
+
+
+TO_HEADS, FROM_HEADS = ("embed", "heads", "head_dim"), ("heads", "head_dim", "embed")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "names"),
+    [
+        ({"out": (4, 4, 64, 3)}, {"out": (*WINDOW, "features", "embed")}),
+        ({"out": (3, 3, 64, 64)}, {"out": (*WINDOW, "embed", "features")}),
+        ({"o": (4, 64, 3)}, {"o": ("layers", "heads", "embed")}),
+        ({"query": (3, 3, 64, 64)}, {"query": (*WINDOW, "embed", "features")}),
+        ({"qkv": (1, 1, 64, 192), "out": (1, 1, 64, 64)}, {"out": (*WINDOW, "embed", "features")}),
+        # Heads whose sizes do not multiply to the width of the model, known by the kernel that makes them.
+        ({"q": (40, 8, 4), "out": (8, 4, 40)}, {"q": TO_HEADS, "out": FROM_HEADS}),
+        ({"v": (40, 2, 4), "o": (8, 4, 40)}, {"v": ("embed", "kv_heads", "head_dim"), "o": FROM_HEADS}),
+        ({"q": (40, 32), "out": (8, 4, 40)}, {"q": ("embed", "heads"), "out": FROM_HEADS}),
+        # Stacked layers of flat projections.
+        ({"q_proj": (6, 32, 32)}, {"q_proj": ("layers", "embed", "heads")}),
+        ({"o_proj": (6, 32, 32)}, {"o_proj": ("layers", "heads", "embed")}),
+        ({"wo": (6, 128, 32)}, {"wo": ("layers", "mlp", "embed")}),
+    ],
+)
+def test_only_kernels_of_heads_are_split_by_heads(shapes, names):
+    found = Rules(js.RULES).resolve([leaf(f"net/{layer}/kernel", *shape) for layer, shape in shapes.items()])
+    assert names.items() <= {one.path.split("/")[1]: one.names for one in found}.items()
+
+
+def test_a_rule_of_the_user_decides_even_if_it_repeats_a_built_in_one():
+    rule = ("out/kernel", ("heads", "head_dim", "embed"))
+    assert names_of("net/out/kernel", 8, 4, 40, rules=[rule, *js.RULES]) == rule[1]
+    assert names_of("net/out/kernel", 8, 4, 40) != rule[1]
+
+
 def test_a_bias_has_the_names_of_its_kernel():
     leaves = [leaf("a/query/bias", 8, 4), leaf("a/query/kernel", 32, 8, 4), leaf("b/fc2/bias", 32)]
     leaves += [leaf("b/fc2/kernel", 128, 32), leaf("c/bias", 32)]
@@ -150,6 +187,12 @@ def test_rules_that_are_none(rule):
         js.tensor([rule])
 
 
+def test_the_signature_names_the_built_in_rules():
+    for made in (js.tensor, js.expert):
+        assert "= js.RULES" in str(inspect.signature(made))
+    assert js.tensor() == js.tensor(js.RULES) and "up_proj" in repr(js.RULES)
+
+
 def test_columns_then_rows_are_split_and_used_split():
     made = layout({"fc1": {"kernel": (32, 64), "bias": (64,)}, "fc2": {"kernel": (64, 32), "bias": (32,)}})
     specs = {p.leaf.path: (p.placement.use, p.placement.store) for p in made.placed() if p.role == "param"}
@@ -193,6 +236,7 @@ def test_what_the_axis_does_not_divide_is_named_with_sizes_that_work():
     ) as error:
         layout({"query": {"kernel": (32, 6, 4)}})
     assert "sizes that would work: 4 or 8" in str(error.value) and "('heads', 'whole')" in str(error.value)
+    assert "'whole'). The name 'heads' comes from the rule 'query/kernel'" in str(error.value)
     kept = layout({"query": {"kernel": (32, 6, 4)}}, rules=[("heads", "whole"), *js.RULES])
     assert kept.params["query"]["kernel"].use == jax.P(None, None, None)
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 
 import jaxshard as js
 from jaxshard.core.pictures.style import ROLES
@@ -69,6 +70,29 @@ def test_the_loss_is_traced_once_for_the_step_the_promise_and_the_flops():
     batch = {"x": jax.ShapeDtypeStruct((512, 8), jnp.float32)}
     js.plan.predict(layout, loss_fn, batch, js.explicit(), tx=tx, estimate=True)
     assert sorted(rows) == [64, 64, 512]
+
+
+def test_lines_are_the_users_also_inside_of_cached_calls_and_gathers_name_their_parameter():
+    """JAX traces `jax.nn.silu` once, and what it traced has the line of no caller; NNX has no names of modules."""
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.down = nnx.Linear(32, 1024, rngs=rngs), nnx.Linear(1024, 32, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(nnx.silu(self.up(nnx.silu(x))))
+
+    model = js.nnx(lambda rngs: Net(rngs), lambda net, batch: js.Mean((net(batch) ** 2).sum(), batch.size))
+    layout = js.layout(js.fsdp(), js.make_mesh(data=8), model.init, optax.sgd(0.1))
+    batch = jax.ShapeDtypeStruct((512, 32), jnp.float32)
+    for engine in (js.auto(), js.explicit()):
+        found = js.plan.predict(layout, model.loss, batch, engine, tx=optax.sgd(0.1), estimate=True)
+        shown = [str(one) for one in found.arrays]
+        assert not any("/_src/" in one or " at jaxshard/" in one for one in shown), shown
+        assert any("mul at plan/test_predict.py:" in one for one in shown), shown
+        gathered = [one.what for one in found.arrays if one.role == "gathered weights"]
+        assert gathered and all(one.rpartition(" of ")[2].startswith("params/") for one in gathered), gathered
+        assert all(one.where.startswith("test_predict.py:") for one in found.products)
 
 
 @pytest.mark.slow

@@ -62,7 +62,8 @@ def test_every_step_of_every_device_is_timed(real):
 def test_collectives_are_those_of_the_compiled_step_with_the_audits_lines(real):
     _, profile, compiled = real
     found = {one.name: (one.kind, one.count, one.source) for one in profile.operations if one.is_collective}
-    assert found == {one.op: (one.kind, one.count, one.place) for one in compiled}
+    arrays = {one.op: f"{len(one.arrays)} arrays, first: " if len(one.arrays) > 1 else "" for one in compiled}
+    assert found == {one.op: (one.kind, one.count, f"{arrays[one.op]}{one.place}") for one in compiled}
     gathers = [one for one in profile.exposed if one.kind == "all-gather"]
     assert len(gathers) == LAYERS and all(__file__ in one.source for one in gathers)
     # CPU devices run one operation at a time, so that every collective is waited for.
@@ -185,6 +186,20 @@ def test_kernels_of_a_cuda_graph_are_named_by_their_program_and_launched_in_the_
     found = {one.name: (one.kind, one.count, one.source) for one in profile.operations}
     assert found.keys() == {operation, "nvjet_sm90_tst_128x128"}
     assert found[operation][:2] == ("dot", 1) and __file__ in found[operation][2]
+
+
+def test_a_collective_of_several_arrays_says_how_many_and_the_first(tmp_path):
+    def total(a, b):
+        return jax.lax.psum((a.sum(0), b.sum(0)), "data")
+
+    summed = jax.shard_map(total, mesh=js.make_mesh(data=8), in_specs=jax.P("data"), out_specs=jax.P())
+    compiled = jax.jit(summed).lower(jnp.ones((8, 4)), jnp.ones((8, 3))).compile()
+    (module,) = compiled.runtime_executable().hlo_modules()
+    operation = re.search(r"%(\S+) = \(f32\S* f32\S* all-reduce\(", module.to_string())[1]
+    kernels = [kernel(name, 5, 42, 1, hlo_op=operation) for name in ("ncclDevKernel_AllReduce",)]
+    file = write(tmp_path / "host.xplane.pb", gpu(kernels), module=module.as_serialized_hlo_module_proto())
+    (found,) = js.read_profile(file).operations
+    assert found.kind == "all-reduce" and found.source.startswith(f"2 arrays, first: {__file__}:"), found
 
 
 def test_what_ran_before_the_first_marked_step_is_left_out(tmp_path):

@@ -77,6 +77,17 @@ def find_reader(scope: hlo.Scope, op: hlo.Op) -> SourceLine:
     return library
 
 
+def find_parameter(scope: hlo.Scope, op: hlo.Op) -> str:
+    """Find the parameter of the step from which an operation computes, such as "run.params['head']"; "" for none near.
+
+    For the all-gather of an updated parameter this is the parameter before the update.
+    """
+    computation, outer = list(_fusions(scope, op))[-1]
+    near = _walk(operands_of(computation, outer)[:1], lambda name: computation[name].operands)
+    arguments = (computation[name] for name in near if computation[name].opcode == "parameter")
+    return next((one.op_name for one in arguments if one.op_name.startswith("run.params")), "")
+
+
 def _producers(computation: hlo.Computation, op: hlo.Op) -> Iterator[hlo.Op]:
     """Yield the operations from which the operands of `op` are computed, the nearest first."""
     for name in _walk(operands_of(computation, op), lambda name: computation[name].operands):

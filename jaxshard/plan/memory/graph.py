@@ -27,6 +27,11 @@ _LINEAR = frozenset({
 })  # fmt: skip
 """Operations that pass the split of a result backward, to their operands of the same shape."""
 
+_COPIES = frozenset(
+    {"sharding_constraint", "all_gather", "convert_element_type", "reshape", "squeeze", "copy", "enter"}
+)
+"""Operations whose result has the elements of their operand."""
+
 _CUT = frozenset({"pad", "slice", "concatenate", "dynamic_update_slice"})
 """Operations that pass the split of a result backward along dimensions of equal size in operand and result."""
 
@@ -47,7 +52,9 @@ class Value:
         "constant" for a constant; "" for a computed value.
       path: the path of an argument, or JAX's name stack of the operation that computes the value.
       on_host: True if it is stored in host memory, as activations are that a remat policy offloads.
-      equation: the equation that computes it; None for an argument, a constant, or an input of a loop or branch.
+      equations: the equation that computes it, and the calls that contain this equation, the innermost first; () for
+        an argument, a constant, or an input of a loop or branch.
+      parameter: the path of the parameter that it is or whose elements it copies, as a gathered weight does; or "".
     """
 
     shape: tuple[int, ...]
@@ -57,7 +64,8 @@ class Value:
     role: str = ""
     path: str = ""
     on_host: bool = False
-    equation: Any = field(default=None, repr=False)
+    equations: tuple[Any, ...] = field(default=(), repr=False)
+    parameter: str = ""
 
 
 @dataclass(eq=False)
@@ -133,13 +141,17 @@ class _Builder:
         self.sizes = dict(sizes)
         self.axes = frozenset(axis for axis, size in sizes.items() if size > 1)
         self.maker: dict[Value, Op] = {}
+        self.calls: tuple[Any, ...] = ()
+        """The equations of the calls that are being inlined, the innermost first."""
 
     def value(self, aval: Any, split: Split, role: str = "", path: str = "") -> Value:
         """Make a `Value` from the abstract value of a jaxpr's variable; `split` has the mesh axes of each dimension."""
         aval_of_array = getattr(aval, "inner_aval", aval)  # of a reference the array that it refers to
         shape, dtype = tuple(getattr(aval_of_array, "shape", ())), getattr(aval_of_array, "dtype", None)
         on_host = getattr(aval, "memory_space", None) is jax.memory.Space.Host
-        return Value(shape, dtype, split, shard_shape(shape, split, self.sizes), role, path, on_host)
+        parameter = path if role == "parameters" else ""
+        shard = shard_shape(shape, split, self.sizes)
+        return Value(shape, dtype, split, shard, role, path, on_host, parameter=parameter)
 
     def region(self, program: Any, inputs: Sequence[Value | None], automatic: frozenset[str], path: str = "") -> Region:
         """Make the `Region` of a jaxpr. A literal input is None; name stacks of operations are prefixed with `path`."""
@@ -169,7 +181,10 @@ class _Builder:
         name, params = eqn.primitive.name, eqn.params
         inner = params.get(CALLS.get(name, ""))
         if inner is not None:
-            return self._inline(region, inner, operands, automatic, path)
+            outside, self.calls = self.calls, (eqn, *self.calls)
+            results = self._inline(region, inner, operands, automatic, path)
+            self.calls = outside
+            return results
         if name == "shard_map":
             return self._shard_map(region, eqn, operands, automatic, path)
         over, ins = _axes_of(params), [one for one in operands if one is not None]
@@ -194,7 +209,8 @@ class _Builder:
             if name in _ALIKE:
                 self._refine_alike(op.ins, op.outs[0])
         for one in op.outs:
-            self.maker[one], one.equation = op, eqn
+            self.maker[one], one.equations = op, (eqn, *self.calls)
+            one.parameter = ins[0].parameter if name in _COPIES and len(ins) == 1 else ""
         return list(op.outs)
 
     def _shard_map(
@@ -215,7 +231,7 @@ class _Builder:
                 continue
             entries = tuple(tuple(axis for axis in entry if axis in inside) for entry in operand.split)
             inner = self.value(var.aval, entries, operand.role, operand.path)
-            inner.equation = operand.equation
+            inner.equations, inner.parameter = operand.equations, operand.parameter
             wanted = spec_split(spec, len(inner.shape), manual & self.axes)
             if wanted != tuple(tuple(x for x in entry if x in manual) for entry in operand.split):
                 self._refine([operand], [tuple((*a, *b) for a, b in zip(entries, wanted, strict=True))])
@@ -229,7 +245,7 @@ class _Builder:
             if one is not None:
                 entries = tuple((*a, *(x for x in b if x not in a)) for a, b in zip(entries, one.split, strict=True))
             outer = self.value(var.aval, entries, path=path)
-            outer.equation = eqn if one is None else one.equation
+            outer.equations = (eqn, *self.calls) if one is None else one.equations
             region.ops.append(Op("enter", [] if one is None else [one], [outer], path))
             outs.append(outer)
         return outs
@@ -249,6 +265,8 @@ class _Builder:
         def region(carried: Sequence[Split]) -> Region:
             splits = [*(one.split for one in consts), *carried, *(one.split[1:] for one in rows)]
             inputs = [self.value(aval, split, "inner") for aval, split in zip(avals, splits, strict=True)]
+            for one, operand in zip(inputs, op.ins[op.skipped :], strict=True):
+                one.parameter = operand.parameter
             return self.region(body, inputs, automatic, op.path)
 
         carried, inner = [one.split for one in start], region([one.split for one in start])

@@ -12,7 +12,7 @@ import jax
 
 from jaxshard.core.compat import equation_frames
 from jaxshard.core.layout import Layout
-from jaxshard.core.our_code import short_path, users_line
+from jaxshard.core.our_code import short_path, users_frame, users_line
 from jaxshard.core.tree import abstract, path_str
 from jaxshard.core.types import PyTree
 from jaxshard.engines.engine import Engine
@@ -181,14 +181,18 @@ def moment_str(moment: Moment) -> str:
 def name_and_source(value: Value) -> tuple[str, str]:
     """Return (JAX's name stack of a computed value, ""), or if it names nothing (operation, source line).
 
-    A name stack such as "/jvp()" has no module or function. Without an equation the result is ("unnamed", "").
+    A name stack such as "/jvp()" has no module or function. If no line is the user's, the operation is shown with the
+    parameter that it copies: ("all_gather of params/head", ""). Without an equation the result is ("unnamed", "").
     """
     if _names_in(value.path):
         return value.path, ""
-    if value.equation is None:
+    if not value.equations:
         return "unnamed", ""
-    frames = [f"{file}:{line}" for file, line, _ in equation_frames(value.equation)]
-    return str(value.equation.primitive.name), short_path(users_line(frames)) if frames else ""
+    operation = str(value.equations[0].primitive.name)
+    frames = [f"{file}:{line}" for one in value.equations for file, line, _ in equation_frames(one)]
+    if not users_frame(frames) and value.parameter:
+        return f"{operation} of {value.parameter}", ""
+    return operation, short_path(users_line(frames)) if frames else ""
 
 
 def _names_in(path: str) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -68,13 +68,6 @@ class ProductCost:
     seconds: Range
 
 
-class _Source(NamedTuple):
-    """An equation of a jaxpr; `constants` has for each operand its array if it is a constant, else None."""
-
-    equation: Any
-    constants: Sequence[Any]
-
-
 def product_costs(
     region: Region, program: Any, chip: Chip | None = None, *, gpu: bool = False, ticks: Ticks | None = None
 ) -> tuple[ProductCost, ...]:
@@ -82,7 +75,7 @@ def product_costs(
 
     Args:
       region: the step as a graph (`plan/memory/peak.step_graph`).
-      program: the jaxpr from which `region` was made; its equations have the source lines.
+      program: the jaxpr from which `region` was made, which has the constants.
       chip: the chip of the mesh; None leaves out the times.
       gpu: True for planned GPUs. Attention runs there as one kernel. The matrix products of attention in the traced
         program then count no bytes, because their results stay on the chip.
@@ -91,15 +84,15 @@ def product_costs(
     Returns:
       One cost for all equal products of one source line.
     """
-    sources = _sources(program)
+    constants = _constants(program)
     found: dict[tuple[Any, ...], list[tuple[float, Product]]] = {}
     for body, times in executed(region, ticks):
         for op in body.ops:
-            if (product := product_of(op, _visited(op, sources))) is None:
+            if (product := product_of(op, _visited(op, constants))) is None:
                 continue
             if gpu and SCOPE in op.path and not product.kernel:
                 product = product._replace(bytes=0.0)
-            where = product.kernel or _where(sources[id(op.params)].equation)
+            where = product.kernel or _where(op.outs[0].equations)
             found.setdefault((where, product.shapes, product.dtype, product.passes), []).append((times, product))
     costs = [_cost(where, ones, chip) for (where, *_), ones in found.items()]
     return tuple(sorted(costs, key=lambda one: (-one.seconds[1], -one.flops)))
@@ -129,8 +122,11 @@ def _cost(where: str, ones: Sequence[tuple[float, Product]], chip: Chip | None) 
     return ProductCost(where, first.shapes, first.dtype, count, flops, size, compute, seconds)
 
 
-def _sources(program: Any) -> dict[int, _Source]:
-    """Return {id(params): equation} for a jaxpr; an operation of the graph finds its equation by its `params`."""
+def _constants(program: Any) -> dict[int, Sequence[Any]]:
+    """Return the constant operands of the equations of a jaxpr, by the id of the equation's `params`.
+
+    For each operand there is its array if it is a constant, else None.
+    """
     constants = _Constants()
     walk(program, [None] * len(open_jaxpr(program)[0].invars), constants)
     return constants.found
@@ -141,7 +137,7 @@ class _Constants(Domain[int | None]):
 
     def __init__(self) -> None:
         self.arrays: dict[int, Any] = {}
-        self.found: dict[int, _Source] = {}
+        self.found: dict[int, Sequence[Any]] = {}
 
     def value(self, values: Sequence[Any], place: Place) -> int | None:
         (value,) = values
@@ -159,29 +155,34 @@ class _Constants(Domain[int | None]):
     def conclude(self, place: Place, operands: list[int | None], results: list[int | None]) -> list[int | None]:
         if place.settled:
             constants = [None if fact is None else self.arrays[fact] for fact in operands]
-            self.found.setdefault(id(place.equation.params), _Source(place.equation, constants))
+            self.found.setdefault(id(place.equation.params), constants)
         return results
 
 
-def _visited(op: Op, sources: dict[int, _Source]) -> float:
+def _visited(op: Op, constants: dict[int, Sequence[Any]]) -> float:
     """Return the share of a kernel's grid that is computed; splash attention skips blocks that are fully masked.
 
     The second scalar operand of that kernel is an array with 0 for each skipped block.
     """
     name = str(op.params.get("name")) if op.name == "pallas_call" else ""
     if name.startswith("splash") and op.params["grid_mapping"].num_index_operands > 1:
-        mask = sources[id(op.params)].constants[1]
+        mask = constants[id(op.params)][1]
         if mask is not None and mask.size and np.issubdtype(mask.dtype, np.integer):
             return float(np.count_nonzero(mask) / mask.size)
     return 1.0
 
 
-def _where(equation: Any) -> str:
-    """Return the source line of an equation, such as "llama.py:236", in the model if possible, else in jaxshard."""
-    lines = [(file, line) for file, line, _ in equation_frames(equation) if not _LIBRARIES & set(Path(file).parts)]
+def _where(equations: Sequence[Any]) -> str:
+    """Return the source line of an equation, such as "llama.py:236", in the model if possible, else in jaxshard.
+
+    Args:
+      equations: the equation, and the calls that contain it, the innermost first.
+    """
+    frames = [frame for one in equations for frame in equation_frames(one)]
+    lines = [(file, line) for file, line, _ in frames if not _LIBRARIES & set(Path(file).parts)]
     own = [
         (file, line) for file, line in lines if not is_jaxshard_file(file) or "/models/" in file or "/layers/" in file
     ]
     for file, line in own or lines:
         return f"{Path(file).name}:{line}"
-    return str(equation.primitive.name)
+    return str(equations[0].primitive.name)

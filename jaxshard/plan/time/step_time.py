@@ -24,6 +24,10 @@ HOST: Range = (0.0, 2e-3)
 """Seconds of a step in which devices wait for their host: it dispatches ahead, so at best none."""
 
 
+_SHORT = {"bfloat16": "bf16", "float16": "f16"}
+"""How the text calls dtypes."""
+
+
 @dataclass(frozen=True)
 class StepTime:
     """The seconds of a step, each at best and at worst.
@@ -110,7 +114,7 @@ def step_time(
     )
     updating = update / chip.hbm_bandwidth
     assumptions = [
-        f"products run at {chip.reached:.0%} of {chip.name}'s peak, {chip.peak_flops / 1e12:.0f} TFLOP/s in bf16",
+        f"products run at {chip.reached:.0%} of {chip.name}'s peak, {_peak_str(products, chip)}",
         f"their operands and results go through the memory {TRAFFIC[0]:g} to {TRAFFIC[1]:g} times",
         "at best all communication of weights and gradients overlaps with products, at worst none",
     ]
@@ -179,6 +183,15 @@ def _role(one: CollectiveCost) -> str:
     if one.kind == "collective-permute":  # from stage to stage, or around a ring: the next is there before it is used
         return "gather"
     return "reduce" if word in ("gradient", "parameter", "new") else "between"
+
+
+def _peak_str(products: Sequence[ProductCost], chip: Chip) -> str:
+    """Write the peak for the dtype in which most FLOPs of a step are computed, such as "989 TFLOP/s in bf16"."""
+    dtype = max(products, key=lambda one: one.flops).dtype if products else "bfloat16"
+    peak = f"{chip.rate(dtype) / 1e12:.4g} TFLOP/s in"
+    if dtype == "float32":
+        return f"{peak} {'bf16' if chip.mxu else 'TF32'}, in which it multiplies f32: the step computes in f32"
+    return f"{peak} {_SHORT.get(dtype, dtype)}"
 
 
 def _sum(ranges: Iterable[Range]) -> Range:

@@ -4,7 +4,9 @@ import re
 
 import pytest
 
+from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.found import collectives
+from jaxshard.checks.collectives.source import find_parameter
 from tests.checks.collectives.programs import GROUPS, TABLES, XY, mesh_of, program
 
 
@@ -17,6 +19,16 @@ def test_source_lines_behind_tables_with_parents_counted_from_zero_or_one(first)
     assert found.source == "/home/user/train.py:12"
     assert [frame.rpartition("/")[2] for frame in found.frames] == ["linear.py:271", "train.py:12", "main.py:10"]
     assert found.op_name == 'jit("f")/dot'
+
+
+def test_a_gather_names_the_parameter_from_which_it_computes():
+    entry = """%w = f32[64,16] parameter(1), metadata={op_name="run.params['w']"}
+    %new = f32[64,16] subtract(%p, %w)
+    ROOT %r = f32[64,16] all-reduce(%new), to_apply=%add"""
+    module = hlo.parse(program(entry))
+    scope = next(hlo.Scope(module, one) for one in module.computations.values() if "new" in one.lines)
+    assert find_parameter(scope, scope.computation["r"]) == "run.params['w']"
+    assert find_parameter(scope, scope.computation["p"]) == ""
 
 
 def test_a_lost_source_line_is_looked_for_at_the_operands():

@@ -1,5 +1,7 @@
 """The parts of a step's time against sums made by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from jaxshard.cost.hardware import chip
@@ -43,6 +45,24 @@ def test_a_bubble_idles():
     time = step_time([product(1.0, 2.0)], [], V5E, bubble=0.2)
     assert (time.compute, time.bubble) == (pytest.approx((0.8, 0.8)), pytest.approx((0.2, 0.4)))
     assert (time.low, time.high) == pytest.approx((1.0, 2.0 + HOST[1]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "words"),
+    [
+        ("h100", "bfloat16", "80% of H100 SXM's peak, 989 TFLOP/s in bf16"),
+        (
+            "h100",
+            "float32",
+            "80% of H100 SXM's peak, 494.5 TFLOP/s in TF32, in which it multiplies f32",
+        ),
+        ("TPU v5e", "float32", "197 TFLOP/s in bf16, in which it multiplies f32: the step computes in f32"),
+    ],
+)
+def test_the_peak_is_that_of_the_dtype_of_most_products(kind, dtype, words):
+    small = ProductCost("model.py:2", "", "float64", 1, 0.5, 1.0, 1.0, (1.0, 2.0))
+    large = replace(product(1.0, 2.0), dtype=dtype)
+    assert words in step_time([small, large], [], chip(kind)).assumptions[0]
 
 
 def test_figures_of_a_step():
