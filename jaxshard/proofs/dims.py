@@ -6,8 +6,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from jaxshard.core.factorizations import FACTORIZATIONS
 from jaxshard.core.primitives import ELEMENTWISE, SAME
+
+FACTORIZATIONS = frozenset({
+    "cholesky", "eig", "eigh", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd",
+    "triangular_solve", "tridiagonal",
+})  # fmt: skip
+"""Linear algebra primitives that need all elements of a matrix, besides products."""
 
 SCANNED = {
     "cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis", "cumlogsumexp": "axis",

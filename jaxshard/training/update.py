@@ -11,13 +11,13 @@ import optax
 from jax.extend.core import Literal
 
 from jaxshard.core.collectives import Sums
-from jaxshard.core.factorizations import one_matrix_at_a_time
 from jaxshard.core.jaxpr import Program, assign
 from jaxshard.core.layout import Layout, put_back, select
 from jaxshard.core.mesh import shares_threads
 from jaxshard.core.transform import as_transform
 from jaxshard.core.tree import abstract
 from jaxshard.core.types import PyTree
+from jaxshard.optim.factorizations import one_matrix_at_a_time
 from jaxshard.training.extra_args import ExtraArgs, LossAt
 from jaxshard.training.non_finite import keep_old_unless, sum_of_squares
 from jaxshard.training.opt_state_check import check_opt_state_kept

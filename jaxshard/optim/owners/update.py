@@ -17,12 +17,12 @@ from jax.extend.core import Literal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxshard.core.compat import fresh_variable, replace_equations
-from jaxshard.core.factorizations import one_matrix_at_a_time
 from jaxshard.core.jaxpr import eliminate_dead_code, needed_equations, replay
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import shares_threads
 from jaxshard.core.placement import Placement, spec_entry, splits_per_dim
 from jaxshard.core.types import PyTree
+from jaxshard.optim.factorizations import one_matrix_at_a_time
 from jaxshard.optim.owners.cores import TracedUpdate
 from jaxshard.optim.owners.exchange import Split, from_owners, to_owners
 from jaxshard.optim.owners.owners import OwnedStack

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 from jax.extend.core import jaxprs_in_params
 
 from jaxshard.core.compat import scan_counts
-from jaxshard.core.factorizations import FACTORIZATIONS
 from jaxshard.core.jaxpr import CALLS
 from jaxshard.core.primitives import ELEMENTWISE, RESHAPES, SAME
 from jaxshard.optim.proof.facts import Context, Origin, origin_of
+from jaxshard.proofs.dims import FACTORIZATIONS
 from jaxshard.proofs.walk import CONTROL_FLOW, Domain, Place
 
 

@@ -17,12 +17,7 @@ import jax
 from jax import lax
 
 from jaxshard.core.jaxpr import all_equations, bind, equations_inside, open_jaxpr, replay
-
-FACTORIZATIONS = frozenset({
-    "cholesky", "eig", "eigh", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd",
-    "triangular_solve", "tridiagonal",
-})  # fmt: skip
-"""Linear algebra primitives that need all elements of a matrix, besides products."""
+from jaxshard.proofs.dims import FACTORIZATIONS
 
 
 def one_matrix_at_a_time(program: Any) -> Any:

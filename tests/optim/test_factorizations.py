@@ -10,8 +10,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import jaxprs_in_params
 
-from jaxshard.core.factorizations import FACTORIZATIONS, one_matrix_at_a_time
 from jaxshard.core.jaxpr import open_jaxpr, replay
+from jaxshard.optim.factorizations import one_matrix_at_a_time
+from jaxshard.proofs.dims import FACTORIZATIONS
 
 
 def _factorized(program: Any) -> list[tuple[int, ...]]:
