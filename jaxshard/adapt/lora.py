@@ -177,7 +177,10 @@ def _make_params(
 
     made = map_with_path(adapt, params, names_by_models(runs, abstract(params)))
     kinds = ", ".join(dict.fromkeys(kind_of(path) for path in paths(params)))
-    problems += [f"{pattern!r} matches no parameter; there are {kinds}" for pattern in unused]
+    for pattern in unused:
+        is_layer = any(ends_with(path, f"{pattern}/kernel") for path in paths(params))
+        meant = f"did you mean '{pattern}/kernel'?" if is_layer else f"there are {kinds}"
+        problems.append(f"{pattern!r} matches no parameter; {meant}")
     raise_all(problems, ValueError, "lora: match must name matrices that are at least as large as the rank")
     return join_model(made, state)
 

@@ -115,8 +115,8 @@ class Rows(Model):
       batch: rows of a step over all devices; by default as the model recommends
       seq: tokens in a row; by default as the model recommends
       precision: bf16 (or bfloat16) computes, gathers weights and reduces gradients in bf16; by default in f32
-      lora: freeze the model and train low-rank factors: rank=8,alpha=16,base=int8,match=q_proj/kernel; train needs
-        the weights of hf:PATH
+      lora: freeze the model and train low-rank factors: rank=8,alpha=16,match=q_proj/kernel, and
+        base=bf16 or base=int8 to store the frozen matrices in less than f32; train needs the weights of hf:PATH
     """
 
     batch: Count = None
@@ -224,7 +224,7 @@ class Output(Flags):
     """The outputs of a training run.
 
     Attributes:
-      sample: number of tokens that the trained model generates as a sample at the end; 0 for no sample
+      sample: number of tokens that the trained model generates at the end, at temperature 0.8; 0 for no sample
       export: write the trained model into this folder at the end, in the format of Hugging Face transformers
       log: append the metrics of every step to this file, one JSON object per line
       tensorboard: write the metrics for TensorBoard into this folder, or at an address gs:// or s3://
@@ -296,7 +296,7 @@ class Generate(Model, Config):
       system: the system message before each --chat
       tokenizer: a tokenizer.json, or a folder that has one; by default that of the model, or bytes of text
       length: the largest number of new tokens; by default 64, or fewer if the model has no more positions
-      temperature: divide the logits by this number; 0 takes the most likely token
+      temperature: divide the logits by this number; 0, the default, takes the most likely token
       top_k: draw from this number of most likely tokens
       top_p: draw from the fewest tokens whose probabilities add up to at least this number
       stop: end at this text, such as '</s>' or '\\n\\n', or at these token ids, such as 2,7; repeatable

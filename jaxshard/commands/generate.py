@@ -74,6 +74,10 @@ def run(flags: Generate) -> None:
     if texts is not None and words is not None:
         for number in range(len(rows) - len(flags.chat), len(rows)):  # of a conversation the answer alone
             texts[number] = texts[number].removeprefix(words.decode(rows[number]))
+            if not texts[number]:
+                end = words.decode(tokens[number][lengths[number] : lengths[number] + 1])
+                question = flags.chat[number - len(rows)]
+                console.print(f"note: the answer to {question!r} is empty: the model began with {end!r}, which ends it")
     for shown in texts or [" ".join(map(str, stops.cut(row, n)[n:])) for n, row in zip(lengths, tokens)]:
         console.print("", Text(printable(shown)), sep="\n")
     result = {"model": str(named)} | {name: how.about[name] for name in ("mesh", "devices", "strategy")}

@@ -170,5 +170,5 @@ def _describe_packing(packing: dict[str, float]) -> str:
     """Describe in a line how documents are packed into rows: how many, their length, cuts and padding."""
     return (
         f"{packing['documents']:,} documents of {packing['tokens_per_document']:.1f} tokens, {packing['cut']:,} cut, "
-        f"in {packing['rows']:,} rows; {packing['padding']:.1%} padding, {packing['learned']:.1%} learned"
+        f"in {packing['rows']:,} rows; {packing['padding']:.1%} padding, {packing['learned']:.1%} of tokens in the loss"
     )

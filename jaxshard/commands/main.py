@@ -95,6 +95,10 @@ def usage() -> str:
 def runner_of(name: str) -> Callable[[Any], int | None]:
     """Import and return the function `run` of a command's file; this imports JAX too."""
     run: Callable[[Any], int | None] = importlib.import_module(f"jaxshard.commands.{name}").run
+    if "jax" in sys.modules:
+        from jaxshard.core.compat import shorten_plugin_errors
+
+        shorten_plugin_errors()
     return run
 
 

@@ -18,7 +18,13 @@ _BY_TYPE: dict[type, Read] = {
 
 
 def read_pairs(
-    flag: str, text: str, readers: Mapping[str, Read] | Read, syntax: str, *, repeated: Sequence[str] = ()
+    flag: str,
+    text: str,
+    readers: Mapping[str, Read] | Read,
+    syntax: str,
+    *,
+    repeated: Sequence[str] = (),
+    elsewhere: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Read a flag's value that consists of pairs name=value, such as "rank=8,match=up/kernel", to a dictionary.
 
@@ -31,6 +37,7 @@ def read_pairs(
       readers: for each allowed name a function from text to value; or one such function, which allows any name.
       syntax: how to write the value, for error messages.
       repeated: the names that may occur more than once; their values become lists.
+      elsewhere: for names that another library has for the same things, what to write here.
 
     Returns:
       The values by name, in the order of the text.
@@ -45,7 +52,7 @@ def read_pairs(
             if not name or not value:
                 raise ValueError("is not name=value")
             if isinstance(readers, Mapping) and name not in readers:
-                raise ValueError(f"there is no {name}; {one_of(name, readers)}")
+                raise ValueError(f"there is no {name}; {(elsewhere or {}).get(name) or one_of(name, readers)}")
             if name in found and name not in repeated:
                 raise ValueError(f"{name} comes twice")
             read = readers[name] if isinstance(readers, Mapping) else readers

@@ -16,9 +16,11 @@ from jaxshard.commands.compiler import load_compiler
 from jaxshard.commands.errors import UsageError, refusals, refuse, usage_errors
 from jaxshard.commands.flags import Plan, StrategyName
 from jaxshard.commands.json_object import write_json
+from jaxshard.commands.low_rank import bytes_saved_by_bf16
 from jaxshard.commands.prepared import Prepared, prepare
 from jaxshard.commands.terminal import facts, start, working
 from jaxshard.core.file_errors import naming
+from jaxshard.core.layout import human_bytes
 from jaxshard.core.pictures.canvas import write_picture
 from jaxshard.core.tree import path_str
 from jaxshard.cost.hardware import Chip
@@ -63,6 +65,8 @@ def run(flags: Plan) -> None:
         prediction = _predict(prepared, flags, limits)
     seconds = time.perf_counter() - started
     console.print(f"\n{prediction}")
+    if flags.lora is not None and (saved := bytes_saved_by_bf16(prepared.layout)):
+        console.print(f"\nnote: the frozen matrices are kept in f32; --lora base=bf16 saves {human_bytes(saved)}")
     result = {"model": prepared.program.name, "topology": flags.topology, "slices": slices} | prepared.how.about
     result |= prediction.as_dict() | {"predict_seconds": seconds}
     if flags.codegen and flags.topology is not None:

@@ -7,6 +7,7 @@ tests/core/test_compat.py, as are the names of primitives and compiler passes th
 
 import functools
 import io
+import logging
 import os
 import re
 import threading
@@ -212,6 +213,24 @@ def default_devices() -> list[jax.Device] | None:
         return jax.devices()
     except (RuntimeError, AssertionError):
         return None
+
+
+def shorten_plugin_errors() -> None:
+    """Make JAX report a plugin that can't start, such as that of GPUs without a driver, in one line.
+
+    JAX then goes on without the plugin; its own report is a traceback of 20 lines at every start.
+
+    Private: the name of the logger of `jax._src.xla_bridge`, and how its message begins. If they change, there is no
+    error: the traceback is printed.
+    """
+    logging.getLogger(xla_bridge.__name__).addFilter(_shorten_plugin_error)  # once: it is the same function
+
+
+def _shorten_plugin_error(record: logging.LogRecord) -> bool:
+    if record.exc_info and "plugin configuration error: Exception when calling" in str(record.msg):
+        record.msg = f"JAX goes on without its plugin %s, which can't start: {record.exc_info[1]}".partition("\n")[0]
+        record.exc_info = None
+    return True
 
 
 def has_cudnn() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from jaxshard.checkpoint.safetensors.writer import MAX_BYTES, Output, write_mode
 from jaxshard.core.layout import Layout, check_layout
 from jaxshard.core.local_path import local_path
 from jaxshard.core.mesh import axis_size
-from jaxshard.core.placement import axes_of, spec_entry
+from jaxshard.core.placement import spec_entry, split_dims
 from jaxshard.core.settings import with_own_settings
 from jaxshard.core.tree import raise_all
 from jaxshard.data.tokenizer import FILE
@@ -155,7 +155,7 @@ def _outputs(arrays: list[ModelArray], places: list[Place], mesh: Mesh) -> Itera
     for name, numbers in sharing.items():
         numbers = sorted(numbers, key=lambda number: len(places[number].before))
         (entry, _), place = arrays[numbers[0]], places[numbers[0]]
-        spec = _spec(place.shape, axes_of(entry.shape_saved(mesh).sharding.spec), mesh)
+        spec = _spec(place, entry.shape_saved(mesh).sharding.spec, mesh)
         tensor = Tensor(str(entry.dtype), place.shape, 0)
         cut = _jit_cut(mesh, spec, tuple(_hashable(places[number]) for number in numbers))
         for at in product(*map(range, place.counted)):
@@ -199,17 +199,25 @@ def _jit_cut(mesh: Mesh, spec: PartitionSpec, parts: tuple[tuple[Any, ...], ...]
     return jax.jit(cut, out_shardings=NamedSharding(mesh, spec))
 
 
-def _spec(shape: tuple[int, ...], axes: Iterable[str], mesh: Mesh) -> PartitionSpec:
-    """Choose a sharding of a tensor over these mesh axes.
+def _spec(place: Place, stored: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+    """Choose a sharding of a tensor over the mesh axes of its array.
 
-    One axis after another splits the dimension with the most elements per device, of those that the axis divides
-    evenly. An axis that divides no dimension is not used.
+    An axis splits the same dimension as in the array, so that nothing moves. If the tensor has no such dimension, the
+    axis splits the dimension with the most elements per device, of those that it divides evenly. An axis that divides
+    no dimension is not used.
+
+    Args:
+      place: the mapping of the array to the tensor.
+      stored: the sharding of the array.
+      mesh: the mesh.
     """
     kept: dict[int, tuple[str, ...]] = {}
-    for axis in axes:
-        left = {dim: size // axis_size(mesh, kept.get(dim, ())) for dim, size in enumerate(shape)}
-        fits = [dim for dim, size in left.items() if size % mesh.shape[axis] == 0]
+    for dim, axis in split_dims(stored):
+        left = {at: size // axis_size(mesh, kept.get(at, ())) for at, size in enumerate(place.shape)}
+        fits = [at for at, size in left.items() if size % mesh.shape[axis] == 0]
+        letters = (*("" for _ in place.counted), *place.ours)[dim]
+        same = [at for at in fits if place.theirs[at] == letters]
         if fits:
-            dim = max(fits, key=left.__getitem__)
-            kept[dim] = (*kept.get(dim, ()), axis)
-    return PartitionSpec(*(spec_entry(kept.get(dim, ())) for dim in range(len(shape))))
+            chosen = same[0] if same else max(fits, key=left.__getitem__)
+            kept[chosen] = (*kept.get(chosen, ()), axis)
+    return PartitionSpec(*(spec_entry(kept.get(at, ())) for at in range(len(place.shape))))

@@ -6,7 +6,9 @@ GPU has compiles too. cuDNN, if it is installed, chooses the attention kernels.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import os
 from typing import NamedTuple
 
 import jax
@@ -66,6 +68,20 @@ def check_gpu_compiler(version: str) -> None:
             f"pip install --no-deps {wheels} nvidia-cudnn-cu12 (no GPU is needed; nvidia-cudnn-cu12 is for attention "
             "alone)"
         )
+
+
+def start_plugin() -> None:
+    """Start JAX's CUDA plugin, which refused to start without a driver, for its compiler alone.
+
+    The plugin checks the driver unless JAX_PLATFORMS leaves out GPUs or an environment variable skips the check. The
+    backends of JAX start first: they would look for GPUs of a plugin that is there.
+    """
+    jax.devices()
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    try:
+        importlib.import_module(next(filter(_is_installed, _PLUGINS))).initialize()
+    finally:
+        del os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"]
 
 
 def gpu_options(version: str, per_host: int, hosts: int) -> dict[str, str]:

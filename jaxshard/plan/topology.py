@@ -19,7 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxshard.plan.arrange import arrange
-from jaxshard.plan.gpus import check_gpu_compiler, gpu_options
+from jaxshard.plan.gpus import check_gpu_compiler, gpu_options, start_plugin
 from jaxshard.plan.planned import GPUS, TPUS, PlannedDevice, chip_named, parse_topology, topology_name
 
 
@@ -114,7 +114,14 @@ def _make_devices(target: Target) -> tuple[jax.Device, ...]:
     # libtpu takes a lock file for its chip; without this a second process that only compiles would abort on it.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     about = target.description()
-    devices: Any = topologies.get_topology_desc(about["name"], about["platform"], **about["topology"]).devices
+    make = functools.partial(topologies.get_topology_desc, about["name"], about["platform"], **about["topology"])
+    try:
+        devices: Any = make().devices
+    except NotImplementedError:  # JAX has no plugin for this platform: without a driver, the one for GPUs did not start
+        if not target.is_gpu:
+            raise
+        start_plugin()
+        devices = make().devices
     _targets[id(devices[0].client)] = target
     return tuple(devices)
 

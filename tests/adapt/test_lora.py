@@ -246,6 +246,8 @@ def test_what_does_not_fit_is_refused_by_name():
     key = jax.random.key(0)
     with pytest.raises(ValueError, match=r"'nothing' matches no parameter; there are blocks/attn_norm/scale"):
         jax.eval_shape(tune(match=["nothing", "q_proj/kernel"]).init, key)
+    with pytest.raises(ValueError, match=r"'q_proj' matches no parameter; did you mean 'q_proj/kernel'\?"):
+        jax.eval_shape(tune(match=["q_proj"]).init, key)
     with pytest.raises(ValueError, match=r"blocks/attn_norm/scale float32\[2, 32\]: no floating-point matrix"):
         jax.eval_shape(tune(match=["attn_norm/scale"]).init, key)
     with pytest.raises(ValueError, match=r"k_proj/kernel \[2, 32, 2, 8\]: rank 17 is larger than a side of 32 x 16"):

@@ -104,6 +104,8 @@ def test_names_of_other_trainers_lead_to_flags(capsys):
         assert flag.partition(",")[0].replace("-", "_") in flags_of(Train), name
     assert main(["train", "--learning-rate", "1e-4"]) == 2
     assert "there is no flag --learning-rate; did you mean --lr?" in capsys.readouterr().err
+    assert main(["train", "--report-to", "wandb"]) == 2
+    assert "there is no flag --report-to; did you mean --wandb, tensorboard or mlflow?" in capsys.readouterr().err
     assert main(["plan", "gpt-1m", "--max-grad-norm", "1"]) == 2  # plan has no --clip
     assert "--clip" not in capsys.readouterr().err
 

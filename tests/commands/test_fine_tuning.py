@@ -95,7 +95,7 @@ def test_answers_are_learned_on_every_mesh_and_go_on(mesh, folder, with_tokenize
     source = js.data.packed(corpus.train, batch=8, seq=16, seed=0)
     assert expected["losses"][0] == pytest.approx(first_loss(with_tokenizer, source, 8), rel=1e-5)
     assert expected["packing"] == source.facts and expected["packing"]["learned"] < 1 - expected["packing"]["padding"]
-    assert f"{source.facts['padding']:.1%} padding, {source.facts['learned']:.1%} learned" in shown
+    assert f"{source.facts['padding']:.1%} padding, {source.facts['learned']:.1%} of tokens in the loss" in shown
     run = ["--mesh", mesh, "--checkpoint", tmp_path / "run", "--checkpoint-every", 1]
     whole, _ = train(*flags, "--mesh", mesh, capsys=capsys)
     for name in ("losses", "loss_eval"):

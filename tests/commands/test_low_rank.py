@@ -1,5 +1,7 @@
 """The value of --lora."""
 
+import re
+
 import pytest
 
 import jaxshard as js
@@ -13,6 +15,16 @@ def test_the_value_of_the_flag():
     assert read_factors(text) == {"match": match, "rank": 8, "alpha": 16.0, "base": "int8"}
     for text in ("8", "rank=8,alpha=nan", "rank=8,match=", "alpha=2"):
         with pytest.raises(ValueError, match=r"--lora .*write rank=8"):
+            read_factors(text)
+
+
+def test_names_of_peft_lead_to_ours():
+    for text, message in {
+        "r=16": "there is no r; did you mean rank?",
+        "rank=8,target_modules=q_proj,v_proj": "there is no target_modules; did you mean match?",
+        "rank=8,lora_dropout=0.1": "there is no lora_dropout; factors have no dropout",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
             read_factors(text)
 
 

@@ -48,12 +48,14 @@ def test_chips_that_are_not_here(topology, mesh, usable, capsys):
 def test_only_factors_have_gradients_and_optimizer_state(capsys):
     """Two moments of Adam for the factors [in, 4] and [4, out] of each matrix, in f32, and two counts of steps."""
     flags = ["--topology", "h100:8x2", "--strategy", "ddp", "--estimate", "--lora"]
-    result, _ = plan(capsys, *TINY, *flags, "rank=4")
+    result, err = plan(capsys, *TINY, *flags, "rank=4")
     tuned = add_factors(NamedModel("llama-1m", "depth=1").model(), "rank=4")
     leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(tuned.init, jax.random.key(0)))
     factors = sum(x.size for path, x in leaves if path_str(path).endswith(("/a", "/b")))
+    assert "note: the frozen matrices are kept in f32; --lora base=bf16 saves" in err
     assert result["by_role"]["optimizer state"] - 2 * 4 * factors == 2 * 4
     assert result["model"].endswith("--lora rank=4")
+    assert "note:" not in plan(capsys, *TINY, *flags, "rank=4,base=bf16")[1]
 
 
 @pytest.mark.slow

@@ -59,6 +59,16 @@ def test_a_text_ends_at_texts_and_tokens(flags, expected, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_an_empty_answer_says_what_ended_it(tmp_path, capsys):
+    pytest.importorskip("jinja2")
+    folder = make_folder(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }} {% endfor %}")
+    result, shown = generate(folder, "--chat", PROMPT, "--stop", "38", "--length", "2", capsys=capsys)
+    assert result["text"][1] == ""
+    assert f"note: the answer to {PROMPT!r} is empty: the model began with 'w38', which ends it" in shown
+
+
+@pytest.mark.slow
 def test_a_tokenizer_without_an_end_of_text_is_noted(tmp_path, capsys):
     folder = make_folder(tmp_path / "model")
     (folder / "tokenizer_config.json").unlink()

@@ -7,6 +7,7 @@ test does that.
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -290,6 +291,25 @@ def test_a_tested_jax_gives_no_warning(version, text):
     with warnings.catch_warnings(action="error"):
         make_layout()
     assert compat.untested_version() is None
+
+
+# Plugins.
+
+
+def test_a_plugin_that_can_not_start_is_reported_in_one_line(monkeypatch, tmp_path, caplog):
+    """The words of JAX's report are matched; JAX itself looks for plugins here, and finds one that raises."""
+    (tmp_path / "plugin_that_fails.py").write_text("def initialize(): raise RuntimeError('no driver\\nat all')\n")
+    (tmp_path / "fails-1.dist-info").mkdir()
+    (tmp_path / "fails-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: fails\nVersion: 1\n")
+    entry = "[jax_plugins]\nfails = plugin_that_fails\n"
+    (tmp_path / "fails-1.dist-info" / "entry_points.txt").write_text(entry)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(compat.xla_bridge, "jax_plugins", None)
+    compat.shorten_plugin_errors()
+    compat.xla_bridge.discover_pjrt_plugins()
+    [record] = caplog.records
+    assert record.getMessage() == "JAX goes on without its plugin plugin_that_fails, which can't start: no driver"
+    assert record.exc_info is None
 
 
 # Random keys.

@@ -1,12 +1,17 @@
 """What is said where programs can't be compiled for GPUs, or are planned without cuDNN."""
 
+import os
+import sys
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import topologies
 
 import jaxshard as js
 from jaxshard.layers.attention import cudnn
-from jaxshard.plan import gpus
+from jaxshard.plan import gpus, topology
 from jaxshard.plan.topology import topology_mesh
 
 
@@ -15,6 +20,33 @@ def test_a_missing_plugin_names_the_command(monkeypatch):
     command = f'pip install --no-deps "jax-cuda12-plugin=={jax.__version__}" "jax-cuda12-pjrt=={jax.__version__}"'
     with pytest.raises(ImportError, match=f"JAX's CUDA plugin is not installed; {command}"):
         topology_mesh("h100:8", data=8)
+
+
+def test_without_a_driver_the_plugin_is_started_again_for_its_compiler(monkeypatch):
+    """JAX's CUDA plugin looks for a driver unless JAX_PLATFORMS leaves out GPUs, and then offers no topology."""
+    started = []
+
+    def start():
+        if "JAX_SKIP_CUDA_CONSTRAINTS_CHECK" not in os.environ:
+            raise RuntimeError("Unable to load CUDA. Is it installed?")
+        started.append(jax.default_backend())  # JAX's own devices came first: it would look for GPUs
+
+    def describe(name, platform, **options):
+        if not started:
+            raise NotImplementedError(f"topology not implemented for {platform}")
+        return types.SimpleNamespace(devices=jax.devices()[:2])
+
+    plugin = types.ModuleType("plugin_without_driver")
+    plugin.initialize, plugin.__spec__ = start, object()
+    monkeypatch.setitem(sys.modules, plugin.__name__, plugin)
+    monkeypatch.setattr(gpus, "_PLUGINS", (plugin.__name__,))
+    monkeypatch.setattr(topologies, "get_topology_desc", describe)
+    monkeypatch.setattr(topology, "_targets", {})
+    topology._make_devices.cache_clear()
+    assert topology.topology_devices("h100:2") == jax.devices()[:2]
+    assert started == ["cpu"]
+    assert "JAX_SKIP_CUDA_CONSTRAINTS_CHECK" not in os.environ
+    topology._make_devices.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -37,5 +69,5 @@ def test_a_step_planned_without_cudnn_has_attention_in_blocks(monkeypatch):
     model = js.models.make("gpt2", seq=1024, depth=1, width=64, heads=1, vocab=64)
     layout = js.layout(js.fsdp(), mesh, model.init)
     batch = {"tokens": jax.ShapeDtypeStruct((8, 1025), jnp.int32)}
-    with pytest.warns(UserWarning, match="cuDNN is not installed"):
+    with pytest.warns(UserWarning, match="cuDNN is not installed .* are those of blocks, which store no logits"):
         js.plan.promise(layout, js.explicit(precision="bf16"), model.loss, batch)

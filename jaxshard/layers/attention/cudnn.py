@@ -51,7 +51,10 @@ def why_not_cudnn(gpu: Any, q_BTHD: jax.Array, v_BSKE: jax.Array, extras: Extras
     if form.precision is not None:
         return f"precision={form.precision}"
     if _is_elsewhere(gpu) and not has_cudnn():
-        return "a program for a GPU that is not here while cuDNN is not installed (pip install nvidia-cudnn-cu12)"
+        return (
+            "a program for a GPU that is not here while cuDNN is not installed (pip install nvidia-cudnn-cu12); "
+            "predicted memory and time are those of blocks, which store no logits either"
+        )
     return ""
 
 

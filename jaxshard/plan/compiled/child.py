@@ -40,6 +40,7 @@ def main(folder: Path) -> None:
 def _devices(platform: str, name: str, topology: dict[str, Any]) -> list[Any]:
     """Return the devices of a topology, for which programs can be compiled but not run."""
     if platform != "tpu":  # GPUs: JAX knows where its plugins are
+        os.environ["JAX_PLATFORMS"] = "cpu"  # the plugin then asks for no driver
         from jax.experimental import topologies
 
         return list(topologies.get_topology_desc(name, platform, **topology).devices)
