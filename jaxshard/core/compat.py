@@ -6,6 +6,7 @@ tests/core/test_compat.py, as are the names of primitives and compiler passes th
 """
 
 import functools
+import importlib
 import io
 import logging
 import os
@@ -231,6 +232,25 @@ def _shorten_plugin_error(record: logging.LogRecord) -> bool:
         record.msg = f"JAX goes on without its plugin %s, which can't start: {record.exc_info[1]}".partition("\n")[0]
         record.exc_info = None
     return True
+
+
+def start_plugin(module: str) -> None:
+    """Start a plugin of JAX for GPUs, which refused to start without a driver, for its compiler alone.
+
+    The plugin checks the driver unless JAX_PLATFORMS leaves out GPUs or an environment variable skips the check. The
+    backends of JAX start first: they would look for GPUs of a plugin that is there.
+
+    Private: the variable and `initialize`, which are not documented.
+
+    Args:
+      module: the name of the plugin's module.
+    """
+    jax.devices()
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    try:
+        importlib.import_module(module).initialize()
+    finally:
+        del os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"]
 
 
 def has_cudnn() -> bool:

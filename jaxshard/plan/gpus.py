@@ -6,9 +6,7 @@ GPU has compiles too. cuDNN, if it is installed, chooses the attention kernels.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import os
 from typing import NamedTuple
 
 import jax
@@ -70,18 +68,9 @@ def check_gpu_compiler(version: str) -> None:
         )
 
 
-def start_plugin() -> None:
-    """Start JAX's CUDA plugin, which refused to start without a driver, for its compiler alone.
-
-    The plugin checks the driver unless JAX_PLATFORMS leaves out GPUs or an environment variable skips the check. The
-    backends of JAX start first: they would look for GPUs of a plugin that is there.
-    """
-    jax.devices()
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-    try:
-        importlib.import_module(next(filter(_is_installed, _PLUGINS))).initialize()
-    finally:
-        del os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"]
+def plugin_module() -> str:
+    """Return the name of the module of JAX's CUDA plugin that is installed."""
+    return next(filter(_is_installed, _PLUGINS))
 
 
 def gpu_options(version: str, per_host: int, hosts: int) -> dict[str, str]:

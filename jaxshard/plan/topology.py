@@ -18,8 +18,9 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxshard.core.compat import start_plugin
 from jaxshard.plan.arrange import arrange
-from jaxshard.plan.gpus import check_gpu_compiler, gpu_options, start_plugin
+from jaxshard.plan.gpus import check_gpu_compiler, gpu_options, plugin_module
 from jaxshard.plan.planned import GPUS, TPUS, PlannedDevice, chip_named, parse_topology, topology_name
 
 
@@ -120,7 +121,7 @@ def _make_devices(target: Target) -> tuple[jax.Device, ...]:
     except NotImplementedError:  # JAX has no plugin for this platform: without a driver, the one for GPUs did not start
         if not target.is_gpu:
             raise
-        start_plugin()
+        start_plugin(plugin_module())
         devices = make().devices
     _targets[id(devices[0].client)] = target
     return tuple(devices)
