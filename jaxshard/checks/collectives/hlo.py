@@ -144,6 +144,10 @@ class Computation:
         return found
 
     @cached_property
+    def _positions(self) -> dict[str, int]:
+        return {name: position for position, name in enumerate(self.lines)}
+
+    @cached_property
     def root(self) -> str:
         """The name of the operation whose value the computation returns."""
         line = next(line for line in reversed(self._body) if line.lstrip().startswith("ROOT "))
@@ -160,7 +164,10 @@ class Computation:
 
     def __getitem__(self, name: str) -> Op:
         if name not in self._parsed:
-            self._parsed[name] = _parse_op(name, self.lines[name])
+            op = self._parsed[name] = _parse_op(name, self.lines[name])
+            # Every search for the source of a value ends, because an operation uses only values of lines above it.
+            if late := [one for one in op.operands if self._positions.get(one, -1) >= self._positions[name]]:
+                raise ValueError(f"the line of %{name} uses %{late[0]}, which is computed later")
         return self._parsed[name]
 
 
@@ -218,6 +225,8 @@ class Scope(NamedTuple):
 
     def enter(self, caller: Op, name: str, arguments: tuple[str, ...] | None = None) -> Scope:
         """Return the scope of the computation `name` that `caller` calls with `arguments` (by default its operands)."""
+        if name == self.computation.name or any(name == outer.computation.name for outer, _ in self.callers):
+            raise ValueError(f"the computation %{name} calls itself")
         arguments = caller.operands if arguments is None else arguments
         return Scope(self.module, self.module.computations[name], self, caller, arguments)
 
