@@ -1,4 +1,4 @@
-"""The largest sizes that are accepted, so that a wrong number in a file or flag is refused before it fills the memory."""
+"""The largest sizes that are accepted: a wrong number in a file or flag is refused before it fills the memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_LISTED = 2**20
 def is_too_large(error: BaseException) -> bool:
     """Return True for the errors of Python and its libraries about data that no machine can hold or process.
 
-    They are OverflowError, MemoryError and the panic of a library in Rust, which is no `Exception` and whose class can't
+    They are OverflowError, MemoryError and the panic of a library in Rust: this is no `Exception`, and its class can't
     be imported.
     """
     return isinstance(error, OverflowError | MemoryError) or type(error).__name__ == "PanicException"

@@ -20,7 +20,6 @@ from jaxshard.models.decoder import Decoder
 from jaxshard.models.parts import check_window, largest_size
 from jaxshard.models.rope import as_scaling
 
-
 _NO_SIZES = ("norm_epsilon", "tied", "normalize")
 """Arguments among the `sizes` of families that are no sizes."""
 

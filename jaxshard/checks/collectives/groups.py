@@ -32,11 +32,11 @@ Groups = tuple[tuple[int, ...], ...]
 UNKNOWN = ("?",)
 """The axes of groups that are not a product of mesh axes."""
 
-_LISTED = re.compile(r"\{(?:\{[\d,]*\},?)*\}")
+_LISTED = re.compile(r"\{(?:\{[\d,]+\},?)*\}")
 _IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _IOTA_GROUPS = re.compile(rf"\[([\d,]+)\]<={_IOTA.pattern}")
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
-_SIZE = re.compile(r"([^',=\s]+)'?=(\d+)")
+_SIZE = re.compile(r"\s*'?([^',=\s]+)'?=(\d+)")
 _AXIS = re.compile(r"'?([^',]+?)'?(?::\((\d+)\)(\d+))?")
 
 
@@ -107,7 +107,10 @@ def _expand_mesh(shape: str, device_ids: str | None, axes: str) -> Groups:
     split in 2 x 2, and the part is the second factor. So `mesh[a=2,b=4] {b:(2)2}` has the groups {0,1}, {2,3}, {4,5},
     {6,7}.
     """
-    sizes = {name: int(size) for name, size in _SIZE.findall(shape)}
+    found = [_SIZE.fullmatch(axis) for axis in shape.split(",")]
+    sizes = {axis[1]: int(axis[2]) for axis in found if axis is not None}
+    if len(sizes) < len(found):
+        raise ValueError(f"replica groups of a mesh that can't be read: mesh[{shape[:120]}]")
     count = _count_devices(sizes.values())
     places = dict(zip(sizes, np.unravel_index(np.arange(count), tuple(sizes.values())))) if sizes else {}
     digits = [np.zeros(count, int)]

@@ -190,6 +190,14 @@ class Module:
     text: str
 
     @cached_property
+    def calls(self) -> dict[str, set[str]]:
+        """{name of a computation: the names of the computations that its operations call}."""
+        return {
+            name: {callee for op, line in of.lines.items() if _CALLEES.search(line) for callee in of[op].callees}
+            for name, of in self.computations.items()
+        }
+
+    @cached_property
     def arguments(self) -> dict[int, Op]:
         """{index: operation} of the program's arguments, which are the `parameter` operations of its entry."""
         entry = self.computations[self.entry]
@@ -225,8 +233,6 @@ class Scope(NamedTuple):
 
     def enter(self, caller: Op, name: str, arguments: tuple[str, ...] | None = None) -> Scope:
         """Return the scope of the computation `name` that `caller` calls with `arguments` (by default its operands)."""
-        if name == self.computation.name or any(name == outer.computation.name for outer, _ in self.callers):
-            raise ValueError(f"the computation %{name} calls itself")
         arguments = caller.operands if arguments is None else arguments
         return Scope(self.module, self.module.computations[name], self, caller, arguments)
 

@@ -76,15 +76,15 @@ class _Wanted(NamedTuple):
 
 def _reaching(module: hlo.Module, wanted: re.Pattern[str]) -> frozenset[str]:
     """Return the names of the computations that contain a wanted line, directly or in a computation that they call."""
-    callers: dict[str, set[str]] = {}
-    queue: list[str] = []
-    for name, computation in module.computations.items():
-        for op, line in computation.lines.items():
-            if wanted.search(f"{op} = {line}"):
-                queue.append(name)
-            if _CALLING.search(line):
-                for callee in computation[op].callees:
-                    callers.setdefault(callee, set()).add(name)
+    callers: dict[str, list[str]] = {}
+    for caller, callees in module.calls.items():
+        for callee in callees:
+            callers.setdefault(callee, []).append(caller)
+    queue = [
+        name
+        for name, computation in module.computations.items()
+        if any(wanted.search(f"{op} = {line}") for op, line in computation.lines.items())
+    ]
     found: set[str] = set()
     while queue:
         name = queue.pop()
