@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+from jaxshard.core.bounds import is_too_large
 from jaxshard.core.our_code import is_jaxshard_file
 
 _LIBRARY = os.path.dirname(os.__file__)
@@ -71,7 +72,19 @@ def file_errors() -> Iterator[None]:
         raise FileError(_one_line(error)) from error
 
 
-def _is_ours(error: Exception) -> bool:
+@contextlib.contextmanager
+def size_errors() -> Iterator[None]:
+    """Convert an error that `is_too_large` to a `UsageError`, unless the user's own code raised it."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_too_large(error) or not _is_ours(error):
+            raise
+        what = _one_line(error) or type(error).__name__
+        raise UsageError(f"a number in the flags or files is too large: {what}; give a smaller one") from error
+
+
+def _is_ours(error: BaseException) -> bool:
     """Return True if jaxshard, or a library that it called, raised an error; False if the user's code did."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if is_jaxshard_file(frame.filename):
@@ -81,7 +94,7 @@ def _is_ours(error: Exception) -> bool:
     return False
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split())

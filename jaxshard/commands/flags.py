@@ -17,6 +17,7 @@ from jaxshard.commands.values import (
     Natural,
     Rate,
     Real,
+    Size,
     Step,
     Text,
     Texts,
@@ -91,7 +92,7 @@ class Sharding(Flags):
     schedule: Text = None
     chunks: Count = None
     context: Literal["gather", "ulysses", "usp", "ring"] | None = None
-    devices: Count = None
+    devices: Size = None
     microbatches: Count = None
     wire: Text = None
 
@@ -119,8 +120,8 @@ class Rows(Model):
         base=bf16 or base=int8 to store the frozen matrices in less than f32; train needs the weights of hf:PATH
     """
 
-    batch: Count = None
-    seq: Count = None
+    batch: Size = None
+    seq: Size = None
     precision: PrecisionName | None = None
     lora: Text = None
 
@@ -162,7 +163,7 @@ class Data(Flags):
 
     data: Folder = None  # text, not a Path: that of an empty text is the current folder
     dtype: Text = None
-    vocab: Count = None
+    vocab: Size = None
     tokenizer: Text = None
     template: Text = None
 
@@ -253,7 +254,7 @@ class Chips(Flags):
     """
 
     topology: Text = None
-    slices: Count = None
+    slices: Size = None
     price: Rate = None
 
 
@@ -313,14 +314,14 @@ class Generate(Model, Config):
     chat: Texts = ()
     system: Text = None
     tokenizer: File = None
-    length: Count = None
+    length: Size = None
     temperature: Real = 0.0
-    top_k: Count = None
+    top_k: Size = None
     top_p: Rate = None
     stop: Texts = ()
     mesh: Text = None
     strategy: StrategyName = "fsdp"
-    devices: Count = None
+    devices: Size = None
     seed: Natural = 0
 
 
@@ -386,7 +387,7 @@ class Parity(Targeted, Model, Sharding, Config):
       seed: seed of the parameters, the tokens, and the random draws of the loss
     """
 
-    batch: Count = None
+    batch: Size = None
     seed: Natural = 0
 
 

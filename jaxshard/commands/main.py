@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from jaxshard.commands import flags, parse
-from jaxshard.commands.errors import UsageError, file_errors
+from jaxshard.commands.errors import UsageError, file_errors, size_errors
 from jaxshard.commands.streams import OutputError, checked_streams
 from jaxshard.core.near_words import did_you_mean
 from jaxshard.core.version import __version__
@@ -123,7 +123,7 @@ def _run(words: Sequence[str]) -> tuple[int, str]:
             given = parse.parse(command, rest)
             with _uncollected():
                 run = runner_of(name)
-        with _ctrl_c_again_where_it_is_lost(), file_errors():
+        with _ctrl_c_again_where_it_is_lost(), file_errors(), size_errors():
             return run(given) or 0, ""
     except KeyboardInterrupt:
         return INTERRUPTED, "interrupted"

@@ -98,8 +98,9 @@ class NamedModel(NamedTuple):
         """Build the model with the arguments `more`; --change overrides them."""
         try:
             return self.size.model(**more | self.changes)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"--change {self.change}: {error}") from error
+        except (OverflowError, TypeError, ValueError) as error:
+            where = f"--model {self.target}" if self.change is None else f"--change {self.change}"
+            raise ValueError(f"{where}: {error}") from error
 
     def resize(self, *, seq: int | None, batch: int | None, rows_multiple: int) -> Size:
         """Return the model's size and recipe for a run: with --change, --seq and --batch.

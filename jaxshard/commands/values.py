@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+from jaxshard.core.bounds import LARGEST_SIZE
 from jaxshard.core.local_path import local_path
 from jaxshard.core.near_words import one_of
 
@@ -35,15 +36,22 @@ class Kind(NamedTuple):
     is_written: bool = False
 
 
-def read_number(kind: type[int] | type[float], least: float, words: str) -> Read:
-    """Return a function from text to a number of at least `least`; `words` describes the allowed numbers in errors."""
+def read_number(kind: type[int] | type[float], least: float, words: str, bound: int = LARGEST) -> Read:
+    """Return a function from text to a number.
+
+    Args:
+      kind: the type of the number.
+      least: the smallest number that is allowed.
+      words: describes the allowed numbers in errors.
+      bound: whole numbers are below it.
+    """
 
     def read(text: str) -> Any:
         try:
             number = kind(text)
         except ValueError:
             raise ValueError("give a whole number" if kind is int else "give a number") from None
-        if not least <= number < (LARGEST if kind is int else math.inf):
+        if not least <= number < (bound if kind is int else math.inf):
             raise ValueError(f"give {words}")
         return number
 
@@ -70,10 +78,12 @@ def read_switch(text: str) -> bool:
 
 
 read_count = read_number(int, 1, f"a number above 0 and below {LARGEST}")
+read_size = read_number(int, 1, f"a number from 1 to {LARGEST_SIZE}", LARGEST_SIZE + 1)
 read_natural = read_number(int, 0, "a number from 0 to 2**63 - 1")
 read_rate = read_number(float, math.ulp(0), "a number above 0 and below infinity")
 
 Count = Annotated[int | None, Kind("N", read_count)]
+Size = Annotated[int | None, Kind("N", read_size)]
 Step = Annotated[int | None, Kind("N", read_natural)]
 Natural = Annotated[int, Kind("N", read_natural)]
 Rate = Annotated[float | None, Kind("X", read_rate)]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
+from jaxshard.core.bounds import LARGEST_SIZE, is_too_large
 from jaxshard.core.local_path import local_path
 from jaxshard.data.chat_template import ChatTemplate, Messages
 from jaxshard.data.tokenizer_folder import chat_template, end_of_text
@@ -31,15 +33,20 @@ class Tokenizer:
     def __init__(self, file: Path, library: Any, end: int | None, chat_template: ChatTemplate | None) -> None:
         self.file, self.end, self.chat_template, self._library = file, end, chat_template, library
         self.vocab: int = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if self.vocab > LARGEST_SIZE:
+            raise ValueError(f"tokenizer: {file} has the token id {self.vocab - 1}; ids must be below {LARGEST_SIZE}")
         self.digest = hashlib.sha256(file.read_bytes() + f"end {end}".encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[Int[np.ndarray, " tokens"]]:
         """Tokenise texts, each with the special tokens that the tokenizer adds (such as "<s>" at the beginning)."""
-        return [np.array(one.ids, np.int64) for one in self._library.encode_batch(list(texts))]
+        with self._failures():
+            encoded = self._library.encode_batch(list(texts))
+        return [np.array(one.ids, np.int64) for one in encoded]
 
     def encode_part(self, text: str) -> list[int]:
         """Tokenise a part of a text, without the special tokens that the tokenizer adds to a full text."""
-        return [int(token) for token in self._library.encode(text, add_special_tokens=False).ids]
+        with self._failures():
+            return [int(token) for token in self._library.encode(text, add_special_tokens=False).ids]
 
     def encode_with_spans(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
@@ -54,7 +61,8 @@ class Tokenizer:
           For each text (ids int64[tokens], spans int64[tokens, 2]). A span is (begin, end) of the token in the text, or
           (0, 0) for a special token that the tokenizer added.
         """
-        found = self._library.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        with self._failures():
+            found = self._library.encode_batch(list(texts), add_special_tokens=add_special_tokens)
         return [(np.array(one.ids, np.int64), np.array(one.offsets, np.int64).reshape(-1, 2)) for one in found]
 
     def apply_chat_template(
@@ -83,12 +91,23 @@ class Tokenizer:
 
     def decode(self, tokens: Iterable[int] | Int[np.ndarray, " tokens"]) -> str:
         """Return the text of token ids, special tokens included."""
-        text: str = self._library.decode([int(token) for token in tokens], skip_special_tokens=False)
+        with self._failures():
+            text: str = self._library.decode([int(token) for token in tokens], skip_special_tokens=False)
         return text
 
     def text_of(self, token: int) -> str:
         """Return the text of one token, such as "</s>"; empty for an id that the tokenizer lacks."""
         return self._library.id_to_token(token) or ""
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Convert a panic of the library inside the `with` block, such as of a pattern without end, to a ValueError."""
+        try:
+            yield
+        except BaseException as error:
+            if not is_too_large(error):
+                raise
+            raise ValueError(f"tokenizer: {self.file} can't be used for these texts or tokens: {error}") from error
 
 
 def tokenizer(path: str | Path) -> Tokenizer:

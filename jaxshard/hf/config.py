@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 
 from jaxshard.checkpoint.strict_json import decode_object, read_plain_file
 from jaxshard.core.tree import raise_all
-from jaxshard.hf.entries import NEUTRAL, Reader
+from jaxshard.hf.entries import NEUTRAL, Reader, shorten
 from jaxshard.hf.families import FAMILIES, Family
 from jaxshard.hf.folder import CONFIG
 from jaxshard.hf.text_part import WITH_IMAGES, take_text_part
 from jaxshard.models.decoder import Decoder
-from jaxshard.models.parts import check_window
+from jaxshard.models.parts import check_window, largest_size
 from jaxshard.models.rope import as_scaling
+
+_NO_SIZES = ("norm_epsilon", "tied", "normalize")
+"""Arguments among the `sizes` of families that are no sizes."""
 
 
 class Config(NamedTuple):
@@ -55,10 +58,13 @@ def read_config(folder: Path, ignore: Iterable[str] = ()) -> Config:
         entries = decode_object(read_plain_file(path).lstrip())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
-    text_part = take_text_part(entries)
-    entries = entries if text_part is None else text_part
-    family = find_family(entries, path)
-    arguments = read_arguments(family, entries, path, ignore)
+    try:
+        text_part = take_text_part(entries)
+        entries = entries if text_part is None else text_part
+        family = find_family(entries, path)
+        arguments = read_arguments(family, entries, path, ignore)
+    except (AttributeError, OverflowError, TypeError) as error:
+        raise ValueError(f"{path}: an entry has a value of another type than it should: {error}") from error
     return Config(family, arguments, entries, folder, reads_images=text_part is not None)
 
 
@@ -98,6 +104,11 @@ def read_arguments(
     left_out = set(ignore)
     reader = Reader({name: x for name, x in entries.items() if name not in left_out}, family.defaults)
     made = {ours: reader.take(theirs) for ours, theirs in family.sizes.items()} | dict(family.fixed)
+    sizes = {ours: theirs for ours, theirs in family.sizes.items() if ours not in _NO_SIZES and made[ours] is not None}
+    for ours, theirs in sizes.items():  # before the groups, which list the blocks
+        if type(size := made[ours]) is not int or not 1 <= size <= largest_size(ours):
+            must = f"must be a whole number from 1 to {largest_size(ours)}"
+            raise ValueError(f"{path}: {theirs.replace('|', ' or ')}: {shorten(size)}, {must}")
     if "kv_heads" in made and made["kv_heads"] is None:
         made["kv_heads"] = made["heads"]
     for name, value in family.only.items():

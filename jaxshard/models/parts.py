@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from jaxshard.core.bounds import LARGEST_SIZE, MOST_LISTED
 from jaxshard.core.constrain import constrain, is_split, split_count
 from jaxshard.core.types import PyTree
 
@@ -99,14 +100,22 @@ def residual_stddev(depth: int) -> float:
     return STDDEV / math.sqrt(2 * depth)
 
 
+def largest_size(name: str) -> int:
+    """Return the largest value of the argument `name` of a model: of "depth", whose blocks are listed, or of a size."""
+    return MOST_LISTED if name == "depth" else LARGEST_SIZE
+
+
 def check_sizes(family: str, sizes: Mapping[str, Any]) -> None:
-    """Raise TypeError unless all sizes are whole numbers, and ValueError unless they are at least 1."""
+    """Raise TypeError unless all sizes are whole numbers, and ValueError unless they are from 1 to `largest_size`."""
     if other := {
         name: size for name, size in sizes.items() if not isinstance(size, Integral) or isinstance(size, bool)
     }:
         raise TypeError(f"{family}: sizes must be whole numbers, got {other}")
     if wrong := {name: size for name, size in sizes.items() if size < 1}:
         raise ValueError(f"{family}: sizes must be at least 1, got {wrong}")
+    for name, size in sizes.items():
+        if size > largest_size(name):
+            raise ValueError(f"{family}: {name} must be at most {largest_size(name)}, got {size}")
 
 
 Window = int | Sequence[int | None] | None
@@ -119,16 +128,16 @@ def check_window(family: str, window: Window, depth: int) -> int | tuple[int | N
     """Check a model's `window`, and simplify it: one value if all blocks have the same window, else a tuple by block.
 
     Raises:
-      ValueError: a list of another length than `depth`, or a window below 1.
+      ValueError: a list of another length than `depth`, or a window that is not from 1 to `LARGEST_SIZE`.
       TypeError: a window that is neither an integer nor None.
     """
     each = tuple(window) if isinstance(window, Sequence) else (window,)
     if any(x is not None and (not isinstance(x, Integral) or isinstance(x, bool)) for x in each):
         raise TypeError(f"{family}: a window must be a whole number or None, got {window!r}")
-    if any(x is not None and x < 1 for x in each) or len(each) not in (1, depth):
+    if any(x is not None and not 1 <= x <= LARGEST_SIZE for x in each) or len(each) not in (1, depth):
         raise ValueError(
-            f"{family}: window must be at least 1 (a position sees itself), or a list of {depth}, one for each block, "
-            f"got {window!r}"
+            f"{family}: window must be at least 1 (a position sees itself) and at most {LARGEST_SIZE}, or a list of "
+            f"{depth}, one for each block, got {window!r}"
         )
     return each[0] if len(set(each)) == 1 else each
 

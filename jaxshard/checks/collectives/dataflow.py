@@ -100,7 +100,13 @@ class _Iteration(NamedTuple):
         return integer(body, body.computation.root, (index,), self._replace(number=self.number - 1))
 
 
-def integer(scope: Scope, name: str, path: Path = (), iteration: _Iteration | None = None) -> int | None:
+_Known = dict[tuple[Scope, str, Path], int | None]
+"""The integers that are computed already: operations that use a value twice would double the work with each other."""
+
+
+def integer(
+    scope: Scope, name: str, path: Path = (), iteration: _Iteration | None = None, known: _Known | None = None
+) -> int | None:
     """Compute the value of an integer scalar of the program from constants; None if it depends on anything else.
 
     Args:
@@ -108,15 +114,25 @@ def integer(scope: Scope, name: str, path: Path = (), iteration: _Iteration | No
       name: the name of the value.
       path: the element to follow if the value is a tuple, as in `resolve`.
       iteration: the loop iteration in which it is computed; needed if it depends on a loop's carry.
+      known: integers of the same iteration, to which those that are computed here are added.
     """
+    known = {} if known is None else known
     scope, op, path = resolve(scope, name, path)
+    key = (scope, op.name, path)
+    if key not in known:
+        known[key] = _compute(scope, op, path, iteration, known)
+    return known[key]
+
+
+def _compute(scope: Scope, op: Op, path: Path, iteration: _Iteration | None, known: _Known) -> int | None:
+    """Compute the integer that element `path` of the result of an operation is, as `integer` does."""
     if op.opcode == "constant":
         return int(op.inside) if re.fullmatch(r"-?\d+", op.inside) else None
     if op.opcode == "parameter" and iteration is not None and scope.caller is iteration.loop and len(path) == 1:
         return iteration.element(path[0])
     if op.opcode not in _ARITHMETIC or path:
         return None
-    left, right = (integer(scope, operand, (), iteration) for operand in op.operands)
+    left, right = (integer(scope, operand, (), iteration, known) for operand in op.operands)
     return None if left is None or right is None else _ARITHMETIC[op.opcode](left, right)
 
 

@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.transfers import is_transfer, names_all_slices
+from jaxshard.core.bounds import MOST_LISTED
 from jaxshard.core.mesh import axis_size, slice_indices
 
 Groups = tuple[tuple[int, ...], ...]
@@ -31,10 +32,11 @@ Groups = tuple[tuple[int, ...], ...]
 UNKNOWN = ("?",)
 """The axes of groups that are not a product of mesh axes."""
 
+_LISTED = re.compile(r"\{(?:\{[\d,]+\},?)*\}")
 _IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _IOTA_GROUPS = re.compile(rf"\[([\d,]+)\]<={_IOTA.pattern}")
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
-_SIZE = re.compile(r"([^',=\s]+)'?=(\d+)")
+_SIZE = re.compile(r"\s*'?([^',=\s]+)'?=(\d+)")
 _AXIS = re.compile(r"'?([^',]+?)'?(?::\((\d+)\)(\d+))?")
 
 
@@ -60,9 +62,11 @@ def find_groups(scope: hlo.Scope, op: hlo.Op, mesh: Mesh) -> tuple[Groups, tuple
 def groups_of(op: hlo.Op, module: hlo.Module) -> Groups:
     """Parse the groups of a collective, or the (source, target) pairs of a permute, as positions of devices."""
     name = "source_target_pairs" if op.opcode.startswith("collective-permute") else "replica_groups"
-    found = re.search(rf"\b{name}=(\{{(?:\{{[\d,]*\}},?)*\}}|.*)", op.attributes)
-    text = "{}" if found is None else found[1]
-    return _parse_pairs(text) if name == "source_target_pairs" else parse_groups(text, module.devices)
+    text = op.attributes.partition(f" {name}=")[2] or "{}"
+    groups = _parse_pairs(text) if name == "source_target_pairs" else parse_groups(text, module.devices)
+    if wrong := [at for group in groups for at in group if at >= module.devices]:
+        raise ValueError(f"{name} of %{op.name} name the device {wrong[0]}, and the program has {module.devices}")
+    return groups
 
 
 def parse_groups(text: str, devices: int) -> Groups:
@@ -78,7 +82,7 @@ def parse_groups(text: str, devices: int) -> Groups:
       devices: how many devices the program runs on.
 
     Raises:
-      ValueError: a syntax that is none of these.
+      ValueError: a syntax that is none of these, or sizes of more devices than can be listed.
     """
     if text.startswith("{"):
         return _parse_pairs(text) or (tuple(range(devices)),)
@@ -89,6 +93,13 @@ def parse_groups(text: str, devices: int) -> Groups:
     raise ValueError(f"replica groups in an unknown syntax: {text[:120]!r}")
 
 
+def _count_devices(sizes: Iterable[int]) -> int:
+    """Multiply sizes; raise ValueError if there are more devices than a program can have."""
+    if (count := math.prod(sizes)) > MOST_LISTED:
+        raise ValueError(f"replica groups of {count} devices, and at most {MOST_LISTED} can be read")
+    return count
+
+
 def _expand_mesh(shape: str, device_ids: str | None, axes: str) -> Groups:
     """Return the groups that the mesh-shaped syntax of `parse_groups` describes, `mesh[shape], device_ids {axes}`.
 
@@ -96,8 +107,11 @@ def _expand_mesh(shape: str, device_ids: str | None, axes: str) -> Groups:
     split in 2 x 2, and the part is the second factor. So `mesh[a=2,b=4] {b:(2)2}` has the groups {0,1}, {2,3}, {4,5},
     {6,7}.
     """
-    sizes = {name: int(size) for name, size in _SIZE.findall(shape)}
-    count = math.prod(sizes.values())
+    found = [_SIZE.fullmatch(axis) for axis in shape.split(",")]
+    sizes = {axis[1]: int(axis[2]) for axis in found if axis is not None}
+    if len(sizes) < len(found):
+        raise ValueError(f"replica groups of a mesh that can't be read: mesh[{shape[:120]}]")
+    count = _count_devices(sizes.values())
     places = dict(zip(sizes, np.unravel_index(np.arange(count), tuple(sizes.values())))) if sizes else {}
     digits = [np.zeros(count, int)]
     width = 1
@@ -127,7 +141,7 @@ def expand_iota(sizes: str, order: str | None) -> np.ndarray:
     >>> expand_iota("2,3", "1,0").tolist()
     [[0, 3], [1, 4], [2, 5]]
     """
-    ids = np.arange(math.prod(_integers(sizes))).reshape(_integers(sizes))
+    ids = np.arange(_count_devices(_integers(sizes))).reshape(_integers(sizes))
     return ids.transpose(_integers(order)) if order else ids
 
 
@@ -137,7 +151,10 @@ def _as_groups(rows: np.ndarray) -> Groups:
 
 def _parse_pairs(text: str) -> Groups:
     """Parse groups or (source, target) pairs in braces, such as `{{0,1},{1,2}}`."""
-    return tuple(_integers(pair) for pair in re.findall(r"\{([\d,]+)\}", text))
+    listed = _LISTED.match(text)
+    if listed is None:
+        raise ValueError(f"groups of devices that can't be read: {text[:120]!r}")
+    return tuple(_integers(pair) for pair in re.findall(r"\{([\d,]+)\}", listed[0]))
 
 
 def axes_of_groups(groups: Groups, mesh: Mesh) -> tuple[str, ...]:

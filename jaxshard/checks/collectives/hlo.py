@@ -144,6 +144,10 @@ class Computation:
         return found
 
     @cached_property
+    def _positions(self) -> dict[str, int]:
+        return {name: position for position, name in enumerate(self.lines)}
+
+    @cached_property
     def root(self) -> str:
         """The name of the operation whose value the computation returns."""
         line = next(line for line in reversed(self._body) if line.lstrip().startswith("ROOT "))
@@ -160,7 +164,10 @@ class Computation:
 
     def __getitem__(self, name: str) -> Op:
         if name not in self._parsed:
-            self._parsed[name] = _parse_op(name, self.lines[name])
+            op = self._parsed[name] = _parse_op(name, self.lines[name])
+            # Every search for the source of a value ends, because an operation uses only values of lines above it.
+            if late := [one for one in op.operands if self._positions.get(one, -1) >= self._positions[name]]:
+                raise ValueError(f"the line of %{name} uses %{late[0]}, which is computed later")
         return self._parsed[name]
 
 
@@ -181,6 +188,14 @@ class Module:
     entry: str
     frames: Mapping[int, tuple[str, ...]]
     text: str
+
+    @cached_property
+    def calls(self) -> dict[str, set[str]]:
+        """{name of a computation: the names of the computations that its operations call}."""
+        return {
+            name: {callee for op, line in of.lines.items() if _CALLEES.search(line) for callee in of[op].callees}
+            for name, of in self.computations.items()
+        }
 
     @cached_property
     def arguments(self) -> dict[int, Op]:

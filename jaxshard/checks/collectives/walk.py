@@ -7,6 +7,7 @@ in %body:  %f = f32[64] fusion(%x), calls=%fused          12 times, and so is ev
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from jaxshard.checks.collectives.counts import total
 from jaxshard.checks.collectives.dataflow import trip_count
 
 _CALLING = re.compile(r"\b(?:calls|to_apply|body|branch_computations|true_computation|called_computations)=[{%]")
+_MOST_PLACES = 10_000
+"""The most places from which a program may run an operation: computations that call each other twice double them."""
 
 
 class Executed(NamedTuple):
@@ -43,23 +46,67 @@ def executed(module: hlo.Module, wanted: re.Pattern[str], *, fused: bool = True)
       module: the program.
       wanted: the pattern, for lines of the form `name = type opcode(operands), ...`.
       fused: also yield operations inside fusions, which are not executed one by one.
+
+    Raises:
+      ValueError: the program runs such an operation from too many places.
     """
-    return _executed(hlo.Scope(module, module.computations[module.entry]), wanted, fused, 1, False)
+    entry = hlo.Scope(module, module.computations[module.entry])
+    found = _executed(entry, _Wanted(wanted, fused, _reaching(module, wanted)), 1, False)
+    places: Counter[tuple[str, str]] = Counter()
+    for one in found:
+        places[at := (one.scope.computation.name, one.op.name)] += 1
+        if places[at] > _MOST_PLACES:
+            raise ValueError(f"the program runs %{one.op.name} from more than {_MOST_PLACES} places")
+        yield one
 
 
-def _executed(
-    scope: hlo.Scope, wanted: re.Pattern[str], fused: bool, times: int | None, conditional: bool
-) -> Iterator[Executed]:
+class _Wanted(NamedTuple):
+    """The operations that a walk looks for.
+
+    Attributes:
+      pattern: the pattern of their lines.
+      fused: True to look inside fusions too.
+      reaching: the names of the computations that contain such a line, or call a computation that does.
+    """
+
+    pattern: re.Pattern[str]
+    fused: bool
+    reaching: frozenset[str]
+
+
+def _reaching(module: hlo.Module, wanted: re.Pattern[str]) -> frozenset[str]:
+    """Return the names of the computations that contain a wanted line, directly or in a computation that they call."""
+    callers: dict[str, list[str]] = {}
+    for caller, callees in module.calls.items():
+        for callee in callees:
+            callers.setdefault(callee, []).append(caller)
+    queue = [
+        name
+        for name, computation in module.computations.items()
+        if any(wanted.search(f"{op} = {line}") for op, line in computation.lines.items())
+    ]
+    found: set[str] = set()
+    while queue:
+        name = queue.pop()
+        if name not in found:
+            found.add(name)
+            queue += callers.get(name, ())
+    return frozenset(found)
+
+
+def _executed(scope: hlo.Scope, wanted: _Wanted, times: int | None, conditional: bool) -> Iterator[Executed]:
+    if scope.computation.name not in wanted.reaching:
+        return
     for name, line in scope.computation.lines.items():
-        if wanted.search(f"{name} = {line}"):
+        if wanted.pattern.search(f"{name} = {line}"):
             yield Executed(scope, scope.computation[name], times, conditional)
         if _CALLING.search(line):
             op = scope.computation[name]
-            if _is_fusion(op) and not fused:
+            if _is_fusion(op) and not wanted.fused:
                 continue
             for inner, trips in _calls(scope, op):
                 total = None if times is None or trips is None else times * trips
-                yield from _executed(inner, wanted, fused, total, conditional or op.opcode == "conditional")
+                yield from _executed(inner, wanted, total, conditional or op.opcode == "conditional")
 
 
 def _calls(scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[hlo.Scope, int | None]]:

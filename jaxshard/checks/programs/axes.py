@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from jaxshard.core.bounds import MOST_LISTED
 from jaxshard.core.mesh import solve_sizes
 
 ROWS, EXCHANGED, STAGES, SPLIT = "rows", "rows and exchanged activations", "stages", "split weights"
@@ -48,7 +49,7 @@ def position_mesh(axes: dict[str, int], devices: int, *, slices: bool = False) -
       slices: True if the program communicates with other slices; then the mesh may be a multiple of `devices`.
 
     Raises:
-      ValueError: the product of the sizes is not the number of devices.
+      ValueError: the product of the sizes is not the number of devices, or there are too many devices to list.
     """
     known = math.prod(axes.values())  # negative with a size that is to be found
     total = known if slices and known > 0 and known % devices == 0 else devices
@@ -61,6 +62,8 @@ def position_mesh(axes: dict[str, int], devices: int, *, slices: bool = False) -
             f"devices{more} (num_partitions times replica_count of its first line); give the mesh that it was compiled "
             "for"
         ) from error
+    if total > MOST_LISTED:
+        raise ValueError(f"the program is for {total} devices, and at most {MOST_LISTED} can be listed")
     positions = np.array([Position(number, number // devices) for number in range(total)], dtype=object)
     return Mesh(positions.reshape(tuple(sizes.values())), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 

@@ -205,7 +205,7 @@ def audit_program(
     module = parse_program(text if isinstance(text, bytes) else text.encode())
     try:
         return _audit(module, axes, strategy, microbatches)
-    except (AssertionError, IndexError, KeyError, RecursionError, StopIteration) as error:
+    except (ArithmeticError, AssertionError, IndexError, KeyError, RecursionError, StopIteration) as error:
         raise ValueError(f"the HLO text is damaged: {type(error).__name__} {error}") from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import graphlib
 import re
 
 from jaxshard.checks.collectives import hlo
@@ -16,7 +17,6 @@ _KINDS = {
     r"BufferAssignment": "a buffer assignment: take the file next to it without -buffer-assignment in its name",
 }
 """Words for other texts that users pass by mistake, by a pattern that recognises the text."""
-_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|called_computations)=\{?%([\w.\-~]+)")
 
 
 def parse_program(data: bytes) -> hlo.Module:
@@ -49,13 +49,16 @@ def parse_program(data: bytes) -> hlo.Module:
 
 
 def _check_complete(text: str, module: hlo.Module) -> None:
-    """Raise ValueError if the text ends too early: a line is cut off, or a called computation is missing."""
+    """Raise ValueError if the text ends too early: a line is cut off, or a called computation is missing.
+
+    Also raise it for a computation that calls itself.
+    """
     for computation in module.computations.values():
         for name, line in computation.lines.items():
             if line.count("(") != line.count(")"):  # in free text there may be any
                 computation[name]  # parses it
     last = text.rstrip().rpartition("\n")[2]
-    missing = sorted(set(_CALLED.findall(text)) - module.computations.keys())
+    missing = sorted(set().union(*module.calls.values()) - module.computations.keys())
     if not module.entry:
         why = "it has no ENTRY"
     elif missing:
@@ -63,5 +66,9 @@ def _check_complete(text: str, module: hlo.Module) -> None:
     elif last != "}" and not last.startswith("}, execution_thread="):
         why = f"it ends with {last[:60]!r}"
     else:
+        try:
+            graphlib.TopologicalSorter(module.calls).prepare()
+        except graphlib.CycleError as error:
+            raise ValueError(f"the HLO text is damaged: the computation {error.args[1][0]} calls itself") from error
         return
     raise ValueError(f"the text is cut off: {why}; write the whole program to the file")
