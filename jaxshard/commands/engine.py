@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import jax.numpy as jnp
@@ -116,7 +115,7 @@ def _read_table(flags: Sharding, stages: int) -> Schedule | None:
     """Read the pipeline schedule if --schedule names a CSV file, else None; ValueError if other flags contradict it."""
     if flags.schedule is None or not flags.schedule.endswith(".csv"):
         return None
-    table = Schedule.from_csv(Path(flags.schedule))
+    table = Schedule.from_csv(flags.schedule)
     given = {"stages": stages, "microbatches": flags.microbatches, "chunks": flags.chunks}
     check_table(table, flags.schedule, given)
     return table

@@ -13,6 +13,7 @@ from jaxshard.commands.errors import refuse
 from jaxshard.commands.flags import Data
 from jaxshard.commands.pretrained import Pretrained
 from jaxshard.commands.terminal import printable
+from jaxshard.core.local_path import local_path
 from jaxshard.data import corpus as corpora
 from jaxshard.data.corpus import Corpus
 from jaxshard.data.documents import Documents, tokenize
@@ -125,7 +126,7 @@ def _load(flags: Data, base: Pretrained | None) -> TrainingData:
         if base is not None:
             raise ValueError("--model hf:PATH is fine-tuned on your own data: add --data FILE")
         return TrainingData(corpora.stdlib())
-    path = Path(flags.data)
+    path = local_path(flags.data)
     tokens = path.suffix in _TOKENS and not path.is_dir()
     made_by = flags.tokenizer or (None if base is None or tokens else base.tokenizer)
     if made_by is None:

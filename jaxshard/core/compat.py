@@ -204,6 +204,14 @@ def coordinator_client() -> Any:
     return distributed.global_state.client
 
 
+def coordinator_address() -> str:
+    """Return "host:port" of JAX's coordinator, as it was given to this process, which has joined others.
+
+    Private: `jax._src.distributed.global_state.coordinator_address`. If it changes: an AttributeError.
+    """
+    return str(distributed.global_state.coordinator_address)
+
+
 def default_devices() -> list[jax.Device] | None:
     """Return the devices of the default backend, or None if no platform in JAX_PLATFORMS is available.
 

@@ -21,7 +21,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
 
 def check_local(path: str | os.PathLike[str], *, schemes: tuple[str, ...] = ()) -> None:
-    """Raise ValueError for an address, such as gs://bucket/run.
+    """Raise ValueError for an address, such as gs://bucket/run; the message has the address as it was given.
 
     Args:
       path: a path or an address.
@@ -32,7 +32,7 @@ def check_local(path: str | os.PathLike[str], *, schemes: tuple[str, ...] = ()) 
     address = _ADDRESS.match(text)
     if address is None or text.startswith(tuple(f"{scheme}://" for scheme in schemes)):
         return
-    shown = f"{address[1]}://{text[address.end() :]}"
+    shown = text if isinstance(path, str) else f"{address[1]}://{text[address.end() :]}"  # a `Path` dropped a slash
     besides = f", or an address of {', '.join(f'{scheme}://' for scheme in schemes)} as a str" if schemes else ""
     raise ValueError(
         f"{shown}: files are read and written in a mounted file system, not at an address; mount the storage or copy "

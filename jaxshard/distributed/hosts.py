@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
+from ipaddress import ip_address
 from typing import Any, NamedTuple
 
-from jaxshard.core.compat import coordinator_client, list_keys, process_count_and_id, put_key
-from jaxshard.distributed.agree import all_peers
+from jaxshard.core.compat import (
+    coordinator_address,
+    coordinator_client,
+    list_keys,
+    process_count_and_id,
+    put_key,
+)
+from jaxshard.distributed.agree import Peers, all_peers
 
 _SECONDS = 5.0
 """Seconds after which a connection to another process counts as failed."""
+
+_ANYWHERE = "192.0.2.1"
+"""An address reserved for documentation, for which a host uses its default route."""
 
 _FOLDER = "jaxshard/hosts"
 
@@ -47,12 +58,13 @@ def survey(facts: dict[str, Any]) -> list[Host]:
     Returns:
       A `Host` for each process, in order; the same list in every process.
     """
-    address, name = own_address(), socket.gethostname()
-    peers = all_peers()
+    peers, name = all_peers(), socket.gethostname()
     if peers is None:
-        return [Host(0, name, address, 0.0, (), facts)]
+        return [Host(0, name, own_address(_ANYWHERE), 0.0, (), facts)]
     store, me = coordinator_client(), process_count_and_id()[1]
-    with socket.create_server((address, 0)) as listener:
+    address = common_address(peers, store, me)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as listener:
         put_key(store, f"{_FOLDER}/address/{me}", f"{address}:{listener.getsockname()[1]}")
         peers.meet("jaxshard doctor: addresses")
         now = time.time()  # `meet` returns at about the same moment in all processes
@@ -68,15 +80,42 @@ def survey(facts: dict[str, Any]) -> list[Host]:
     ]
 
 
-def own_address() -> str:
-    """Return the IP address of this host's network interface, or the loopback address if it has no network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # reserved for documentation; a datagram socket sends nothing to connect
+def common_address(peers: Peers, store: Any, me: int) -> str:
+    """Return the address of this host on the network that it shares with the coordinator.
+
+    The coordinator's host may know its own name by a loopback address, which no other host reaches: its processes then
+    take their address on the network of a process that runs elsewhere.
+    """
+    address = own_address(coordinator_address().rpartition(":")[0].strip("[]"))
+    put_key(store, f"{_FOLDER}/interface/{me}", address)
+    peers.meet("jaxshard doctor: networks")
+    if not ip_address(address).is_loopback:
+        return address
+    found = list_keys(store, f"{_FOLDER}/interface/").values()
+    return next((own_address(other) for other in found if not ip_address(other).is_loopback), address)
+
+
+def own_address(towards: str) -> str:
+    """Return the IP address of this host's network interface for packets to another host.
+
+    A host may have several networks, and no default route.
+
+    Args:
+      towards: the name or IP address of the other host.
+
+    Returns:
+      The address; the loopback address if there is no route to the other host.
+    """
+    try:
+        found = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)
+    except socket.gaierror:
+        return "127.0.0.1"
+    for family, kind, protocol, _, place in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.connect(place)  # a datagram socket sends nothing to connect
             address: str = probe.getsockname()[0]
-        except OSError:
-            return "127.0.0.1"
-    return address
+            return address
+    return "127.0.0.1"
 
 
 def answers(place: str) -> bool:

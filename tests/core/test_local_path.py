@@ -76,6 +76,15 @@ def test_an_address_is_refused_and_no_folder_of_its_name_is_made(name, tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("address", ["gs://bucket//run/", "gs:///bucket/run", "gs:/bucket/run"])
+def test_an_address_is_printed_as_it_was_given(address):
+    with pytest.raises(ValueError) as caught:
+        js.latest_step(address)
+    assert str(caught.value).startswith(f"{address}: files are")
+    with pytest.raises(ValueError, match=r"^gs://bucket/run: files are"):  # a `Path` has dropped the other slashes
+        js.latest_step(Path(address))
+
+
 @pytest.mark.parametrize("where", ["path", "cache"])
 def test_addresses_of_texts_and_of_their_cache_are_refused(where, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

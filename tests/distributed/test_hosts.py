@@ -1,13 +1,24 @@
 """Who reaches whom, and with which clock."""
 
+import json
+import os
+import shutil
 import socket
+import subprocess
+import sys
+import textwrap
+import threading
 
+import pytest
+
+from jaxshard.distributed import hosts
 from jaxshard.distributed.hosts import answers, own_address, survey
+from tests.distributed.store import Store, members, together
 
 
 def test_one_process_is_alone():
     (host,) = survey({"cores": 2})
-    assert host == (0, socket.gethostname(), own_address(), 0.0, (), {"cores": 2})
+    assert host == (0, socket.gethostname(), own_address("192.0.2.1"), 0.0, (), {"cores": 2})
 
 
 def test_a_port_answers_if_somebody_listens():
@@ -15,3 +26,84 @@ def test_a_port_answers_if_somebody_listens():
         place = f"127.0.0.1:{listener.getsockname()[1]}"
         assert answers(place)
     assert not answers(place)
+
+
+def test_the_own_address_is_that_on_the_network_of_the_other_host():
+    assert own_address("127.0.0.1") == own_address("localhost") == "127.0.0.1"
+    assert own_address("127.0.0.7") == "127.0.0.1"  # no interface's own, and no default route's
+    assert own_address("there.is.no.such.host.invalid") == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("towards", "expected"),
+    [
+        # The coordinator's host knows its own name by a loopback address.
+        (
+            {"node0": ["127.0.1.1", "127.0.1.1", "10.0.0.2"], "10.0.0.2": ["10.0.0.1"] * 2},
+            ["10.0.0.1", "10.0.0.1", "10.0.0.2"],
+        ),
+        ({"node0": ["10.0.0.1", "10.0.0.1", "10.0.0.2"]}, ["10.0.0.1", "10.0.0.1", "10.0.0.2"]),
+        ({"node0": ["127.0.0.1"] * 3}, ["127.0.0.1"] * 3),
+    ],
+)
+def test_all_take_their_address_towards_another_host(towards, expected, monkeypatch):
+    store, here = Store(), threading.local()
+    monkeypatch.setattr(hosts, "coordinator_address", lambda: "node0:8476")
+    monkeypatch.setattr(hosts, "own_address", lambda other: towards[other][here.process])
+
+    def address(peers, process):
+        here.process = process
+        return hosts.common_address(peers, store, process)
+
+    calls = [
+        lambda peers=peers, number=number: address(peers, number) for number, peers in enumerate(members(3, store))
+    ]
+    assert together(calls) == expected
+
+
+SURVEY = """
+    import json, sys
+    import jax
+    import jaxshard as js
+    from jaxshard.distributed.hosts import survey
+    js.distributed.initialize("10.77.0.1:8476", 2, int(sys.argv[1]))
+    if sys.argv[1] == "0":
+        print(json.dumps([(host.address, host.unreached) for host in survey({})]))
+    else:
+        survey({})
+"""
+NETWORK = """
+    set -e
+    ip link set lo up
+    unshare --net sleep 300 & other=$!
+    trap 'kill $other' EXIT
+    sleep 0.5
+    ip link add here type veth peer name there
+    ip link set there netns $other
+    ip addr add 10.77.0.1/24 dev here && ip link set here up
+    nsenter --net --target $other sh -c 'ip link set lo up; ip addr add 10.77.0.2/24 dev there; ip link set there up'
+    nsenter --net --target $other "$@" 1 &
+    second=$!
+    "$@" 0
+    wait $second
+"""
+
+
+def networks_are_allowed():
+    if shutil.which("ip") is None or shutil.which("unshare") is None:
+        return False
+    make = "ip link add here type veth peer name there"
+    return subprocess.run(["unshare", "--net", "sh", "-c", make], capture_output=True).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not networks_are_allowed(), reason="needs network namespaces, which root may make on Linux")
+def test_hosts_without_a_default_route_reach_each_other():
+    """Two hosts on one switch: each in a network namespace, without any other network."""
+    program = [sys.executable, "-c", textwrap.dedent(SURVEY)]
+    found = subprocess.run(
+        ["unshare", "--net", "bash", "-c", textwrap.dedent(NETWORK), "bash", *program],
+        capture_output=True, text=True, timeout=200, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert json.loads(found.stdout.splitlines()[-1]) == [["10.77.0.1", []], ["10.77.0.2", []]]
