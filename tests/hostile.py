@@ -7,6 +7,7 @@ wrong. `python -m tests.hostile hlo` runs those whose names begin with a word.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import resource
@@ -52,7 +53,8 @@ BAD_GROUPS = [
     "[1,200000000]<=[200000000]", "[200000000,1]<=[200000000]", "[1,8]<=[100000,100000]T(1,0)", "[1,8]<=[9]",
     "[1,99999999999999999999999]<=[8]", "[3,3]<=[8]", "[1,8]<=[8]T(1,0)", "[1,8]<=[2,4]T(0,0)", "[1,200000000]",
     "[1,8]<=[0]", "[]<=[8]", "{{0,1},{2,-3}}", "{{0,1},{2,3}", "{{0,1},{2,99999999999999999999}}", "{{0,1},{2,8}}",
-    "{{0,1},{2,x}}", "{{0,1},{2,3.5}}", "{{}}", "{0,1,2,3}", "{{0,1},2}", "{{0x1,2}}", "mesh['a'=99999,'b'=99999] {'b'}",
+    "{{0,1},{2,x}}", "{{0,1},{2,3.5}}", "{{}}", "{0,1,2,3}", "{{0,1},2}", "{{0x1,2}}",
+    "mesh['a'=99999,'b'=99999] {'b'}",
     "mesh['a'=2,'b'=4] {'c'}", "mesh['a'=2,'b'=4] {'b':(0)2}", "mesh['a'=2,'b'=4] {'b':(2)0}",
     "mesh['a'=2,'b'=4], device_ids=([99999,99999]) {'b'}", "mesh['a'=2,'b'=4], device_ids=(0,1) {'b'}",
     "mesh['a'=8,'b'=8] {'b'}", "mesh['a'=-2,'b'=4] {'b'}", "V100000000", "",
@@ -87,7 +89,8 @@ def _loop(*sums: str, limit: str = "a0") -> str:
   %i = s32[] get-tuple-element(%c), index=0
   %a0 = s32[] constant(3)
 """
-    body += "".join(f"  {line}\n" for line in sums) + f"  ROOT %less = pred[] compare(%i, %{limit}), direction=LT\n}}\n\n"
+    body += "".join(f"  {line}\n" for line in sums)
+    body += f"  ROOT %less = pred[] compare(%i, %{limit}), direction=LT\n}}\n\n"
     lines = (
         "%start = s32[] constant(0)",
         "%init = (s32[], f32[1024,64]) tuple(%start, %kernel)",
@@ -200,7 +203,8 @@ def _tokenizers() -> Iterator[Hostile]:
     for pattern in ("(a+)+c", "(?:a|a)+c", "(a*)*$b", "(", "a{99999999}"):
         split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         panics = not pattern.endswith(("(", "}"))
-        yield _tokenizer(f"pattern {pattern}", lambda made, split=split: made.update(pre_tokenizer=split), panics=panics)
+        change = functools.partial(dict.update, pre_tokenizer=split)
+        yield _tokenizer(f"pattern {pattern}", change, panics=panics)
     yield _tokenizer("nested", lambda made: made.update(model=json.loads("[" * 400 + "]" * 400)))
     yield _tokenizer("merges", lambda made: made["model"].update(merges=[["a", "absent"]]))
 

@@ -93,7 +93,7 @@ class Sharding(Flags):
     chunks: Count = None
     context: Literal["gather", "ulysses", "usp", "ring"] | None = None
     devices: Size = None
-    microbatches: Count = None
+    microbatches: Size = None
     wire: Text = None
 
 
@@ -448,7 +448,7 @@ class Schedule(Result):
 
     name: Annotated[str, Kind("NAME", is_positional=True)]
     stages: Count = None
-    microbatches: Count = None
+    microbatches: Size = None
     chunks: Count = None
     plot: Written = None
 

@@ -1,7 +1,5 @@
 """The largest sizes that are accepted: a wrong number in a file or flag is refused before it fills the memory."""
 
-from __future__ import annotations
-
 LARGEST_SIZE = 2**31 - 1
 """The largest dimension, number of rows, window or token id: what an int32 index can count."""
 

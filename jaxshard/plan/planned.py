@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
+from jaxshard.core.bounds import MOST_LISTED
 from jaxshard.cost.hardware import KINDS, Chip
 from jaxshard.cost.hardware import chip as chip_of
 from jaxshard.plan.arrange import arrange
@@ -218,8 +219,10 @@ def planned_devices(name: str, *, num_slices: int = 1) -> list[PlannedDevice]:
         (16, 'TPU v5 lite')
     """
     topology = parse_topology(name)
-    if num_slices < 1:
-        raise ValueError(f"{name}: num_slices must be at least 1, got {num_slices}")
+    if not 1 <= num_slices <= MOST_LISTED // math.prod(topology.shape):
+        raise ValueError(
+            f"{name}: num_slices must be at least 1, and there may be {MOST_LISTED} chips, got {num_slices}"
+        )
     if topology.is_gpu:
         if num_slices > 1:
             gpus, hosts = topology.shape
