@@ -34,6 +34,11 @@ def figure():
     return js.schedules.schedule_figure(js.schedules.gpipe(2, 2))
 
 
+def ended(path, suffix):
+    """The path with a suffix, a text or a `Path` as before."""
+    return type(path)(f"{path}{suffix}")
+
+
 def tokenize(path, cache, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("some words " * 20)
@@ -62,8 +67,8 @@ TAKES_A_PATH = {
     "fit": lambda path: js.fit(run(), lambda run, batch: (run, {}), [], steps=1, profile=path),
     "Schedule.from_csv": Schedule.from_csv,
     "Schedule.to_csv": js.schedules.gpipe(2, 2).to_csv,
-    "plot_schedule": lambda path: js.schedules.plot_schedule(js.schedules.gpipe(2, 2), f"{path}.png"),
-    "write_picture": lambda path: js.plan.write_picture(figure(), f"{path}.svg"),
+    "plot_schedule": lambda path: js.schedules.plot_schedule(js.schedules.gpipe(2, 2), ended(path, ".png")),
+    "write_picture": lambda path: js.plan.write_picture(figure(), ended(path, ".svg")),
 }
 
 

@@ -81,43 +81,74 @@ def stand_ins(tmp_path, monkeypatch):
 SAVES = "trap 'sleep 0.2; exit 0' TERM; while true; do sleep 0.02; done"
 
 
-def run(command, calls, *, terminate, **environment):
+def run(command, calls, *, told=None, **environment):
+    """The exit status of a script that gets the signal `told` once it has called a stand-in."""
     program = subprocess.Popen(["bash", *command], env=os.environ | environment)
-    if terminate:
+    if told is not None:
         end = time.monotonic() + 30
-        while not calls.exists():
+        while not calls.exists() or not calls.read_text():
             assert time.monotonic() < end
             time.sleep(0.02)
         time.sleep(0.2)
-        program.send_signal(signal.SIGTERM)
+        program.send_signal(told)
     return program.wait(timeout=30)
 
 
 @pytest.mark.parametrize(
-    ("script", "terminate", "status"), [("exit 0", False, 0), ("exit 5", False, 5), (SAVES, True, 143)]
+    ("script", "told", "status"), [("exit 0", None, 0), ("exit 5", None, 5), (SAVES, signal.SIGTERM, 143)]
 )
-def test_a_pod_that_was_told_to_end_is_not_done(script, terminate, status, stand_ins):
+def test_a_pod_that_was_told_to_end_is_not_done(script, told, status, stand_ins):
     calls = stand_ins(jaxshard=script)
-    assert run(["-c", jobset_command()], calls, terminate=terminate, JOB_COMPLETION_INDEX="1") == status
+    assert run(["-c", jobset_command()], calls, told=told, JOB_COMPLETION_INDEX="1") == status
     assert "--checkpoint /runs/first/checkpoints --resume" in calls.read_text()
 
 
+@pytest.fixture
+def job(stand_ins, tmp_path):
+    """Runs a start of the job on Slurm; `calls` is what it called, and `checkpoint` makes one of a step."""
+
+    def start(script, told=None, failures="3", job="7"):
+        (tmp_path / "calls").unlink(missing_ok=True)
+        # scancel signals the processes, which here are the stand-in for srun.
+        calls = stand_ins(
+            srun=f"echo $$ > {tmp_path}/pid\n{script}", scancel=f"kill -TERM $(cat {tmp_path}/pid)", scontrol=""
+        )
+        environment = {"RUN": str(tmp_path / "run"), "SLURM_JOB_ID": job, "FAILURES": failures}
+        status = run([str(FOLDER / "slurm.sbatch")], calls, told=told, **environment)
+        return status, f"scontrol requeue {job}" in calls.read_text()
+
+    return start
+
+
+def make_checkpoint(tmp_path, step):
+    folder = tmp_path / "run" / "checkpoints" / str(step)
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+
+
 @pytest.mark.parametrize(
-    ("script", "terminate", "restarts", "again"),
+    ("script", "told", "status", "again"),
     [
-        ("exit 0", False, "0", False),
-        ("exit 1", False, "0", True),
-        ("exit 1", False, "5", False),
-        ("exit 2", False, "0", False),
-        (SAVES, True, "9", True),
+        ("exit 0", None, 0, False),
+        ("exit 1", None, 1, True),
+        ("exit 2", None, 2, False),
+        (SAVES, signal.SIGUSR1, 0, True),  # the time limit is near
+        ("sleep 1", signal.SIGTERM, -signal.SIGTERM, False),  # scancel, which signals the processes as well
     ],
 )
-def test_a_job_of_slurm_queues_again(script, terminate, restarts, again, stand_ins, tmp_path):
-    # scancel signals the processes, which here are the stand-in for srun.
-    calls = stand_ins(
-        srun=f"echo $$ > {tmp_path}/pid\n{script}", scancel=f"kill -TERM $(cat {tmp_path}/pid)", scontrol=""
-    )
-    environment = {"RUN": str(tmp_path / "run"), "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": restarts}
-    run([str(FOLDER / "slurm.sbatch")], calls, terminate=terminate, **environment)
-    assert ("scontrol requeue 7" in calls.read_text()) == again
-    assert ("scancel --signal=TERM 7" in calls.read_text()) == terminate
+def test_a_job_of_slurm_queues_again(script, told, status, again, job):
+    assert job(script, told) == (status, again)
+
+
+@pytest.mark.parametrize(
+    ("script", "told"), [("exit 1", None), ("trap 'exit 143' TERM; sleep 5 & wait", signal.SIGUSR1)]
+)
+def test_starts_without_a_new_checkpoint_are_counted(script, told, job, tmp_path):
+    def starts(*, job_id):
+        return [job(script, told, failures="2", job=job_id)[1] for _ in range(2)]
+
+    assert starts(job_id="7") == [True, False]
+    assert starts(job_id="8") == [True, False], "another job has a count of its own"
+    for step in (500, 1000):
+        make_checkpoint(tmp_path, step)
+        assert starts(job_id="9") == [True, False], "a new checkpoint ends the count"
