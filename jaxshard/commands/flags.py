@@ -93,7 +93,7 @@ class Sharding(Flags):
     chunks: Count = None
     context: Literal["gather", "ulysses", "usp", "ring"] | None = None
     devices: Size = None
-    microbatches: Count = None
+    microbatches: Size = None
     wire: Text = None
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
+from jaxshard.core.bounds import MOST_LISTED
 from jaxshard.cost.hardware import KINDS, Chip
 from jaxshard.cost.hardware import chip as chip_of
 from jaxshard.plan.arrange import arrange
@@ -211,7 +212,7 @@ def planned_devices(name: str, *, num_slices: int = 1) -> list[PlannedDevice]:
       num_slices: the number of TPU slices, connected by the data center's network.
 
     Raises:
-      ValueError: as `parse_topology`; or several slices of GPUs.
+      ValueError: as `parse_topology`; or several slices of GPUs, or too many chips.
 
     Example:
         >>> len(planned_devices("v5e:4x4")), planned_devices("v5e:4x4")[0].device_kind
@@ -220,6 +221,8 @@ def planned_devices(name: str, *, num_slices: int = 1) -> list[PlannedDevice]:
     topology = parse_topology(name)
     if num_slices < 1:
         raise ValueError(f"{name}: num_slices must be at least 1, got {num_slices}")
+    if (chips := math.prod(topology.shape) * num_slices) > MOST_LISTED:
+        raise ValueError(f"{name}: {num_slices} slices have {chips} chips, and at most {MOST_LISTED} can be planned")
     if topology.is_gpu:
         if num_slices > 1:
             gpus, hosts = topology.shape
