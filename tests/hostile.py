@@ -89,8 +89,9 @@ def _loop(*sums: str, limit: str = "a0") -> str:
   %i = s32[] get-tuple-element(%c), index=0
   %a0 = s32[] constant(3)
 """
-    body += "".join(f"  {line}\n" for line in sums)
-    body += f"  ROOT %less = pred[] compare(%i, %{limit}), direction=LT\n}}\n\n"
+    body += (
+        "".join(f"  {line}\n" for line in sums) + f"  ROOT %less = pred[] compare(%i, %{limit}), direction=LT\n}}\n\n"
+    )
     lines = (
         "%start = s32[] constant(0)",
         "%init = (s32[], f32[1024,64]) tuple(%start, %kernel)",
@@ -203,8 +204,9 @@ def _tokenizers() -> Iterator[Hostile]:
     for pattern in ("(a+)+c", "(?:a|a)+c", "(a*)*$b", "(", "a{99999999}"):
         split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         panics = not pattern.endswith(("(", "}"))
-        change = functools.partial(dict.update, pre_tokenizer=split)
-        yield _tokenizer(f"pattern {pattern}", change, panics=panics)
+        yield _tokenizer(
+            f"pattern {pattern}", lambda made, split=split: made.update(pre_tokenizer=split), panics=panics
+        )
     yield _tokenizer("nested", lambda made: made.update(model=json.loads("[" * 400 + "]" * 400)))
     yield _tokenizer("merges", lambda made: made["model"].update(merges=[["a", "absent"]]))
 

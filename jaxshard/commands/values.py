@@ -78,7 +78,7 @@ def read_switch(text: str) -> bool:
 
 
 read_count = read_number(int, 1, f"a number above 0 and below {LARGEST}")
-read_size = read_number(int, 1, f"a number from 1 to {LARGEST_SIZE}", LARGEST_SIZE + 1)
+read_size = read_number(int, 1, f"a number above 0 and at most {LARGEST_SIZE}", LARGEST_SIZE + 1)
 read_natural = read_number(int, 0, "a number from 0 to 2**63 - 1")
 read_rate = read_number(float, math.ulp(0), "a number above 0 and below infinity")
 

@@ -20,8 +20,8 @@ from jaxshard.models.decoder import Decoder
 from jaxshard.models.parts import check_window, largest_size
 from jaxshard.models.rope import as_scaling
 
-_NO_SIZES = ("norm_epsilon", "tied", "normalize")
-"""Arguments among the `sizes` of families that are no sizes."""
+_COUNTS = frozenset(("vocab", "width", "depth", "heads", "kv_heads", "head_dim", "hidden", "seq", "experts", "k"))
+"""Arguments of `js.models` that are whole numbers above 0."""
 
 
 class Config(NamedTuple):
@@ -104,7 +104,7 @@ def read_arguments(
     left_out = set(ignore)
     reader = Reader({name: x for name, x in entries.items() if name not in left_out}, family.defaults)
     made = {ours: reader.take(theirs) for ours, theirs in family.sizes.items()} | dict(family.fixed)
-    sizes = {ours: theirs for ours, theirs in family.sizes.items() if ours not in _NO_SIZES and made[ours] is not None}
+    sizes = {ours: theirs for ours, theirs in family.sizes.items() if ours in _COUNTS and made[ours] is not None}
     for ours, theirs in sizes.items():  # before the groups, which list the blocks
         if type(size := made[ours]) is not int or not 1 <= size <= largest_size(ours):
             must = f"must be a whole number from 1 to {largest_size(ours)}"

@@ -212,17 +212,17 @@ def planned_devices(name: str, *, num_slices: int = 1) -> list[PlannedDevice]:
       num_slices: the number of TPU slices, connected by the data center's network.
 
     Raises:
-      ValueError: as `parse_topology`; or several slices of GPUs.
+      ValueError: as `parse_topology`; or several slices of GPUs, or too many chips.
 
     Example:
         >>> len(planned_devices("v5e:4x4")), planned_devices("v5e:4x4")[0].device_kind
         (16, 'TPU v5 lite')
     """
     topology = parse_topology(name)
-    if not 1 <= num_slices <= MOST_LISTED // math.prod(topology.shape):
-        raise ValueError(
-            f"{name}: num_slices must be at least 1, and there may be {MOST_LISTED} chips, got {num_slices}"
-        )
+    if num_slices < 1:
+        raise ValueError(f"{name}: num_slices must be at least 1, got {num_slices}")
+    if (chips := math.prod(topology.shape) * num_slices) > MOST_LISTED:
+        raise ValueError(f"{name}: {num_slices} slices have {chips} chips, and at most {MOST_LISTED} can be planned")
     if topology.is_gpu:
         if num_slices > 1:
             gpus, hosts = topology.shape

@@ -107,9 +107,9 @@ def _expand_mesh(shape: str, device_ids: str | None, axes: str) -> Groups:
     split in 2 x 2, and the part is the second factor. So `mesh[a=2,b=4] {b:(2)2}` has the groups {0,1}, {2,3}, {4,5},
     {6,7}.
     """
-    found = [_SIZE.fullmatch(axis) for axis in shape.split(",")]
-    sizes = {axis[1]: int(axis[2]) for axis in found if axis is not None}
-    if len(sizes) < len(found):
+    given = [_SIZE.fullmatch(axis) for axis in shape.split(",")]
+    sizes = {axis[1]: int(axis[2]) for axis in given if axis is not None}
+    if len(sizes) < len(given):
         raise ValueError(f"replica groups of a mesh that can't be read: mesh[{shape[:120]}]")
     count = _count_devices(sizes.values())
     places = dict(zip(sizes, np.unravel_index(np.arange(count), tuple(sizes.values())))) if sizes else {}
