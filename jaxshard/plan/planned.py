@@ -219,10 +219,8 @@ def planned_devices(name: str, *, num_slices: int = 1) -> list[PlannedDevice]:
         (16, 'TPU v5 lite')
     """
     topology = parse_topology(name)
-    if num_slices < 1:
-        raise ValueError(f"{name}: num_slices must be at least 1, got {num_slices}")
-    if (chips := math.prod(topology.shape) * num_slices) > MOST_LISTED:
-        raise ValueError(f"{name}: {num_slices} slices have {chips} chips, and at most {MOST_LISTED} can be planned")
+    if not 1 <= num_slices <= MOST_LISTED // math.prod(topology.shape):
+        raise ValueError(f"{name}: num_slices must be at least 1, of {MOST_LISTED} chips in all, got {num_slices}")
     if topology.is_gpu:
         if num_slices > 1:
             gpus, hosts = topology.shape
