@@ -7,7 +7,6 @@ wrong. `python -m tests.hostile hlo` runs those whose names begin with a word.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import resource
