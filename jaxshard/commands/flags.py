@@ -448,7 +448,7 @@ class Schedule(Result):
 
     name: Annotated[str, Kind("NAME", is_positional=True)]
     stages: Count = None
-    microbatches: Size = None
+    microbatches: Count = None
     chunks: Count = None
     plot: Written = None
 
