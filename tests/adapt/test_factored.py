@@ -40,6 +40,7 @@ QUICK = ("matmul", "heads", "checkpoint", "lookup", "rounded")
 CELLS = [pytest.param(name, "int8", marks=[] if name in QUICK else pytest.mark.slow) for name in [*PRODUCTS, *OTHERS]]
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     "name, base", CELLS + [pytest.param(name, None, marks=pytest.mark.slow) for name in [*PRODUCTS, *OTHERS]]
 )

@@ -62,6 +62,7 @@ def adapted(module, loss=loss_of) -> Toy:
     return Toy(*js.linen(module, loss, shapes(classes())), classes())
 
 
+@pytest.mark.slow
 def test_batch_norm_and_dropout_under_auto_equal_one_device():
     """Losses within 1e-6, gradients and batch statistics within 1e-5."""
     toy, alone = adapted(MLP(0.3)), plain(MLP(0.3))
@@ -132,6 +133,7 @@ def test_methods_are_initialised_by_the_loss_that_calls_them():
     assert float(pair.loss(params, x, jax.random.key(2))) == pytest.approx(float(expected), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_evaluation_is_told_and_leaves_the_state():
     toy = adapted(MLP(0.5))
     model = start_of(toy.init_fn)

@@ -164,6 +164,7 @@ class Tied(nnx.Module):
         return self.second(self.first(x)) + self.shift + self.rngs.noise.normal(x.shape)
 
 
+@pytest.mark.slow
 def test_shared_weights_sown_values_and_own_streams():
     toy = Toy(
         *js.nnx(Tied, lambda m, batch: js.Mean(jnp.square(m(batch)).sum(), batch.size)), np.eye(16, 5, dtype="f4")

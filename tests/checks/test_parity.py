@@ -357,6 +357,7 @@ def test_numbers_that_are_not_finite_fail():
     assert "on both sides at the same places, so that nothing can be compared" in str(report)
 
 
+@pytest.mark.slow
 def test_lower_precision_is_computed_in_f32_and_products_in_full_precision():
     """Loss to 1e-6, gradients and updates to 1e-5, though parameters, batch and engine have bf16.
 

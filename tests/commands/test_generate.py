@@ -25,6 +25,7 @@ def test_tokens_go_to_standard_output_as_one_object(capsys):
     assert "its weights are random, of --seed 0" in output.err
 
 
+@pytest.mark.slow
 def test_factors_without_their_model_are_refused(tmp_path, capsys):
     model = js.models.llama(vocab=256, width=16, depth=1, heads=4, kv_heads=4, hidden=32, seq=32)
     tuned = js.lora(model.init, model.loss, rank=2, match=["q_proj/kernel"])

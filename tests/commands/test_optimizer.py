@@ -27,6 +27,7 @@ def updates(tx, count=4):
     return found
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("optimizer", "expected"),
     [

@@ -30,6 +30,7 @@ def generate(folder, *flags, capsys):
     return json.loads(output.out), output.err
 
 
+@pytest.mark.slow
 def test_a_text_and_an_answer_end_at_the_end_of_text_of_the_configuration(tmp_path, capsys):
     pytest.importorskip("jinja2")
     folder = make_folder(tmp_path / "model", eos_token_id=26)

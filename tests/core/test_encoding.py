@@ -49,6 +49,7 @@ def test_no_number_is_off_by_more_than_is_stated(wire, size, exponent, seed, zer
     assert (error[x == 0] == 0).all()
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("wire", FORMATS, ids=str)
 @pytest.mark.parametrize("odd", [-np.inf, np.nan])
 def test_what_is_not_finite_stays_visible_in_its_block_alone(wire, odd):

@@ -74,6 +74,7 @@ def expected(tmp_path_factory):
     return functools.cache(lambda name: train(ENGINES[name], tmp_path_factory.mktemp(name)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_same_numbers_under_any_setting(setting, engine, expected, tmp_path):

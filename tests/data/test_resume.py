@@ -37,6 +37,7 @@ def iterator():
         yield {"tokens": rng.integers(0, 32, (16, 5), np.int32)}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "open_at",
     [

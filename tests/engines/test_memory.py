@@ -106,6 +106,7 @@ def six_blocks(engine: Any, *, rows: int = 8, opaque: bool = False) -> Any:
     return program.compiled.memory_analysis()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("remat", "limit"), [("nothing", 35e6), ("dots", 45e6)])
 def test_one_block_at_a_time_is_whole(remat, limit):
     memory = six_blocks(js.explicit(remat=remat))

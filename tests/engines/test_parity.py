@@ -94,7 +94,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["explicit", "auto"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_remat_policies_equal_one_device(policy, engine):

@@ -157,6 +157,7 @@ def test_with_feedback_the_gradients_of_all_steps_add_up_to_the_exact_ones():
     assert max(np.abs(x).max() for x in kept) == pytest.approx(max(np.abs(x).max() for x in missing), rel=1e-2)
 
 
+@pytest.mark.slow
 def test_residuals_are_born_in_the_first_step_and_one_for_each_device():
     toy = nnx_toy()
     _, step, run = step_of(js.fsdp(min_size=0), FEEDBACK, toy, data=8)

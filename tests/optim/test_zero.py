@@ -152,6 +152,7 @@ def test_fsdp_takes_whole_gradients(check_vma: bool) -> None:
     assert_same(clipped_momentum(), (losses, last))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["zero2", "zero1", "fsdp"])
 def test_sum_is_for_shares_of_the_global_mean(stage: str) -> None:
     """Losses to 1e-6, parameters to 1e-5."""

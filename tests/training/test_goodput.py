@@ -169,6 +169,7 @@ def test_fit_counts_and_the_records_have_it(tmp_path):
     assert after["restart"] == after["lost steps"] == 0
 
 
+@pytest.mark.slow
 def test_an_exception_is_followed_by_a_restart(tmp_path):
     file = tmp_path / LEDGER
 

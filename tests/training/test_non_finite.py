@@ -124,6 +124,7 @@ def test_which_gradient_is_not_finite_is_known(engine):
     assert not metrics["bad"] and float(run.state["seen"]) == 1
 
 
+@pytest.mark.slow
 def test_a_finite_gradient_whose_square_overflows_is_not_bad():
     _, metrics = made()[1](start(), numbered(0, y=1e24))
     assert not metrics["bad"] and math.isinf(metrics["grad_norm"]) and math.isfinite(metrics["loss"])

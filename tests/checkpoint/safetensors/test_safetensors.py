@@ -77,6 +77,7 @@ def test_every_layout_on_every_number_of_devices(place, tmp_path):
     round_trip(*place, place, tmp_path / "many", max_bytes=20_000)
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_the_file(tmp_path):
     here = made("three")
     raw = js.to_bytes(here.run(), here.layout)

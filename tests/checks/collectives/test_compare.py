@@ -144,7 +144,7 @@ def language_loss(seen=lambda logits: logits, up=lambda kernel: kernel, inner=la
 DATA_TENSOR = {"data": 4, "tensor": 2}
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [js.explicit(), js.auto()], ids=["explicit", "auto"])
 def test_logits_that_are_gathered_are_named_with_their_line(engine):
     """Under auto the compiler gathers the output matrix instead, on the line that multiplies with it."""

@@ -116,6 +116,7 @@ class Calls:
         return jax.pure_callback(count, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "p", "v", "m", "stash", "forwards"),
     [

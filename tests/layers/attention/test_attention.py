@@ -212,6 +212,7 @@ LAYOUTS = {
 FAST = ("explicit-tensor",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in LAYOUTS])
 def test_a_layout_splits_it_and_one_device_is_equalled(name, blocks_from_16):
     axes, strategy, engine, sizes = LAYOUTS[name]
