@@ -103,6 +103,7 @@ def test_another_base_is_refused_by_name(trained):
         js.restore(folder, plain, init_from=base)
 
 
+@pytest.mark.slow
 def test_safetensors_hold_the_merged_model_and_load_as_a_base(trained, tmp_path):
     _, run, _ = trained
     layout = layouts()[0]

@@ -309,6 +309,7 @@ def row_dropout(params, batch, key):
     return plain(params, batch | {"x": jnp.where(kept, 2 * batch["x"], 0)}, key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss_fn, why",
     [
@@ -448,6 +449,7 @@ def stateful(new):
     return init, loss
 
 
+@pytest.mark.slow
 def test_what_is_proven_of_each_kind_of_state_is_told():
     """State to 1e-5."""
     init, loss = stateful(lambda old, batch: {"sum": js.Sum(batch["weights"].sum()), "steps": old["steps"] + 1})

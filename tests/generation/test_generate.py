@@ -71,6 +71,7 @@ def forward(model):
     return plain
 
 
+@pytest.mark.slow
 def test_a_model_of_the_users_own_with_a_window_that_its_rows_outgrow():
     model = own_model()
     drawn = js.generate(

@@ -69,7 +69,7 @@ def test_what_is_saved_is_what_was_loaded(case, tmp_path):
         js.hf.save(saved, run, layout)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("body", "images"), [("model.language_model.", "model."), ("language_model.model.", "")])
 def test_the_language_model_of_a_model_that_reads_images(body, images, tmp_path):
     """Under the names of both forms; it is saved as what it is."""

@@ -260,7 +260,7 @@ MASKED = {
 }
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MASKED)
 def test_ignored_labels_train_and_the_guard_reports_other_bad_ones(name):
     """Labels of -100 of weight 0 train as any other label of weight 0 does, to 1e-6; with weight 1 a step is bad."""

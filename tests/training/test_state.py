@@ -90,7 +90,6 @@ def wide_init(key):
     return {f"w{i}": jax.random.normal(jax.random.fold_in(key, i), (1296, 1296)) for i in range(12)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", ["stacked", "separate"])
 def test_80_megabytes_are_born_with_temporaries_of_at_most_two_shards(model):
     """f32 parameters over 8 devices, SGD with momentum: outputs to the byte, temporaries 2.1 shards of the parameters.

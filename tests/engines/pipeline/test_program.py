@@ -47,6 +47,7 @@ def table(schedule: str) -> js.schedules.Schedule:
     return js.schedules.named(schedule, SIZES[schedule].devices, MICROBATCHES, chunks=SIZES[schedule].chunks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "ticks", "each"), [("zero_bubble", 17, 3), ("interleaved", 29, 2)])
 def test_the_outer_loop_has_the_ticks_of_the_table_and_the_others_the_blocks_of_a_stage(schedule, ticks, each):
     counts = Counter(re.findall(r'known_trip_count":\{"n":"(\d+)"', program(schedule).compiled.as_text()))
