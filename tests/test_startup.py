@@ -59,6 +59,7 @@ def test_help_does_not_import_jax(words, absent):
     assert [name for name in absent if name in modules] == []
 
 
+@pytest.mark.slow
 def test_a_plan_imports_neither_data_nor_what_reads_files():
     """A plan of a ready-made model has no corpus, no checkpoint and no weights."""
     rooms = {name.split(".")[1] for name in imported("import jaxshard.commands.plan") if name.startswith("jaxshard.")}

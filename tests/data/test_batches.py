@@ -160,6 +160,7 @@ def threads():
     return {thread for thread in threading.enumerate() if thread.name.startswith("batches")}
 
 
+@pytest.mark.slow
 def test_threads_end_with_their_batches():
     before = threads()
     with data.batches(Spy(), Rows("data", data=8)) as stream:

@@ -46,6 +46,7 @@ def test_the_statistics_are_one_mean_over_rows_forward_and_one_backward():
     assert rows == {"all-reduce": (("data",), 4 * (params + 2 * 2 * 8))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [js.explicit, pytest.param(js.auto, marks=pytest.mark.slow)])
 def test_row_axes_make_the_statistics_of_the_global_batch_under_either_engine(engine):
     (init_fn, loss_fn), batch = own_pair()

@@ -153,7 +153,7 @@ CASES = {
 }
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_data_and_a_tensor_axis_equal_one_device(case: str, expected: Any) -> None:
     """Parameters to 1e-5 after three steps of clipped momentum, ZeRO over the data axis inside."""

@@ -151,6 +151,7 @@ def slow(seconds, result):
     return result
 
 
+@pytest.mark.slow
 def test_fit_counts_and_the_records_have_it(tmp_path):
     history, file = [], tmp_path / LEDGER
     run = js.fit(

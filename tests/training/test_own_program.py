@@ -68,7 +68,7 @@ def scanned(strategy, engine):
     return layout, run, step, scan.lower(run, batches()).compile()
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "engine"),
     [("fsdp", js.explicit()), ("fsdp", js.auto(microbatches=2)), ("ddp", js.auto()), ("zero2", js.explicit())],
