@@ -12,9 +12,9 @@ of the chip's dense bf16 peak, without recomputation, by two counts of FLOPs per
 - 6N: six for each parameter but the embedding table, which multiplies nothing,
 - PaLM's: with the products of attention, 12 L C T more (causal or not; Chowdhery et al. 2022, appendix B).
 
-Beside them stand what `js.plan.predict` said before anything ran (its estimate of memory and time), what the compiler
-allocates, the peak that the device tells, and how long a call of the step keeps the calling thread while the GPU has
-nothing to do (later calls may wait: a stream takes some thousand kernels in advance, hardly more than a step has). Each
+It also prints the estimates of `js.plan.predict` for memory and time, the bytes that the compiler allocates, the peak
+that the device reports, and the time of a call of the step while the GPU is idle (later calls may wait: a stream takes
+about a thousand kernels in advance, fewer than a step has). Each
 model is printed, and written to the file, as soon as it is measured.
 
 Without torch its half is left out. Whether our program calls cuDNN's attention is read from its text and printed.
@@ -252,7 +252,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def beforehand(about: dict[str, Any]) -> str:
-    """What was known before the first step beside what was measured, and the cost of a call."""
+    """Write the estimates beside the measured memory, and the time of a call of the step."""
     sizes = {"estimated": "estimated_bytes", "by the compiler": "compiled_bytes", "seen": "peak_bytes"}
     memory = [f"{name} {about[key] / 1e9:.3g} GB" for name, key in sizes.items() if about[key] is not None]
     seconds = about["estimated_seconds"]

@@ -21,7 +21,7 @@ def json_lines(path: str | Path) -> Writer:
 
     Every line is written at once, so that a crash loses none. Of several processes only the first writes. Numbers have
     the names that `js.metrics.flat` gives them; a number that is not finite is written as null, since JSON can't
-    represent it. A line that can't be written, since the disk is full, is left out; the first time there is a warning,
+    represent it. A line that can't be written, such as on a full disk, is left out; the first time there is a warning,
     and the training goes on.
 
     Args:
