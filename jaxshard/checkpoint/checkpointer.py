@@ -8,14 +8,13 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
 from typing import Any, Literal, Self
 
 import jax
 
 from jaxshard.checkpoint.folder import absolute_root, complete_steps, delete_step, step_folders
-from jaxshard.checkpoint.lock import hold, release
 from jaxshard.checkpoint.os_errors import os_error
+from jaxshard.checkpoint.ownership import check_owned, hold, release
 from jaxshard.checkpoint.reader import describe, restore
 from jaxshard.checkpoint.writer import begin_save, delete_interrupted
 from jaxshard.core.compat import call_before_exit
@@ -25,6 +24,7 @@ from jaxshard.core.text_table import first_words
 from jaxshard.core.types import PyTree
 from jaxshard.distributed.agree import all_peers
 from jaxshard.distributed.together import call_in_first_process
+from jaxshard.storage.paths import AnyPath, ObjectPath
 from jaxshard.training.goodput_file import LEDGER
 from jaxshard.training.metrics import finite
 from jaxshard.training.non_finite import is_finite
@@ -47,10 +47,13 @@ class Checkpointer:
     several processes, each has a `Checkpointer` and calls the same methods in the same order.
 
     A `Checkpointer` locks the folder until the end of the `with` block (or of the process), so that no second training
-    can save into it: creating a `Checkpointer` for the same folder in another program raises `BlockingIOError`.
+    can save into it: creating a `Checkpointer` for the same folder in another program raises `BlockingIOError`. In an
+    object store the lock is a lease, which a thread renews. If it can't be renewed, the next call raises an error with
+    the exit status 75, and nothing more is saved.
 
     Args:
-      dir: the folder of checkpoints, on a disk that all processes see.
+      dir: the folder of checkpoints, on a disk that all processes see, or in an object store: s3://bucket/run or
+        gs://bucket/run.
       layout: the layout of the runs to save.
       every: save after each step whose number is divisible by this.
       keep: keep this many of the newest steps and delete older steps; None keeps all. Steps whose folders are symbolic
@@ -113,6 +116,8 @@ class Checkpointer:
         """Save the run if `every` divides `step`, the number of the step that was just taken."""
         if step % self._every == 0:
             self.save(run)
+        else:
+            check_owned(self._root, ask=False)
 
     def evaluated(self, step: int, run: TrainState, evaluation: Mapping[str, float]) -> None:
         """Save the run if it is the best so far; `js.fit` calls this with the result of every evaluation.
@@ -185,6 +190,7 @@ class Checkpointer:
                 return run, describe(self._root, step=step).data
             folder = self._root / str(step)
             if jax.process_index() == 0 and not folder.is_symlink():
+                check_owned(self._root)
                 delete_step(folder)
         raise ValueError(f"{self._root}: no run with finite parameters was saved; save one before the first step")
 
@@ -236,6 +242,8 @@ class Checkpointer:
         except BlockingIOError:
             raise
         except OSError as error:
+            if isinstance(self._root, ObjectPath):
+                raise  # it names the address, the reason and what to check
             where = error.filename or self._root
             problem = f"{where}: checkpoints can't be saved here: {error.strerror}; give a folder that can be written"
             raise os_error(problem, error) from None
@@ -246,12 +254,13 @@ class Checkpointer:
             release(self._root)
         self._is_locked = False
 
-    def _finish_save(self, finish: Callable[[], Path], step: int) -> None:
+    def _finish_save(self, finish: Callable[[], AnyPath], step: int) -> None:
         finish()
         self._saved = step
         if self._keep is not None and jax.process_index() == 0:
             steps = {number: path for number, path in complete_steps(self._root).items() if not path.is_symlink()}
             for old in [other for other in steps if other != step][: max(0, len(steps) - self._keep)]:
+                check_owned(self._root)
                 delete_step(steps[old])
 
 
@@ -263,7 +272,7 @@ class _Best:
     means that this training started again from an earlier step.
     """
 
-    def __init__(self, root: Path, layout: Layout, metric: str, mode: str, data: Callable[[], Any] | None):
+    def __init__(self, root: AnyPath, layout: Layout, metric: str, mode: str, data: Callable[[], Any] | None):
         self._metric, self._sign, self._data = metric, 1 if mode == "min" else -1, data
         self._step, self._evaluation = -1, dict[str, float | None]()
         if steps := complete_steps(root):

@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
 
-from jaxshard.checkpoint.manifest import MANIFEST, Manifest, SavedArray, Segment, read_manifest
-from jaxshard.checkpoint.store import ARRAYS, Extent, find_arrays
+from jaxshard.checkpoint.manifest import ARRAYS, MANIFEST, Manifest, SavedArray, Segment, read_manifest
+from jaxshard.checkpoint.store import Extent, find_arrays, find_unreadable
+from jaxshard.storage.paths import AnyPath, ObjectPath
 
 _BLOCK = 1 << 22
 """The number of bytes that a thread reads at once."""
@@ -49,24 +50,26 @@ def checksum_file(file: Path, extents: Sequence[Extent]) -> tuple[Segment, ...]:
     """
     with file.open("rb") as opened:
         cover = list(_cover_file(os.fstat(opened.fileno()).st_size, extents))
-        found = _checksum_parts(opened, [length for length, _ in cover])
+        found = _checksum_parts(_reader(opened), [length for length, _ in cover])
         os.fsync(opened.fileno())
     return tuple(Segment(length, crc, array) for (length, array), (_, crc) in zip(cover, found, strict=True))
 
 
-def list_files(folder: Path) -> list[str]:
+def list_files(folder: AnyPath) -> list[str]:
     """Return the sorted relative paths of all files and links in a step's folder, without the manifest."""
+    if isinstance(folder, ObjectPath):
+        return [name for name in folder.files() if name != MANIFEST]
     found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     return sorted(name for name in (path.relative_to(folder).as_posix() for path in found) if name != MANIFEST)
 
 
-def find_damage(folder: Path) -> list[str]:
+def find_damage(folder: AnyPath) -> list[str]:
     """Compare every file of a step with its checksum; return a line for each problem, beginning with a file's path."""
     manifest, problems = try_manifest(folder)
     return problems if manifest is None else compare_step(folder, manifest)
 
 
-def try_manifest(folder: Path) -> tuple[Manifest | None, list[str]]:
+def try_manifest(folder: AnyPath) -> tuple[Manifest | None, list[str]]:
     """Read the manifest of a step; return (manifest, []), or (None, [error message]) if it can't be read."""
     try:
         return read_manifest(folder), []
@@ -76,7 +79,7 @@ def try_manifest(folder: Path) -> tuple[Manifest | None, list[str]]:
         return None, [str(error)]
 
 
-def compare_step(folder: Path, manifest: Manifest) -> list[str]:
+def compare_step(folder: AnyPath, manifest: Manifest) -> list[str]:
     """Compare the files of a step with the checksums in its manifest; return a line for each difference.
 
     If the files are intact, also compare the shapes and dtypes in the manifest with those on disk.
@@ -84,7 +87,7 @@ def compare_step(folder: Path, manifest: Manifest) -> list[str]:
     return compare_files(folder, manifest) or compare_arrays(folder, manifest)
 
 
-def compare_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int = 1) -> list[str]:
+def compare_files(folder: AnyPath, manifest: Manifest, *, part: int = 0, parts: int = 1) -> list[str]:
     """Compare the names and checksums of a step's files with its manifest.
 
     Several processes can share the work. Each reads the files `part`, `part + parts`, `part + 2 * parts` and so on, by
@@ -102,13 +105,15 @@ def compare_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int
     problems = compare_file_names(folder, manifest)
     if _lists_too_much(manifest):
         return problems  # do not read terabytes of a sparse file
+    if manifest.generations is not None:
+        return problems + _compare_objects(folder, manifest, part, parts)
     plain = (name for name in list_files(folder) if name in manifest.files and _is_plain(folder / name))
     for name in sorted(plain)[part::parts]:
         problems += _compare_file(folder, manifest, name)
     return problems
 
 
-def compare_arrays(folder: Path, manifest: Manifest) -> list[str]:
+def compare_arrays(folder: AnyPath, manifest: Manifest) -> list[str]:
     """Compare the shapes and dtypes in the manifest of a step with those of the arrays on disk.
 
     Reads only the index of the arrays, so check first that the files are intact.
@@ -117,9 +122,9 @@ def compare_arrays(folder: Path, manifest: Manifest) -> list[str]:
       The differences, each a line that begins with the path of the manifest and the name of the array.
     """
     try:
-        written = find_arrays(folder)
+        written = find_arrays(folder / manifest.folder)
     except ValueError as error:
-        return [f"{folder / ARRAYS}: {error}"]
+        return [f"{folder / manifest.folder}: {error}"]
     listed = {array.path: array for array in manifest.arrays if 0 not in array.shape}  # empty ones are in no file
     problems = [f"{name}: missing, it lists {array}" for name, array in listed.items() if name not in written]
     problems += [f"{name}: not in it, and written as {_text(*written[name])}" for name in written if name not in listed]
@@ -145,9 +150,11 @@ def _was_written_as(array: SavedArray, shape: tuple[int, ...], dtype: str) -> bo
     return (dtype, shape) == (array.dtype, array.shape)
 
 
-def compare_file_names(folder: Path, manifest: Manifest) -> list[str]:
+def compare_file_names(folder: AnyPath, manifest: Manifest) -> list[str]:
     """Return a line for each file of a step that is missing, was added or is not a plain file; no file is read."""
     there, expected = list_files(folder), manifest.files
+    if isinstance(folder, ObjectPath):  # others may be those of a training that slept while this step was saved
+        there = [name for name in there if name.startswith(f"{manifest.folder}/")]
     added = [f"{folder / name}: not in the manifest: it was added later" for name in there if name not in expected]
     added += [
         f"{folder / name}: not a plain file" for name in there if name in expected and not _is_plain(folder / name)
@@ -158,11 +165,13 @@ def compare_file_names(folder: Path, manifest: Manifest) -> list[str]:
     return added + [f"{folder / name}: missing; {_describe_arrays(manifest, name, expected[name])}" for name in gone]
 
 
-def compare_sizes(folder: Path, manifest: Manifest) -> list[str]:
+def compare_sizes(folder: AnyPath, manifest: Manifest) -> list[str]:
     """Return a line for each plain file of a step whose size differs from the manifest; no file is read."""
+    if manifest.generations is not None or isinstance(folder, ObjectPath):
+        return []  # an object store tells no sizes
     saved = {name: sum(segment.size for segment in segments) for name, segments in manifest.files.items()}
     plain = [name for name in list_files(folder) if name in saved and _is_plain(folder / name)]
-    there = {name: (folder / name).stat().st_size for name in plain}
+    there = {name: Path(folder / name).stat().st_size for name in plain}
     return [
         f"{folder / name}: {size} bytes, {saved[name]} were saved"
         for name, size in there.items()
@@ -181,20 +190,44 @@ def _lists_too_much(manifest: Manifest) -> bool:
     )
 
 
-def _is_plain(file: Path) -> bool:
+def _compare_objects(folder: AnyPath, manifest: Manifest, part: int, parts: int) -> list[str]:
+    """Compare a share of a step that was saved into an object store; return a line for each difference.
+
+    In the store, generations are compared and no object is read. In a copy on a disk, every array is read: TensorStore
+    compares the checksum of each chunk.
+    """
+    if not isinstance(folder, ObjectPath):
+        names = sorted(array.path for array in manifest.arrays if 0 not in array.shape)[part::parts]
+        unreadable = ((name, find_unreadable(folder / manifest.folder, name)) for name in names)
+        return [f"{folder / manifest.folder}: arrays: {name}: {why}" for name, why in unreadable if why]
+    names, saved = sorted(manifest.files)[part::parts], manifest.generations or {}
+    with ThreadPoolExecutor(_THREADS) as threads:
+        found = list(threads.map(lambda name: (folder / name).generation().hex(), names))
+    return [
+        f"{folder / name}: written again since the step was saved, or copied there (then restore with verify=False, "
+        "which compares the checksum of each chunk that it reads)"
+        for name, generation in zip(names, found, strict=True)
+        if generation != saved[name]
+    ]
+
+
+def _is_plain(file: AnyPath) -> bool:
     """Return True for a plain file; False for a link, or for a named pipe, on which a reader could wait forever."""
     return file.is_file() and not file.is_symlink()
 
 
-def _compare_file(folder: Path, manifest: Manifest, name: str) -> list[str]:
+def _compare_file(folder: AnyPath, manifest: Manifest, name: str) -> list[str]:
     segments, file = manifest.files[name], folder / name
+    sizes = [one.size for one in segments]
+    expected = sum(sizes)
     try:
-        with file.open("rb") as opened:
-            size = os.fstat(opened.fileno()).st_size
-            found = _checksum_parts(opened, [one.size for one in segments])
+        if isinstance(file, ObjectPath):  # a step that was copied from a disk
+            size, found = expected, _checksum_parts(lambda at, count: file.read(at, at + count).content or b"", sizes)
+        else:
+            with file.open("rb") as opened:
+                size, found = os.fstat(opened.fileno()).st_size, _checksum_parts(_reader(opened), sizes)
     except OSError as error:
-        return [f"{file}: can't be read: {error.strerror}; {_describe_arrays(manifest, name, segments)}"]
-    expected = sum(segment.size for segment in segments)
+        return [f"{file}: can't be read: {error.strerror or error}; {_describe_arrays(manifest, name, segments)}"]
     changed = [one for one, part in zip(segments, found, strict=True) if part != (one.size, one.crc32)]
     if size == expected and not changed:
         return []
@@ -229,11 +262,16 @@ def _cover_file(size: int, extents: Sequence[Extent]) -> Iterator[tuple[int, int
         yield size - at, None
 
 
-def _checksum_parts(opened: BinaryIO, sizes: Sequence[int]) -> list[tuple[int, int]]:
+def _reader(opened: BinaryIO) -> Callable[[int, int], bytes]:
+    """Return a function that reads bytes of a file from a position on; the file's own position does not move."""
+    return lambda at, count: os.pread(opened.fileno(), count, at)
+
+
+def _checksum_parts(read: Callable[[int, int], bytes], sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Compute the checksums of consecutive parts of a file, in threads.
 
     Args:
-      opened: the file.
+      read: `read(position, count)` returns that many bytes of the file, or fewer at its end.
       sizes: the number of bytes of each part; the first part begins at the file's start.
 
     Returns:
@@ -242,12 +280,12 @@ def _checksum_parts(opened: BinaryIO, sizes: Sequence[int]) -> list[tuple[int, i
     starts = accumulate(sizes, initial=0)
     # zlib and reads release the GIL, so that threads use all cores.
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
-        return list(threads.map(partial(_checksum_part, opened), starts, sizes))
+        return list(threads.map(partial(_checksum_part, read), starts, sizes))
 
 
-def _checksum_part(opened: BinaryIO, start: int, size: int) -> tuple[int, int]:
-    """Return (number of bytes read, CRC-32) of `size` bytes from `start`; the file's own position does not move."""
+def _checksum_part(read: Callable[[int, int], bytes], start: int, size: int) -> tuple[int, int]:
+    """Return (number of bytes read, CRC-32) of `size` bytes from `start`."""
     crc = done = 0
-    while done < size and (block := os.pread(opened.fileno(), min(_BLOCK, size - done), start + done)):
+    while done < size and (block := read(start + done, min(_BLOCK, size - done))):
         crc, done = zlib.crc32(block, crc), done + len(block)
     return done, crc

@@ -30,7 +30,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,6 +38,7 @@ from orbax.checkpoint import type_handlers
 
 from jaxshard.checkpoint.snapshot import HostBlocks
 from jaxshard.checkpoint.strict_json import decode_object
+from jaxshard.storage.paths import AnyPath, kvstore_spec
 
 _KEY = re.compile(r"(.*)/(?:c(?:/\d+)*|zarr\.json)", re.DOTALL)
 """The key of a chunk or of the metadata of an array in Zarr 3: "params%2Fw/c/0/1" or "params%2Fw/zarr.json"."""
@@ -79,7 +79,7 @@ async def _write(x: HostBlocks, info: Any, transaction: Any) -> None:
     await asyncio.gather(*writes)
 
 
-def find_values(database: Path) -> Iterator[tuple[str, str, int, int]]:
+def find_values(database: AnyPath) -> Iterator[tuple[str, str, int, int]]:
     """Find the bytes of each array in the files of an OCDBT database.
 
     Values of less than a kilobyte are stored in the index itself and are not found.
@@ -91,7 +91,7 @@ def find_values(database: Path) -> Iterator[tuple[str, str, int, int]]:
       (name of the array, file relative to `database`, first byte, number of bytes), for each chunk of each array and
       for the metadata of each array.
     """
-    base = tensorstore.KvStore.open({"driver": "file", "path": f"{database}/"}).result()
+    base = tensorstore.KvStore.open(kvstore_spec(database)).result()
     root: Mapping[str, Any] = tensorstore.ocdbt.dump(base).result()["versions"][-1]["root"]
     if "location" not in root:  # an empty database
         return
@@ -101,7 +101,7 @@ def find_values(database: Path) -> Iterator[tuple[str, str, int, int]]:
             yield name[1], place[1] + place[2], int(place[3]), int(place[4])
 
 
-def find_shapes(database: Path) -> Iterator[tuple[str, list[int], str]]:
+def find_shapes(database: AnyPath) -> Iterator[tuple[str, list[int], str]]:
     """Yield (name, shape, dtype) of the arrays in an OCDBT database, read from the metadata of each array.
 
     Args:
@@ -110,8 +110,7 @@ def find_shapes(database: Path) -> Iterator[tuple[str, list[int], str]]:
     Raises:
       ValueError: the index of the database, or the metadata of an array, can't be read.
     """
-    base = {"driver": "file", "path": f"{database}/"}
-    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": kvstore_spec(database)}).result()
     metadata = [key for key in store.list().result() if key.endswith(_METADATA)]
     for key, read in zip(metadata, [store.read(key) for key in metadata], strict=True):
         fields = decode_object(read.result().value)

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import os
 import shutil
-from pathlib import Path
 
 from jaxshard.checkpoint.checksums import find_damage
 from jaxshard.checkpoint.manifest import MANIFEST
-from jaxshard.core.local_path import local_path
+from jaxshard.storage.paths import AnyPath, ObjectPath, as_path
 
 
-def absolute_root(dir: str | os.PathLike[str]) -> Path:
-    """Return the folder of checkpoints as an absolute path.
+def absolute_root(dir: str | os.PathLike[str]) -> AnyPath:
+    """Return the folder of checkpoints: an absolute path, or a path in an object store.
 
     Raises:
-      ValueError: `dir` is an address such as gs://..., which a `Path` would take for a local folder.
+      ValueError: `dir` is an address of a kind that is not known, such as hdfs://...
     """
-    return local_path(dir).absolute()
+    return as_path(dir).absolute()
 
 
-def step_folders(root: Path) -> dict[int, Path]:
+def step_folders(root: AnyPath) -> dict[int, AnyPath]:
     """Return {step: folder} of all steps, complete or not, in ascending order; {} if `root` is not a folder."""
     if not root.is_dir():
         return {}
@@ -33,16 +32,16 @@ def step_folders(root: Path) -> dict[int, Path]:
     return {step: root / str(step) for step in steps}
 
 
-def complete_steps(root: Path) -> dict[int, Path]:
+def complete_steps(root: AnyPath) -> dict[int, AnyPath]:
     """Return {step: folder} of the steps in `root` that have a manifest, in ascending order."""
     return {step: path for step, path in step_folders(root).items() if (path / MANIFEST).exists()}
 
 
-def check_root(root: Path) -> None:
+def check_root(root: AnyPath) -> None:
     """Raise if `root` is a file, or the folder of a single step; do nothing if `root` does not exist."""
     if root.exists() and not root.is_dir():
         raise NotADirectoryError(f"{root}: that is a file, not a folder of checkpoints")
-    if (root / MANIFEST).exists():
+    if (root / MANIFEST).is_file():
         raise ValueError(f"{root} is the folder of one step; give {root.parent} and step={root.name}")
 
 
@@ -50,7 +49,7 @@ def latest_step(dir: str | os.PathLike[str], *, intact: bool = False) -> int | N
     """Return the number of the newest complete step in a folder of checkpoints.
 
     Args:
-      dir: the folder that `js.save` or `js.Checkpointer` writes into.
+      dir: the folder that `js.save` or `js.Checkpointer` writes into; also s3://bucket/run or gs://bucket/run.
       intact: also compare every byte of the step with its checksum, and return the newest step without damage. Reads
         all files of the step.
 
@@ -73,7 +72,7 @@ def latest_step(dir: str | os.PathLike[str], *, intact: bool = False) -> int | N
     return next((step for step, path in newest_first if not intact or not find_damage(path)), None)
 
 
-def step_folder(root: Path, step: int | None) -> Path:
+def step_folder(root: AnyPath, step: int | None) -> AnyPath:
     """Return the folder of a complete step; if `step` is None, of the newest complete step.
 
     Raises:
@@ -95,12 +94,16 @@ def step_folder(root: Path, step: int | None) -> Path:
     raise FileNotFoundError(f"{root}: there is no step {step}; {there}")
 
 
-def delete_step(folder: Path) -> None:
+def delete_step(folder: AnyPath) -> None:
     """Delete the folder of a step, its manifest first, so that an interrupted deletion leaves no complete step.
 
     Raises:
       OSError: the folder is a symbolic link, whose target must not be deleted.
     """
+    if isinstance(folder, ObjectPath):
+        (folder / MANIFEST).unlink()
+        folder.rmtree()
+        return
     if folder.is_symlink():
         raise OSError(f"{folder} is a symbolic link to {folder.readlink()}, where nothing is deleted; remove the link")
     if not (folder / MANIFEST).is_dir():

@@ -8,8 +8,10 @@ line with its line break:
     crc32 7d3c9a01
 
 (here the JSON is wrapped). Each file is a sequence of segments [bytes, CRC-32, index in "arrays" or null]. For a model
-of `js.lora` the field "base" has checksums of the frozen base weights, which are not saved. The object's fields may
-change with its "format"; the two lines and the checksum do not.
+of `js.lora` the field "base" has checksums of the frozen base weights, which are not saved. In an object store the
+files have no segments: "generations" has the store's generation of each object (an ETag), and "epoch" the number of the
+lease under which they were written. The object's fields may change with its "format"; the two lines and the checksum do
+not.
 """
 
 from __future__ import annotations
@@ -22,12 +24,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from jaxshard.checkpoint.strict_json import decode_object, read_plain_file
+from jaxshard.storage.paths import AnyPath
 
 FORMAT = 1
 _KEYED = {"sha256", "hmac"}
 """Fields that earlier versions wrote for a step saved with a secret key; ignored, since the checksums suffice."""
 MANIFEST = "manifest.json"
 """The manifest's file name in the folder of a step."""
+ARRAYS = "arrays"
+"""The name of the folder with the arrays in the folder of a step; in an object store it ends with the epoch."""
 
 
 class SavedArray(NamedTuple):
@@ -68,6 +73,8 @@ class Manifest(NamedTuple):
       data: the position of the data, as the caller of `js.save` passed it.
       made: versions, mesh, layout and time of the save, for people to read.
       base: {path: checksum} of the frozen base weights of `js.lora`, which are not saved; None if there are none.
+      epoch: the number of the lease under which an object store's step was written; None for a step in files.
+      generations: {path: generation} of each object, in hexadecimal; None for a step in files.
     """
 
     step: int
@@ -76,16 +83,28 @@ class Manifest(NamedTuple):
     data: Any
     made: dict[str, Any]
     base: dict[str, str] | None = None
+    epoch: int | None = None
+    generations: dict[str, str] | None = None
 
     @property
     def size(self) -> int:
-        """The total number of bytes of all files but the manifest."""
+        """The total number of bytes of all files but the manifest; of objects, 0."""
         return sum(segment.size for segments in self.files.values() for segment in segments)
+
+    @property
+    def folder(self) -> str:
+        """The name of the folder with the arrays, in the folder of the step."""
+        return arrays_folder(self.epoch)
+
+
+def arrays_folder(epoch: int | None) -> str:
+    """Return the name of the folder with a step's arrays: "arrays", or "arrays-7" in an object store."""
+    return ARRAYS if epoch is None else f"{ARRAYS}-{epoch}"
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Encode a manifest as the bytes of its file: a line of JSON, and a line with the CRC-32 of the first."""
-    fields = {name: value for name, value in manifest._asdict().items() if name != "base" or value is not None}
+    fields = {name: value for name, value in manifest._asdict().items() if value is not None or name == "data"}
     fields |= {"arrays": [array._asdict() for array in manifest.arrays]}
     line = json.dumps({"format": FORMAT} | fields, allow_nan=False).encode() + b"\n"
     return line + _checksum_line(line)
@@ -114,7 +133,7 @@ def decode_manifest(raw: bytes) -> Manifest:
     return _parse(fields)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: AnyPath) -> Manifest:
     """Read the manifest of a step's folder.
 
     Raises:
@@ -128,7 +147,7 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise ValueError(f"{file}: can't be read: {error.strerror}") from error
+        raise ValueError(f"{file}: can't be read: {error.strerror or error}") from error
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     if folder.name != str(manifest.step):
@@ -168,7 +187,8 @@ def _checksum_line(line: bytes) -> bytes:
 
 def _parse(fields: dict[str, Any]) -> Manifest:
     wanted = {"format", *Manifest._fields}
-    _check(wanted - {"base"} <= fields.keys() - _KEYED <= wanted, "fields", sorted(fields))
+    optional = Manifest._field_defaults.keys()
+    _check(wanted - optional <= fields.keys() - _KEYED <= wanted, "fields", sorted(fields))
     _check(_is_count(fields["step"]), "step", fields["step"])
     for name, kind in (("arrays", list), ("files", dict), ("made", dict)):
         _check(isinstance(fields[name], kind), name, fields[name])
@@ -179,9 +199,15 @@ def _parse(fields: dict[str, Any]) -> Manifest:
         _check(_is_inside(name), "file name", name)
         _check(isinstance(segments, list), "segments", segments)
         files[name] = tuple(_parse_segment(value, len(arrays)) for value in segments)
-    base = fields.get("base", {})
-    _check(isinstance(base, dict) and all(isinstance(value, str) for value in base.values()), "base", base)
-    return Manifest(fields["step"], arrays, files, fields["data"], fields["made"], fields.get("base"))
+    for name in ("base", "generations"):
+        texts = fields.get(name, {})
+        _check(isinstance(texts, dict) and all(isinstance(value, str) for value in texts.values()), name, texts)
+    epoch, generations = fields.get("epoch"), fields.get("generations")
+    _check(epoch is None or _is_count(epoch), "epoch", epoch)
+    _check(generations is None or generations.keys() == files.keys(), "generations", sorted(generations or ()))
+    _check((epoch is None) == (generations is None), "epoch", epoch)
+    made, base = fields["made"], fields.get("base")
+    return Manifest(fields["step"], arrays, files, fields["data"], made, base, epoch, generations)
 
 
 def _parse_array(value: Any) -> SavedArray:

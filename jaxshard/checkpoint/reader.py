@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 
-from jaxshard.checkpoint import store
+from jaxshard.checkpoint import loading
 from jaxshard.checkpoint.checksums import Damaged, compare_arrays, compare_file_names, compare_files, compare_sizes
 from jaxshard.checkpoint.folder import absolute_root, step_folder
 from jaxshard.checkpoint.leaves import Entry, entries, list_differences
@@ -23,6 +22,7 @@ from jaxshard.distributed.agree import peers_of
 from jaxshard.distributed.facts import run_facts
 from jaxshard.distributed.mismatch import digest
 from jaxshard.distributed.together import raise_together
+from jaxshard.storage.paths import AnyPath
 from jaxshard.training.base import checksum_base
 from jaxshard.training.convert import convert_optimizer
 from jaxshard.training.placing import place_base, place_model
@@ -50,12 +50,14 @@ def restore(
     model order, which is split over the same mesh axes as far as they divide the array's dimensions.
 
     Args:
-      dir: the folder of checkpoints.
+      dir: the folder of checkpoints; also s3://bucket/run or gs://bucket/run.
       layout: the layout in which to store the run, made from the model and optimizer that were saved. If it was made
         without an optimizer (`js.layout(strategy, mesh, init_fn)`), the optimizer's state is not read.
       step: the number of the step; by default that of the newest complete step.
       verify: first compare every byte of the step with its checksum; each process reads a share of the files. With
-        False, compare only the names and sizes of the files and the shapes and dtypes in them.
+        False, compare only the names and sizes of the files and the shapes and dtypes in them. Of a step in an object
+        store, compare the generations (ETags) of its objects, or only the names; chunks that are read are compared
+        with their checksums in any case.
       init_from: for a model of `js.lora`, whose checkpoints leave out the frozen base weights: the parameters that
         `js.init` received as `init_from=`, or a run of this layout, whose base weights are used unchanged.
 
@@ -82,7 +84,7 @@ def restore(
     return read_run(absolute_root(dir), layout, step, verify=verify, base=base)
 
 
-def read_run(root: Path, layout: Layout, step: int | None, *, verify: bool, base: PyTree = None) -> TrainState:
+def read_run(root: AnyPath, layout: Layout, step: int | None, *, verify: bool, base: PyTree = None) -> TrainState:
     """Restore a run, as `restore` does, with the frozen base weights of `js.lora` from `base`.
 
     `base` is a tree of all parameters, as the layout stores them on the devices; it is ignored for other models.
@@ -101,7 +103,9 @@ def read_run(root: Path, layout: Layout, step: int | None, *, verify: bool, base
     check_intact(folder, manifest, verify=verify)
     try:
         every = [*wanted, *residuals]
-        found = store.load_arrays(folder, {entry.path: entry.shape_saved(layout.mesh) for entry in every})
+        found = loading.load_arrays(
+            folder / manifest.folder, {entry.path: entry.shape_saved(layout.mesh) for entry in every}
+        )
     except Exception as error:  # of Orbax or TensorStore, about files that somebody else may have written
         raise ValueError(f"{folder}: its arrays can't be read: {' '.join(str(error).split())}") from error
     if (peers := peers_of(layout.mesh)) is not None:
@@ -136,7 +140,7 @@ def describe(dir: str | os.PathLike[str], *, step: int | None = None) -> Manifes
     return read_manifest(step_folder(absolute_root(dir), step))
 
 
-def check_intact(folder: Path, manifest: Manifest, *, verify: bool) -> None:
+def check_intact(folder: AnyPath, manifest: Manifest, *, verify: bool) -> None:
     """Compare the files of a step with its manifest. Collective.
 
     Args:
@@ -162,7 +166,7 @@ def check_intact(folder: Path, manifest: Manifest, *, verify: bool) -> None:
     )
 
 
-def _find_step(root: Path, layout: Layout, step: int | None) -> tuple[Path, Manifest]:
+def _find_step(root: AnyPath, layout: Layout, step: int | None) -> tuple[AnyPath, Manifest]:
     """Find the step to restore, and read its manifest; raise in all processes unless all find the same step."""
     failure = None
     try:
@@ -202,7 +206,7 @@ def _find_base(init_from: PyTree, layout: Layout) -> PyTree:
     return place(init_from, layout, "init_from")[0]
 
 
-def _check_same_base(folder: Path, saved: dict[str, str], base: PyTree, layout: Layout) -> None:
+def _check_same_base(folder: AnyPath, saved: dict[str, str], base: PyTree, layout: Layout) -> None:
     given = {} if base is None else checksum_base(base, layout)
     raise_all(
         list_differences(given, saved, " in init_from") if given != saved else [],
@@ -212,7 +216,7 @@ def _check_same_base(folder: Path, saved: dict[str, str], base: PyTree, layout: 
     )
 
 
-def _check_same_arrays(folder: Path, saved: Sequence[SavedArray], wanted: Sequence[Entry]) -> None:
+def _check_same_arrays(folder: AnyPath, saved: Sequence[SavedArray], wanted: Sequence[Entry]) -> None:
     found = {array.path: str(array) for array in saved}
     raise_all(
         list_differences(found, {entry.path: str(entry.saved) for entry in wanted}, " in the checkpoint"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from jaxshard.core.placement import Placement
 from jaxshard.core.tree import raise_all
 from jaxshard.core.types import PyTree
 from jaxshard.engines.moves import place_residual, stack_view
+from jaxshard.storage.paths import AnyPath
 from jaxshard.training.state import TrainState
 
 RESIDUALS = "residuals/"
@@ -44,7 +44,7 @@ def residual_entries(layout: Layout, residuals: PyTree) -> list[Entry]:
     return [_entry(path, placement) for path, placement in _placements(layout)]
 
 
-def saved_residuals(folder: Path, layout: Layout, arrays: Sequence[SavedArray]) -> list[Entry]:
+def saved_residuals(folder: AnyPath, layout: Layout, arrays: Sequence[SavedArray]) -> list[Entry]:
     """List an `Entry` for each residual (rounding error of a gradient) in a checkpoint.
 
     The shape of a residual is [devices, *shape of the parameter], with the number of devices that saved it.

@@ -1,4 +1,4 @@
-"""Write and read named arrays by Orbax and TensorStore, and find which bytes of which file belong to each array.
+"""Write named arrays by Orbax and TensorStore, and find which bytes of which file belong to each array.
 
 Orbax writes all arrays into a database (TensorStore's OCDBT), which has few data files per process, and an index:
 
@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jaxshard.checkpoint.snapshot import HostBlocks
+from jaxshard.storage.paths import AnyPath, kvstore_spec
 
-ARRAYS = "arrays"
-"""The name of Orbax's folder in the folder of a step."""
-_STATE = "state"
-_FILE_SIZE = 1 << 28
+STATE = "state"
+"""The name of the database of the arrays, in the folder with the arrays."""
+FILE_SIZE = 1 << 28
 """The approximate size of a data file in bytes: several files are written at once, each by a single disk write."""
 
 
@@ -37,49 +36,30 @@ class Extent(NamedTuple):
 
 
 def save_arrays(folder: Path, arrays: Mapping[str, HostBlocks], name: str) -> None:
-    """Write arrays into folder/arrays. Every process calls this with its own blocks; all return together.
+    """Write arrays into a folder by Orbax. Every process calls this with its own blocks; all return together.
 
     Processes wait for each other through the coordinator. No device is used, so training may continue at the same time.
 
     Args:
-      folder: the folder of the step, on a disk that all processes see.
+      folder: the folder to write, on a disk that all processes see.
       arrays: {name: this process's blocks} of every array.
       name: the name of the barriers at which processes wait; the same in all processes, and different for every save.
     """
     from orbax.checkpoint import args
 
     with _checkpointer(name, set(range(jax.process_count()))) as checkpointer:
-        state = args.PyTreeSave(dict(arrays), ocdbt_target_data_file_size=_FILE_SIZE)
-        checkpointer.save(folder / ARRAYS, args.Composite(**{_STATE: state}))
+        state = args.PyTreeSave(dict(arrays), ocdbt_target_data_file_size=FILE_SIZE)
+        checkpointer.save(folder, args.Composite(**{STATE: state}))
 
 
-def load_arrays(folder: Path, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Read arrays from folder/arrays. Every process calls this; processes don't wait for each other.
-
-    Arrays without elements are not read from files, but made here.
-
-    Args:
-      folder: the folder of the step.
-      arrays: {name: global shape, dtype and sharding} of every array to read.
-
-    Returns:
-      {name: array}, with these shardings. A process reads only the chunks that contain shards of its devices.
-    """
-    from orbax.checkpoint import args, checkpoint_utils
-
-    empty = {path: jnp.zeros(x.shape, x.dtype, device=x.sharding) for path, x in arrays.items() if not x.size}
-    saved = {path: x for path, x in arrays.items() if x.size}
-    with _checkpointer("load", {jax.process_index()}) as checkpointer:
-        # The list of arrays was compared before; some may be left out on purpose.
-        restore = args.PyTreeRestore(
-            saved, restore_args=checkpoint_utils.construct_restore_args(saved), partial_restore=True
-        )
-        loaded = checkpointer.restore(folder / ARRAYS, args.Composite(**{_STATE: restore}))
-    return empty | dict(loaded[_STATE])
+def array_spec(database: AnyPath, name: str) -> dict[str, Any]:
+    """Return the TensorStore spec of an array in a database."""
+    kvstore = {"driver": "ocdbt", "base": kvstore_spec(database), "path": f"{name}/"}
+    return {"driver": "zarr3", "kvstore": kvstore}
 
 
-def find_arrays(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return {name: (shape, dtype)} of the arrays of a step, as they were written to disk; read only the index.
+def find_arrays(folder: AnyPath) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return {name: (shape, dtype)} of the arrays in a folder, as they were written; read only the index.
 
     Raises:
       ValueError: the index can't be read.
@@ -87,9 +67,20 @@ def find_arrays(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     from jaxshard.checkpoint.compat import find_shapes
 
     try:
-        return {name: (tuple(shape), str(dtype)) for name, shape, dtype in find_shapes(folder / ARRAYS / _STATE)}
+        return {name: (tuple(shape), str(dtype)) for name, shape, dtype in find_shapes(folder / STATE)}
     except Exception as error:  # of TensorStore, or of metadata that are none: whatever it is, these are no arrays
         raise ValueError(f"the index of the arrays can't be read: {' '.join(str(error).split())}") from error
+
+
+def find_unreadable(folder: AnyPath, name: str) -> str:
+    """Read an array, and so compare the checksums of its chunks; return why it can't be read, or ""."""
+    import tensorstore
+
+    try:
+        tensorstore.open(array_spec(folder / STATE, name), open=True, read=True).result().read().result()
+    except (ValueError, OSError) as error:
+        return " ".join(str(error).split()) or type(error).__name__
+    return ""
 
 
 def find_extents(folder: Path, names: Mapping[str, int]) -> dict[str, list[Extent]]:
@@ -98,18 +89,18 @@ def find_extents(folder: Path, names: Mapping[str, int]) -> dict[str, list[Exten
     Arrays of less than a kilobyte are not found, since they are stored in the index.
 
     Args:
-      folder: the folder of the step.
+      folder: the folder with the arrays.
       names: {name: index} of each array.
 
     Returns:
-      {path of a file relative to `folder`: the byte ranges of arrays in the file}.
+      {path of a file relative to the step's folder: the byte ranges of arrays in the file}.
     """
     from jaxshard.checkpoint.compat import find_values
 
     found: dict[str, list[Extent]] = {}
-    for name, file, start, size in find_values(folder / ARRAYS / _STATE):
+    for name, file, start, size in find_values(folder / STATE):
         if name in names:
-            found.setdefault(f"{ARRAYS}/{_STATE}/{file}", []).append(Extent(start, size, names[name]))
+            found.setdefault(f"{folder.name}/{STATE}/{file}", []).append(Extent(start, size, names[name]))
     return found
 
 
@@ -132,5 +123,5 @@ def _checkpointer(name: str, processes: set[int]) -> Any:
     )
     ordered = ocp.options.AsyncOptions(create_directories_asynchronously=False)  # first, not in parallel
     options = ocp.CompositeOptions(multiprocessing_options=together, async_options=ordered)
-    handler = ocp.CompositeCheckpointHandler(composite_options=options, **{_STATE: trees})
+    handler = ocp.CompositeCheckpointHandler(composite_options=options, **{STATE: trees})
     return ocp.Checkpointer(handler, multiprocessing_options=together)

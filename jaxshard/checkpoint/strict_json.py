@@ -11,19 +11,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jaxshard.storage.paths import AnyPath, ObjectPath
+
 _LARGEST = 1 << 28
 """The largest file to read, in bytes: enough for a million arrays. A sparse file could have any size."""
 
 
-def read_plain_file(file: Path) -> bytes:
+def read_plain_file(file: AnyPath) -> bytes:
     """Return the bytes of a plain file of at most 256 MiB.
 
     Raises:
       OSError: the file is not a plain file (see `check_plain_file`), or is larger.
     """
-    check_plain_file(file)
-    with file.open("rb") as opened:
-        raw = opened.read(_LARGEST + 1)
+    if isinstance(file, ObjectPath):
+        raw = file.read_bytes()
+    else:
+        check_plain_file(file)
+        with file.open("rb") as opened:
+            raw = opened.read(_LARGEST + 1)
     if len(raw) > _LARGEST:
         raise OSError(errno.EFBIG, f"larger than {_LARGEST} bytes", str(file))
     return raw

@@ -7,7 +7,8 @@ A save begins in the calling thread, where the devices are needed, and is finish
                  first process writes the manifest, which makes the step complete
 
 The checksums are computed from the files on disk after Orbax has written them. If anything fails, the folder is
-deleted.
+deleted. Into an object store TensorStore writes the arrays, in a folder of the lease's epoch, and `_commit_objects`
+takes the place of `_commit`: nothing is read back.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,22 +28,32 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxshard.checkpoint import store
-from jaxshard.checkpoint.checksums import checksum_file, find_damage, list_files
+from jaxshard.checkpoint import ownership, store
+from jaxshard.checkpoint.checksums import checksum_file, find_damage, list_files, try_manifest
 from jaxshard.checkpoint.folder import absolute_root, delete_step, step_folders
+from jaxshard.checkpoint.lease import LeaseLost
 from jaxshard.checkpoint.leaves import Entry, entries
 from jaxshard.checkpoint.lock import check_free
-from jaxshard.checkpoint.manifest import MANIFEST, Manifest, decode_manifest, write_manifest
+from jaxshard.checkpoint.manifest import (
+    ARRAYS,
+    MANIFEST,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+    write_manifest,
+)
 from jaxshard.checkpoint.os_errors import first_cause, os_error
 from jaxshard.checkpoint.reader import read_run
 from jaxshard.checkpoint.residuals import residual_entries
-from jaxshard.checkpoint.snapshot import snapshot
+from jaxshard.checkpoint.snapshot import HostBlocks, snapshot
 from jaxshard.core.keys import words_of
 from jaxshard.core.layout import Layout, check_layout
 from jaxshard.core.settings import with_own_settings
 from jaxshard.core.tree import raise_all
 from jaxshard.core.version import __version__
+from jaxshard.distributed.agree import Disagreement, Peers, background_peers
 from jaxshard.distributed.together import call_in_first_process, failed_processes
+from jaxshard.storage.paths import AnyPath, ObjectPath
 from jaxshard.training.base import checksum_base, without_base
 from jaxshard.training.convert import convert_optimizer
 from jaxshard.training.state import TrainState, check_is_run, check_run
@@ -51,19 +62,22 @@ _WAIT = 1200.0
 """Seconds that a process waits for the checksums that another process computes."""
 _POLL = 0.05
 """Seconds between two checks whether another process's checksums are there."""
-_locks: dict[Path, threading.Lock] = {}
+_SAVED = 0
+"""What `_prepare` returns if the step is there already."""
+_locks: dict[AnyPath, threading.Lock] = {}
 """{folder of a step: lock} for every step that this process has saved; held while the step is being written."""
 _save_numbers = itertools.count()  # every process begins the same saves in the same order
 
 
-def save(dir: str | os.PathLike[str], run: TrainState, layout: Layout, *, data: Any = None) -> Path:
+def save(dir: str | os.PathLike[str], run: TrainState, layout: Layout, *, data: Any = None) -> AnyPath:
     """Save a run into the folder dir/<step>. Every process calls this.
 
     Arrays are saved in model order without padding, so that any other layout can restore them. If the folder has this
     step already, it is replaced if it is damaged, and kept if its arrays equal those of `run`.
 
     Args:
-      dir: the folder of checkpoints, on a disk that all processes see.
+      dir: the folder of checkpoints, on a disk that all processes see, or in an object store: s3://bucket/run or
+        gs://bucket/run.
       run: the run.
       layout: the layout of the run.
       data: the position of the data, for sources whose position is not the step. Any value that JSON preserves;
@@ -78,6 +92,7 @@ def save(dir: str | os.PathLike[str], run: TrainState, layout: Layout, *, data: 
       OSError: the step could not be written (a full disk, no permission), with the errno and class of the cause, such
         as PermissionError. No file of the step is left; other steps stay.
       BlockingIOError: the `js.Checkpointer` of another process saves into this folder; the message names the process.
+        An object store is watched for up to 60 seconds before that is known.
 
     Example:
         path = js.save("run", run, layout)      # run/0, if no step was taken
@@ -91,7 +106,7 @@ def save(dir: str | os.PathLike[str], run: TrainState, layout: Layout, *, data: 
 
 
 @with_own_settings
-def begin_save(root: Path, run: TrainState, layout: Layout, data: Any) -> Callable[[], Path]:
+def begin_save(root: AnyPath, run: TrainState, layout: Layout, data: Any) -> Callable[[], AnyPath]:
     """Start a save: do everything that needs devices, and return a function that writes the files.
 
     Waits while the same step is still being saved.
@@ -119,38 +134,47 @@ def begin_save(root: Path, run: TrainState, layout: Layout, data: Any) -> Callab
     folder = root / str(step)
     with ExitStack() as stack:
         stack.enter_context(_locks.setdefault(folder, threading.Lock()))
-        if call_in_first_process(lambda: _is_saved_or_prepare(folder), "js.save"):
+        stack.enter_context(_owned(root))
+        prepared = call_in_first_process(lambda: _prepare(folder), "js.save")
+        if prepared == _SAVED:
             if not _holds_same_run(root, run, layout):
                 problem = f"step {step} of another run is there; save into another folder, or delete it"
                 raise ValueError(f"{folder}: {problem}")
             return lambda: folder
+        epoch = prepared if isinstance(root, ObjectPath) else None
         stack.enter_context(_delete_on_failure(folder))
         base = checksum_base(run.params, layout)
         name, blocks = f"save {next(_save_numbers)} of {step}", snapshot(arrays)
         rest = stack.pop_all()  # `finish` lets other saves in, and deletes the folder if it fails
 
-    def finish() -> Path:
+    def finish() -> AnyPath:
+        saved = tuple(entry.saved for entry in wanted)
+        manifest = Manifest(step, saved, {}, data, _describe_origin(layout), base or None, epoch)
         with rest:
-            store.save_arrays(folder, blocks, name)
-            saved = tuple(entry.saved for entry in wanted)
-            manifest = Manifest(step, saved, {}, data, _describe_origin(layout), base or None)
-            _commit(folder, manifest, jax.process_index(), jax.process_count())
+            if isinstance(folder, ObjectPath):
+                _save_objects(folder, blocks, manifest)
+            else:
+                store.save_arrays(folder / ARRAYS, blocks, name)
+                _commit(folder, manifest, jax.process_index(), jax.process_count())
         return folder
 
     return finish
 
 
-def delete_interrupted(root: Path) -> None:
+def delete_interrupted(root: AnyPath) -> None:
     """Delete the incomplete steps in a folder, which interrupted saves or deletions left there.
 
     Other folders that are named by a number, such as those of other trainings, stay. So do symbolic links, a step that
-    this process is saving, and what may not be deleted.
+    this process is saving, and what may not be deleted. In an object store also the objects of earlier epochs go that
+    are in no manifest.
     """
     for folder in step_folders(root).values():
         being_saved = folder in _locks and _locks[folder].locked()
         if not being_saved and not folder.is_symlink():
             with suppress(OSError):
-                if _is_incomplete_step(folder):
+                if isinstance(folder, ObjectPath):
+                    _delete_old_epochs(folder, ownership.epoch_of(root) or 0)
+                elif _is_incomplete_step(folder):
                     shutil.rmtree(folder)
 
 
@@ -158,7 +182,20 @@ def _is_incomplete_step(folder: Path) -> bool:
     """Return True if a folder has no manifest, and nothing but what a save writes before it."""
     if not folder.is_dir() or (folder / MANIFEST).exists():
         return False
-    return all(path.name.startswith((store.ARRAYS, f"{MANIFEST}.")) for path in folder.iterdir())
+    return all(path.name.startswith((ARRAYS, f"{MANIFEST}.")) for path in folder.iterdir())
+
+
+def _delete_old_epochs(folder: ObjectPath, epoch: int) -> None:
+    """Delete what interrupted saves under leases before `epoch` left in a step's folder."""
+    manifest, _ = try_manifest(folder)
+    if manifest is None and (folder / MANIFEST).is_file():
+        return  # damaged: `_prepare` replaces it when the step is saved again
+    for path in folder.iterdir():
+        number = path.name.removeprefix(f"{ARRAYS}-")
+        is_old = path.name.startswith(f"{ARRAYS}-") and number.isdecimal() and int(number) < epoch
+        if is_old and (manifest is None or path.name != manifest.folder):
+            ownership.check_owned(folder.parent)
+            path.rmtree()
 
 
 def check_data(data: Any) -> None:
@@ -203,35 +240,64 @@ def check_arrays(wanted: Sequence[Entry], saved: TrainState) -> list[tuple[Entry
 
 
 @contextmanager
-def _delete_on_failure(folder: Path) -> Iterator[None]:
+def _owned(root: AnyPath) -> Iterator[None]:
+    """Make a context in which the first process owns a folder in an object store; do nothing for one on disk."""
+    if not isinstance(root, ObjectPath):
+        yield
+        return
+
+    def hold() -> bool:
+        ownership.hold(root)
+        return True
+
+    call_in_first_process(hold, "js.save")
+    try:
+        yield
+    finally:
+        if jax.process_index() == 0:
+            ownership.release(root)
+
+
+@contextmanager
+def _delete_on_failure(folder: AnyPath) -> Iterator[None]:
     """Make a context that deletes the folder of a step if saving it fails or is interrupted."""
     try:
         yield
+    except LeaseLost:  # the folder is another training's
+        raise
     except Exception as error:  # of Orbax, TensorStore or the disk: whatever it is, half a step must not stay
         raise (failure := _save_error(folder, error)) from failure.__cause__
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        _discard(folder)
         raise
 
 
-def _is_saved_or_prepare(folder: Path) -> bool:
-    """Return True if a folder has a complete, undamaged step; otherwise make it an empty folder and return False.
+def _prepare(folder: AnyPath) -> int:
+    """Make an empty folder for a step, unless it has the step already, complete and undamaged.
 
     A damaged step is deleted, and so are the files of an interrupted save.
+
+    Returns:
+      `_SAVED` if the step is there; otherwise the epoch of an object store's lease, or 1.
     """
-    check_free(folder.parent)
+    root = folder.parent
+    if isinstance(folder, Path):
+        check_free(folder.parent)
     try:
         if (folder / MANIFEST).exists() and not find_damage(folder):
-            return True
+            return _SAVED
         if folder.exists():
+            ownership.check_owned(root)
             delete_step(folder)
         folder.mkdir(parents=True)
+    except LeaseLost:
+        raise
     except OSError as error:
         raise (failure := _save_error(folder, error)) from failure.__cause__
-    return False
+    return ownership.epoch_of(root) or 1
 
 
-def _holds_same_run(root: Path, run: TrainState, layout: Layout) -> bool:
+def _holds_same_run(root: AnyPath, run: TrainState, layout: Layout) -> bool:
     """Return True if the saved step equals this run, bit for bit, in the shards of all processes. Collective."""
     try:
         there = read_run(root, layout, int(run.step), verify=False, base=run.params)
@@ -248,13 +314,13 @@ def _shard_bytes(x: jax.Array) -> list[bytes]:
 
 
 def _commit(folder: Path, manifest: Manifest, process: int, processes: int) -> None:
-    """Compute the checksums of this process's share of the files; then process 0 writes the manifest.
+    """Compute the checksums of this process's share of the files on disk; then process 0 writes the manifest.
 
     The other processes write their checksums to files manifest.json.<process>, which process 0 reads and deletes. No
     collective is used, since a training step may be running at the same time.
     """
     names = {array.path: number for number, array in enumerate(manifest.arrays)}
-    places = store.find_extents(folder, names)
+    places = store.find_extents(folder / ARRAYS, names)
     shares = {f"{MANIFEST}.{other}" for other in range(1, processes)}
     written = [name for name in list_files(folder) if name not in shares and not name.endswith(".draft")]
     files = {name: checksum_file(folder / name, places.get(name, ())) for name in written[process::processes]}
@@ -269,6 +335,71 @@ def _commit(folder: Path, manifest: Manifest, process: int, processes: int) -> N
     write_manifest(folder / MANIFEST, manifest._replace(files=dict(sorted(files.items()))))
 
 
+def _save_objects(folder: ObjectPath, blocks: Mapping[str, HostBlocks], manifest: Manifest) -> None:
+    """Write the arrays of a step into an object store; then the first process writes the manifest.
+
+    Processes tell each other through the coordinator whether they have written their parts.
+
+    Raises:
+      LeaseLost: another training may own the folder of checkpoints.
+      OSError, ValueError: this process, or another one, could not write its part.
+    """
+    from jaxshard.checkpoint import objects
+
+    root, arrays, peers = folder.parent, folder / manifest.folder, background_peers(f"js.save {folder.parent}")
+    with _told(peers, "js.save, arrays"):
+        ownership.check_owned(root, ask=False)
+        objects.write_arrays(arrays, blocks)
+    with _told(peers, "js.save, manifest"):
+        if jax.process_index() == 0:
+            objects.merge_parts(arrays)
+            found = {f"{arrays.name}/{name}": what for name, what in objects.find_generations(arrays).items()}
+            files = dict[str, tuple[Segment, ...]].fromkeys(found, ())
+            _commit_objects(folder / MANIFEST, manifest._replace(files=files, generations=found))
+
+
+def _commit_objects(file: ObjectPath, manifest: Manifest) -> None:
+    """Write the manifest of a step in an object store; take it back if the lease was lost meanwhile.
+
+    Raises:
+      LeaseLost: another training may own the folder of checkpoints.
+      OSError: somebody else has written a manifest, or the store can't be reached.
+    """
+    root, missing = file.parent.parent, file.generation()
+    ownership.check_owned(root)
+    written = None if file.is_file() else file.replace(encode_manifest(manifest), missing)
+    if written is None:
+        raise OSError(f"{file} was written by another process meanwhile")
+    try:
+        ownership.check_owned(root)
+    except LeaseLost:
+        file.replace(None, written)
+        raise
+
+
+@contextmanager
+def _told(peers: Peers | None, point: str) -> Iterator[None]:
+    """Make a context after which all processes raise if one of them has failed in it, and wait for each other.
+
+    Raises:
+      LeaseLost: the lease was lost, in any process.
+      Disagreement: another process failed; the message has its reason.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # whatever it is, the others must hear of it
+        failure = error
+    if peers is not None:
+        try:
+            peers.agree(point, {"outcome": "done" if failure is None else f"{type(failure).__name__}: {failure}"})
+        except Disagreement as error:
+            if failure is None:
+                raise (LeaseLost if LeaseLost.__name__ in str(error) else OSError)(str(error)) from None
+    if failure is not None:
+        raise failure
+
+
 def _wait_for(file: Path, folder: Path) -> None:
     """Wait until another process has written a file into the folder; raise OSError if the folder was deleted."""
     end = time.monotonic() + _WAIT
@@ -280,13 +411,24 @@ def _wait_for(file: Path, folder: Path) -> None:
         time.sleep(_POLL)
 
 
-def _save_error(folder: Path, error: Exception) -> OSError:
+def _discard(folder: AnyPath) -> None:
+    """Delete an incomplete step as far as that is possible; in an object store only if it is still this process's."""
+    if isinstance(folder, ObjectPath):
+        with suppress(OSError):
+            if jax.process_index() == 0:
+                ownership.check_owned(folder.parent)
+                delete_step(folder)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _save_error(folder: AnyPath, error: Exception) -> OSError:
     """Delete an incomplete step, and return the OSError to raise.
 
     The message has the text of the actual error, the last in the chain of causes of Orbax's exception. If the actual
     error has no errno, the actual error also becomes the `__cause__` of the result.
     """
-    shutil.rmtree(folder, ignore_errors=True)
+    _discard(folder)
     cause = first_cause(error)
     reason = " ".join(str(cause).split()) or type(cause).__name__
     message = f"{folder}: this step could not be saved, and the steps before it stay as they are: {reason}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -15,6 +14,7 @@ from jaxshard.commands.flags import Checkpoint
 from jaxshard.commands.json_object import write_json
 from jaxshard.commands.terminal import facts, printable, start
 from jaxshard.core.layout import human_bytes
+from jaxshard.storage.paths import AnyPath
 
 
 def run(flags: Checkpoint) -> int:
@@ -40,7 +40,7 @@ def run(flags: Checkpoint) -> int:
     return int(any(row["problems"] for row in steps))
 
 
-def _folders(root: Path, step: int | None) -> dict[int, Path]:
+def _folders(root: AnyPath, step: int | None) -> dict[int, AnyPath]:
     """Return {step: folder} for all saved steps, or for `step` alone; incompletely saved steps are included."""
     folders = step_folders(root)
     if not folders or (step is not None and step not in folders):
@@ -48,7 +48,7 @@ def _folders(root: Path, step: int | None) -> dict[int, Path]:
     return folders if step is None else {step: folders[step]}
 
 
-def _describe_step(folder: Path, *, deep: bool) -> dict[str, Any]:
+def _describe_step(folder: AnyPath, *, deep: bool) -> dict[str, Any]:
     """Describe a saved step (size, mesh, time ...) and its problems: missing files, and with `deep` changed bytes."""
     manifest, problems = try_manifest(folder)
     if manifest is None:
@@ -71,7 +71,7 @@ def _mesh_text(mesh: Any) -> str:
     return ", ".join(f"{name}={size}" for name, size in mesh.items()) if isinstance(mesh, dict) else "unknown"
 
 
-def _show(console: Console, folder: Path) -> dict[str, Any]:
+def _show(console: Console, folder: AnyPath) -> dict[str, Any]:
     """Print the arrays and the layout of a saved step; return them for the JSON object, or {} without a manifest."""
     manifest, _ = try_manifest(folder)
     if manifest is None:

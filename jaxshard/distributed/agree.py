@@ -90,12 +90,12 @@ class Peers:
       host: the name of this host.
     """
 
-    def __init__(self, store: Any, process: int, processes: Sequence[int], host: str = ""):
+    def __init__(self, store: Any, process: int, processes: Sequence[int], host: str = "", name: str = ""):
         self.store, self.process, self.processes = store, process, tuple(processes)
         self.host = host or socket.gethostname()
         self._first = self.processes[0]
         self._others = self.processes[1:]
-        self._folder = f"jaxshard/agree/{hashlib.sha256(repr(self.processes).encode()).hexdigest()[:12]}"
+        self._folder = f"jaxshard/agree/{hashlib.sha256(f'{name}{self.processes}'.encode()).hexdigest()[:12]}"
         self._calls = itertools.count()
         put_key(store, f"jaxshard/host/{process}", self.host, overwrite=True)
 
@@ -246,6 +246,17 @@ def all_peers() -> Peers | None:
     """Return all processes, or None if there is only one process."""
     count = jax.process_count()
     return None if count == 1 else _peers(tuple(range(count)))
+
+
+@functools.cache
+def background_peers(name: str) -> Peers | None:
+    """Return all processes, for one thread beside the main thread, whose calls are counted apart.
+
+    Args:
+      name: the name of what the thread does, the same in all processes.
+    """
+    count = jax.process_count()
+    return None if count == 1 else Peers(coordinator_client(), jax.process_index(), range(count), name=name)
 
 
 @functools.cache  # one object per set of processes, because it counts its calls

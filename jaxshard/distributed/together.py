@@ -90,13 +90,17 @@ def raise_together(problems: Iterable[str], error: type[Exception], headline: st
     raise_all(found, error, headline)
 
 
-def call_in_first_process(fn: Callable[[], bool], point: str) -> bool:
+def call_in_first_process(fn: Callable[[], int], point: str) -> int:
     """Call a function in process 0 only, and return its result in all processes. All processes call this.
+
+    Args:
+      fn: returns True or False, or a number that is not negative.
+      point: the name of this point of the program, for messages.
 
     Raises:
       OSError, ValueError: the error of the function, in process 0; in other processes an OSError that names process 0.
     """
-    answer, failure = False, None
+    answer, failure = 0, None
     if jax.process_index() == 0:
         try:
             answer = fn()
@@ -105,4 +109,4 @@ def call_in_first_process(fn: Callable[[], bool], point: str) -> bool:
     first = gather_ints(-1 if failure is not None else int(answer), point)[0]
     if first < 0:
         raise failure or OSError(f"{point}: process 0 failed, and says why")
-    return bool(first)
+    return first

@@ -1,0 +1,88 @@
+"""Write the arrays of a step into an object store, by TensorStore.
+
+The database has the form that Orbax writes on disk: each process writes its own, and the first merges their indices.
+Every chunk ends with its CRC-32C, which TensorStore compares when it reads the chunk. So nothing has to be read back
+after a save: the manifest has the generation of each object (an ETag), which changes if its bytes do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import tensorstore
+
+from jaxshard.checkpoint.snapshot import HostBlocks
+from jaxshard.checkpoint.store import FILE_SIZE, STATE, array_spec
+from jaxshard.storage.failures import naming_object
+from jaxshard.storage.paths import ObjectPath, kvstore_spec
+
+
+def write_arrays(folder: ObjectPath, arrays: Mapping[str, HostBlocks]) -> None:
+    """Write this process's blocks of all arrays, and return when the store has them.
+
+    Args:
+      folder: the folder for the arrays.
+      arrays: {name: this process's blocks} of every array.
+
+    Raises:
+      OSError: the store can't be reached or refuses.
+    """
+    with naming_object(str(folder)):
+        asyncio.run(_write_all(_part(folder, jax.process_index()), arrays))
+
+
+def merge_parts(folder: ObjectPath) -> None:
+    """Make one index of the parts that all processes have written.
+
+    Raises:
+      OSError: the store can't be reached or refuses.
+    """
+    context = tensorstore.Context()  # parts merge only if they share one
+    with naming_object(str(folder)):
+        merged, *parts = (
+            tensorstore.KvStore.open({"driver": "ocdbt", "base": kvstore_spec(path)}, context=context).result()
+            for path in (folder / STATE, *(_part(folder, process) for process in range(jax.process_count())))
+        )
+        transaction = tensorstore.Transaction(atomic=True)
+        copies = [part.experimental_copy_range_to(merged.with_transaction(transaction)) for part in parts]
+        for copy in copies:
+            copy.result()
+        transaction.commit_sync()
+
+
+def find_generations(folder: ObjectPath) -> dict[str, str]:
+    """Return {name: generation, in hexadecimal} of all objects in a folder and the folders in it."""
+    return {name: (folder / name).generation().hex() for name in folder.files()}
+
+
+def _part(folder: ObjectPath, process: int) -> ObjectPath:
+    return folder / STATE / f"ocdbt.process_{process}"
+
+
+async def _write_all(database: ObjectPath, arrays: Mapping[str, HostBlocks]) -> None:
+    context = tensorstore.Context()
+    async with tensorstore.Transaction(atomic=True) as transaction:  # one index for all arrays
+        shared = {"context": context, "transaction": transaction}
+        await asyncio.gather(*(_write(_spec(database, name, x), x, shared) for name, x in arrays.items()))
+
+
+async def _write(spec: dict[str, Any], x: HostBlocks, shared: dict[str, Any]) -> None:
+    """Write this process's blocks of an array; the first process also writes the array's metadata."""
+    if jax.process_index() == 0:
+        array = await tensorstore.open(spec, create=True, **shared)
+    else:
+        array = await tensorstore.open(spec, open=True, assume_metadata=True, **shared)
+    writes = (array[where].write(block, can_reference_source_data_indefinitely=True) for where, block in x.blocks())
+    await asyncio.gather(*writes)
+
+
+def _spec(database: ObjectPath, name: str, x: HostBlocks) -> dict[str, Any]:
+    spec = array_spec(database, name)
+    spec["kvstore"] |= {"config": {"compression": None}, "target_data_file_size": FILE_SIZE}
+    grid = {"name": "regular", "configuration": {"chunk_shape": list(x.chunk)}}
+    codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+    metadata = {"shape": list(x.shape), "data_type": x.dtype.name, "chunk_grid": grid, "codecs": codecs}
+    return spec | {"metadata": metadata}
