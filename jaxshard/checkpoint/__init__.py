@@ -15,5 +15,5 @@ store.py reads each device's part of each array, and leaves.py converts arrays f
 checkpointer.py saves in the background of a training loop, with a lock on the folder (lock.py). memory/ is independent
 of these files: it keeps copies of a run in shared memory, from which restarted processes continue.
 
-Imports `core/`, `distributed/`, `engines/` and `training/`.
+Imports `core/`, `distributed/`, `engines/`, `storage/` and `training/`.
 """

@@ -187,7 +187,7 @@ def _checksum_line(line: bytes) -> bytes:
 
 def _parse(fields: dict[str, Any]) -> Manifest:
     wanted = {"format", *Manifest._fields}
-    optional = Manifest._field_defaults.keys()
+    optional = {"base", "epoch", "generations"}
     _check(wanted - optional <= fields.keys() - _KEYED <= wanted, "fields", sorted(fields))
     _check(_is_count(fields["step"]), "step", fields["step"])
     for name, kind in (("arrays", list), ("files", dict), ("made", dict)):

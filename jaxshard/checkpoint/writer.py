@@ -38,6 +38,7 @@ from jaxshard.checkpoint.manifest import (
     ARRAYS,
     MANIFEST,
     Manifest,
+    Segment,
     decode_manifest,
     encode_manifest,
     write_manifest,
@@ -354,7 +355,7 @@ def _save_objects(folder: ObjectPath, blocks: Mapping[str, HostBlocks], manifest
         if jax.process_index() == 0:
             objects.merge_parts(arrays)
             found = {f"{arrays.name}/{name}": what for name, what in objects.find_generations(arrays).items()}
-            files = dict[str, tuple[Segment, ...]].fromkeys(found, ())
+            files: dict[str, tuple[Segment, ...]] = dict.fromkeys(found, ())
             _commit_objects(folder / MANIFEST, manifest._replace(files=files, generations=found))
 
 

@@ -66,14 +66,10 @@ class ObjectPath:
         return f"ObjectPath({self._address!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ObjectPath) and self._identity == other._identity
+        return isinstance(other, ObjectPath) and str(self) == str(other)
 
     def __hash__(self) -> int:
-        return hash(self._identity)
-
-    @property
-    def _identity(self) -> tuple[str, str, str]:
-        return self._scheme, self._bucket, self._key
+        return hash(self._address)
 
     def __truediv__(self, name: str) -> ObjectPath:
         return ObjectPath(f"{self._address}/{name}")
