@@ -15,6 +15,7 @@ from jaxshard.commands.values import (
     File,
     Kind,
     Natural,
+    Place,
     Rate,
     Real,
     Size,
@@ -26,6 +27,7 @@ from jaxshard.commands.values import (
     read_rate,
 )
 from jaxshard.core.local_path import local_path
+from jaxshard.storage.paths import AnyPath, as_path
 
 StrategyName = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 PrecisionName = Literal["bf16", "bfloat16"]
@@ -204,7 +206,7 @@ class Saving(Flags):
     """The checkpoints to save and to resume.
 
     Attributes:
-      checkpoint: save the run into this folder while it trains, and at the end
+      checkpoint: save the run into this folder, or at s3:// or gs://, while it trains and at the end
       resume: go on from the newest step in the folder of --checkpoint, if there is one
       checkpoint_every: steps between saves; by default 10
       keep: number of newest saved steps to keep; by default all
@@ -212,7 +214,7 @@ class Saving(Flags):
       memory_every: steps between copies of the run in memory, for restarts by jaxshard launch --max-restarts
     """
 
-    checkpoint: File = None
+    checkpoint: Place = None
     resume: bool = False
     checkpoint_every: Count = None
     keep: Count = None
@@ -308,7 +310,7 @@ class Generate(Model, Config):
     """
 
     model: Annotated[str, Kind("NAME")]
-    checkpoint: File = None
+    checkpoint: Place = None
     prompt: Texts = ()
     prompt_tokens: Texts = ()
     chat: Texts = ()
@@ -462,12 +464,12 @@ class Checkpoint(Result):
 
     Attributes:
       action: list the steps in a folder, show the contents of one step, or verify every byte of all steps
-      dir: folder that js.save or jaxshard train --checkpoint wrote
+      dir: folder, or address s3:// or gs://, that js.save or jaxshard train --checkpoint wrote
       step: look at this step alone; by default show takes the newest step, list and verify take all
     """
 
     action: Annotated[Literal["list", "show", "verify"], Kind("ACTION", is_positional=True)]
-    dir: Annotated[Path, Kind("DIR", local_path, is_positional=True)]
+    dir: Annotated[AnyPath, Kind("DIR", as_path, is_positional=True)]
     step: Step = None
 
 

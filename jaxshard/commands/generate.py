@@ -27,6 +27,7 @@ from jaxshard.generation.sampling import Sampling
 from jaxshard.hf.load import load as load_weights
 from jaxshard.hf.load import model as read_model
 from jaxshard.models.decoder import Decoder
+from jaxshard.storage.paths import AnyPath
 from jaxshard.training.state import init
 
 _LENGTH = 64
@@ -86,7 +87,7 @@ def run(flags: Generate) -> None:
     write_json(flags.json if is_first else None, result | {"seconds": seconds, "versions": versions()})
 
 
-def _refuse_factors(checkpoint: Path | None) -> None:
+def _refuse_factors(checkpoint: AnyPath | None) -> None:
     """Raise ValueError if a checkpoint has low-rank factors (--lora), since the frozen model is not in it."""
     if checkpoint is not None and describe(checkpoint).base:
         raise ValueError(
@@ -95,7 +96,7 @@ def _refuse_factors(checkpoint: Path | None) -> None:
         )
 
 
-def _make_model(named: NamedModel, checkpoint: Path | None) -> Decoder:
+def _make_model(named: NamedModel, checkpoint: AnyPath | None) -> Decoder:
     """Build the model; for a checkpoint in f32, and with the sequence length with which it was trained."""
     if named.folder is not None:
         return read_model(named.folder, dtype=None if checkpoint is None else "float32", **named.changes)

@@ -25,6 +25,7 @@ from jaxshard.commands.outputs import check_folder
 from jaxshard.core.layout import Layout
 from jaxshard.core.types import PyTree
 from jaxshard.engines.engine import Engine
+from jaxshard.storage.paths import AnyPath
 from jaxshard.training.state import TrainState
 
 EVERY = 10
@@ -75,7 +76,7 @@ class Saving(NamedTuple):
       memory_every: the number of steps between copies into memory, or None for no copies.
     """
 
-    folder: Path | None = None
+    folder: AnyPath | None = None
     every: int = EVERY
     keep: int | None = None
     resumed: int | None = None
@@ -123,7 +124,7 @@ class Saving(NamedTuple):
         run = self._restore(layout, weights if frozen else None)
         return Start(run, weights, memory, saver, [*notes, *more], shown)
 
-    def _check_saved(self, folder: Path, facts: dict[str, Any]) -> list[str]:
+    def _check_saved(self, folder: AnyPath, facts: dict[str, Any]) -> list[str]:
         saved = describe(folder, step=self.resumed).data
         if not isinstance(saved, dict) or not saved.keys() >= _FIX_THE_BATCHES.keys():
             raise ValueError(
@@ -216,7 +217,7 @@ def check_residuals(engine: Engine, layout: Layout, begin: Start) -> None:
         )
 
 
-def make_saving(flags: SavingFlags, *, others: Sequence[Path] = ()) -> Saving:
+def make_saving(flags: SavingFlags, *, others: Sequence[AnyPath] = ()) -> Saving:
     """Make the `Saving` that the flags about checkpoints describe, and its folder.
 
     Args:
@@ -259,13 +260,14 @@ def make_saving(flags: SavingFlags, *, others: Sequence[Path] = ()) -> Saving:
     return Saving(folder, flags.checkpoint_every or EVERY, flags.keep, begin, ignored, flags.memory_every)
 
 
-def _make_folder(folder: Path, others: Sequence[Path]) -> None:
+def _make_folder(folder: AnyPath, others: Sequence[AnyPath]) -> None:
     """Make the folder of checkpoints; ValueError if it can't be written, or has other files but no saved step."""
-    check_folder("--checkpoint", folder)
+    if isinstance(folder, Path):  # the first save into an object store takes its lease, which tells all
+        check_folder("--checkpoint", folder)
     folder.mkdir(parents=True, exist_ok=True)
-    own = {path.absolute() for path in others}
+    own = {str(path.absolute()) for path in others}
     seen = (path for path in folder.iterdir() if not path.name.startswith("."))
-    found = sorted(path.name for path in seen if path.absolute() not in own)
+    found = sorted(path.name for path in seen if str(path.absolute()) not in own)
     if found and not step_folders(absolute_root(folder)):
         raise ValueError(
             f"--checkpoint {folder} is not a folder of checkpoints: it holds {found[0]} and no step; give another one"

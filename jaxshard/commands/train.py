@@ -42,6 +42,7 @@ from jaxshard.hf.config import make_config
 from jaxshard.hf.folder import CONFIG
 from jaxshard.hf.save import save
 from jaxshard.models.decoder import Decoder
+from jaxshard.storage.paths import AnyPath
 from jaxshard.training import metrics
 from jaxshard.training.evaluate import evaluate, make_eval_step
 from jaxshard.training.fit import PROFILE_SCHEMES, fit
@@ -253,7 +254,7 @@ def _bad_step_policy(flags: Train, checkpointer: Checkpointer | None, run: Train
     return Rollback(checkpointer.restore)
 
 
-def _open_writers(job: Job, checkpoints: Path | None) -> list[metrics.Writer]:
+def _open_writers(job: Job, checkpoints: AnyPath | None) -> list[metrics.Writer]:
     """Open the writers of metrics (--log, --wandb ...); a resumed run finds its ids in the folder `checkpoints`."""
     flags, config = job.flags, job.about | {"layout": job.layout}
     make: dict[str, Callable[[Any], metrics.Writer]] = {

@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple
 from jaxshard.core.bounds import LARGEST_SIZE
 from jaxshard.core.local_path import local_path
 from jaxshard.core.near_words import one_of
+from jaxshard.storage.paths import AnyPath, as_path
 
 Read = Callable[[str], Any]
 """A function that returns the value of a text, or raises a ValueError that says what to write."""
@@ -91,4 +92,5 @@ Real = Annotated[float, Kind("X", read_number(float, -math.inf, "a finite number
 Text = Annotated[str | None, Kind("TEXT")]
 Texts = Annotated[tuple[str, ...], Kind("TEXT")]
 File = Annotated[Path | None, Kind("PATH", local_path)]
+Place = Annotated[AnyPath | None, Kind("PATH", as_path)]
 Written = Annotated[Path | None, Kind("PATH", local_path, is_written=True)]

@@ -229,6 +229,22 @@ AnyPath = Path | ObjectPath
 """A path in a mounted file system, or in an object store."""
 
 
+def replace_file(file: AnyPath, content: bytes) -> None:
+    """Write a small file so that a reader, also after a kill, finds the old content or the new one.
+
+    Raises:
+      OSError: the file can't be written.
+    """
+    if isinstance(file, ObjectPath):
+        file.write_bytes(content)
+        return
+    new = file.with_name(f"{file.name}.new")
+    new.unlink(missing_ok=True)
+    with new.open("xb") as opened:  # never through a link that somebody left there
+        opened.write(content)
+    os.replace(new, file)
+
+
 def kvstore_spec(folder: AnyPath) -> dict[str, Any]:
     """Return the TensorStore spec of the key-value store whose keys are the names of the files in a folder."""
     return folder.spec() if isinstance(folder, ObjectPath) else {"driver": "file", "path": f"{folder}/"}

@@ -14,10 +14,10 @@ import numpy as np
 
 from jaxshard.core.kinds import kind_of
 from jaxshard.core.layout import Layout, human_bytes
-from jaxshard.core.local_path import local_path
 from jaxshard.core.mesh import mesh_str
 from jaxshard.core.text_table import Table, page
 from jaxshard.core.types import PyTree, Role
+from jaxshard.storage.paths import as_path
 from jaxshard.training.goodput import Goodput
 from jaxshard.training.goodput_file import LEDGER, read_goodput
 from jaxshard.training.hyperparams import find_hyperparams
@@ -123,7 +123,7 @@ def describe(
         seconds=sum(record.seconds for record in records),
         metrics=dict(records[-1].metrics) if records else {},
         evaluation=dict(evaluations[-1]) if evaluations else {},
-        goodput=None if folder is None else read_goodput(local_path(folder) / LEDGER),
+        goodput=None if folder is None else read_goodput(as_path(folder) / LEDGER),
     )
 
 

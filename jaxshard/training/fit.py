@@ -20,6 +20,7 @@ from jaxshard.core.file_errors import errno_of
 from jaxshard.core.local_path import check_local
 from jaxshard.core.tree import row_count
 from jaxshard.core.types import PyTree
+from jaxshard.storage.paths import AnyPath, ObjectPath
 from jaxshard.training.early_stopping import EarlyStopping
 from jaxshard.training.goodput import Ledger
 from jaxshard.training.goodput_file import kept_on_disk, place_for_launch, read_ledger
@@ -323,7 +324,7 @@ def _end(on_run: Sequence[Callable[..., Any]], run: TrainState, ledger: Ledger) 
     ledger.spend("steps")
 
 
-def _find_ledger(on_run: Sequence[Callable[..., Any]]) -> Path | None:
+def _find_ledger(on_run: Sequence[Callable[..., Any]]) -> AnyPath | None:
     """Return the file of the goodput ledger: in the folder of the first `js.Checkpointer`, if there is one.
 
     Only the first process writes one.
@@ -331,7 +332,7 @@ def _find_ledger(on_run: Sequence[Callable[..., Any]]) -> Path | None:
     if jax.process_index() != 0:
         return None
     files = [getattr(function, "ledger", None) for function in on_run]
-    return place_for_launch(next((file for file in files if isinstance(file, Path)), None))
+    return place_for_launch(next((file for file in files if isinstance(file, Path | ObjectPath)), None))
 
 
 @contextlib.contextmanager

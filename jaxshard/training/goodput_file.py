@@ -1,8 +1,8 @@
 """The file of a goodput ledger: in the folder of checkpoints, rewritten at least once a second.
 
-A later process goes on with it. A thread writes it, so that it is up to date even while the training waits for data or
-compiles. What goes wrong with it is a warning, and never stops the training. This file does not import JAX, for the
-launcher.
+A later process goes on with it. In an object store it is rewritten every 10 seconds. A thread writes it, so that it is
+up to date even while the training waits for data or compiles. What goes wrong with it is a warning, and never stops the
+training. This file does not import JAX, for the launcher.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxshard.core.launch_environment import GOODPUT
+from jaxshard.storage.paths import AnyPath, ObjectPath, replace_file
 from jaxshard.training.goodput import KINDS, Account, Goodput, Ledger
 
 LEDGER = ".goodput.json"
@@ -29,6 +30,8 @@ LEDGER = ".goodput.json"
 _FORMAT = 1
 _INTERVAL = 0.5
 """Seconds between two writes."""
+_REMOTE_INTERVAL = 10.0
+"""Seconds between two writes into an object store, where each costs a request."""
 _FAREWELL = 10.0
 """Seconds for which the end of a training waits for a write that hangs."""
 _LARGEST = 1 << 20
@@ -38,7 +41,7 @@ _ledgers = itertools.count()
 """Counts the ledgers of this process."""
 
 
-def read_ledger(file: Path | None, step: int, *, compiled: float) -> Ledger:
+def read_ledger(file: AnyPath | None, step: int, *, compiled: float) -> Ledger:
     """Return the ledger of a training, which goes on with the account in its file, if there is one.
 
     Args:
@@ -52,7 +55,7 @@ def read_ledger(file: Path | None, step: int, *, compiled: float) -> Ledger:
     return Ledger(step, past=past, age=process_age(), compiled=compiled)
 
 
-def read_goodput(file: Path) -> Goodput | None:
+def read_goodput(file: AnyPath) -> Goodput | None:
     """Read the goodput in the file of a ledger, or None if there is no file.
 
     Raises:
@@ -63,7 +66,7 @@ def read_goodput(file: Path) -> Goodput | None:
     return None if account is None else Goodput(account.seconds)
 
 
-def place_for_launch(file: Path | None) -> Path | None:
+def place_for_launch(file: AnyPath | None) -> AnyPath | None:
     """Tell `jaxshard launch` where the ledger is, and return its file.
 
     Args:
@@ -74,7 +77,7 @@ def place_for_launch(file: Path | None) -> Path | None:
     if launch is None:
         return file
     if file is not None:
-        with contextlib.suppress(OSError):  # then the launch ends without its line
+        with contextlib.suppress(OSError):  # then the launch ends without its line, as for a file in an object store
             Path(launch).unlink(missing_ok=True)
             Path(launch).symlink_to(file)
     return file or Path(launch)
@@ -96,7 +99,7 @@ def process_age() -> float:
 
 
 @contextlib.contextmanager
-def kept_on_disk(ledger: Ledger, file: Path | None) -> Iterator[None]:
+def kept_on_disk(ledger: Ledger, file: AnyPath | None) -> Iterator[None]:
     """Keep the file of a ledger up to date, by a thread, until the `with` block ends; do nothing without a file."""
     if file is None:
         yield
@@ -110,14 +113,15 @@ def kept_on_disk(ledger: Ledger, file: Path | None) -> Iterator[None]:
         closed.set()
         thread.join(_FAREWELL)
         if problems or thread.is_alive():
-            why = problems[0].strerror if problems else f"a write takes longer than {_FAREWELL:.0f} s"
+            why = (problems[0].strerror or problems[0]) if problems else f"a write takes longer than {_FAREWELL:.0f} s"
             warnings.warn(
                 f"fit: the goodput ledger {file} is not up to date: {why}; the training is not affected", stacklevel=4
             )
 
 
-def _write_until(closed: threading.Event, ledger: Ledger, file: Path, problems: list[OSError]) -> None:
-    """Write the ledger twice a second and a last time when `closed` is set; leave the error of the last write."""
+def _write_until(closed: threading.Event, ledger: Ledger, file: AnyPath, problems: list[OSError]) -> None:
+    """Write the ledger again and again, a last time when `closed` is set; leave the error of the last write."""
+    interval = _REMOTE_INTERVAL if isinstance(file, ObjectPath) else _INTERVAL
     while True:
         is_last = closed.is_set()
         problems.clear()
@@ -127,20 +131,15 @@ def _write_until(closed: threading.Event, ledger: Ledger, file: Path, problems: 
             problems.append(error)
         if is_last:
             return
-        closed.wait(_INTERVAL)
+        closed.wait(interval)
 
 
-def _write(file: Path, account: Account) -> None:
+def _write(file: AnyPath, account: Account) -> None:
     """Replace the file at once, so that a reader or a kill never meets half of it."""
-    text = json.dumps({"format": _FORMAT} | account._asdict())
-    new = file.with_name(f"{file.name}.new")
-    new.unlink(missing_ok=True)
-    with new.open("x") as opened:  # never through a link that somebody left there
-        opened.write(text)
-    os.replace(new, file)
+    replace_file(file, json.dumps({"format": _FORMAT} | account._asdict()).encode())
 
 
-def _read_or_warn(file: Path) -> Account | None:
+def _read_or_warn(file: AnyPath) -> Account | None:
     """Read an account; for a file that is none, warn and return None."""
     try:
         return _read(file)
@@ -149,10 +148,10 @@ def _read_or_warn(file: Path) -> Account | None:
         return None
 
 
-def _read(file: Path) -> Account | None:
+def _read(file: AnyPath) -> Account | None:
     if not file.exists():
         return None
-    if not file.is_file() or file.stat().st_size > _LARGEST:
+    if not file.is_file() or (isinstance(file, Path) and file.stat().st_size > _LARGEST):
         raise ValueError(f"{file}: this is not the ledger that js.fit writes")
     try:
         return _decode(json.loads(file.read_bytes()))

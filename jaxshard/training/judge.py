@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from jaxshard.distributed.together import gather_texts
+from jaxshard.storage.paths import AnyPath, replace_file
 from jaxshard.training.early_stopping import EarlyStopping
 from jaxshard.training.records import Record
 
@@ -42,7 +41,7 @@ class Judge:
     def __init__(
         self,
         stop: Callable[[Mapping[str, float]], bool] | None,
-        folder: Path | None,
+        folder: AnyPath | None,
         start: int,
         *,
         evaluates: bool,
@@ -95,7 +94,7 @@ class Judge:
         return None if record.evaluation is None else norm | record.evaluation
 
 
-def _read(file: Path | None) -> Evaluations | None:
+def _read(file: AnyPath | None) -> Evaluations | None:
     """Read evaluations, or return None if `file` is None; for a file that can't be read, warn and return none."""
     if file is None or not file.exists():
         return None if file is None else []
@@ -109,11 +108,11 @@ def _read(file: Path | None) -> Evaluations | None:
         return []
 
 
-def _write(file: Path, evaluations: Evaluations) -> None:
+def _write(file: AnyPath, evaluations: Evaluations) -> None:
     """Replace the file at once; if it can't be written, warn: only a restart would need it."""
-    new = file.with_name(f"{file.name}.new")
+    text = json.dumps([(step, {k: float(x) for k, x in one.items()}) for step, one in evaluations])
     try:
-        new.write_text(json.dumps([(step, {k: float(x) for k, x in one.items()}) for step, one in evaluations]))
-        os.replace(new, file)
+        replace_file(file, text.encode())
     except OSError as error:
-        warnings.warn(f"fit: after a restart early stopping would begin anew: {file}: {error.strerror}", stacklevel=4)
+        why = error.strerror or error
+        warnings.warn(f"fit: after a restart early stopping would begin anew: {file}: {why}", stacklevel=4)

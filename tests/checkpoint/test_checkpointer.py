@@ -211,7 +211,7 @@ def slowly(monkeypatch, fail=None):
 
     def slow(folder, *rest):
         time.sleep(0.5)
-        if fail is not None and folder.name == fail[0]:
+        if fail is not None and folder.parent.name == fail[0]:
             raise fail[1]
         save(folder, *rest)
 
@@ -278,7 +278,7 @@ def test_a_program_that_ends_while_one_save_fails_finishes_the_other(tmp_path):
         save = writer.store.save_arrays
         def slow(folder, *rest):
             time.sleep(1)
-            if folder.parent.name == "bad":
+            if folder.parent.parent.name == "bad":
                 raise OSError("bad disk")
             save(folder, *rest)
         writer.store.save_arrays = slow

@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.checkpoint import compat, store
+from jaxshard.checkpoint.loading import load_arrays
 from jaxshard.checkpoint.os_errors import os_error
 from jaxshard.checkpoint.snapshot import HostBlocks
 from jaxshard.core.placement import View
@@ -25,7 +26,7 @@ def blocks_of(x):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
-    store.save_arrays(folder, {name: blocks_of(x) for name, x in ARRAYS.items()}, "one")
+    store.save_arrays(folder / "arrays", {name: blocks_of(x) for name, x in ARRAYS.items()}, "one")
     return folder
 
 
@@ -38,11 +39,11 @@ def test_array_handler_serialize_is_what_orbax_calls(tmp_path, monkeypatch):
         return await serialize(self, values, infos, args)
 
     monkeypatch.setattr(compat.BlocksHandler, "serialize", spy)
-    store.save_arrays(tmp_path, {name: blocks_of(x) for name, x in ARRAYS.items()}, "spied")
+    store.save_arrays(tmp_path / "arrays", {name: blocks_of(x) for name, x in ARRAYS.items()}, "spied")
     assert sorted(*called) == sorted(x.shape for x in ARRAYS.values())
     sharding = jax.sharding.NamedSharding(jax.make_mesh((1,), ("x",), devices=jax.devices()[:1]), P())
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in ARRAYS.items()}
-    loaded = store.load_arrays(tmp_path, shapes)
+    loaded = load_arrays(tmp_path / "arrays", shapes)
     assert {name: np.asarray(x).tobytes() for name, x in loaded.items()} == {
         name: x.tobytes() for name, x in ARRAYS.items()
     }
@@ -51,7 +52,7 @@ def test_array_handler_serialize_is_what_orbax_calls(tmp_path, monkeypatch):
 def test_ocdbt_dump_says_where_every_array_lies(saved):
     """Silent otherwise: damaged files would be found, but the arrays in them not named."""
     names = list(ARRAYS)
-    found = store.find_extents(saved, {name: number for number, name in enumerate(names)})
+    found = store.find_extents(saved / "arrays", {name: number for number, name in enumerate(names)})
     there: dict[int, bytes] = {}
     for file, extents in found.items():
         raw = (saved / file).read_bytes()
@@ -82,10 +83,10 @@ def test_use_compression_false_leaves_plain_bytes(saved):
 
 def test_ocdbt_keeps_arrays_in_few_files(saved, tmp_path):
     """Silent otherwise: there would be a file for every chunk of every array."""
-    store.save_arrays(tmp_path, {"one": blocks_of(ARRAYS["array 0"])}, "alone")
+    store.save_arrays(tmp_path / "arrays", {"one": blocks_of(ARRAYS["array 0"])}, "alone")
     counts = [sum(path.is_file() for path in folder.rglob("*")) for folder in (saved, tmp_path)]
     assert abs(counts[0] - counts[1]) <= 2 < len(ARRAYS), counts
 
 
 def test_zarr_json_says_shape_and_dtype_of_every_array(saved):
-    assert store.find_arrays(saved) == {name: (x.shape, str(x.dtype)) for name, x in ARRAYS.items()}
+    assert store.find_arrays(saved / "arrays") == {name: (x.shape, str(x.dtype)) for name, x in ARRAYS.items()}

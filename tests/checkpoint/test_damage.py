@@ -31,9 +31,9 @@ class Loads:
     """Stands before the reader of arrays, and counts."""
 
     def __init__(self, monkeypatch):
-        self.folders, load = [], reader.store.load_arrays
+        self.folders, load = [], reader.loading.load_arrays
         monkeypatch.setattr(
-            reader.store, "load_arrays", lambda *args: (self.folders.append(args[0].name), load(*args))[1]
+            reader.loading, "load_arrays", lambda *args: (self.folders.append(args[0].parent.name), load(*args))[1]
         )
 
 

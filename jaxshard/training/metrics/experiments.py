@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxshard.core.local_path import local_path
+from jaxshard.storage.paths import as_path
 from jaxshard.training.metrics.address import check_answers, without_password
 from jaxshard.training.metrics.background import Background, End
 from jaxshard.training.metrics.configuration import describe, flatten
@@ -28,7 +28,7 @@ def mlflow(
     *,
     uri: str | None = None,
     config: Mapping[str, Any] | None = None,
-    folder: str | Path | None = None,
+    folder: str | os.PathLike[str] | None = None,
     run: str | None = None,
     name: str | None = None,
 ) -> Background:
@@ -61,7 +61,7 @@ def mlflow(
         log = js.metrics.mlflow("gpt", uri="sqlite:///runs.db", config={"lr": 3e-4, "layout": layout})
         js.fit(run, step, batches, steps=1000, callbacks=[log])
     """
-    id = RunId("mlflow", run, None if folder is None else local_path(folder))
+    id = RunId("mlflow", run, None if folder is None else as_path(folder))
     try:
         import mlflow as library
         import mlflow.entities

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
 from jaxshard.core.file_errors import naming
+from jaxshard.storage.paths import AnyPath
 
 
 class RunId(NamedTuple):
@@ -19,7 +19,7 @@ class RunId(NamedTuple):
 
     service: str
     given: str | None
-    folder: Path | None
+    folder: AnyPath | None
 
     def find(self) -> str | None:
         """Return the id of the run to resume, passed by the user or kept in the folder; None for a new run.
@@ -30,16 +30,16 @@ class RunId(NamedTuple):
             return self.given
         if not any(path.name.isdecimal() for path in self._file.parent.iterdir()):
             return None
-        with naming(self._file):
-            return self._file.read_text().strip() or None
+        with naming(str(self._file)):
+            return self._file.read_bytes().decode().strip() or None
 
     def keep(self, id: str) -> None:
         """Write the id of the new or resumed run into the folder, if there is one."""
         if self._file is not None:
-            with naming(self._file):
+            with naming(str(self._file)):
                 self._file.parent.mkdir(parents=True, exist_ok=True)
-                self._file.write_text(id + "\n")
+                self._file.write_bytes(f"{id}\n".encode())
 
     @property
-    def _file(self) -> Path | None:
+    def _file(self) -> AnyPath | None:
         return None if self.folder is None else self.folder / f".{self.service}-run"

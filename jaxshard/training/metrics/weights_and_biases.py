@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Self
 
 from jaxshard.core.compat import process_count_and_id
-from jaxshard.core.local_path import local_path
+from jaxshard.storage.paths import as_path
 from jaxshard.training.metrics.address import check_answers
 from jaxshard.training.metrics.configuration import describe
 from jaxshard.training.metrics.run_id import RunId
@@ -20,7 +19,7 @@ def wandb(
     project: str,
     *,
     config: Mapping[str, Any] | None = None,
-    folder: str | Path | None = None,
+    folder: str | os.PathLike[str] | None = None,
     run: str | None = None,
     name: str | None = None,
 ) -> WandbWriter:
@@ -51,7 +50,7 @@ def wandb(
         log = js.metrics.wandb("gpt", config={"lr": 3e-4, "layout": layout}, folder="run")
         js.fit(run, step, batches, steps=1000, callbacks=[log])
     """
-    id = RunId("wandb", run, None if folder is None else local_path(folder))
+    id = RunId("wandb", run, None if folder is None else as_path(folder))
     try:
         import wandb as library
     except ImportError as error:
