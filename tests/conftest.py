@@ -22,6 +22,8 @@ import hypothesis
 import jax
 import pytest
 
+from tests.storage.server import bucket as bucket
+
 # Nor do all workers of all runs rewrite the asserts of 300 files of tests, which takes longer than to import the rest.
 sys.dont_write_bytecode = False
 

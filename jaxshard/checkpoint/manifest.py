@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from jaxshard.checkpoint.strict_json import decode_object, read_plain_file
-from jaxshard.storage.paths import AnyPath
+from jaxshard.storage.paths import AnyPath, ObjectPath
 
 FORMAT = 1
 _KEYED = {"sha256", "hmac"}
@@ -160,8 +160,11 @@ def write_manifest(file: Path, manifest: Manifest) -> None:
     write_atomically(file, encode_manifest(manifest))
 
 
-def write_atomically(file: Path, content: bytes) -> None:
+def write_atomically(file: AnyPath, content: bytes) -> None:
     """Write a file so that its complete content is on disk or the file does not exist, even after a power failure."""
+    if isinstance(file, ObjectPath):
+        file.write_bytes(content)
+        return
     draft = file.with_name(file.name + ".draft")
     with draft.open("wb") as opened:
         opened.write(content)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import tomllib
 from collections.abc import Collection, Iterable
-from pathlib import Path
 from typing import Any
 
 import tomli_w
@@ -14,6 +13,7 @@ from jaxshard.commands.errors import UsageError, usage_errors
 from jaxshard.commands.flags import Flags
 from jaxshard.core.file_errors import naming
 from jaxshard.core.near_words import did_you_mean
+from jaxshard.storage.paths import AnyPath
 
 _OF_TRAINER = {
     "learning_rate": "lr",
@@ -42,7 +42,7 @@ _OF_TRAINER = {
 """Arguments of the trainers of Hugging Face, with the flags that do the same, and what is different about them."""
 
 
-def read_config(file: Path, names: Collection[str], command: str) -> dict[str, Any]:
+def read_config(file: AnyPath, names: Collection[str], command: str) -> dict[str, Any]:
     """Read the flags in a TOML file.
 
     Args:
@@ -56,7 +56,7 @@ def read_config(file: Path, names: Collection[str], command: str) -> dict[str, A
     """
     with usage_errors():
         try:
-            entries = tomllib.loads(file.read_text(encoding="utf-8"))
+            entries = tomllib.loads(file.read_bytes().decode())
         except ValueError as error:
             raise ValueError(f"--config {file}: this is no TOML: {error}") from error
     if unknown := [name for name in entries if name.replace("-", "_") not in names]:
@@ -86,7 +86,7 @@ def suggest_flag(name: str, flags: Iterable[str]) -> str:
     return f"did you mean {ours}?" if ours.partition(",")[0] in flags else did_you_mean(name, flags)
 
 
-def write_config(file: Path, flags: Flags) -> None:
+def write_config(file: AnyPath, flags: Flags) -> None:
     """Write the flags that differ from their defaults as a TOML file that `read_config` reads."""
     differing = [one for one in dataclasses.fields(flags) if getattr(flags, one.name) != one.default]
     entries = {
@@ -94,8 +94,8 @@ def write_config(file: Path, flags: Flags) -> None:
         for one in differing
         if one.name not in ("config", "save_config")
     }
-    with naming(file):
-        file.write_text(tomli_w.dumps(entries), encoding="utf-8")
+    with naming(str(file)):
+        file.write_bytes(tomli_w.dumps(entries).encode())
 
 
 def _plain(value: Any) -> Any:

@@ -15,6 +15,7 @@ from jaxshard.commands.values import (
     File,
     Kind,
     Natural,
+    Picture,
     Place,
     Rate,
     Real,
@@ -45,7 +46,7 @@ class Result(Flags):
     """The result as a JSON file.
 
     Attributes:
-      json: write the result into this file as one JSON object; - is standard output
+      json: write the result into this file, or at s3:// or gs://, as one JSON object; - is standard output
     """
 
     json: Written = None
@@ -60,7 +61,7 @@ class Config(Result):
       save_config: write the flags into a TOML file that --config reads
     """
 
-    config: File = None
+    config: Place = None
     save_config: Written = None
 
 
@@ -156,7 +157,8 @@ class Data(Flags):
     """The corpus to train on.
 
     Attributes:
-      data: text, token ids as .npy or .bin, or records as .jsonl; by default the source of Python's library
+      data: text, token ids as .npy or .bin, or records as .jsonl, also at s3:// or gs://; by default the source of
+        Python's library
       dtype: dtype of the token ids in a .bin file, such as uint16
       vocab: size of the vocabulary, for token ids in a .npy or .bin file
       tokenizer: a tokenizer.json, or a folder that has one; by default the tokenizer of the model hf:PATH
@@ -228,8 +230,10 @@ class Output(Flags):
 
     Attributes:
       sample: number of tokens that the trained model generates at the end, at temperature 0.8; 0 for no sample
-      export: write the trained model into this folder at the end, in the format of Hugging Face transformers
-      log: append the metrics of every step to this file, one JSON object per line
+      export: write the trained model into this folder, or at s3:// or gs://, at the end, in the format of Hugging
+        Face transformers
+      log: append the metrics of every step to this file, one JSON object per line; at s3:// or gs:// to numbered
+        objects, every 30 seconds
       tensorboard: write the metrics for TensorBoard into this folder, or at an address gs:// or s3://
       wandb: write the metrics to a run of this Weights & Biases project; with --resume to the same run
       mlflow: write the metrics to a run of this MLflow experiment, at MLFLOW_TRACKING_URI
@@ -237,7 +241,7 @@ class Output(Flags):
     """
 
     sample: Natural = 160
-    export: File = None
+    export: Place = None
     log: Written = None
     tensorboard: Folder = None
     wandb: Annotated[str | None, Kind("PROJECT")] = None
@@ -315,7 +319,7 @@ class Generate(Model, Config):
     prompt_tokens: Texts = ()
     chat: Texts = ()
     system: Text = None
-    tokenizer: File = None
+    tokenizer: Place = None
     length: Size = None
     temperature: Real = 0.0
     top_k: Size = None
@@ -414,7 +418,7 @@ class Plan(Targeted, Compute, Chips, Config):
     chip: Text = None
     estimate: bool = False
     codegen: bool = False
-    plot: Written = None
+    plot: Picture = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -452,7 +456,7 @@ class Schedule(Result):
     stages: Count = None
     microbatches: Count = None
     chunks: Count = None
-    plot: Written = None
+    plot: Picture = None
 
 
 @dataclass(frozen=True, kw_only=True)

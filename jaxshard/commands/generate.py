@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 from rich.text import Text
 
@@ -106,7 +105,7 @@ def _make_model(named: NamedModel, checkpoint: AnyPath | None) -> Decoder:
     return made
 
 
-def _read_params(flags: Generate, folder: Path | None, network: Decoder, layout: Layout) -> PyTree:
+def _read_params(flags: Generate, folder: AnyPath | None, network: Decoder, layout: Layout) -> PyTree:
     """Read weights from a checkpoint or a Hugging Face folder, or else draw them, sharded as the layout says."""
     if flags.checkpoint is not None:
         return restore(flags.checkpoint, layout).params
@@ -123,7 +122,7 @@ def _make_parallel(flags: Generate) -> Parallel:
     return make_parallel(Sharding(mesh=flags.mesh, strategy=flags.strategy, devices=devices))
 
 
-def _tokenizer(named: NamedModel, file: Path | None) -> Tokenizer | Bytes | None:
+def _tokenizer(named: NamedModel, file: AnyPath | None) -> Tokenizer | Bytes | None:
     """Return the tokenizer of --tokenizer or of the model's folder, or `Bytes` for a model of 256 tokens; else None."""
     if file is not None:
         return tokenizer(file)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from jaxshard.core.file_errors import naming
+from jaxshard.storage.paths import AnyPath
 
 
-def write_json(file: Path | None, result: dict[str, Any]) -> None:
+def write_json(file: AnyPath | None, result: dict[str, Any]) -> None:
     """Write a JSON object into a file, or to standard output if `file` is "-"; write nothing if it is None."""
     text = json.dumps(result, indent=2, allow_nan=False) + "\n"
     if str(file) == "-":
         sys.stdout.write(text)
     elif file is not None:
-        with naming(file):
-            file.write_text(text)
+        with naming(str(file)):
+            file.write_bytes(text.encode())

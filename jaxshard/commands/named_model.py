@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxshard.commands.pairs import read_pairs, readers_of
@@ -10,6 +9,7 @@ from jaxshard.core.near_words import one_of
 from jaxshard.models.recipe import Recipe, Size
 from jaxshard.models.rope import RopeScaling
 from jaxshard.models.sizes import SIZES
+from jaxshard.storage.paths import AnyPath
 
 PREFIX = "hf:"
 
@@ -42,11 +42,11 @@ class NamedModel(NamedTuple):
         return self.target in SIZES or self.target.startswith(PREFIX)
 
     @property
-    def folder(self) -> Path | None:
+    def folder(self) -> AnyPath | None:
         """The folder of a Hugging Face model; None for a ready-made size."""
         return self.find_folder(weights=False)
 
-    def find_folder(self, *, weights: bool) -> Path | None:
+    def find_folder(self, *, weights: bool) -> AnyPath | None:
         """Return the folder of a Hugging Face model, with its weights or perhaps without; None for other models."""
         if not self.target.startswith(PREFIX):
             return None

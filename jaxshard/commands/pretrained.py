@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
 from jaxshard.commands.named_model import PREFIX
@@ -11,6 +10,7 @@ from jaxshard.core.types import PyTree
 from jaxshard.data.tokenizer import FILE
 from jaxshard.hf.config import Config, read_config
 from jaxshard.hf.load import load
+from jaxshard.storage.paths import AnyPath
 
 _PADDING = 0.02
 """The share of a vocabulary that may be unused rows, which make its size a multiple of 64."""
@@ -25,12 +25,12 @@ class Pretrained(NamedTuple):
       seq: the largest number of positions in a row.
     """
 
-    folder: Path
+    folder: AnyPath
     vocab: int
     seq: int
 
     @property
-    def tokenizer(self) -> Path | None:
+    def tokenizer(self) -> AnyPath | None:
         """The file of the model's own tokenizer; None if the folder has none."""
         return self.folder if (self.folder / FILE).is_file() else None
 

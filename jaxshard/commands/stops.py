@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from jaxshard.data.tokenizer import FILE, Tokenizer
 from jaxshard.hf.folder import end_tokens
+from jaxshard.storage.paths import AnyPath
 
 
 class Bytes:
@@ -63,7 +63,7 @@ class Stops(NamedTuple):
         return text[: min((at for at in (text.find(stop, start) for stop in self.texts) if at >= 0), default=len(text))]
 
 
-def ends_of_text(words: Tokenizer | Bytes | None, folder: Path | None) -> tuple[int, ...]:
+def ends_of_text(words: Tokenizer | Bytes | None, folder: AnyPath | None) -> tuple[int, ...]:
     """Return the end-of-text token ids of a tokenizer and of the Hugging Face model in a folder."""
     own = () if words is None or words.end is None else (words.end,)
     return tuple(dict.fromkeys(own + (() if folder is None else end_tokens(folder))))

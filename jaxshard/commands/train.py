@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -42,7 +41,7 @@ from jaxshard.hf.config import make_config
 from jaxshard.hf.folder import CONFIG
 from jaxshard.hf.save import save
 from jaxshard.models.decoder import Decoder
-from jaxshard.storage.paths import AnyPath
+from jaxshard.storage.paths import AnyPath, as_path
 from jaxshard.training import metrics
 from jaxshard.training.evaluate import evaluate, make_eval_step
 from jaxshard.training.fit import PROFILE_SCHEMES, fit
@@ -65,7 +64,7 @@ def run(flags: Train) -> None:
     with usage_errors():
         _check_flags(flags)
         written = (flags.json, flags.log, flags.tensorboard, flags.profile, flags.save_config)
-        saves = make_saving(flags, others=[Path(one) for one in written if one is not None])
+        saves = make_saving(flags, others=[as_path(one) for one in written if one is not None])
         how = make_parallel(
             flags,
             remat=flags.remat,
@@ -151,7 +150,7 @@ def _check_flags(flags: Train) -> None:
         raise ValueError("--bad-steps rollback goes back to a saved run: add --checkpoint DIR")
 
 
-def _check_export(folder: Path | None, network: Decoder) -> None:
+def _check_export(folder: AnyPath | None, network: Decoder) -> None:
     """Raise ValueError if --export can't work: the folder is unusable, or Hugging Face has no format for the model."""
     if folder is None:
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,13 +12,13 @@ from jaxshard.commands.errors import refuse
 from jaxshard.commands.flags import Data
 from jaxshard.commands.pretrained import Pretrained
 from jaxshard.commands.terminal import printable
-from jaxshard.core.local_path import local_path
 from jaxshard.data import corpus as corpora
 from jaxshard.data.corpus import Corpus
 from jaxshard.data.documents import Documents, tokenize
 from jaxshard.data.packing import Packed, packed
 from jaxshard.data.tokenizer import Tokenizer, tokenizer
 from jaxshard.data.windows import Windows, eval_batches, windows
+from jaxshard.storage.paths import AnyPath, as_path
 
 EVAL_TOKENS = 2**16
 """The number of held-out tokens in an evaluation, evenly spaced over all of them."""
@@ -126,7 +125,7 @@ def _load(flags: Data, base: Pretrained | None) -> TrainingData:
         if base is not None:
             raise ValueError("--model hf:PATH is fine-tuned on your own data: add --data FILE")
         return TrainingData(corpora.stdlib())
-    path = local_path(flags.data)
+    path = as_path(flags.data)
     tokens = path.suffix in _TOKENS and not path.is_dir()
     made_by = flags.tokenizer or (None if base is None or tokens else base.tokenizer)
     if made_by is None:
@@ -140,7 +139,7 @@ def _load(flags: Data, base: Pretrained | None) -> TrainingData:
     return TrainingData(tokenize(path, used, template=template), used)
 
 
-def _load_plain(path: Path, flags: Data, base: Pretrained | None, tokens: bool) -> Corpus[np.ndarray]:
+def _load_plain(path: AnyPath, flags: Data, base: Pretrained | None, tokens: bool) -> Corpus[np.ndarray]:
     """Load data without a tokenizer: token ids from a .npy or .bin file, or the bytes of text."""
     refuse("is for records that a tokenizer reads: add --tokenizer PATH", template=flags.template)
     if base is not None and not tokens:

@@ -1,7 +1,7 @@
 """Data: token corpora, packed documents, indexed sources, mixtures, and global batches on the devices.
 
 The sequence of global batches depends only on (seed, step), not on the number of hosts: the layout determines the rows
-that a host reads. So the step is all that is needed to resume. Imports `core/` and `distributed/`.
+that a host reads. So the step is all that is needed to resume. Imports `core/`, `distributed/` and `storage/`.
 """
 
 from jaxshard.data.batches import batches as batches

@@ -16,7 +16,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from jaxshard.core.local_path import local_path
+from jaxshard.storage.copies import local_copy
+from jaxshard.storage.paths import as_path
 
 HELD_OUT = 0.08
 """The fraction of the files, or of a single token array, that is held out.
@@ -96,7 +97,8 @@ def load(path: str | Path, *, dtype: Any = None, vocab: int | None = None) -> Co
     tokens, only evenly spaced chunks) and, if you pass `vocab` to `windows`, again in every row that is read.
 
     Args:
-      path: a file or a folder.
+      path: a file or a folder, or an address s3://... or gs://... Objects are first copied to `jaxshard/objects` in
+        $XDG_CACHE_HOME, or in ~/.cache.
       dtype: the integer type of a `.bin` file, such as "uint16".
       vocab: the size of the vocabulary of a `.npy` or `.bin` file. The vocabulary of text is 256, all bytes.
 
@@ -111,7 +113,7 @@ def load(path: str | Path, *, dtype: Any = None, vocab: int | None = None) -> Co
         corpus = js.data.load("notes.txt")
         source = js.data.windows(corpus.train, batch=8, seq=16, seed=0, vocab=corpus.vocab)
     """
-    path = local_path(path)
+    path = local_copy(as_path(path))
     if not path.exists():
         raise FileNotFoundError(
             f"data: {path} does not exist; give a text file, a folder of text, a .npy or a .bin file"

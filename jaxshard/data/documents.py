@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxshard.core.local_path import local_path
 from jaxshard.data.chat_template import ChatTemplate
 from jaxshard.data.conversations import TEMPLATE, ByChatTemplate, ByLine
 from jaxshard.data.corpus import HELD_OUT, Corpus, check_token_array, choose_held_out, read_texts
 from jaxshard.data.records import Record, first_kind, read_records
 from jaxshard.data.token_cache import TokenFiles, load_tokens, save_tokens
 from jaxshard.data.tokenizer import Tokenizer
+from jaxshard.storage.copies import local_copy
+from jaxshard.storage.paths import as_path
 
 _AT_ONCE = 1024
 """The number of documents that are tokenized at a time."""
@@ -134,7 +135,7 @@ def tokenize(
     The tokens are cached in files, named by a hash of the data, the tokenizer and the template.
 
     Args:
-      path: a file or a folder.
+      path: a file or a folder, or an address, as in `js.data.load`.
       tokenizer: a tokenizer from `js.data.tokenizer`.
       template: a line for one message in which {role} and {content} are replaced, in the place of the chat template;
         "{role}:\n{content}\n" by default if the tokenizer has no chat template. An answer then includes the line's
@@ -154,7 +155,7 @@ def tokenize(
         corpus = js.data.tokenize("chats.jsonl", tokenizer)
         source = js.data.packed(corpus.train, batch=32, seq=1024, seed=0)
     """
-    texts = _open(local_path(path), tokenizer, template)
+    texts = _open(local_copy(as_path(path)), tokenizer, template)
     key = hashlib.sha256()
     for fact in (_FORMAT, tokenizer.digest, texts.digest):
         key.update(f"{len(fact)} {fact}".encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxshard.core.bounds import LARGEST_SIZE, is_too_large
-from jaxshard.core.local_path import local_path
 from jaxshard.data.chat_template import ChatTemplate, Messages
 from jaxshard.data.tokenizer_folder import chat_template, end_of_text
+from jaxshard.storage.copies import local_copy
+from jaxshard.storage.paths import ObjectPath, as_path
 
 FILE = "tokenizer.json"
+BESIDE = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
+"""The names of the files of a model that are not its weights."""
 
 
 class Tokenizer:
@@ -110,7 +114,7 @@ class Tokenizer:
             raise ValueError(f"tokenizer: {self.file} can't be used for these texts or tokens: {error}") from error
 
 
-def tokenizer(path: str | Path) -> Tokenizer:
+def tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Read a tokenizer: a `tokenizer.json`, or a folder that contains one, such as a Hugging Face model.
 
     The token that ends a document is "eos_token" in the `tokenizer_config.json` of the same folder, or else the (first)
@@ -118,7 +122,7 @@ def tokenizer(path: str | Path) -> Tokenizer:
     ignored.
 
     Args:
-      path: the file or the folder.
+      path: the file or the folder, or its address s3://... or gs://...
 
     Returns:
       The tokenizer.
@@ -133,10 +137,7 @@ def tokenizer(path: str | Path) -> Tokenizer:
         (ids,) = tokenizer.encode(["a text"])
         tokenizer.decode(ids)
     """
-    file = local_path(path)
-    file = file / FILE if file.is_dir() else file
-    if not file.is_file():
-        raise FileNotFoundError(f"tokenizer: {file} does not exist{_other_kinds(file.parent)}")
+    file = find_tokenizer(path)
     try:
         from tokenizers import Tokenizer as Library
     except ImportError as error:
@@ -148,6 +149,26 @@ def tokenizer(path: str | Path) -> Tokenizer:
     library.no_truncation()
     library.no_padding()
     return Tokenizer(file, library, end_of_text(file.parent, library), chat_template(file.parent))
+
+
+def find_tokenizer(path: str | os.PathLike[str]) -> Path:
+    """Return the tokenizer.json at a path, or in the folder there; for an address a copy, with the files next to it.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+    """
+    given = as_path(path)
+    if isinstance(given, ObjectPath):
+        is_file = given.is_file()
+        folder = local_copy(given.parent if is_file else given, BESIDE)
+        file = folder / (given.name if is_file else FILE)
+    else:
+        file = given / FILE if given.is_dir() else given
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"tokenizer: {file if isinstance(given, Path) else given} does not exist{_other_kinds(file.parent)}"
+        )
+    return file
 
 
 def _other_kinds(folder: Path) -> str:

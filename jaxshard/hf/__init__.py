@@ -15,7 +15,7 @@
     load.py         js.hf.model and js.hf.load
     save.py         js.hf.save
 
-Imports `core/`, `models/`, `data/`, `distributed/` and `checkpoint/`; needs neither transformers nor torch.
+Imports `core/`, `models/`, `data/`, `distributed/`, `storage/` and `checkpoint/`; needs neither transformers nor torch.
 """
 
 from jaxshard.hf.load import load as load

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxshard.checkpoint.strict_json import decode_object, read_plain_file
@@ -19,6 +18,7 @@ from jaxshard.hf.text_part import WITH_IMAGES, take_text_part
 from jaxshard.models.decoder import Decoder
 from jaxshard.models.parts import check_window, largest_size
 from jaxshard.models.rope import as_scaling
+from jaxshard.storage.paths import AnyPath
 
 _COUNTS = frozenset(("vocab", "width", "depth", "heads", "kv_heads", "head_dim", "hidden", "seq", "experts", "k"))
 """Arguments of `js.models` that are whole numbers above 0."""
@@ -38,11 +38,11 @@ class Config(NamedTuple):
     family: Family
     arguments: dict[str, Any]
     entries: dict[str, Any]
-    folder: Path | None = None
+    folder: AnyPath | None = None
     reads_images: bool = False
 
 
-def read_config(folder: Path, ignore: Iterable[str] = ()) -> Config:
+def read_config(folder: AnyPath, ignore: Iterable[str] = ()) -> Config:
     """Read config.json, and convert its entries to arguments.
 
     Args:
@@ -68,7 +68,7 @@ def read_config(folder: Path, ignore: Iterable[str] = ()) -> Config:
     return Config(family, arguments, entries, folder, reads_images=text_part is not None)
 
 
-def find_family(entries: Mapping[str, Any], path: Path | str) -> Family:
+def find_family(entries: Mapping[str, Any], path: AnyPath | str) -> Family:
     """Return the family of models that the entries of config.json name.
 
     Raises:
@@ -88,7 +88,7 @@ def find_family(entries: Mapping[str, Any], path: Path | str) -> Family:
 
 
 def read_arguments(
-    family: Family, entries: Mapping[str, Any], path: Path | str, ignore: Iterable[str] = ()
+    family: Family, entries: Mapping[str, Any], path: AnyPath | str, ignore: Iterable[str] = ()
 ) -> dict[str, Any]:
     """Convert the entries of config.json to the arguments of `family.make`.
 

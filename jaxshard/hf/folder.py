@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from jaxshard.checkpoint.strict_json import decode_object, read_plain_file
-from jaxshard.core.local_path import local_path
 from jaxshard.hf.hub import find_on_hub
+from jaxshard.storage.paths import AnyPath, ObjectPath, as_path
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -33,18 +32,20 @@ MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 """The names of the files of further chat templates."""
 
 
-def find_folder(name: str | os.PathLike[str], *, weights: bool = False) -> Path:
+def find_folder(name: str | os.PathLike[str], *, weights: bool = False) -> AnyPath:
     """Find a model's folder by its path, or else by the model's name "owner/name" on the Hugging Face hub.
 
     Args:
-      name: a folder, or the name of a model on the hub, which `find_on_hub` finds in the hub's cache or downloads.
+      name: a folder, an address s3://... or gs://..., or the name of a model on the hub, which `find_on_hub` finds in
+        the hub's cache or downloads.
       weights: the weights are needed, too, not only the configuration and the tokenizer.
 
     Raises:
       FileNotFoundError: neither exists.
     """
-    folder = local_path(name).expanduser()
-    if folder.is_dir():
+    given = as_path(name)
+    folder = given if isinstance(given, ObjectPath) else given.expanduser()
+    if isinstance(folder, ObjectPath) or folder.is_dir():
         if not (folder / CONFIG).exists():
             raise FileNotFoundError(f"js.hf: {folder} has no {CONFIG}; name a folder with {CONFIG} and {WEIGHTS}")
         return folder.absolute()
@@ -54,7 +55,7 @@ def find_folder(name: str | os.PathLike[str], *, weights: bool = False) -> Path:
     return find_on_hub(str(name), (CONFIG, _ANY_WEIGHTS) if weights else (CONFIG,))
 
 
-def end_tokens(folder: Path) -> tuple[int, ...]:
+def end_tokens(folder: AnyPath) -> tuple[int, ...]:
     """Return the ids of the tokens that end a text: "eos_token_id" in generation_config.json, then in config.json.
 
     Raises:

@@ -7,7 +7,6 @@ import math
 import os
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from jaxshard.checkpoint.leaves import Entry, list_differences
 from jaxshard.checkpoint.safetensors.header import Tensor
 from jaxshard.checkpoint.safetensors.index import index_of
 from jaxshard.checkpoint.safetensors.names import model_entries
-from jaxshard.checkpoint.safetensors.parts import LEAST_RUN, Range, Source, read_part
+from jaxshard.checkpoint.safetensors.parts import Range, Source, least_run, read_part
 from jaxshard.checkpoint.safetensors.reader import StoredTensor, check_exists, open_files
 from jaxshard.core.layout import Layout, check_layout
 from jaxshard.core.mesh import axis_size
@@ -33,6 +32,7 @@ from jaxshard.hf.folder import WEIGHTS, find_folder
 from jaxshard.hf.places import Place, find_places
 from jaxshard.hf.text_part import name_in_text_part
 from jaxshard.models.decoder import Decoder
+from jaxshard.storage.paths import AnyPath
 
 _POINT = "js.hf.load"
 
@@ -43,8 +43,8 @@ def model(folder: str | os.PathLike[str], *, dtype: Any = None, ignore: Iterable
     No weights are read: `js.hf.load` does that, and `model.init` draws random parameters.
 
     Args:
-      folder: the folder, or "owner/name" of a model on the Hugging Face hub. It is read from the hub's cache; files
-        that are not there are downloaded, unless HF_HUB_OFFLINE is set.
+      folder: the folder, an address s3://... or gs://..., or "owner/name" of a model on the Hugging Face hub. A model
+        of the hub is read from its cache; files that are not there are downloaded, unless HF_HUB_OFFLINE is set.
       dtype: the dtype of the parameters, such as "float32"; by default each parameter has the dtype of its tensor in
         the files, or the dtype in config.json if the folder has no weights.
       ignore: the names of unsupported entries of config.json to ignore, since they do not change the model's logits.
@@ -78,7 +78,8 @@ def model(folder: str | os.PathLike[str], *, dtype: Any = None, ignore: Iterable
 def load(folder: str | os.PathLike[str], layout: Layout, *, dtype: Any = None, ignore: Iterable[str] = ()) -> PyTree:
     """Read the model weights in a folder that transformers wrote, sharded as a layout says. Every process calls this.
 
-    Each process reads only the slices that its devices store, one shard of one array at a time.
+    Each process reads only the slices that its devices store, one shard of one array at a time; of objects it reads
+    ranges of bytes.
 
     Args:
       folder: the folder, as in `js.hf.model`, on a disk that all processes see. The weights are in model.safetensors,
@@ -110,7 +111,7 @@ def load(folder: str | os.PathLike[str], layout: Layout, *, dtype: Any = None, i
     raise_together(problems, ValueError, f"{folder}: its weights are not complete", point=_POINT)
     wanted, structure = model_entries(layout)
     places = _match(config, wanted, found, folder, dtype)
-    sources = {name: Source(one.file, one.start, one.tensor.dtype) for name, one in found.items()}
+    sources = {name: one.source for name, one in found.items()}
     placed: list[Any] = [None] * len(wanted)
     # The largest arrays first, while the fewest others are in memory.
     for i in sorted(range(len(wanted)), key=lambda i: -math.prod(wanted[i].shape)):
@@ -118,7 +119,7 @@ def load(folder: str | os.PathLike[str], layout: Layout, *, dtype: Any = None, i
     return jax.tree.unflatten(structure, placed)
 
 
-def _open_weights(config: Config, folder: Path) -> tuple[dict[str, StoredTensor], list[str]]:
+def _open_weights(config: Config, folder: AnyPath) -> tuple[dict[str, StoredTensor], list[str]]:
     """Map the weights in a folder; return ({full name of a tensor: tensor}, messages about damaged files).
 
     If the names lack the family's prefix ("model."), because only the inner model was saved, it is added. Of a model
@@ -135,7 +136,7 @@ def _open_weights(config: Config, folder: Path) -> tuple[dict[str, StoredTensor]
 
 
 def _match(
-    config: Config, wanted: list[Entry], found: dict[str, StoredTensor], folder: Path, dtype: Any
+    config: Config, wanted: list[Entry], found: dict[str, StoredTensor], folder: AnyPath, dtype: Any
 ) -> list[Place]:
     """Find the tensors of each parameter in `wanted`; raise in all processes if any is missing, unknown or different.
 
@@ -186,10 +187,7 @@ def _repeated_head(config: Config, found: dict[str, StoredTensor], expected: dic
     rows_at_once = max(1, (1 << 22) // max(1, head.tensor.size // head.tensor.shape[0]))
     for at in range(0, head.tensor.shape[0], rows_at_once):
         ranges = [Range(at, min(at + rows_at_once, head.tensor.shape[0])), Range(0, head.tensor.shape[1])]
-        one, other = (
-            read_part(Source(x.file, x.start, x.tensor.dtype), x.tensor.shape, ranges).reshape(-1).view(np.uint8)
-            for x in (head, table)
-        )
+        one, other = (read_part(x.source, x.tensor.shape, ranges).reshape(-1).view(np.uint8) for x in (head, table))
         if not np.array_equal(one, other):
             return set()
     return {"lm_head.weight"}
@@ -202,7 +200,8 @@ def _place(entry: Entry, place: Place, sources: dict[str, Source], layout: Layou
     `_readable` returns, and resharded on the devices.
     """
     wanted = entry.shape_saved(layout.mesh).sharding
-    sharding = _readable(entry, place, wanted, layout.mesh)
+    least = least_run(sources[place.names[0]].file)
+    sharding = _readable(entry, place, wanted, layout.mesh, least)
     devices: dict[Any, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(entry.shape).items():
         cut = tuple(slice(*one.indices(size)) for one, size in zip(index or (), entry.shape))
@@ -215,16 +214,16 @@ def _place(entry: Entry, place: Place, sources: dict[str, Source], layout: Layou
     return read if sharding is wanted else jax.block_until_ready(_jit_move(wanted)(read))
 
 
-def _readable(entry: Entry, place: Place, wanted: NamedSharding, mesh: Mesh) -> NamedSharding:
+def _readable(entry: Entry, place: Place, wanted: NamedSharding, mesh: Mesh, least: int) -> NamedSharding:
     """Return the sharding in which to read an array: `wanted`, or a sharding whose shards are contiguous in the files.
 
     To read a column of a matrix from a file, all of the matrix must be read. So if the shards of `wanted` are scattered
-    in the files, the array is split over the same mesh axes along another dimension, and resharded on the devices
-    later.
+    in the files, in ranges of fewer than `least` bytes, the array is split over the same mesh axes along another
+    dimension, and resharded on the devices later.
     """
     counted = len(place.counted)  # these dimensions count tensors, so their sharding may stay
     axes = axes_of(PartitionSpec(*wanted.spec[counted:]))
-    if place.run(wanted.shard_shape(entry.shape)) * jnp.dtype(entry.dtype).itemsize >= LEAST_RUN or not axes:
+    if place.run(wanted.shard_shape(entry.shape)) * jnp.dtype(entry.dtype).itemsize >= least or not axes:
         return wanted
     fits = [dim for dim in place.first_dims() if entry.shape[dim] % axis_size(mesh, axes) == 0]
     if not fits:
@@ -242,7 +241,7 @@ def _jit_move(wanted: NamedSharding) -> Any:
     return jax.jit(move, out_shardings=wanted)
 
 
-def _set_dtypes(made: Decoder, config: Config, folder: Path, dtype: Any) -> None:
+def _set_dtypes(made: Decoder, config: Config, folder: AnyPath, dtype: Any) -> None:
     """Change `made.init` so that it returns each parameter in the dtype of its tensor in the files, or in `dtype`."""
     original = made.init_parts
     there = (folder / WEIGHTS).exists() or index_of(folder / WEIGHTS).exists()

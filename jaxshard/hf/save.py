@@ -19,17 +19,18 @@ from jaxshard.checkpoint.safetensors.header import Tensor
 from jaxshard.checkpoint.safetensors.names import ModelArray, model_arrays
 from jaxshard.checkpoint.safetensors.writer import MAX_BYTES, Output, write_model
 from jaxshard.core.layout import Layout, check_layout
-from jaxshard.core.local_path import local_path
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import spec_entry, split_dims
 from jaxshard.core.settings import with_own_settings
 from jaxshard.core.tree import raise_all
-from jaxshard.data.tokenizer import FILE
+from jaxshard.data.tokenizer import BESIDE, FILE, find_tokenizer
 from jaxshard.distributed.together import call_in_first_process
 from jaxshard.hf.config import Config, make_config
 from jaxshard.hf.folder import CONFIG, DRAWING, MORE_TEMPLATES, TOKENIZER, WEIGHTS
 from jaxshard.hf.places import Place, find_places
 from jaxshard.models.decoder import Decoder
+from jaxshard.storage.copies import local_copy
+from jaxshard.storage.paths import AnyPath, as_path
 
 _POINT = "js.hf.save"
 
@@ -43,7 +44,7 @@ def save(
     model: Decoder | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
     max_bytes: int = MAX_BYTES,
-) -> Path:
+) -> AnyPath:
     """Write a trained model as a folder that transformers opens. Every process calls this.
 
     The folder gets config.json and model.safetensors, or several files with an index. A model from `js.hf.model` is
@@ -52,16 +53,17 @@ def save(
     tensor has a checksum. A tokenizer's files are copied, too.
 
     Args:
-      folder: the folder, on a disk that all processes see. It must not contain a model.
+      folder: the folder, on a disk that all processes see, or an address s3://... or gs://... It must not contain a
+        model.
       run: a `TrainState`, or only its parameters, as the layout stores them.
       layout: the layout of the run.
       model: the model, if the layout was not made from the model's own `init` (such as an unpickled layout).
       tokenizer: a tokenizer.json, or a folder that has one; it is copied together with the other files of the
         tokenizer. By default the tokenizer in the folder of `js.hf.model` is copied.
-      max_bytes: the largest number of bytes of tensors in one file.
+      max_bytes: the largest number of bytes of tensors in one file; at an address at most 1 GB.
 
     Returns:
-      The absolute path of the folder.
+      The absolute path of the folder, or its address as a `PathLike`.
 
     Raises:
       ValueError: the model belongs to no known family; the message names the arguments or arrays that do not match.
@@ -76,7 +78,7 @@ def save(
         js.hf.save("trained", run, layout)
     """
     check_layout("js.hf.save(folder, run, layout)", layout)
-    folder = local_path(folder).absolute()
+    folder = as_path(folder).absolute()
     known = model or layout.model
     if not isinstance(known, Decoder):
         raise ValueError("js.hf.save: the layout was not made from the init of a model of js.models; pass model=")
@@ -85,7 +87,7 @@ def save(
     config = make_config(known, dtypes.pop() if len(dtypes) == 1 else "float32")
     places, problems = find_places(config.family, [entry for entry, _ in arrays], config.arguments)
     raise_all(problems, ValueError, "js.hf.save: the model is not one that transformers knows")
-    beside = _files_beside(config, None if tokenizer is None else local_path(tokenizer))
+    beside = _files_beside(config, None if tokenizer is None else find_tokenizer(tokenizer))
     call_in_first_process(lambda: _check_free(folder), _POINT)
     outputs = list(_outputs(arrays, places, layout.mesh))
     write_model(folder / WEIGHTS, outputs, layout.mesh, max_bytes=max_bytes, metadata={"format": "pt"})
@@ -93,7 +95,7 @@ def save(
     return folder
 
 
-def _check_free(folder: Path) -> bool:
+def _check_free(folder: AnyPath) -> bool:
     if (folder / CONFIG).exists():
         raise FileExistsError(f"{folder / CONFIG} is there already; delete it, or choose another folder")
     return True
@@ -104,29 +106,21 @@ def _files_beside(config: Config, tokenizer: Path | None) -> dict[str, Path]:
 
     Args:
       config: the converted config.json; its folder, if any, has these files.
-      tokenizer: a tokenizer.json, or a folder that has one; None for the tokenizer in the folder of `config`.
-
-    Raises:
-      FileNotFoundError: there is no such tokenizer.
+      tokenizer: a tokenizer.json; None for the tokenizer in the folder of `config`.
     """
-    own = config.folder
+    own = None if config.folder is None else local_copy(config.folder, BESIDE)
     found = {} if own is None else {DRAWING: own / DRAWING}
     home = own
     if tokenizer is not None:
-        file = tokenizer / FILE if tokenizer.is_dir() else tokenizer
-        if not file.is_file():
-            raise FileNotFoundError(
-                f"{_POINT}: tokenizer={file} does not exist; give a {FILE}, or a folder that has one"
-            )
-        home = file.parent
-        found[FILE] = file
+        home = tokenizer.parent
+        found[FILE] = tokenizer
     if home is not None:
         found = {name: home / name for name in TOKENIZER} | found
         found |= {one.relative_to(home).as_posix(): one for one in home.glob(MORE_TEMPLATES)}
     return {name: file for name, file in found.items() if file.is_file()}
 
 
-def _write_config(folder: Path, config: Config, beside: dict[str, Path]) -> bool:
+def _write_config(folder: AnyPath, config: Config, beside: dict[str, Path]) -> bool:
     for name, source in beside.items():
         if not (folder / name).exists():
             (folder / name).parent.mkdir(exist_ok=True)

@@ -3,7 +3,8 @@
     paths.py     `ObjectPath`, with the methods of `pathlib.Path` that this package uses; `as_path` takes either
     bucket.py    opens a bucket by TensorStore, with the environment's endpoint, region and credentials
     failures.py  turns errors of TensorStore into OSErrors of one line
-    copies.py    copies objects into a local cache, and local files to objects
+    copies.py    reads objects in ranges, and copies them into a cache on this machine
+    parts.py     writes numbered objects in place of a file that grows
 
 Imports `core/`.
 """

@@ -6,6 +6,11 @@ import contextlib
 import re
 from collections.abc import Iterator
 
+
+class OutOfRange(OSError):
+    """Raised if a range of bytes ends, or begins, after the end of an object."""
+
+
 _STATUS = re.compile(r"(?:.*?: )??([A-Z_]{4,}): (.*)", re.DOTALL)
 """Finds the status and the message in the text of an error: "NOT_FOUND: NoSuchBucket: The specified bucket ..."."""
 _ERRORS: dict[str, type[OSError]] = {
@@ -13,6 +18,7 @@ _ERRORS: dict[str, type[OSError]] = {
     "PERMISSION_DENIED": PermissionError,
     "UNAUTHENTICATED": PermissionError,
     "DEADLINE_EXCEEDED": TimeoutError,
+    "OUT_OF_RANGE": OutOfRange,
     "UNAVAILABLE": ConnectionError,
     "ABORTED": ConnectionError,  # all attempts failed
 }
@@ -33,6 +39,7 @@ def naming_object(address: str) -> Iterator[None]:
       PermissionError: credentials are missing, or do not suffice.
       FileNotFoundError: there is no such bucket.
       ConnectionError, TimeoutError: the store did not answer.
+      OutOfRange: the object does not have all bytes of a range.
       OSError: any other error.
     """
     try:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import re
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxshard.core.local_path import local_path
+from jaxshard.core.local_path import check_local
 from jaxshard.storage.bucket import SCHEMES, bucket_spec, open_bucket
 from jaxshard.storage.failures import naming_object
 
@@ -174,6 +175,16 @@ class ObjectPath:
         with naming_object(str(self)):
             self._store().write(self._key, content).result()
 
+    def try_to_write(self) -> None:
+        """Write and delete a small object in this folder.
+
+        Raises:
+          OSError: the bucket does not exist or may not be written, credentials are wrong, or the store does not answer.
+        """
+        probe = self / f".probe-{uuid.uuid4().hex}"
+        probe.write_bytes(b"")
+        probe.unlink()
+
     def replace(self, content: bytes | None, generation: bytes) -> bytes | None:
         """Write or delete (None) an object if it still has a generation; return its new one, or None if it has not.
 
@@ -260,5 +271,6 @@ def as_path(path: str | os.PathLike[str]) -> AnyPath:
       >>> as_path("s3://bucket/run/"), as_path("run/a").name
       (ObjectPath('s3://bucket/run'), 'a')
     """
+    check_local(path, schemes=SCHEMES)
     text = os.fspath(path)
-    return ObjectPath(text) if text.startswith(tuple(f"{scheme}://" for scheme in SCHEMES)) else local_path(path)
+    return ObjectPath(text) if text.startswith(tuple(f"{scheme}://" for scheme in SCHEMES)) else Path(text)

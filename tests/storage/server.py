@@ -1,11 +1,9 @@
 """A local S3 server for tests: moto's, in a thread of the test process, once for all tests of the process.
 
-    from tests.storage.server import bucket  # noqa: F401, a fixture
-
     def test_something(bucket):
         js.save(f"{bucket}/run", run, layout)
 
-The fixture `bucket` is the address of a new bucket, such as "s3://b3f2...". While the test runs, AWS_ENDPOINT_URL and
+The fixture `bucket`, which tests/conftest.py gives to all tests, is the address of a new bucket, such as "s3://b3f2...". While the test runs, AWS_ENDPOINT_URL and
 credentials are in the environment, which processes that the test starts inherit. Tests are skipped without moto.
 """
 
@@ -36,7 +34,7 @@ def server() -> str:
 
 
 def point_at(endpoint: str, patch: pytest.MonkeyPatch) -> None:
-    """Let this process and its children use the server at an address, with credentials that any server of moto takes."""
+    """Let this process and its children use the server at an address, with credentials that moto takes."""
     patch.setenv("AWS_ENDPOINT_URL", endpoint)
     patch.setenv("AWS_ACCESS_KEY_ID", "test")
     patch.setenv("AWS_SECRET_ACCESS_KEY", "test")

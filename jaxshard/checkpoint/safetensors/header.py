@@ -76,12 +76,14 @@ class Header(NamedTuple):
       checksums: {name: CRC-32} of the tensors; {} for files that other programs wrote.
       length: the number of bytes before the first tensor.
       metadata: {key: text}, all entries of "__metadata__".
+      size: the number of bytes of the complete file.
     """
 
     tensors: dict[str, Tensor]
     checksums: dict[str, int]
     length: int
     metadata: dict[str, str]
+    size: int
 
 
 def encode_header(tensors: Mapping[str, Tensor], checksums: Mapping[str, int], others: Mapping[str, str] = {}) -> bytes:
@@ -105,12 +107,12 @@ def encode_header(tensors: Mapping[str, Tensor], checksums: Mapping[str, int], o
     return len(text).to_bytes(8, "little") + text
 
 
-def decode_header(start: bytes, size: int) -> Header:
+def decode_header(start: bytes, size: int | None) -> Header:
     """Decode the header of a file.
 
     Args:
       start: the first bytes of the file, at least `header_size` bytes.
-      size: the size of the file in bytes.
+      size: the size of the file in bytes; None if it is not known.
 
     Raises:
       ValueError: this is not the header of a complete safetensors file, or a newer version of jaxshard wrote it.
@@ -128,26 +130,27 @@ def decode_header(start: bytes, size: int) -> Header:
                 f"tensor {name!r} begins at byte {tensor.start} of the data, expected {at}: gap or overlap"
             )
         at += tensor.size
-    if end + at != size:
+    if size is not None and end + at != size:
         raise ValueError(f"{size} bytes, and its header speaks of {end + at}: it was cut off, or more was added")
-    return Header(tensors, _decode_checksums(metadata, tensors), end, metadata)
+    return Header(tensors, _decode_checksums(metadata, tensors), end, metadata, end + at)
 
 
-def header_size(start: bytes, size: int) -> int:
+def header_size(start: bytes, size: int | None) -> int:
     """Return the number of bytes before the first tensor of a file, from the file's first eight bytes.
 
     Args:
       start: the first eight bytes of the file, or more; fewer only if the file is shorter.
-      size: the size of the file in bytes.
+      size: the size of the file in bytes; None if it is not known.
 
     Raises:
       ValueError: the file is shorter than its header, or the header is larger than 100 MB.
     """
-    if size < 8:
-        raise ValueError(f"{size} bytes are no safetensors file: it was cut off")
+    if len(start) < 8:
+        raise ValueError(f"{len(start)} bytes are no safetensors file: it was cut off")
     length = int.from_bytes(start[:8], "little")
-    if length > _LIMIT or length > size - 8:
-        raise ValueError(f"a header of {length} bytes does not fit into {size}: it is no safetensors file, or cut off")
+    room = _LIMIT if size is None else size
+    if length > _LIMIT or (size is not None and length > size - 8):
+        raise ValueError(f"a header of {length} bytes does not fit into {room}: it is no safetensors file, or cut off")
     return 8 + length
 
 

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxshard.checkpoint.strict_json import decode_object, read_plain_file
+from jaxshard.storage.paths import AnyPath
 
 INDEX = ".index.json"
 
 
-def index_of(path: Path) -> Path:
+def index_of(path: AnyPath) -> AnyPath:
     """Return the path of a model's index, "model.safetensors.index.json"; `path` is the model's file or the index."""
     return path if path.name.endswith(INDEX) else path.with_name(path.name + INDEX)
 
@@ -27,7 +28,7 @@ def parse_index(raw: bytes) -> dict[str, str]:
     return weights
 
 
-def find_model_files(path: Path) -> list[Path]:
+def find_model_files(path: AnyPath) -> list[AnyPath]:
     """List the existing files of the model at a path: the index, then the file `path`, then the files in the index."""
     index = index_of(path)
     if not index.exists():
@@ -36,7 +37,8 @@ def find_model_files(path: Path) -> list[Path]:
         names = set(parse_index(read_plain_file(index)).values())
     except (OSError, ValueError):
         names = set()  # the names in a damaged index are unknown
-    return [index, *filter(Path.exists, [path, *(index.with_name(name) for name in sorted(names))])]
+    files = [path, *(index.with_name(name) for name in sorted(names))]
+    return [index, *(file for file in files if file.exists())]
 
 
 def _is_file_name(name: Any) -> bool:

@@ -6,10 +6,11 @@ memory-mapped, since mapped pages stay in memory until they are unmapped, and co
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -17,10 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-LEAST_RUN = 1 << 10
-"""Contiguous byte ranges shorter than this are read together with the gaps between them, which are dropped."""
+from jaxshard.storage.copies import CHUNK, read_range
+from jaxshard.storage.paths import ObjectPath
+
 _MOST = 1 << 22
 """The largest number of bytes to read at once, when gaps are read too."""
+
+Fill = Callable[[memoryview, int], int]
+"""Fill a buffer with the bytes of a file from a position on, and return how many there were; 0 at the end."""
 
 
 class Range(NamedTuple):
@@ -31,15 +36,15 @@ class Range(NamedTuple):
 
 
 class Source(NamedTuple):
-    """The place of a tensor on disk.
+    """The place of a tensor in a file.
 
     Attributes:
-      file: the path of the file.
+      file: the path of the file, or an object.
       offset: the first byte of the tensor in the file.
       dtype: the dtype of the tensor.
     """
 
-    file: str
+    file: str | ObjectPath
     offset: int
     dtype: str
 
@@ -48,7 +53,7 @@ def read_part(source: Source, shape: Sequence[int], ranges: Sequence[Range]) -> 
     """Read a part of a tensor from its file: a range of indices in each dimension.
 
     Args:
-      source: the place of the tensor on disk.
+      source: the place of the tensor in its file.
       shape: the shape of the tensor.
       ranges: the indices to read, for each dimension.
 
@@ -63,14 +68,38 @@ def read_part(source: Source, shape: Sequence[int], ranges: Sequence[Range]) -> 
     if not part.size:
         return part
     cut = next((dim for dim in reversed(range(len(shape))) if lengths[dim] < shape[dim]), 0)  # the last that is cut
-    with open(source.file, "rb", buffering=0) as file:
-        if cut and math.prod(lengths[cut:]) * part.itemsize < LEAST_RUN:
-            _read_rows(file.fileno(), source, shape, ranges, cut, part)
+    with _open(source.file) as fill:
+        if cut and math.prod(lengths[cut:]) * part.itemsize < least_run(source.file):
+            _read_rows(fill, source, shape, ranges, cut, part)
         else:
             raw, size = part.reshape(-1).view(np.uint8), math.prod(lengths[cut:]) * part.itemsize
             for number, first in enumerate(_firsts(shape, ranges, cut)):
-                _read_into(file.fileno(), source, first * part.itemsize, raw[number * size : (number + 1) * size])
+                _read_into(fill, source, first * part.itemsize, raw[number * size : (number + 1) * size])
     return part
+
+
+def least_run(file: str | ObjectPath) -> int:
+    """Return the number of bytes from which contiguous byte ranges of a file are read one by one.
+
+    Shorter ranges are read together with the gaps between them, which are dropped. A request for an object takes as
+    long as a megabyte.
+    """
+    return 1 << 20 if isinstance(file, ObjectPath) else 1 << 10
+
+
+@contextlib.contextmanager
+def _open(file: str | ObjectPath) -> Iterator[Fill]:
+    if isinstance(file, ObjectPath):
+
+        def fill(buffer: memoryview, start: int) -> int:
+            content = read_range(file, start, start + len(buffer)).content or b""
+            buffer[: len(content)] = content
+            return len(content)
+
+        yield fill
+    else:
+        with open(file, "rb", buffering=0) as opened:
+            yield lambda buffer, start: os.preadv(opened.fileno(), [buffer], start)
 
 
 def allocate(shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -100,7 +129,7 @@ def _firsts(shape: Sequence[int], ranges: Sequence[Range], cut: int) -> Iterator
 
 
 def _read_rows(
-    fd: int, source: Source, shape: Sequence[int], ranges: Sequence[Range], cut: int, part: NDArray[Any]
+    fill: Fill, source: Source, shape: Sequence[int], ranges: Sequence[Range], cut: int, part: NDArray[Any]
 ) -> None:
     """Fill `part` from complete rows of the tensor: read up to 4 MiB of rows at once, and keep the part's elements.
 
@@ -113,15 +142,15 @@ def _read_rows(
         for at in range(0, part.shape[dim], together):
             count = min(together, part.shape[dim] - at)
             rows = np.empty((count, *shape[cut:]), part.dtype)
-            _read_into(fd, source, (first + at * row) * part.itemsize, rows.reshape(-1).view(np.uint8))
+            _read_into(fill, source, (first + at * row) * part.itemsize, rows.reshape(-1).view(np.uint8))
             flat[number, at : at + count] = rows[(slice(None), *(slice(*one) for one in ranges[cut:]))]
 
 
-def _read_into(fd: int, source: Source, start: int, raw: NDArray[np.uint8]) -> None:
+def _read_into(fill: Fill, source: Source, start: int, raw: NDArray[np.uint8]) -> None:
     """Fill `raw` with the bytes of a tensor, from the tensor's byte `start` on."""
     done, rest = 0, raw.data
     while done < len(rest):
-        count = os.preadv(fd, [rest[done : done + (1 << 30)]], source.offset + start + done)
+        count = fill(rest[done : done + CHUNK], source.offset + start + done)
         if count <= 0:
             raise OSError(f"{source.file}: it ends before its tensors do; it was cut off while it was read")
         done += count

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import zlib
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -12,16 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxshard.checkpoint.leaves import Entry, list_differences
-from jaxshard.checkpoint.safetensors.header import Tensor, decode_header, header_size
+from jaxshard.checkpoint.safetensors.header import Header, Tensor, decode_header, header_size
 from jaxshard.checkpoint.safetensors.index import index_of, parse_index
 from jaxshard.checkpoint.safetensors.names import model_entries, tensor_of
+from jaxshard.checkpoint.safetensors.parts import Range, Source, read_part
 from jaxshard.checkpoint.strict_json import check_plain_file, read_plain_file
 from jaxshard.core.keys import keys_of
 from jaxshard.core.layout import Layout, check_layout
-from jaxshard.core.local_path import local_path
 from jaxshard.core.settings import with_own_settings
 from jaxshard.core.types import PyTree
 from jaxshard.distributed.together import raise_together
+from jaxshard.storage.copies import CHUNK, ends_at, read_range
+from jaxshard.storage.paths import AnyPath, ObjectPath, as_path
 
 _POINT = "js.load_safetensors"
 
@@ -30,23 +31,44 @@ class StoredTensor(NamedTuple):
     """A tensor in a safetensors file.
 
     Attributes:
-      file: the path of the file, for messages.
+      file: the path of the file, for messages; or an object.
       tensor: the tensor's dtype, shape and first byte after the header.
-      raw: the tensor's bytes in the memory-mapped file, which are read from disk when they are used.
+      raw: the tensor's bytes in the memory-mapped file, which are read from disk when they are used; None for a tensor
+        in an object.
       crc32: the tensor's checksum; None if the file has no checksums.
       start: the first byte of the tensor in the file.
     """
 
-    file: str
+    file: str | ObjectPath
     tensor: Tensor
-    raw: npt.NDArray[np.uint8]
+    raw: npt.NDArray[np.uint8] | None
     crc32: int | None
     start: int
 
     @property
-    def array(self) -> npt.NDArray[Any]:
-        """The tensor as an array that shares the memory of `raw`."""
-        return self.raw.view(self.tensor.dtype).reshape(self.tensor.shape)
+    def source(self) -> Source:
+        """The place of the tensor in its file."""
+        return Source(self.file, self.start, self.tensor.dtype)
+
+    def copy_part(self, index: Any) -> npt.NDArray[Any]:
+        """Copy a part of the tensor, a slice for each dimension, to a new contiguous array."""
+        shape = self.tensor.shape
+        if self.raw is None:
+            ranges = [Range(*cut.indices(size)[:2]) for cut, size in zip(index, shape, strict=True)]
+            return read_part(self.source, shape, ranges)
+        return np.array(self.raw.view(self.tensor.dtype).reshape(shape)[index], order="C")
+
+    def is_damaged(self) -> bool:
+        """Return True if the bytes of the tensor do not have its checksum."""
+        if self.crc32 is None:
+            return False
+        if self.raw is not None:
+            return zlib.crc32(self.raw.data) != self.crc32
+        found, size = 0, self.tensor.size
+        raw = Source(self.file, self.start, "uint8")
+        for start in range(0, size, CHUNK):
+            found = zlib.crc32(read_part(raw, [size], [Range(start, min(size, start + CHUNK))]).data, found)
+        return found != self.crc32
 
 
 @with_own_settings
@@ -57,11 +79,11 @@ def load_safetensors(path: str | os.PathLike[str], layout: Layout, *, verify: bo
 
         run = js.init(init_fn, tx, layout, key, init_from=js.load_safetensors("model.safetensors", layout))
 
-    Each process copies from the files only what its devices need.
+    Each process copies from the files only what its devices need; of objects it reads these ranges of bytes.
 
     Args:
       path: the file; for several files their index, or its path without ".index.json". On a disk that all processes
-        see.
+        see, or an address s3://... or gs://...
       layout: the layout of the run.
       verify: first compare the bytes of the tensors with their checksums; each process compares a share of the tensors.
         Files that `js.save_safetensors` did not write have no checksums.
@@ -74,14 +96,15 @@ def load_safetensors(path: str | os.PathLike[str], layout: Layout, *, verify: bo
       FileNotFoundError: there is neither the file nor an index of it.
       ValueError: a tensor is missing, unknown, or has another shape or dtype than the layout (the message names every
         such tensor; nothing is cast); a file is damaged, truncated or no safetensors file, or a file that the index
-        lists is missing; the path is an address such as gs://...
+        lists is missing; the path is an address of another kind.
+      OSError: an object store can't be reached or refuses.
 
     Example:
         js.save_safetensors("model.safetensors", run, layout)
         run = js.init(init_fn, tx, layout, 0, init_from=js.load_safetensors("model.safetensors", layout))
     """
     check_layout("js.load_safetensors(path, layout)", layout)
-    path = local_path(path).absolute()
+    path = as_path(path).absolute()
     check_exists(path, _POINT)
     found, problems = open_files(path)
     return _load_onto(layout, str(path), found, problems, verify=verify)
@@ -117,7 +140,7 @@ def _load_onto(
     wanted, structure = model_entries(layout)
     raise_together(problems, ValueError, f"{what}: not a complete model", point=_POINT)
     check_tensors(wanted, what, found, verify=verify)
-    placed = ((entry, place_tensor(entry, found[entry.path].array, layout)) for entry in wanted)
+    placed = ((entry, place_tensor(entry, found[entry.path], layout)) for entry in wanted)
     return jax.tree.unflatten(structure, [keys_of(x, entry.dtype) for entry, x in placed])
 
 
@@ -140,42 +163,36 @@ def check_tensors(wanted: list[Entry], what: str, found: dict[str, StoredTensor]
     raise_together(differences, ValueError, headline, point=_POINT)
     if verify:
         mine = sorted(found)[jax.process_index() :: jax.process_count()]
-        wrong = (f"{found[name].file}: tensor {name!r}" for name in mine if _is_damaged(found[name]))
+        wrong = (f"{found[name].file}: tensor {name!r}" for name in mine if found[name].is_damaged())
         problems = [f"{text}: its bytes are not those that were saved" for text in wrong]
         raise_together(problems, ValueError, f"{what} is damaged", point=_POINT)
 
 
-def place_tensor(entry: Entry, array: npt.NDArray[Any], layout: Layout) -> jax.Array:
+def place_tensor(entry: Entry, tensor: StoredTensor, layout: Layout) -> jax.Array:
     """Copy a tensor to the devices as a global array in model order, sharded as closely as possible to the layout.
 
     Random keys stay uint32 words.
     """
     sharding = entry.shape_saved(layout.mesh).sharding
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: copy_part(array, index))
+    return jax.make_array_from_callback(tensor.tensor.shape, sharding, tensor.copy_part)
 
 
-def copy_part(array: npt.NDArray[Any], index: Any) -> npt.NDArray[Any]:
-    """Copy `array[index]`, the shard of a device, to a new contiguous array."""
-    return np.array(array[index], order="C")
-
-
-def _is_damaged(one: StoredTensor) -> bool:
-    return one.crc32 is not None and zlib.crc32(one.raw.data) != one.crc32
-
-
-def check_exists(path: Path, point: str) -> None:
+def check_exists(path: AnyPath, point: str) -> None:
     """Raise FileNotFoundError in all processes if any process finds neither the file nor its index. Collective."""
     there = path.exists() or index_of(path).exists()
     missing = [] if there else ["there is neither this file nor an index of it"]
     raise_together(missing, FileNotFoundError, f"{path}: no model is here", point=point)
 
 
-def open_files(path: Path) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Memory-map a safetensors file, or all files in an index; return ({name: tensor}, messages about bad files)."""
+def open_files(path: AnyPath) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Open a safetensors file, or all files in an index; return ({name: tensor}, messages about bad files).
+
+    Files are memory-mapped, and of objects the headers are read.
+    """
     problems: list[str] = []
     index = index_of(path)
     if index != path and (path.exists() or not index.exists()):
-        return _map_file(path, problems), problems
+        return _open_file(path, problems), problems
     try:
         weights = parse_index(read_plain_file(index))
     except (OSError, ValueError) as error:
@@ -184,7 +201,7 @@ def open_files(path: Path) -> tuple[dict[str, StoredTensor], list[str]]:
     found: dict[str, StoredTensor] = {}
     for name in sorted(set(weights.values())):
         file, expected = index.with_name(name), [tensor for tensor, at in weights.items() if at == name]
-        there = _map_file(file, problems)
+        there = _open_file(file, problems)
         problems += [f"{file}: tensor {one!r} is not of it by the index" for one in there if one not in expected]
         missing = [one for one in expected if there and one not in there]
         problems += [f"{file}: tensor {one!r} is missing, by the index it lies there" for one in missing]
@@ -192,8 +209,10 @@ def open_files(path: Path) -> tuple[dict[str, StoredTensor], list[str]]:
     return found, problems
 
 
-def _map_file(file: Path, problems: list[str]) -> dict[str, StoredTensor]:
+def _open_file(file: AnyPath, problems: list[str]) -> dict[str, StoredTensor]:
     try:
+        if isinstance(file, ObjectPath):
+            return _find_tensors(file, _read_header(file), None)
         check_plain_file(file)
         size = file.stat().st_size
         raw: npt.NDArray[np.uint8] = np.memmap(file, np.uint8, "r") if size else np.zeros(0, np.uint8)
@@ -201,6 +220,15 @@ def _map_file(file: Path, problems: list[str]) -> dict[str, StoredTensor]:
         problems.append(_describe_error(file, error))
         return {}
     return _open_buffer(str(file), raw, problems)
+
+
+def _read_header(file: ObjectPath) -> Header:
+    """Read the header of an object; raise ValueError if it is damaged, or if the object has another size."""
+    length = header_size(read_range(file, 0, 8).content or b"", None)
+    header = decode_header(read_range(file, 0, length).content or b"", None)
+    if not ends_at(file, header.size):
+        raise ValueError(f"its header speaks of {header.size} bytes: it was cut off, or more was added")
+    return header
 
 
 def _open_buffer(file: str, raw: npt.NDArray[np.uint8], problems: list[str]) -> dict[str, StoredTensor]:
@@ -225,19 +253,19 @@ def open_buffer(
     except ValueError as error:
         problems.append(f"{file}: {error}")
         return {}, {}
-    data = raw[header.length :]
-    tensors = {
-        name: StoredTensor(
-            file,
-            tensor,
-            data[tensor.start : tensor.start + tensor.size],
-            header.checksums.get(name),
-            header.length + tensor.start,
-        )
-        for name, tensor in header.tensors.items()
-    }
-    return tensors, header.metadata
+    return _find_tensors(file, header, raw), header.metadata
 
 
-def _describe_error(file: Path, error: Exception) -> str:
-    return f"{file}: {error.strerror if isinstance(error, OSError) else error}"
+def _find_tensors(file: str | ObjectPath, header: Header, raw: npt.NDArray[np.uint8] | None) -> dict[str, StoredTensor]:
+    """Return {name: tensor} of a file, by its header; `raw` is its content, or None for an object."""
+    found = {}
+    for name, tensor in header.tensors.items():
+        start = header.length + tensor.start
+        part = None if raw is None else raw[start : start + tensor.size]
+        found[name] = StoredTensor(file, tensor, part, header.checksums.get(name), start)
+    return found
+
+
+def _describe_error(file: AnyPath, error: Exception) -> str:
+    why = (error.strerror or error) if isinstance(error, OSError) else error
+    return f"{file}: {str(why).removeprefix(f'{file}: ')}"

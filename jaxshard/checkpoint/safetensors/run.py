@@ -110,7 +110,7 @@ def run_from_bytes(raw: bytes, layout: Layout) -> tuple[TrainState, Any]:
             problems.append(f"the bytes: {error}")
     raise_together(problems, ValueError, "the bytes: not a complete run", point="js.run_from_bytes")
     check_tensors(wanted, "the bytes", found, verify=True)
-    placed = (place_tensor(entry, found[entry.path].array, layout) for entry in wanted)
+    placed = (place_tensor(entry, found[entry.path], layout) for entry in wanted)
     stored = [entry.to_stored(x, layout.mesh) for entry, x in zip(wanted, placed, strict=True)]
     return convert_optimizer(jax.tree.unflatten(structure, stored), layout, owning), data
 

@@ -2,6 +2,9 @@
 
 A file is written as model.safetensors.draft: first a header without checksums, then the tensors, then the header again,
 with checksums. When all drafts are complete they are renamed; if there are several files, the index is written last.
+
+Objects can't be renamed. Their drafts are files in a temporary folder of this machine, and are uploaded when all drafts
+are complete.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import contextlib
 import io
 import json
 import os
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import zip_longest
@@ -28,12 +32,14 @@ from jaxshard.checkpoint.safetensors.index import find_model_files, index_of
 from jaxshard.checkpoint.safetensors.names import ModelArray, model_arrays, tensor_of
 from jaxshard.checkpoint.safetensors.pieces import LIMIT, Piece, fetch_bytes, stream_pieces
 from jaxshard.core.layout import Layout, check_layout
-from jaxshard.core.local_path import local_path
 from jaxshard.core.settings import with_own_settings
 from jaxshard.distributed.together import failed_processes
+from jaxshard.storage.paths import AnyPath, ObjectPath, as_path
 
 MAX_BYTES = 5_000_000_000
 """The default for the largest number of bytes of tensors in a file, as on Hugging Face."""
+_MAX_OBJECT = 1_000_000_000
+"""The largest number of bytes of tensors in an object, which is sent from memory."""
 LEAST = 1 << 20
 """The smallest limit for the bytes of a piece; the limit falls with the number of files written at once."""
 NamedPiece = tuple[str, Piece]
@@ -69,7 +75,7 @@ def outputs_of(arrays: Iterable[ModelArray], mesh: Mesh) -> list[Output]:
 @with_own_settings
 def save_safetensors(
     path: str | os.PathLike[str], run: Any, layout: Layout, *, max_bytes: int = MAX_BYTES, overwrite: bool = False
-) -> Path:
+) -> AnyPath:
     """Write the model of a run as a safetensors file, or as several with an index. Every process calls this.
 
     The file has the parameters (for a `js.Model` its state too) in model order without padding. The name of a tensor is
@@ -82,22 +88,26 @@ def save_safetensors(
     and for its part of one array in model order, which is split over the mesh axes that divide the array's dimensions.
     Process k of n writes the files k, k + n, k + 2 n and so on.
 
+    At an address, each process first writes its files into a folder for temporary files (TMPDIR), then uploads one
+    after another. It needs host memory for two copies of a file.
+
     Args:
-      path: the file, ending in .safetensors, on a disk that all processes see.
+      path: the file, ending in .safetensors, on a disk that all processes see; or an address s3://... or gs://...
       run: a `TrainState`, or only its model, as the layout stores it.
       layout: the layout of the run.
       max_bytes: the largest number of bytes of tensors in one file. A larger model is written as several files,
         model-00001-of-00002.safetensors and so on, and model.safetensors.index.json says which tensor is in which file,
-        as on Hugging Face. `js.load_safetensors` takes the same path in both cases.
+        as on Hugging Face. `js.load_safetensors` takes the same path in both cases. At an address a file has at most
+        1 GB of tensors (1,000,000,000 bytes), but a larger tensor is not divided.
       overwrite: True to replace an existing model, when all of the new model is written. A file that replaces a file
         does so at once. If a model has several files, there may be no model for a moment, but never a mixture of both.
 
     Returns:
-      The absolute path; all files are complete and on disk.
+      The absolute path, or the address as a `PathLike`; all files are complete and on disk.
 
     Raises:
       ValueError: two tensors would have the same name; safetensors lacks a dtype; the run does not fit the layout; the
-        path is an address such as gs://...
+        path is an address of another kind.
       FileExistsError: the file or its index exists, and `overwrite` is False.
       OSError: a file could not be written. No new file is left.
 
@@ -105,7 +115,7 @@ def save_safetensors(
         path = js.save_safetensors("model.safetensors", run, layout)
     """
     check_layout("js.save_safetensors(path, run, layout)", layout)
-    path = local_path(path).absolute()
+    path = as_path(path).absolute()
     if path.suffix != ".safetensors" or max_bytes < 1:
         raise ValueError(f"{path}, max_bytes={max_bytes}: name a file that ends with .safetensors, of at least 1 byte")
     outputs = outputs_of(model_arrays(run, layout), layout.mesh)
@@ -113,18 +123,18 @@ def save_safetensors(
 
 
 def write_model(
-    path: Path,
+    path: AnyPath,
     outputs: Iterable[Output],
     mesh: Mesh,
     *,
     max_bytes: int,
     metadata: Mapping[str, str] = {},
     overwrite: bool = False,
-) -> Path:
+) -> AnyPath:
     """Write tensors as a safetensors file, or as several with an index. Every process calls this.
 
     Args:
-      path: the absolute path of the file.
+      path: the absolute path of the file, or its address.
       outputs: the tensors to write.
       mesh: the mesh of their arrays.
       max_bytes: the largest number of bytes of tensors in one file.
@@ -137,16 +147,28 @@ def write_model(
     Raises:
       FileExistsError, OSError: as `save_safetensors`.
     """
-    files = _name_files(path, _divide_into_files(outputs, max_bytes))
-    drafts = {name: path.with_name(f"{name}.draft") for name in files}
+    most = min(max_bytes, _MAX_OBJECT) if isinstance(path, ObjectPath) else max_bytes
+    files = _name_files(path, _divide_into_files(outputs, most))
     first = jax.process_index() == 0
     _raise_in_all(path, _failure_of(_make_folder, path, overwrite) if first else None)
-    try:
-        _raise_in_all(path, _write_drafts(drafts, files, mesh, metadata))
-        _raise_in_all(path, _failure_of(_commit, path, drafts, files) if first else None)
-    finally:
-        _delete(drafts.values())  # renamed drafts do not exist any more
+    with _draft_folder(path) as folder:
+        drafts = {name: folder / f"{name}.draft" for name in files}
+        try:
+            _raise_in_all(path, _write_drafts(drafts, files, mesh, metadata))
+            _publish(path, drafts, files)
+        finally:
+            _delete(drafts.values())  # renamed drafts do not exist any more
     return path
+
+
+@contextlib.contextmanager
+def _draft_folder(path: AnyPath) -> Iterator[Path]:
+    """Return a context with the folder of drafts: that of the model, or a temporary folder of this process."""
+    if isinstance(path, Path):
+        yield path.parent
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
 
 
 @with_own_settings
@@ -227,7 +249,7 @@ def _divide_into_files(outputs: Iterable[Output], max_bytes: int) -> list[list[O
     return [sort_widest_first(file) for file in files]
 
 
-def _name_files(path: Path, files: list[list[Output]]) -> dict[str, list[Output]]:
+def _name_files(path: AnyPath, files: list[list[Output]]) -> dict[str, list[Output]]:
     if len(files) == 1:
         return {path.name: files[0]}
     return {f"{path.stem}-{i:05d}-of-{len(files):05d}.safetensors": file for i, file in enumerate(files, 1)}
@@ -274,7 +296,7 @@ def _write_draft(
         os.fsync(opened.fileno())
 
 
-def _make_folder(path: Path, overwrite: bool) -> None:
+def _make_folder(path: AnyPath, overwrite: bool) -> None:
     """Create the folder of a file; raise FileExistsError if the file or its index exists and `overwrite` is False."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for there in (path, index_of(path)):
@@ -282,36 +304,57 @@ def _make_folder(path: Path, overwrite: bool) -> None:
             raise FileExistsError(f"{there} is there already; delete it, choose another name, or give overwrite=True")
 
 
-def _commit(path: Path, drafts: dict[str, Path], files: dict[str, list[Output]]) -> None:
-    """Rename complete drafts to their final names, write the index if there are several files, and delete old files.
+def _publish(path: AnyPath, drafts: dict[str, Path], files: dict[str, list[Output]]) -> None:
+    """Move complete drafts to their final names, write the index if there are several files, and delete old files.
 
-    Readers ignore the files of a model without its index, so a model of several files appears at once when its index is
-    written last. An old index is deleted first, since it may name files that are replaced. A single file needs no such
-    care, because readers prefer the file to an index.
+    Collective: each process moves its own drafts. Readers ignore the files of a model without its index, so a model of
+    several files appears at once when its index is written last. An old index is deleted first, since it may name files
+    that are replaced. A single file needs no such care, because readers prefer the file to an index.
+
+    Raises:
+      OSError: in all processes, if any of them fails; then none of the new files is left.
     """
-    done: list[Path] = []
-    index, old = index_of(path), find_model_files(path)
-    try:
+    index, old, moved = index_of(path), list[AnyPath](), list[AnyPath]()
+    new = [path.with_name(name) for name in files]
+    mine = [(path.with_name(name), draft) for name, draft in drafts.items()][jax.process_index() :: jax.process_count()]
+
+    def begin() -> None:
+        old.extend(find_model_files(path))
         if len(files) > 1:
             index.unlink(missing_ok=True)
-        for name, draft in drafts.items():
-            done.append(draft.rename(path.with_name(name)))
+
+    def move() -> None:
+        for file, draft in mine:
+            if isinstance(file, ObjectPath):
+                file.write_bytes(draft.read_bytes())
+            else:
+                draft.rename(file)
+            moved.append(file)
+
+    def finish() -> None:
         if len(files) > 1:
             total = sum(output.tensor.size for file in files.values() for output in file)
             weights = {output.name: name for name, file in files.items() for output in file}
             content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
             write_atomically(index, json.dumps(content, indent=2).encode() + b"\n")
-            done.append(index)
+            new.append(index)
         for file in old:
-            if file not in done:
+            if file not in new:
                 file.unlink(missing_ok=True)
-        sync_folder(path.parent)
+        if isinstance(path, Path):
+            sync_folder(path.parent)
+
+    first = jax.process_index() == 0
+    try:
+        _raise_in_all(path, _failure_of(begin) if first else None)
+        _raise_in_all(path, _failure_of(move))
+        _raise_in_all(path, _failure_of(finish) if first else None)
     except OSError:
-        _delete([*done, index.with_name(f"{index.name}.draft")])
+        _delete([*moved, *([index, index.with_name(f"{index.name}.draft")] if first and moved else [])])
         raise
 
 
-def _delete(files: Iterable[Path]) -> None:
+def _delete(files: Iterable[AnyPath]) -> None:
     for file in files:
         with contextlib.suppress(OSError):
             file.unlink(missing_ok=True)
@@ -326,7 +369,7 @@ def _failure_of(work: Callable[..., None], *args: Any) -> OSError | None:
     return None
 
 
-def _raise_in_all(path: Path, failure: OSError | None) -> None:
+def _raise_in_all(path: AnyPath, failure: OSError | None) -> None:
     """Raise OSError in all processes if any process has a failure. Collective.
 
     Args:

@@ -8,6 +8,7 @@ from jaxshard.training.metrics.curves import throughput_figure as throughput_fig
 from jaxshard.training.metrics.events import tensorboard as tensorboard
 from jaxshard.training.metrics.experiments import mlflow as mlflow
 from jaxshard.training.metrics.lines import json_lines as json_lines
+from jaxshard.training.metrics.lines import read_json_lines as read_json_lines
 from jaxshard.training.metrics.weights_and_biases import wandb as wandb
 from jaxshard.training.metrics.writer import Writer as Writer
 from jaxshard.training.metrics.writer import finite as finite

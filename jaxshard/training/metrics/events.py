@@ -42,7 +42,7 @@ def tensorboard(folder: str | Path, *, config: Mapping[str, Any] | None = None) 
       The callback.
 
     Raises:
-      ImportError: tensorboardX is not installed.
+      ImportError: tensorboardX is not installed; or for gs:// google-cloud-storage, for s3:// boto3.
       ValueError: `folder` is an address of another kind.
       OSError: by the callback: the folder can't be made or written.
 
@@ -51,9 +51,16 @@ def tensorboard(folder: str | Path, *, config: Mapping[str, Any] | None = None) 
     """
     check_local(folder, schemes=SCHEMES)
     try:
-        import tensorboardX  # noqa: F401
+        from tensorboardX import record_writer
     except ImportError as error:
         raise ImportError('TensorBoard files need tensorboardX: pip install "tensorboardX>=2.6"') from error
+    needs = {
+        "gs": (record_writer.GCS_ENABLED, "google-cloud-storage"),
+        "s3": (record_writer.S3_ENABLED, "boto3"),
+    }
+    is_there, package = needs.get(str(folder).partition("://")[0], (True, ""))
+    if not is_there:
+        raise ImportError(f"{folder}: to write there, tensorboardX needs {package}: pip install {package}")
     return _Events(folder, describe(config or {}))
 
 
