@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import os
 import sysconfig
 import warnings
 from collections.abc import Collection, Iterable, Iterator
@@ -84,7 +85,7 @@ def stdlib() -> Corpus[np.ndarray]:
     return _join_texts(f"stdlib-{sysconfig.get_python_version()}", texts)
 
 
-def load(path: str | Path, *, dtype: Any = None, vocab: int | None = None) -> Corpus[np.ndarray]:
+def load(path: str | os.PathLike[str], *, dtype: Any = None, vocab: int | None = None) -> Corpus[np.ndarray]:
     """Load the corpus at a path: text, whose bytes are the tokens, or token ids.
 
     - A folder: the bytes of every UTF-8 file below it. Hidden files are left out, and with a warning also files that

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ def documents(
 
 
 def tokenize(
-    path: str | Path, tokenizer: Tokenizer, *, template: str | None = None, cache: str | Path | None = None
+    path: str | os.PathLike[str], tokenizer: Tokenizer, *, template: str | None = None, cache: str | Path | None = None
 ) -> Corpus[Documents]:
     r"""Tokenise the documents at a path: text, or prompts and conversations of which only the answers are learned.
 

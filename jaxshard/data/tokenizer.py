@@ -165,9 +165,8 @@ def find_tokenizer(path: str | os.PathLike[str]) -> Path:
     else:
         file = given / FILE if given.is_dir() else given
     if not file.is_file():
-        raise FileNotFoundError(
-            f"tokenizer: {file if isinstance(given, Path) else given} does not exist{_other_kinds(file.parent)}"
-        )
+        shown = file if isinstance(given, Path) else given
+        raise FileNotFoundError(f"tokenizer: {shown} does not exist{_other_kinds(file.parent)}")
     return file
 
 

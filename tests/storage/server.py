@@ -3,8 +3,9 @@
     def test_something(bucket):
         js.save(f"{bucket}/run", run, layout)
 
-The fixture `bucket`, which tests/conftest.py gives to all tests, is the address of a new bucket, such as "s3://b3f2...". While the test runs, AWS_ENDPOINT_URL and
-credentials are in the environment, which processes that the test starts inherit. Tests are skipped without moto.
+The fixture `bucket`, which tests/conftest.py gives to all tests, is the address of a new bucket, such as "s3://b3f2...".
+While the test runs, AWS_ENDPOINT_URL and credentials are in the environment, which processes that the test starts
+inherit. Tests are skipped without moto.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import logging
 import urllib.request
 import uuid
 import warnings
+from collections.abc import Iterator
 
 import pytest
 
@@ -43,13 +45,14 @@ def point_at(endpoint: str, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> str:
+def bucket() -> Iterator[str]:
     """Make a new bucket on the local server, and return its address, s3://NAME."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of moto's own libraries
         endpoint = server()
-    point_at(endpoint, monkeypatch)
     name = uuid.uuid4().hex
     with urllib.request.urlopen(urllib.request.Request(f"{endpoint}/{name}", method="PUT")) as answer:
         assert answer.status == 200
-    return f"s3://{name}"
+    with pytest.MonkeyPatch.context() as patch:  # not the test's own, which it may undo
+        point_at(endpoint, patch)
+        yield f"s3://{name}"
