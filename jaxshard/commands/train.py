@@ -138,6 +138,7 @@ def _check_flags(flags: Train) -> None:
     """Raise ValueError if an output folder can't be written, or if --bad-steps rollback contradicts another flag."""
     check_folder("--tensorboard", flags.tensorboard, SCHEMES)
     check_folder("--profile", flags.profile, PROFILE_SCHEMES)
+    check_folder("--export", flags.export)
     if flags.bad_steps != "rollback":
         return
     if flags.lora is not None:
@@ -151,10 +152,9 @@ def _check_flags(flags: Train) -> None:
 
 
 def _check_export(folder: AnyPath | None, network: Decoder) -> None:
-    """Raise ValueError if --export can't work: the folder is unusable, or Hugging Face has no format for the model."""
+    """Raise ValueError if --export can't work: the folder has a model, or Hugging Face has no format for the model."""
     if folder is None:
         return
-    check_folder("--export", folder)
     if (folder / CONFIG).exists():
         raise ValueError(f"--export {folder}: there is a model already; give another folder")
     try:

@@ -86,12 +86,12 @@ def test_a_failure_leaves_nothing_new_and_keeps_the_old_model(bucket, monkeypatc
         monkeypatch.setattr(ObjectPath, "write_bytes", fail)
 
     fail_at(1)
-    with pytest.raises(OSError, match="could not be written, and nothing of it is left: .*no answer"):
+    with pytest.raises(OSError, match=r"could not be written, and nothing of it is left: .*no answer"):
         js.save_safetensors(path, start(), layout(), overwrite=True)
     assert path.read_bytes() == old
     for number in (2, 5):  # a file, the index
         fail_at(number)
-        with pytest.raises(OSError, match="could not be written, and nothing of it is left: .*no answer"):
+        with pytest.raises(OSError, match=r"could not be written, and nothing of it is left: .*no answer"):
             js.save_safetensors(f"{bucket}/new/m.safetensors", start(), layout(), max_bytes=3000)
         assert not as_path(f"{bucket}/new").exists()
 

@@ -9,6 +9,7 @@ import pytest
 import safetensors.numpy
 
 import jaxshard as js
+from jaxshard.storage.paths import as_path
 from tests.checkpoint.runs import made
 from tests.checkpoint.safetensors.test_safetensors import assert_equal, by_name, expected
 from tests.distributed.launched import printed_together
@@ -73,12 +74,14 @@ def in_two_processes(folder):
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path):
-    safetensors.numpy.save_file(expected(), tmp_path / "theirs.safetensors")
+@pytest.mark.parametrize("place", ["tmp_path", "bucket"])
+def test_two_processes(place, request):
+    folder = as_path(request.getfixturevalue(place))
+    (folder / "theirs.safetensors").write_bytes(safetensors.numpy.save(expected()))
     layout = made("three").layout
     raw = js.to_bytes(made("three").run(), layout)
-    (tmp_path / "bad.safetensors").write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
-    first, second = in_two_processes(tmp_path)
+    (folder / "bad.safetensors").write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    first, second = in_two_processes(folder)
     assert first["bytes"] == second["bytes"]
     drafts = [f"full-{i:05d}-of-00005.safetensors.draft" for i in range(1, 6)]
     assert (first["wrote"].split(), second["wrote"].split()) == (drafts[::2], drafts[1::2])
@@ -87,12 +90,12 @@ def test_two_processes(tmp_path):
     assert "is damaged" in first["damaged"] and "is damaged" in second["damaged"]
     many = [f"many-{i:05d}-of-00005.safetensors" for i in range(1, 6)]
     names = ["bad.safetensors", *many, "many.safetensors.index.json", "one.safetensors", "theirs.safetensors"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
-    assert (tmp_path / "one.safetensors").read_bytes() == raw
-    tensors = [safetensors.numpy.load_file(tmp_path / name) for name in many]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(names)
+    assert (folder / "one.safetensors").read_bytes() == raw
+    tensors = [safetensors.numpy.load((folder / name).read_bytes()) for name in many]
     assert_equal({key: x for file in tensors for key, x in file.items()}, expected())
     for x, want in zip(
-        jax.tree.leaves(js.load_safetensors(tmp_path / "many.safetensors", layout)), expected().values()
+        jax.tree.leaves(js.load_safetensors(folder / "many.safetensors", layout)), expected().values()
     ):
         assert np.asarray(x).tobytes() == want.tobytes()
-    assert list(by_name(js.load_safetensors(tmp_path / "one.safetensors", layout))) == list(expected())
+    assert list(by_name(js.load_safetensors(folder / "one.safetensors", layout))) == list(expected())
