@@ -1,6 +1,6 @@
 """A local S3 server for tests: moto's, in a thread of the test process, once for all tests of the process.
 
-    from tests.storage.server import bucket  # noqa: F401, a fixture
+    from tests.storage.server import bucket as bucket  # in a conftest.py: it is a fixture
 
     def test_something(bucket):
         js.save(f"{bucket}/run", run, layout)
@@ -36,7 +36,7 @@ def server() -> str:
 
 
 def point_at(endpoint: str, patch: pytest.MonkeyPatch) -> None:
-    """Let this process and its children use the server at an address, with credentials that any server of moto takes."""
+    """Let this process and its children use the server at an address, with any credentials."""
     patch.setenv("AWS_ENDPOINT_URL", endpoint)
     patch.setenv("AWS_ACCESS_KEY_ID", "test")
     patch.setenv("AWS_SECRET_ACCESS_KEY", "test")

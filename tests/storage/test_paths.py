@@ -1,7 +1,4 @@
-import pytest
-
-from jaxshard.storage.paths import ObjectPath, as_path
-from tests.storage.server import bucket  # noqa: F401, a fixture
+from jaxshard.storage.paths import as_path
 
 
 def test_objects_are_written_read_listed_and_deleted(bucket):
