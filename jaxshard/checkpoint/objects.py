@@ -70,13 +70,24 @@ async def _write_all(database: ObjectPath, arrays: Mapping[str, HostBlocks]) -> 
 
 
 async def _write(spec: dict[str, Any], x: HostBlocks, shared: dict[str, Any]) -> None:
-    """Write this process's blocks of an array; the first process also writes the array's metadata."""
-    if jax.process_index() == 0:  # also open: if the answer to a commit is lost, the next attempt finds the array
-        array = await tensorstore.open(spec, create=True, open=True, **shared)
-    else:
-        array = await tensorstore.open(spec, open=True, assume_metadata=True, **shared)
+    """Write this process's blocks of an array; the first process also writes the array's metadata.
+
+    The metadata are not written by `create=True`, which fails if the key is there: if the answer to a commit is lost,
+    TensorStore commits again, and finds its own key.
+    """
+    if jax.process_index() == 0:
+        kvstore = await tensorstore.KvStore.open(spec["kvstore"], **shared)
+        await kvstore.write("zarr.json", await _metadata(spec))
+    array = await tensorstore.open(spec, open=True, assume_metadata=True, **shared)
     writes = (array[where].write(block, can_reference_source_data_indefinitely=True) for where, block in x.blocks())
     await asyncio.gather(*writes)
+
+
+async def _metadata(spec: dict[str, Any]) -> bytes:
+    """Return the content of the file with an array's metadata, as Zarr 3 defines it."""
+    context, memory = tensorstore.Context(), {"driver": "memory"}
+    await tensorstore.open(spec | {"kvstore": memory}, create=True, context=context)
+    return bytes((await (await tensorstore.KvStore.open(memory, context=context)).read("zarr.json")).value)
 
 
 def _spec(database: ObjectPath, name: str, x: HostBlocks) -> dict[str, Any]:
