@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import re
 import zlib
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -47,6 +49,12 @@ class SavedArray(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
+
+    @property
+    def bits(self) -> int:
+        """The number of bits of an element, from the dtype's name: 16 of "bfloat16"; 8 of "bool"."""
+        found = re.search(r"\d+", self.dtype)
+        return 8 if found is None else int(found[0])
 
 
 class Segment(NamedTuple):
@@ -88,7 +96,9 @@ class Manifest(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The total number of bytes of all files but the manifest; of objects, 0."""
+        """The total number of bytes of all files but the manifest; for an object store, of all arrays."""
+        if self.generations is not None:
+            return sum(math.prod(array.shape) * array.bits for array in self.arrays) // 8
         return sum(segment.size for segments in self.files.values() for segment in segments)
 
     @property

@@ -70,18 +70,30 @@ async def _write_all(database: ObjectPath, arrays: Mapping[str, HostBlocks]) -> 
 
 
 async def _write(spec: dict[str, Any], x: HostBlocks, shared: dict[str, Any]) -> None:
-    """Write this process's blocks of an array; the first process also writes the array's metadata."""
+    """Write this process's blocks of an array; the first process also writes the array's metadata.
+
+    The metadata are not written by `create=True`, which fails if the key is there: if the answer to a commit is lost,
+    TensorStore commits again, and finds its own key.
+    """
     if jax.process_index() == 0:
-        array = await tensorstore.open(spec, create=True, **shared)
-    else:
-        array = await tensorstore.open(spec, open=True, assume_metadata=True, **shared)
+        kvstore = await tensorstore.KvStore.open(spec["kvstore"], **shared)
+        await kvstore.write("zarr.json", await _metadata(spec))
+    array = await tensorstore.open(spec, open=True, assume_metadata=True, **shared)
     writes = (array[where].write(block, can_reference_source_data_indefinitely=True) for where, block in x.blocks())
     await asyncio.gather(*writes)
 
 
+async def _metadata(spec: dict[str, Any]) -> bytes:
+    """Return the content of the file with an array's metadata, as Zarr 3 defines it."""
+    context, memory = tensorstore.Context(), {"driver": "memory"}
+    await tensorstore.open(spec | {"kvstore": memory}, create=True, context=context)
+    return bytes((await (await tensorstore.KvStore.open(memory, context=context)).read("zarr.json")).value)
+
+
 def _spec(database: ObjectPath, name: str, x: HostBlocks) -> dict[str, Any]:
     spec = array_spec(database, name)
-    spec["kvstore"] |= {"config": {"compression": None}, "target_data_file_size": FILE_SIZE}
+    # The metadata of an array stay in the index, whose nodes have checksums.
+    spec["kvstore"] |= {"config": {"max_inline_value_bytes": 1024}, "target_data_file_size": FILE_SIZE}
     grid = {"name": "regular", "configuration": {"chunk_shape": list(x.chunk)}}
     codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
     metadata = {"shape": list(x.shape), "data_type": x.dtype.name, "chunk_grid": grid, "codecs": codecs}

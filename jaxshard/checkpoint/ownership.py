@@ -21,12 +21,14 @@ def hold(root: AnyPath) -> None:
 
     Raises:
       BlockingIOError: another training owns it; the message names the process.
+      LeaseLost: this process owned the folder, and lost it.
       OSError: the folder can't be written.
     """
     if not isinstance(root, ObjectPath):
         return lock.hold(root)
     with _guard:
         lease, count = _leases.get(root) or (Lease(root), 0)
+        lease.check_time()
         _leases[root] = lease, count + 1
 
 

@@ -84,7 +84,7 @@ def test_an_address_is_refused_and_no_folder_of_its_name_is_made(name, tmp_path,
 @pytest.mark.parametrize("address", ["gs://bucket//run/", "gs:///bucket/run", "gs:/bucket/run"])
 def test_an_address_is_printed_as_it_was_given(address):
     with pytest.raises(ValueError) as caught:
-        js.latest_step(address)
+        Schedule.from_csv(address)
     assert str(caught.value).startswith(f"{address}: files are")
     with pytest.raises(ValueError, match=r"^gs://bucket/run: files are"):  # a `Path` has dropped the other slashes
         js.latest_step(Path(address))
@@ -94,9 +94,9 @@ def test_an_address_is_printed_as_it_was_given(address):
 def test_addresses_of_texts_and_of_their_cache_are_refused(where, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pytest.importorskip("tokenizers")
-    with pytest.raises(ValueError, match="s3://bucket/x: files are read and written"):
-        tokenize(*{"path": ("s3://bucket/x", None), "cache": (None, "s3://bucket/x")}[where], tmp_path)
-    assert not Path("s3:").exists()
+    with pytest.raises(ValueError, match="hf://bucket/x: files are read and written"):
+        tokenize(*{"path": ("hf://bucket/x", None), "cache": (None, "hf://bucket/x")}[where], tmp_path)
+    assert not Path("hf:").exists()
 
 
 def test_paths_that_only_look_like_addresses_are_paths(tmp_path, monkeypatch):
@@ -109,7 +109,11 @@ def test_paths_that_only_look_like_addresses_are_paths(tmp_path, monkeypatch):
 
 def test_tensorboard_takes_the_addresses_that_its_library_writes_to(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    pytest.importorskip("tensorboardX")
-    js.metrics.tensorboard("gs://bucket/run")
+    writer = pytest.importorskip("tensorboardX.record_writer")
+    monkeypatch.setattr(writer, "S3_ENABLED", True)
+    js.metrics.tensorboard("s3://bucket/run")
+    monkeypatch.setattr(writer, "GCS_ENABLED", False)
+    with pytest.raises(ImportError, match=r"^gs://bucket/run: .* needs google-cloud-storage: pip install google-"):
+        js.metrics.tensorboard("gs://bucket/run")
     with pytest.raises(ValueError, match=r"hf://x: .*, or an address of gs://, s3:// as a str"):
         js.metrics.tensorboard("hf://x")
