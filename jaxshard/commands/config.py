@@ -11,9 +11,8 @@ import tomli_w
 
 from jaxshard.commands.errors import UsageError, usage_errors
 from jaxshard.commands.flags import Flags
-from jaxshard.core.file_errors import naming
 from jaxshard.core.near_words import did_you_mean
-from jaxshard.storage.paths import AnyPath
+from jaxshard.storage.paths import AnyPath, write_file
 
 _OF_TRAINER = {
     "learning_rate": "lr",
@@ -94,8 +93,7 @@ def write_config(file: AnyPath, flags: Flags) -> None:
         for one in differing
         if one.name not in ("config", "save_config")
     }
-    with naming(str(file)):
-        file.write_bytes(tomli_w.dumps(entries).encode())
+    write_file(file, tomli_w.dumps(entries).encode())
 
 
 def _plain(value: Any) -> Any:

@@ -6,8 +6,7 @@ import json
 import sys
 from typing import Any
 
-from jaxshard.core.file_errors import naming
-from jaxshard.storage.paths import AnyPath
+from jaxshard.storage.paths import AnyPath, write_file
 
 
 def write_json(file: AnyPath | None, result: dict[str, Any]) -> None:
@@ -16,5 +15,4 @@ def write_json(file: AnyPath | None, result: dict[str, Any]) -> None:
     if str(file) == "-":
         sys.stdout.write(text)
     elif file is not None:
-        with naming(str(file)):
-            file.write_bytes(text.encode())
+        write_file(file, text.encode())

@@ -7,6 +7,7 @@ completely or not at all, and `replace` writes only if nobody else has written s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import uuid
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxshard.core.file_errors import naming
 from jaxshard.core.local_path import check_local
 from jaxshard.storage.bucket import SCHEMES, bucket_spec, open_bucket
 from jaxshard.storage.failures import naming_object
@@ -238,6 +240,12 @@ class ObjectPath:
 
 AnyPath = Path | ObjectPath
 """A path in a mounted file system, or in an object store."""
+
+
+def write_file(file: AnyPath, content: bytes) -> None:
+    """Write a file or an object; an OSError names it."""
+    with naming(file) if isinstance(file, Path) else contextlib.nullcontext():  # errors of objects have the address
+        file.write_bytes(content)
 
 
 def replace_file(file: AnyPath, content: bytes) -> None:

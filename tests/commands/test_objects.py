@@ -7,7 +7,7 @@ import pytest
 
 import jaxshard as js
 from jaxshard.commands.main import main
-from jaxshard.storage.paths import as_path
+from jaxshard.storage.paths import ObjectPath, as_path
 from tests.hf.checkpoints import VOCAB, write_folder
 from tests.hf.test_objects import upload
 
@@ -57,3 +57,11 @@ def test_an_object_that_is_missing_is_one_line(flags, bucket, capsys):
     assert main([*TINY, *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words[1].removeprefix("hf:") in line and ("no such object" in line or "has no config.json" in line)
+
+
+def test_a_result_that_the_store_refuses_at_the_end_is_one_line(bucket, monkeypatch, capsys):
+    monkeypatch.setattr(ObjectPath, "try_to_write", lambda self: None)
+    file = "s3://no-such-bucket-anywhere/x.json"
+    assert main(["schedule", "gpipe", "--stages", "2", "--microbatches", "2", "--json", file]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"jaxshard: {file}: NoSuchBucket")

@@ -94,8 +94,6 @@ def test_two_processes(place, request):
     assert (folder / "one.safetensors").read_bytes() == raw
     tensors = [safetensors.numpy.load((folder / name).read_bytes()) for name in many]
     assert_equal({key: x for file in tensors for key, x in file.items()}, expected())
-    for x, want in zip(
-        jax.tree.leaves(js.load_safetensors(folder / "many.safetensors", layout)), expected().values()
-    ):
+    for x, want in zip(jax.tree.leaves(js.load_safetensors(folder / "many.safetensors", layout)), expected().values()):
         assert np.asarray(x).tobytes() == want.tobytes()
     assert list(by_name(js.load_safetensors(folder / "one.safetensors", layout))) == list(expected())
