@@ -15,9 +15,12 @@ import jax
 import tensorstore
 
 from jaxshard.checkpoint.snapshot import HostBlocks
-from jaxshard.checkpoint.store import FILE_SIZE, STATE, array_spec
+from jaxshard.checkpoint.store import STATE, array_spec
 from jaxshard.storage.failures import naming_object
 from jaxshard.storage.paths import ObjectPath, kvstore_spec
+
+_OBJECT_SIZE = 1 << 26
+"""The approximate size of an object in bytes: each is one request, and stores answer many requests at once."""
 
 
 def write_arrays(folder: ObjectPath, arrays: Mapping[str, HostBlocks]) -> None:
@@ -93,7 +96,7 @@ async def _metadata(spec: dict[str, Any]) -> bytes:
 def _spec(database: ObjectPath, name: str, x: HostBlocks) -> dict[str, Any]:
     spec = array_spec(database, name)
     # The metadata of an array stay in the index, whose nodes have checksums.
-    spec["kvstore"] |= {"config": {"max_inline_value_bytes": 1024}, "target_data_file_size": FILE_SIZE}
+    spec["kvstore"] |= {"config": {"max_inline_value_bytes": 1024}, "target_data_file_size": _OBJECT_SIZE}
     grid = {"name": "regular", "configuration": {"chunk_shape": list(x.chunk)}}
     codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
     metadata = {"shape": list(x.shape), "data_type": x.dtype.name, "chunk_grid": grid, "codecs": codecs}

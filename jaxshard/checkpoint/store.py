@@ -23,7 +23,7 @@ from jaxshard.storage.paths import AnyPath, kvstore_spec
 
 STATE = "state"
 """The name of the database of the arrays, in the folder with the arrays."""
-FILE_SIZE = 1 << 28
+_FILE_SIZE = 1 << 28
 """The approximate size of a data file in bytes: several files are written at once, each by a single disk write."""
 
 
@@ -48,7 +48,7 @@ def save_arrays(folder: Path, arrays: Mapping[str, HostBlocks], name: str) -> No
     from orbax.checkpoint import args
 
     with _checkpointer(name, set(range(jax.process_count()))) as checkpointer:
-        state = args.PyTreeSave(dict(arrays), ocdbt_target_data_file_size=FILE_SIZE)
+        state = args.PyTreeSave(dict(arrays), ocdbt_target_data_file_size=_FILE_SIZE)
         checkpointer.save(folder, args.Composite(**{STATE: state}))
 
 
