@@ -89,9 +89,8 @@ def _cache() -> Path:
 
 def _find_generations(path: ObjectPath, only: tuple[str, ...]) -> dict[str, str]:
     """Return {name in the folder: generation in hexadecimal} of the objects to copy; for an object the name is ""."""
-    alone = path.read(0, 0)
-    if alone.content is not None:
-        return {"": alone.generation.hex()}
+    if path.is_file():
+        return {"": path.generation().hex()}
     names = [name for name in path.files() if any(fnmatchcase(name, pattern) for pattern in only)]
     names = [name for name in names if not name.endswith("/")]  # which stand for empty folders
     if not names:
