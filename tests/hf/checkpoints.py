@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxshard.checkpoint.safetensors.header import CODES, Tensor
+from jaxshard.checkpoint.safetensors.reader import StoredTensor
 
 NUMBERS = Path(__file__).with_name("numbers.json")
 VOCAB, ROWS, SEQ = 96, 2, 40
@@ -86,6 +87,11 @@ def tokens() -> np.ndarray:
 
 def numbers(case: str) -> dict:
     return json.loads(NUMBERS.read_text())[case]
+
+
+def all_of(tensor: StoredTensor) -> np.ndarray:
+    """The complete tensor, read from its file or object."""
+    return tensor.copy_part((slice(None),) * len(tensor.tensor.shape))
 
 
 def write_folder(folder: Path, case: str, **entries: object) -> Path:
