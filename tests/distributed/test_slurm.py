@@ -192,14 +192,14 @@ def test_a_job_goes_on(disturb, submit, undisturbed):
     job = submit(MANY)
     job.wait_for_checkpoint()
     disturb(job)
-    job.wait_for(Restarts="1")
+    job.wait_for(JobState="PENDING", Restarts="1")
     (job.run / "steps").write_text(str(STEPS))
     check_goes_on(job, STEPS, undisturbed, Restarts="1")
 
 
 def test_a_job_that_runs_out_of_time_goes_on(submit, undisturbed):
     job = submit(MANY, "--time=3", "--signal=B:USR1@60")  # Slurm tells it one to two minutes before the limit
-    job.wait_for(Restarts="1")
+    job.wait_for(JobState="PENDING", Restarts="1")
     newest = js.latest_step(job.checkpoints)
     (job.run / "steps").write_text(str(newest + 25))
     assert f"stopped by SIGTERM after step {newest} of {MANY}" in job.slurm.output(job.id), "nothing was lost"
