@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare")
 NODES = ("n1", "n2", "n3", "n4")
-NOTICED = 30
-"""Seconds after which Slurm counts a node that does not answer as lost; by default it is 300."""
 STUCK = 420
 """Seconds after which a job that does not change is broken."""
 
@@ -38,7 +36,8 @@ StateSaveLocation={folder}/state
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdSpoolDir={folder}/spool.%n
 SlurmdPidFile={folder}/slurmd.%n.pid
-SlurmdTimeout={noticed}
+# A node that does not answer counts as lost: by default after 300 seconds.
+SlurmdTimeout=30
 """
 PARTITION = "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
 
@@ -48,7 +47,8 @@ munged --force --foreground --key-file=munge.key --socket="$PWD/munge.socket" --
     --log-file="$PWD/munge.log" --seed-file="$PWD/munge.seed" &
 while [ ! -S munge.socket ]; do sleep 0.1; done
 slurmctld -D -c &
-node() {  # it has processes of its own, which all end when the file n1.lost appears, and starts again without it
+# The processes of a node n1 are a namespace: all of them end when a file n1.lost appears; it starts again without one.
+node() {
     while true; do
         unshare --mount --pid --fork --kill-child --mount-proc bash -c 'slurmd -D -c -N "$0" & wait' "$1" &
         while [ ! -e "$1.lost" ]; do sleep 0.1; done
@@ -112,14 +112,14 @@ class Slurm(NamedTuple):
 
 def start_slurm(folder: Path) -> Slurm:
     """Start a cluster whose nodes are idle; raise where the system does not allow it."""
-    port, *ports = _free_ports(1 + len(NODES))
+    controller, *ports = _free_ports(1 + len(NODES))
     (folder / "state").mkdir()
     host = socket.gethostname().partition(".")[0]
     nodes = [
         f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2\n"
         for name, port in zip(NODES, ports, strict=True)
     ]
-    configuration = CONFIGURATION.format(folder=folder, port=port, noticed=NOTICED) + "".join(nodes) + PARTITION
+    configuration = CONFIGURATION.format(folder=folder, port=controller) + "".join(nodes) + PARTITION
     (folder / "slurm.conf").write_text(configuration)
     (folder / "munge.key").write_bytes(os.urandom(1024))
     (folder / "munge.key").chmod(0o400)
