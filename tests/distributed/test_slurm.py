@@ -79,10 +79,16 @@ class Job(NamedTuple):
     @property
     def processes(self):
         """{node: process id} of the training processes."""
-        found = subprocess.run(["pgrep", "-f", f"jaxshard train .*{self.run}"], capture_output=True, text=True).stdout
-        pids = [pid for pid in found.split() if "python" in os.path.realpath(f"/proc/{pid}/exe")]
-        environments = {int(pid): Path(f"/proc/{pid}/environ").read_text() for pid in pids}
-        return {re.search(r"SLURMD_NODENAME=(\w+)", text)[1]: pid for pid, text in environments.items()}
+        listed = subprocess.run(["pgrep", "-f", f"jaxshard train .*{self.run}"], capture_output=True, text=True).stdout
+        found = {}
+        for process in (Path("/proc") / pid for pid in listed.split()):
+            try:
+                program, environment = os.readlink(process / "exe"), (process / "environ").read_text()
+            except OSError:  # it has ended since
+                continue
+            if "python" in program:
+                found[re.search(r"SLURMD_NODENAME=(\w+)", environment)[1]] = int(process.name)
+        return found
 
     def wait_for(self, **wanted):
         self.slurm.wait_for(self.id, **wanted)
