@@ -13,10 +13,10 @@ A step is complete when its manifest exists. A save runs through these files:
     checksums.py  manifest.py     computes checksums of the files on disk, then writes the manifest
 
 A restore: folder.py finds the step, reader.py compares its manifest with the layout and its files with their checksums,
-loading.py reads each device's part of each array, and leaves.py converts arrays from model order to the stored sharding.
-checkpointer.py saves in the background of a training loop, and owns the folder meanwhile (ownership.py): by a lock on
-disk (lock.py), by a lease in an object store (lease.py). memory/ is independent of these files: it keeps copies of a
-run in shared memory, from which restarted processes continue.
+loading.py reads each device's part of each array, and leaves.py converts arrays from model order to the stored
+sharding. checkpointer.py saves in the background of a training loop, and owns the folder meanwhile (ownership.py): by a
+lock on disk (lock.py), by a lease in an object store (lease.py). memory/ is independent of these files: it keeps copies
+of a run in shared memory, from which restarted processes continue.
 
 Imports `core/`, `distributed/`, `engines/`, `storage/` and `training/`.
 """

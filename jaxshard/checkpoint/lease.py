@@ -137,6 +137,10 @@ class Lease:
             self.check_time()
             content, begun = self._holder.encode(), _clock()
             generation = self._file.replace(content, self._generation)
+            there = self._file.read() if generation is None else None
+            # The epoch is this holder's after a renewal whose answer did not come.
+            if there and there.content is not None and _decode(self._file, there.content).epoch == self.epoch:
+                generation = self._file.replace(content, there.generation)
             if generation is None:
                 self._lost = f"{self._folder}: another training has taken this folder over, as this one slept"
                 raise LeaseLost(self._lost)

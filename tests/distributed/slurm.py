@@ -1,4 +1,4 @@
-"""A Slurm of two nodes on this machine, in Linux namespaces of its own."""
+"""A Slurm of four nodes on this machine, in Linux namespaces of its own."""
 
 import os
 import shutil
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare")
-NODES = ("n1", "n2")
+NODES = ("n1", "n2", "n3", "n4")
 STUCK = 420
 """Seconds after which a job that does not change is broken."""
 
 CONFIGURATION = """
 ClusterName=small
 SlurmctldHost=localhost(127.0.0.1)
-SlurmctldPort={ports[0]}
+SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -36,10 +36,10 @@ StateSaveLocation={folder}/state
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdSpoolDir={folder}/spool.%n
 SlurmdPidFile={folder}/slurmd.%n.pid
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+# A node that does not answer counts as lost: by default after 300 seconds.
+SlurmdTimeout=30
 """
+PARTITION = "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
 
 START = """
 mount --bind hosts /etc/hosts
@@ -47,8 +47,16 @@ munged --force --foreground --key-file=munge.key --socket="$PWD/munge.socket" --
     --log-file="$PWD/munge.log" --seed-file="$PWD/munge.seed" &
 while [ ! -S munge.socket ]; do sleep 0.1; done
 slurmctld -D -c &
-slurmd -D -c -N n1 &
-slurmd -D -c -N n2 &
+# The processes of a node n1 are a namespace: all of them end when a file n1.lost appears; it starts again without one.
+node() {
+    while true; do
+        unshare --mount --pid --fork --kill-child --mount-proc bash -c 'slurmd -D -c -N "$0" & wait' "$1" &
+        while [ ! -e "$1.lost" ]; do sleep 0.1; done
+        kill -KILL $!
+        while [ -e "$1.lost" ]; do sleep 0.1; done
+    done
+}
+for name in "$@"; do node "$name" & done
 wait
 """
 
@@ -79,6 +87,23 @@ class Slurm(NamedTuple):
             time.sleep(0.5)
         return facts
 
+    def lose(self, node: str) -> None:
+        """End everything on a node, as where its machine loses power."""
+        (self.folder / f"{node}.lost").touch()
+
+    def repair(self) -> None:
+        """Start the nodes that were lost, and return once all are idle."""
+        for name in NODES:
+            (self.folder / f"{name}.lost").unlink(missing_ok=True)
+        end = time.monotonic() + STUCK
+        while self.states() != ["idle"] * len(NODES):
+            assert time.monotonic() < end, (self.folder / "daemons.log").read_text()
+            time.sleep(0.5)
+
+    def states(self) -> list[str]:
+        """Return the state of every node."""
+        return self.run("sinfo", "--noheader", "--Node", "--format=%T").split()
+
     def output(self, job: str) -> str:
         """Return what a job wrote so far."""
         files = self.folder.glob(f"*-{job}.out")
@@ -87,24 +112,28 @@ class Slurm(NamedTuple):
 
 def start_slurm(folder: Path) -> Slurm:
     """Start a cluster whose nodes are idle; raise where the system does not allow it."""
-    ports = _free_ports(3)
+    controller, *ports = _free_ports(1 + len(NODES))
     (folder / "state").mkdir()
-    (folder / "slurm.conf").write_text(
-        CONFIGURATION.format(folder=folder, host=socket.gethostname().partition(".")[0], ports=ports)
-    )
+    host = socket.gethostname().partition(".")[0]
+    nodes = [
+        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2\n"
+        for name, port in zip(NODES, ports, strict=True)
+    ]
+    configuration = CONFIGURATION.format(folder=folder, port=controller) + "".join(nodes) + PARTITION
+    (folder / "slurm.conf").write_text(configuration)
     (folder / "munge.key").write_bytes(os.urandom(1024))
     (folder / "munge.key").chmod(0o400)
     (folder / "hosts").write_text(Path("/etc/hosts").read_text() + f"\n127.0.0.1 {' '.join(NODES)}\n")
     namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     with (folder / "daemons.log").open("wb") as log:
         program = subprocess.Popen(
-            [*namespaces, "bash", "-c", START], cwd=folder, stdout=log, stderr=log,
+            [*namespaces, "bash", "-c", START, "slurm", *NODES], cwd=folder, stdout=log, stderr=log,
             env=os.environ | {"SLURM_CONF": str(folder / "slurm.conf")},
         )  # fmt: skip
     slurm, end = Slurm(folder, program), time.monotonic() + 60
     while True:
         try:
-            if slurm.run("sinfo", "--noheader", "--format=%T %D").split() == ["idle", str(len(NODES))]:
+            if slurm.states() == ["idle"] * len(NODES):
                 return slurm
         except AssertionError:  # it does not listen yet
             pass

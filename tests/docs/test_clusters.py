@@ -8,6 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import jax
 import pytest
 import yaml
 
@@ -35,6 +36,7 @@ def test_the_scripts_parse(name):
 
 def test_the_jobset_parses():
     jobset = yaml.safe_load((FOLDER / "jobset.yaml").read_text())
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     (job,) = jobset["spec"]["replicatedJobs"]
     spec = job["template"]["spec"]
     (container,) = spec["template"]["spec"]["containers"]
@@ -47,6 +49,43 @@ def test_the_jobset_parses():
         volume["name"] for volume in spec["template"]["spec"]["volumes"]
     }
     assert container["command"] == ["bash", "-c", jobset_command() + "\n"]
+
+
+def read_by_schema(jobset):
+    """Return {path: value} of the fields of a JobSet that the models of its authors' schema have."""
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="extra test")
+    return fields(models.JobsetV1alpha2JobSet.from_dict(jobset).to_dict())
+
+
+def fields(tree):
+    return {jax.tree_util.keystr(path): value for path, value in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+@pytest.mark.slow
+def test_the_jobset_has_only_fields_of_its_schema():
+    jobset = yaml.safe_load((FOLDER / "jobset.yaml").read_text())
+    assert fields(jobset).items() <= read_by_schema(jobset).items()
+
+
+MISSPELT = ["maxRestarts", "replicas", "backoffLimit", "terminationGracePeriodSeconds", "containerPort", "readOnly"]
+WRONG = ["maxRestarts: x", 'parallelism: "2"', "value: 2", "restartPolicy: Nevr", "emptyDir: Memory", "readOnly: 1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", MISSPELT)
+def test_the_schema_knows_no_misspelt_field(wrong):
+    text = (FOLDER / "jobset.yaml").read_text()
+    jobset = yaml.safe_load(text.replace(f"{wrong}:", f"{wrong.lower()}s:"))
+    assert fields(jobset).keys() - read_by_schema(jobset).keys(), wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", WRONG)
+def test_the_schema_refuses_a_wrong_value(wrong):
+    name, _, value = wrong.partition(": ")
+    text = re.sub(rf"\b{name}:[^#\n]*(\n +medium: Memory)?", f"{name}: {value}", (FOLDER / "jobset.yaml").read_text())
+    with pytest.raises(ValueError, match="validation error"):
+        read_by_schema(yaml.safe_load(text))
 
 
 @pytest.mark.parametrize("name", FILES)

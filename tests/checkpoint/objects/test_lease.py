@@ -37,6 +37,7 @@ def elsewhere(root, **changes):
     there.write_bytes(json.dumps(asdict(replace(holder, **changes))).encode())
 
 
+@pytest.mark.slow
 def test_a_second_training_is_refused_by_name_and_a_killed_one_is_followed_at_once(bucket):
     root = f"{bucket}/run"
     with subprocess.Popen(
@@ -75,7 +76,7 @@ def test_a_training_on_another_host_is_watched(bucket, monkeypatch, capsys):
     Lease(as_path(root)).release()
 
 
-@pytest.mark.parametrize("when", ["before", "between"])
+@pytest.mark.parametrize("when", ["before", pytest.param("between", marks=pytest.mark.slow)])
 def test_a_training_that_slept_writes_nothing(when, bucket, monkeypatch):
     root = f"{bucket}/run"
     with js.Checkpointer(root, layout(), every=1, keep=1) as checkpointer:
@@ -102,6 +103,7 @@ def test_a_training_that_slept_writes_nothing(when, bucket, monkeypatch):
     assert_same(js.restore(root, layout()), at(1))
 
 
+@pytest.mark.slow
 def test_an_interrupted_save_is_deleted_by_the_next_holder_alone(bucket):
     root = as_path(f"{bucket}/run")
     js.save(str(root), at(1), layout())
@@ -122,6 +124,16 @@ def test_a_requeued_job_follows_itself_at_once():
     assert not is_dead(before, environ | {"SLURM_RESTART_COUNT": "0"})
     assert not is_dead(before, {"SLURM_JOB_ID": "13", "SLURM_RESTART_COUNT": "1"}) and not is_dead(before, {})
     assert not is_dead(this_process(3)) and is_dead(replace(this_process(3), process=(os.getpid(), 1)))
+
+
+def test_a_renewal_whose_answer_never_came_is_one(bucket):
+    held = Lease(as_path(f"{bucket}/run"))
+    file = as_path(f"{bucket}/run") / LEASE
+    file.write_bytes(this_process(held.epoch).encode())
+    held.check()
+    held.release()
+    assert json.loads(file.read_bytes())["is_held"] is False
+    assert Lease(as_path(f"{bucket}/run")).epoch == held.epoch + 1
 
 
 def test_a_lease_that_can_not_be_renewed_is_lost(bucket, monkeypatch):

@@ -38,6 +38,7 @@ def copy_to_store(folder, address):
             (as_path(address) / path.relative_to(folder).as_posix()).write_bytes(path.read_bytes())
 
 
+@pytest.mark.slow
 def test_another_layout_restores_what_was_saved_and_damage_is_found(bucket, tmp_path):
     root = f"{bucket}/runs/a"
     assert js.latest_step(root) is None
@@ -74,6 +75,7 @@ def test_another_layout_restores_what_was_saved_and_damage_is_found(bucket, tmp_
     assert_equal(js.restore(root, layout(1)), at(2))
 
 
+@pytest.mark.slow
 def test_a_checkpointer_keeps_the_newest_and_the_best(bucket):
     root = f"{bucket}/run"
     with js.Checkpointer(root, layout(), every=2, keep=2, best="loss") as checkpointer:
@@ -88,6 +90,7 @@ def test_a_checkpointer_keeps_the_newest_and_the_best(bucket):
     assert describe(root).epoch == 2 and describe(root, step=6).epoch == 1
 
 
+@pytest.mark.slow
 def test_what_is_no_folder_of_checkpoints_is_refused_in_one_line(bucket, monkeypatch):
     with pytest.raises(OSError, match=r"^s3://absent/run: NoSuchBucket: .*; create the bucket, or correct its name$"):
         js.save("s3://absent/run", at(1), layout())
