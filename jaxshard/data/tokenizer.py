@@ -19,7 +19,7 @@ from jaxshard.storage.copies import local_copy
 from jaxshard.storage.paths import ObjectPath, as_path
 
 FILE = "tokenizer.json"
-BESIDE = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
+BESIDE = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "additional_chat_templates/*.jinja")
 """The names of the files of a model that are not its weights."""
 
 

@@ -54,14 +54,15 @@ def ends_at(file: ObjectPath, size: int) -> bool:
     return bool(size) and len(read_range(file, size - 1, size + 1).content or b"") == 1
 
 
-def local_copy(path: AnyPath, only: tuple[str, ...] = ("*",)) -> Path:
+def local_copy(path: AnyPath, only: tuple[str, ...] = ()) -> Path:
     """Return a file or folder on this machine with the content of a path; objects are copied into the cache.
 
     Several processes may call this at once; one of them copies, the others wait for it.
 
     Args:
       path: a file or a folder, or an address. A path of a mounted file system is returned as it is.
-      only: patterns of the names of the objects to copy from a folder; `*` also stands for slashes.
+      only: patterns of the names of the objects to copy from a folder, such as "*.json" for those of the folder itself;
+        by default all objects of the folder and of the folders in it.
 
     Raises:
       FileNotFoundError: there is no such object, and none in such a folder.
@@ -91,8 +92,9 @@ def _find_generations(path: ObjectPath, only: tuple[str, ...]) -> dict[str, str]
     """Return {name in the folder: generation in hexadecimal} of the objects to copy; for an object the name is ""."""
     if path.is_file():
         return {"": path.generation().hex()}
-    names = [name for name in path.files() if any(fnmatchcase(name, pattern) for pattern in only)]
-    names = [name for name in names if not name.endswith("/")]  # which stand for empty folders
+    names = [name for name in path.files() if not name.endswith("/")]  # which stand for empty folders
+    if only:
+        names = [name for name in names if any(_fits(name, pattern) for pattern in only)]
     if not names:
         raise FileNotFoundError(f"{path}: there is no such object, and none in a folder of this name")
     if wrong := [name for name in names if {"", ".", ".."} & set(name.split("/"))]:
@@ -100,6 +102,10 @@ def _find_generations(path: ObjectPath, only: tuple[str, ...]) -> dict[str, str]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         found = pool.map(lambda name: (path / name).generation().hex(), names)
         return dict(zip(names, found, strict=True))
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return name.count("/") == pattern.count("/") and fnmatchcase(name, pattern)
 
 
 def _copy(path: ObjectPath, generations: dict[str, str], copy: Path) -> None:

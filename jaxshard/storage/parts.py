@@ -1,7 +1,6 @@
 """Numbered objects in place of a file that grows, since objects can't be appended to.
 
-What would be appended to the file "log.jsonl" is written as the objects "log.jsonl/000001", "log.jsonl/000002" and so
-on.
+Instead of the file "log.jsonl" there are the objects "log.jsonl/000001", "log.jsonl/000002" and so on.
 """
 
 from __future__ import annotations

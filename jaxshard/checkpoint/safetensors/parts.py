@@ -79,7 +79,7 @@ def read_part(source: Source, shape: Sequence[int], ranges: Sequence[Range]) -> 
 
 
 def least_run(file: str | ObjectPath) -> int:
-    """Return the number of bytes from which contiguous byte ranges of a file are read one by one.
+    """Return the smallest size, in bytes, of a contiguous byte range that is read by a call of its own.
 
     Shorter ranges are read together with the gaps between them, which are dropped. A request for an object takes as
     long as a megabyte.

@@ -1,4 +1,4 @@
-"""Models as objects: saved and loaded as in files, of which each process reads the ranges that its devices need."""
+"""Models as objects: they are saved and loaded as in files, and each process reads the ranges that it needs."""
 
 import jax
 import numpy as np
