@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from jaxshard.distributed.failures import part, report_failure
+from jaxshard.distributed.links import close_links
 
 INTERRUPTED = 130
 """The exit status of a process that Ctrl-C ended (128 + 2)."""
@@ -54,6 +55,7 @@ def leave(status: int) -> NoReturn:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends anyway; keep its own exit status
         report_failure(f"it left with status {status}; see what it printed", status)
         part()
+    close_links()
     os._exit(status)
 
 
