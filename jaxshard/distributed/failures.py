@@ -4,7 +4,7 @@ JAX aborts (SIGABRT) every process that loses the coordinator in process 0. A su
 abort, but should not after wrong flags. So when process 0 fails, it ends last, and all others end with its status. In
 the key-value store, with process indices <p>:
 
-    jaxshard/failed/<p>      process <p> ends by an error or is lost: [its name, why, its exit status, grace]
+    jaxshard/failed/<p>      process <p> ends by an error or is lost: [its name, why, its exit status, silent]
     jaxshard/parting/<p>     "heard": process <p> knows that another process failed; "left": it ends now
 
     the process that fails       every other process, in a thread
@@ -83,13 +83,13 @@ class Failure(NamedTuple):
       name: the name of the process, such as "process 1 (host b)".
       why: the reason.
       status: its exit status.
-      grace: the seconds in which the main thread of another process may end by itself, with its own message.
+      silent: True if its host does not answer, so that the others hang in a collective, and can only be ended.
     """
 
     name: str
     why: str
     status: int
-    grace: float = _GRACE
+    silent: bool = False
 
 
 def report_failure(why: str, status: int) -> None:
@@ -113,6 +113,23 @@ def _report(store: Any, process: int, failure: Failure) -> None:
 def list_failures(store: Any) -> dict[int, Failure]:
     """Read the reports of all processes that failed from the key-value store; return {process index: report}."""
     return {int(process): Failure(*json.loads(note)) for process, note in list_keys(store, _FAILED).items()}
+
+
+def explain_by_others() -> int | None:
+    """Print which other processes failed before this one, since its own error may only follow from that.
+
+    Returns:
+      The exit status of this process; None if no other process has reported a failure.
+    """
+    store, process = coordinator_client(), process_count_and_id()[1]
+    found: dict[int, Failure] = {}
+    if store is not None:
+        _try(lambda: found.update(list_failures(store)))
+    failed = [failure for other, failure in found.items() if other != process]
+    if not failed:
+        return None
+    _say_why(failed)
+    return common_status(failed)
 
 
 def common_status(failures: Sequence[Failure]) -> int:
@@ -173,7 +190,7 @@ def _watch(store: Any, process: int, count: int) -> None:
         except RuntimeError:  # process 0 has ended, and the store with it: JAX ends this process
             return
         if failed:
-            if not _closed.wait(min(failure.grace for failure in failed)):
+            if not _closed.wait(0.0 if any(failure.silent for failure in failed) else _GRACE):
                 _say_why(failed)
                 part()
                 os._exit(common_status(failed))
@@ -183,8 +200,7 @@ def _watch(store: Any, process: int, count: int) -> None:
 def _report_lost(store: Any, lost: Sequence[Loss]) -> None:
     """Report in process 0 that other processes are lost, in their name; a report of their own counts more."""
     for process, name, why, killed in lost:
-        # If one was killed, collectives fail at once in the main threads; if a host is cut off, they hang.
-        _report(store, process, Failure(name, why, TRY_AGAIN, _GRACE if killed else 0.0))
+        _report(store, process, Failure(name, why, TRY_AGAIN, silent=not killed))
 
 
 def _end_without(lost: Sequence[Loss]) -> None:

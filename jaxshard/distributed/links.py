@@ -136,14 +136,15 @@ class _Watch:
 
     def __init__(self, links: Links, timeout: float, lose: Callable[[Sequence[Loss]], None]):
         self._links, self._known = dict(links.open), links.known
-        self._timeout, self._lose = timeout, lose
-        self._warned: set[Other] = set()
+        self._timeout, self._warn_after, self._lose = timeout, min(_WARN_AFTER, timeout / 2), lose
+        self._silent: set[Other] = set()
 
     def run(self) -> None:
         """Look at the links until this process ends."""
-        with selectors.DefaultSelector() as selector:
+        with contextlib.ExitStack() as stack:
+            selector = stack.enter_context(selectors.DefaultSelector())
             for link in self._links:
-                selector.register(link, selectors.EVENT_READ, link)
+                selector.register(link, selectors.EVENT_READ, stack.enter_context(link))
             while True:
                 ready: list[socket.socket] = [key.data for key, _ in selector.select(_INTERVAL)]
                 if _closed.is_set():
@@ -159,8 +160,7 @@ class _Watch:
 
     def _look_for_silence(self) -> None:
         silence = {link: _seconds_since_answer(link) for link in self._links}
-        for link, seconds in silence.items():
-            self._warn(self._links[link], seconds)
+        self._warn({self._links[link] for link, seconds in silence.items() if seconds >= self._warn_after})
         longest = max(silence.values(), default=0.0)
         if longest < self._timeout:
             return
@@ -170,18 +170,16 @@ class _Watch:
         why = f"no answer from its host since {since}, for {longest:.0f} s; {self._blame({one.host for one in lost})}"
         self._lose([Loss(other.process, other.name, why, False) for other in lost])
 
-    def _warn(self, other: Other, seconds: float) -> None:
-        """Print once that a host does not answer, and when it answers again."""
-        silent = seconds >= min(_WARN_AFTER, self._timeout / 2)
-        if silent == (other in self._warned):
-            return
-        if silent:
-            self._warned.add(other)
-            text = f"no answer from its host for {seconds:.0f} s; all processes end after {self._timeout:g} s"
-        else:
-            self._warned.remove(other)
-            text = "its host answers again"
-        print(f"jaxshard: {other.name}: {text}", file=sys.stderr, flush=True)
+    def _warn(self, silent: set[Other]) -> None:
+        """Print which hosts have become silent, and which answer again."""
+        for others, text in (
+            (silent - self._silent, f"does not answer; all processes end after {self._timeout:g} s of silence"),
+            (self._silent - silent, "answers again"),
+        ):
+            if others:
+                names = list_names([other.name for other in sorted(others)])
+                print(f"jaxshard: the host of {names} {text}", file=sys.stderr, flush=True)
+        self._silent = silent
 
     def _blame(self, silent: set[str]) -> str:
         """Say which host is cut off, as far as this process can find out.
