@@ -23,8 +23,8 @@ _SILENCE = 20
 """The default seconds for which a host may be silent: less than the 30 seconds after which gloo gives up."""
 _SHORTEST_SILENCE = 3
 """The kernels of two hosts test their connection once a second, and a packet may be lost."""
-_MARGIN = 20
-"""Seconds that JAX waits longer for a process than this package, which names the process that is lost."""
+_MARGIN = 10
+"""Seconds that JAX's connections get in addition to `heartbeat_timeout`."""
 
 
 def initialize(
@@ -105,8 +105,9 @@ def initialize(
     address, bind = place.coordinator_address, place.coordinator_bind_address
     links = meet_all(address, place.num_processes, place.process_id, bind=bind, limit=limit)
     # All processes are there, so JAX needs only a moment. When this limit of its own passes, it aborts the process.
-    # JAX sends a heartbeat twice in its time limit, so it may abort when half of that has passed since a host was lost.
-    heartbeat = math.ceil(2 * (silence + _MARGIN))
+    # JAX must not abort before this process has named a silent host. Its last heartbeat may be half of its time limit
+    # ago when a host falls silent, and the next one may come after twice the silence: TCP doubles the pauses.
+    heartbeat = math.ceil(4 * (silence + _MARGIN))
     jax.distributed.initialize(**place._asdict(), initialization_timeout=limit, heartbeat_timeout_seconds=heartbeat)
     end_with_others(links, silence)
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import selectors
 import socket
 import struct
@@ -29,6 +30,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from jaxshard.core.compat import call_before_exit
@@ -111,6 +113,9 @@ def watch_links(links: Links, timeout: float, lose: Callable[[Sequence[Loss]], N
     for link in links.open:
         _keep_alive(link, timeout)
         _open.append(link)
+    if links.open:
+        _let_coordinator_wait(next(iter(links.open)).getsockname()[1], timeout)
+    os.register_at_fork(after_in_child=_forget_links)
     thread = threading.Thread(target=_Watch(links, timeout, lose).run, name="links", daemon=True)
     thread.start()
 
@@ -129,6 +134,12 @@ def close_links() -> None:
             link = _open.pop()
             link.send(_BYE, socket.MSG_DONTWAIT)
             link.shutdown(socket.SHUT_RDWR)  # `close` would not wake the thread
+
+
+def _forget_links() -> None:
+    """Close the links in a process that was forked, such as a loader of data, without an effect on its parent."""
+    while _open:
+        _open.pop().close()
 
 
 class _Watch:
@@ -205,6 +216,21 @@ def _keep_alive(link: socket.socket, timeout: float) -> None:
     for name, value in {"TCP_KEEPIDLE": pause, "TCP_KEEPINTVL": pause, "TCP_KEEPCNT": _MISSED}.items():
         if hasattr(socket, name):
             link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _let_coordinator_wait(port: int, timeout: float) -> None:
+    """Let the kernel keep connections of a port, those of JAX's coordinator, although a host is silent for a while.
+
+    The coordinator closes a connection 20 seconds after a packet that was not answered, which can't be set in JAX.
+    JAX then aborts the process at the other end.
+    """
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # it was closed just now
+            if not os.readlink(entry).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as connection:
+                if connection.getsockname()[1:2] == (port,):
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(3000 * timeout))
 
 
 def _seconds_since_answer(link: socket.socket) -> float:

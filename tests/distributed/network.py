@@ -7,20 +7,18 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO
 
 PORT = 8476
 """The port of process 0 for the coordinator."""
+ROOT = Path(__file__).parents[2]
 
 
 def networks_are_allowed() -> bool:
     """Return whether this user may make network namespaces, which root may on Linux."""
     if shutil.which("ip") is None or shutil.which("unshare") is None:
         return False
-    make = "ip link add switch type bridge && ip link add here type veth peer name there"
-    return (
-        subprocess.run(["unshare", "--net", "--uts", "--mount", "sh", "-c", make], capture_output=True).returncode == 0
-    )
+    command = ["unshare", "--net", "--uts", "--mount", "ip", "link", "add", "switch", "type", "bridge"]
+    return subprocess.run(command, capture_output=True).returncode == 0
 
 
 class Network:
@@ -60,14 +58,20 @@ class Network:
         """Put the cable of a host back."""
         self._on_switch("link", "set", f"port{host}", "master", "switch")
 
-    def start(self, host: int, process: int, count: int, code: str, output: IO[str], **environment: str):
-        """Start one of `count` processes of a Python program on a host; process 0 belongs on node0."""
-        there = {"JAXSHARD_COORDINATOR_ADDRESS": f"10.77.0.1:{PORT}", "JAXSHARD_NUM_PROCESSES": str(count)}
-        there |= {"JAXSHARD_PROCESS_ID": str(process), "JAX_PLATFORMS": "cpu"} | environment
-        program = subprocess.Popen(
-            [*self._enter(host), sys.executable, "-u", "-c", code],
-            stdout=output, stderr=output, env=os.environ | there, text=True,
-        )  # fmt: skip
+    def start(self, host: int, code: str, output: Path, **environment: str) -> subprocess.Popen[str]:
+        """Start a Python program on a host, the process with its number of as many as there are hosts."""
+        there = {
+            "JAXSHARD_COORDINATOR_ADDRESS": f"10.77.0.1:{PORT}",
+            "JAXSHARD_NUM_PROCESSES": str(len(self._hosts)),
+            "JAXSHARD_PROCESS_ID": str(host),
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": str(ROOT),
+        }
+        with output.open("w") as file:
+            program = subprocess.Popen(
+                [*self._enter(host), sys.executable, "-c", code],
+                cwd=output.parent, stdout=file, stderr=file, env=os.environ | there | environment, text=True,
+            )  # fmt: skip
         self._programs.append(program)
         return program
 

@@ -83,7 +83,7 @@ def test_arguments_go_before_the_environment_and_that_before_the_cluster(joined,
     # On Slurm JAX takes one GPU per task.
     assert [one["local_device_ids"] for one in given] == [[0], None, None]
     times = [(one["heartbeat_timeout_seconds"], one["initialization_timeout"]) for one in given]
-    assert times == [(131, 700), (80, 1), (58, 8)], "JAX aborts after half of that at the earliest, so after this"
+    assert times == [(222, 700), (120, 1), (76, 8)], "JAX aborts after half of that at the earliest"
     assert isinstance(sys.excepthook, hard_exit.LeavingHook)
 
 

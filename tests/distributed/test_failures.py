@@ -122,8 +122,8 @@ def test_all_end_at_once_if_a_host_does_not_answer(play, monkeypatch, capfd):
     assert left == [75]
     failures._end_without([LOST._replace(process=0, name="process 0 (host a)")])
     assert left == [75, 75]
-    said = "jaxshard: this process ends with status 75, because another one failed\n  - process {}): no answer from its host\n"
-    assert capfd.readouterr().err == said.format("2 (host c") + said.format("0 (host a")
+    said = "jaxshard: this process ends with status 75, because another one failed\n  - {}: no answer from its host\n"
+    assert capfd.readouterr().err == said.format("process 2 (host c)") + said.format("process 0 (host a)")
 
 
 def test_what_a_process_says_of_itself_counts_more_than_that_it_is_lost(play):
