@@ -128,12 +128,13 @@ def watch_links(links: Links, timeout: float, lose: Callable[[Sequence[Loss]], N
 
 def close_links() -> None:
     """Tell the linked processes that this process ends on purpose, so that they do not take it for killed."""
-    _closed.set()
-    while _open:
+    for link in _open:
         with contextlib.suppress(OSError):  # the other process has ended
-            link = _open.pop()
             link.send(_BYE, socket.MSG_DONTWAIT)
-            link.shutdown(socket.SHUT_RDWR)  # `close` would not wake the thread
+    _closed.set()  # now the thread may end, and close the links
+    while _open:
+        with contextlib.suppress(OSError):  # the thread has closed it
+            _open.pop().shutdown(socket.SHUT_RDWR)  # `close` would not wake the thread
 
 
 def _forget_links() -> None:

@@ -4,6 +4,7 @@ import queue
 import re
 import signal
 import socket
+import string
 import struct
 import subprocess
 import sys
@@ -33,7 +34,7 @@ def connected(monkeypatch):
         with socket.create_server(("127.0.0.1", 0)) as server:
             ends.extend(socket.create_connection(server.getsockname()) for _ in range(count))
             here = [server.accept()[0] for _ in range(count)]
-        others = [Other(number + 1, "bcdef"[number], GONE) for number in range(count)]
+        others = [Other(number + 1, string.ascii_lowercase[number + 1], GONE) for number in range(count)]
         return Links(dict(zip(here, others, strict=True)), others), ends[-count:]
 
     yield connect
@@ -71,7 +72,7 @@ def test_a_connection_that_ends_without_a_bye_is_a_process_that_was_killed(conne
 
 
 def test_a_process_that_ends_on_purpose_says_bye_on_each_connection(connected):
-    found, ends = connected(2)
+    found, ends = connected(24)
     watch_links(found, 20, lambda lost: pytest.fail(f"{lost}"))
     close_links()
     for end in ends:
