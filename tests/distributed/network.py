@@ -70,7 +70,7 @@ class Network:
         with output.open("w") as file:
             program = subprocess.Popen(
                 [*self._enter(host), sys.executable, "-c", code],
-                cwd=output.parent, stdout=file, stderr=file, env=os.environ | there | environment, text=True,
+                stdout=file, stderr=file, env=os.environ | there | environment, text=True,
             )  # fmt: skip
         self._programs.append(program)
         return program

@@ -195,7 +195,7 @@ TRAIN = """
             yield {"x": np.ones((jax.process_count(), 8), np.float32)}
 
     def tell(number, run):
-        Path(f"step{jax.process_index()}").write_text(str(number))
+        Path(os.environ["STEP"]).write_text(str(number))
 
     steps = int(os.environ["STEPS"])
     run = js.fit(js.init(init_fn, tx, layout, 0), step, batches(), steps=steps, on_run=[tell])
@@ -210,7 +210,10 @@ class Training:
         self.folder, self.network = folder, network
         there = {"STEPS": str(steps), "JAXSHARD_HEARTBEAT_TIMEOUT": str(timeout), "GLOO_SOCKET_IFNAME": "eth0"}
         self.programs = [
-            network.start(host, textwrap.dedent(TRAIN), folder / f"out{host}", **there) for host in range(3)
+            network.start(
+                host, textwrap.dedent(TRAIN), folder / f"out{host}", STEP=str(folder / f"step{host}"), **there
+            )
+            for host in range(3)
         ]
         self.wait_for_step(3)
 
@@ -222,7 +225,7 @@ class Training:
 
     def step(self):
         try:
-            return int((self.folder / "step2").read_text() or 0)
+            return int((self.folder / "step0").read_text() or 0)
         except OSError:
             return 0
 
