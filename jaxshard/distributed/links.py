@@ -49,6 +49,7 @@ _MISSED = 127
 _LAST_ANSWER = 56
 """The place of `tcpi_last_ack_recv` in Linux's `struct tcp_info`: 32 bits, the milliseconds since the last answer."""
 _BYE = b"."
+_LINUX = sys.platform == "linux"
 
 _closed = threading.Event()  # set when this process ends: stop looking at the links
 _open: list[socket.socket] = []  # the links of this process
@@ -113,8 +114,7 @@ def watch_links(links: Links, timeout: float, lose: Callable[[Sequence[Loss]], N
     for link in links.open:
         _keep_alive(link, timeout)
         _open.append(link)
-    if links.open:
-        _let_coordinator_wait(next(iter(links.open)).getsockname()[1], timeout)
+    _let_coordinator_wait(links, timeout)
     os.register_at_fork(after_in_child=_forget_links)
     thread = threading.Thread(target=_Watch(links, timeout, lose).run, name="links", daemon=True)
     thread.start()
@@ -219,24 +219,28 @@ def _keep_alive(link: socket.socket, timeout: float) -> None:
             link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _let_coordinator_wait(port: int, timeout: float) -> None:
-    """Let the kernel keep connections of a port, those of JAX's coordinator, although a host is silent for a while.
+def _let_coordinator_wait(links: Links, timeout: float) -> None:
+    """Let the kernel keep the connections of JAX's coordinator, in process 0, although a host is silent for a while.
 
-    The coordinator closes a connection 20 seconds after a packet that was not answered, which can't be set in JAX.
-    JAX then aborts the process at the other end.
+    The kernel would close them if a packet has no answer for 20 seconds, which can't be set in JAX, and JAX would abort
+    the process at the other end. They have the port of the links.
     """
+    ports = {link.getsockname()[1] for link, other in links.open.items() if other.process}
+    if not (_LINUX and ports):
+        return
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # it was closed just now
             if not os.readlink(entry).startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(entry.name))) as connection:
-                if connection.getsockname()[1:2] == (port,):
+                address = connection.getsockname()
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and address[1] in ports:
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(3000 * timeout))
 
 
 def _seconds_since_answer(link: socket.socket) -> float:
     """Return the seconds since the other kernel has answered on a link; 0 where the system does not say it."""
-    if not sys.platform.startswith("linux"):
+    if not _LINUX:
         return 0.0
     info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ANSWER + 4)
     milliseconds: int = struct.unpack_from("=I", info, _LAST_ANSWER)[0]

@@ -35,7 +35,7 @@ def connected(monkeypatch):
             ends.extend(socket.create_connection(server.getsockname()) for _ in range(count))
             here = [server.accept()[0] for _ in range(count)]
         others = [Other(number + 1, string.ascii_lowercase[number + 1], GONE) for number in range(count)]
-        return Links(dict(zip(here, others, strict=True)), others), ends[-count:]
+        return Links(dict(zip(here, others, strict=True)), others), ends
 
     yield connect
     for close in closing:
@@ -121,6 +121,21 @@ def test_all_hosts_that_fell_silent_together_are_lost_and_one_is_blamed(
     for loss in losses:
         assert not loss.killed and re.match(r"no answer from its host since \d\d:\d\d:\d\d, for 20 s;", loss.why)
         assert loss.why.endswith(blamed)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the coordinator's connections are found in /proc")
+def test_connections_of_the_coordinator_live_three_times_as_long_as_a_host_may_be_silent(connected):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ends = [socket.create_connection(server.getsockname()) for _ in range(3)]
+        first, second, coordinator = (server.accept()[0] for _ in ends)
+    waits = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
+    connected(0)
+    watch_links(Links({first: Other(0, "a", GONE)}, []), 20, lambda lost: pytest.fail(f"{lost}"))
+    assert coordinator.getsockopt(*waits) == 0, "the coordinator is in process 0"
+    watch_links(Links({second: Other(1, "b", GONE)}, []), 20, lambda lost: pytest.fail(f"{lost}"))
+    assert coordinator.getsockopt(*waits) == 60_000 and ends[2].getsockopt(*waits) == 0
+    for end in [*ends, coordinator]:
+        end.close()
 
 
 def test_a_refused_connection_is_an_answer():
