@@ -129,13 +129,12 @@ def test_connections_of_the_coordinator_live_three_times_as_long_as_a_host_may_b
         ends = [socket.create_connection(server.getsockname()) for _ in range(3)]
         first, second, coordinator = (server.accept()[0] for _ in ends)
     waits = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
-    connected(0)
+    _, closed_later = connected(0)
+    closed_later += [*ends, coordinator]
     watch_links(Links({first: Other(0, "a", GONE)}, []), 20, lambda lost: pytest.fail(f"{lost}"))
     assert coordinator.getsockopt(*waits) == 0, "the coordinator is in process 0"
     watch_links(Links({second: Other(1, "b", GONE)}, []), 20, lambda lost: pytest.fail(f"{lost}"))
     assert coordinator.getsockopt(*waits) == 60_000 and ends[2].getsockopt(*waits) == 0
-    for end in [*ends, coordinator]:
-        end.close()
 
 
 def test_a_refused_connection_is_an_answer():
