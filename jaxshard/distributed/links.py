@@ -184,13 +184,13 @@ class _Watch:
 
     def _warn(self, silent: set[Other]) -> None:
         """Print which hosts have become silent, and which answer again."""
-        for others, text in (
-            (silent - self._silent, f"does not answer; all processes end after {self._timeout:g} s of silence"),
-            (self._silent - silent, "answers again"),
+        for others, what, then in (
+            (silent - self._silent, "no answer from", f"; all processes end after {self._timeout:g} s of silence"),
+            (self._silent - silent, "an answer again from", ""),
         ):
             if others:
                 names = list_names([other.name for other in sorted(others)])
-                print(f"jaxshard: the host of {names} {text}", file=sys.stderr, flush=True)
+                print(f"jaxshard: {what} the host of {names}{then}", file=sys.stderr, flush=True)
         self._silent = silent
 
     def _blame(self, silent: set[str]) -> str:
@@ -203,7 +203,7 @@ class _Watch:
         rest = {other.host: other.address for other in self._known if other.host not in {here, *silent}}
         answers = next((host for host, address in list(rest.items())[:_ASKED] if _answers(address)), None)
         if answers:
-            return f"{answers} answers, so {hosts} is cut off, frozen or without power"
+            return f"{answers} answers, but not {hosts}: cut off, frozen or without power"
         if len(silent) + len(rest) > 1:
             return f"no other host answers, so this host, {here}, is cut off"
         return f"{hosts} or this host, {here}, is cut off"
