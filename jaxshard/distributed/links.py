@@ -132,9 +132,9 @@ def close_links() -> None:
         with contextlib.suppress(OSError):  # the other process has ended
             link.send(_BYE, socket.MSG_DONTWAIT)
     _closed.set()  # now the thread may end, and close the links
-    while _open:
+    for link in _open:
         with contextlib.suppress(OSError):  # the thread has closed it
-            _open.pop().shutdown(socket.SHUT_RDWR)  # `close` would not wake the thread
+            link.shutdown(socket.SHUT_RDWR)  # `close` would not wake the thread
 
 
 def _forget_links() -> None:
