@@ -56,9 +56,14 @@ def refuse(why: str, **flags: int | str | Path | None) -> None:
 
 
 class FileError(UsageError):
-    """Raised if a file can't be read or written while a command runs: it prints one line and ends with status 1."""
+    """Raised if a file can't be read or written while a command runs: it prints one line and ends with status 1.
 
-    exit_status = 1
+    If the cause has an `exit_status` of its own, such as 75 of a lost lease, the command ends with that.
+    """
+
+    def __init__(self, cause: OSError):
+        super().__init__(_one_line(cause))
+        self.exit_status = getattr(cause, "exit_status", 1)
 
 
 @contextlib.contextmanager
@@ -69,7 +74,7 @@ def file_errors() -> Iterator[None]:
     except OSError as error:
         if not _is_ours(error):
             raise
-        raise FileError(_one_line(error)) from error
+        raise FileError(error) from error
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 `initialize` joins the processes, and names missing processes. All processes compare programs and data before they
 compute together (`Disagreement`), stop after a common step (`Preemption`), and end when one of them hangs or fails
-(`Watchdog`, `leave`). Imports `core/` only.
+(`Watchdog`, `leave`), is killed, or is on a host that is cut off. Imports `core/` only.
 
 Processes communicate through the key-value store of JAX's coordinator, which runs in process 0. The store works while
 devices are busy, and a thread can use it even while the main thread hangs in a collective. All values are text. The

@@ -25,7 +25,7 @@ where <peers> names the set of processes and <n> counts its calls, so that no tw
 - Late processes: a wait has no time limit, since compiling or loading may take minutes on one host. After 10, 20, 40,
   ... seconds the first of the waiting processes prints on standard error which processes are missing.
 - Failed processes: a process that ends by an error writes a report first (`failures.report_failure`). The waiting
-  processes check every 2 seconds for a report, and raise. A killed process writes no report: JAX's heartbeat then ends
+  processes check every 2 seconds for a report, and raise. For a killed process, process 0 writes the report, which ends
   the others.
 - The keys of the previous call may be deleted, since a process that answers this call has read all it needs of them.
 - The first process waits for `seen` before it raises, because the store is in process 0 and may end with the error.

@@ -17,6 +17,14 @@ from jaxshard.distributed.rendezvous import meet_all
 
 _LIMIT = 300
 """The default seconds to wait for all processes."""
+SILENCE = "JAXSHARD_HEARTBEAT_TIMEOUT"
+"""The environment variable with the seconds for which a host may be silent."""
+_SILENCE = 20
+"""The default seconds for which a host may be silent: less than the 30 seconds after which gloo gives up."""
+_SHORTEST_SILENCE = 3
+"""The kernels of two hosts test their connection once a second, and a packet may be lost."""
+_MARGIN = 10
+"""Seconds that JAX's connections get in addition to `heartbeat_timeout`."""
 
 
 def initialize(
@@ -24,7 +32,7 @@ def initialize(
     num_processes: int | None = None,
     process_id: int | None = None,
     *,
-    heartbeat_timeout: int = 30,
+    heartbeat_timeout: float | None = None,
     initialization_timeout: int | None = None,
 ) -> None:
     """Join the processes that train together, so that `jax.devices()` holds the devices of all of them.
@@ -57,8 +65,9 @@ def initialize(
         be free.
       num_processes: the number of processes.
       process_id: the index of this process, from 0.
-      heartbeat_timeout: seconds without a heartbeat after which a process counts as dead, and JAX aborts the others
-        (which may fail earlier, by an error of a collective). JAX's own default is 100.
+      heartbeat_timeout: seconds for which a host may be silent, at least 3; by default those in the environment
+        variable JAXSHARD_HEARTBEAT_TIMEOUT, or else 20. After that every process says which host is silent, and ends
+        with status 75. On CPUs a collective that waits for another process fails after 30 seconds.
       initialization_timeout: seconds to wait for all processes; by default those in the environment variable
         JAXSHARD_INITIALIZATION_TIMEOUT, or else 300.
 
@@ -66,7 +75,7 @@ def initialize(
       MissingProcess: a process did not come in time; raised in all processes that came.
       Disagreement: two processes have the same index, or different numbers of processes; raised in all processes.
       ValueError: only one or two of the three arguments (or variables) are given, an address is not host:port, the
-        index of this process is not below the number of processes, or the seconds are not positive.
+        index of this process is not below the number of processes, or a number of seconds is too small.
       RuntimeError: JAX has touched a device already, or this process has joined other processes before.
       OSError: process 0 can't listen at its address.
 
@@ -74,7 +83,8 @@ def initialize(
         js.distributed.initialize()     # before any other use of JAX; does nothing for a single process
         mesh = js.make_mesh(data=-1)
     """
-    limit = _read_limit(initialization_timeout)
+    limit = math.ceil(_read_seconds("initialization_timeout", initialization_timeout, LIMIT, _LIMIT))
+    silence = _read_seconds("heartbeat_timeout", heartbeat_timeout, SILENCE, _SILENCE, _SHORTEST_SILENCE)
     place = _read_place(coordinator_address, num_processes, process_id)
     if jax.distributed.is_initialized():
         _check_same(place)
@@ -93,12 +103,13 @@ def initialize(
         place = _Place(address, count, index, os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"), devices)
     leave_on_error()
     address, bind = place.coordinator_address, place.coordinator_bind_address
-    meet_all(address, place.num_processes, place.process_id, bind=bind, limit=limit)
+    links = meet_all(address, place.num_processes, place.process_id, bind=bind, limit=limit)
     # All processes are there, so JAX needs only a moment. When this limit of its own passes, it aborts the process.
-    jax.distributed.initialize(
-        **place._asdict(), initialization_timeout=limit, heartbeat_timeout_seconds=heartbeat_timeout
-    )
-    end_with_others()
+    # JAX must not abort before this process has named a silent host. Its last heartbeat may be half of its time limit
+    # ago when a host falls silent, and the next one may come after twice the silence: TCP doubles the pauses.
+    heartbeat = math.ceil(4 * (silence + _MARGIN))
+    jax.distributed.initialize(**place._asdict(), initialization_timeout=limit, heartbeat_timeout_seconds=heartbeat)
+    end_with_others(links, silence)
 
 
 class _Place(NamedTuple):
@@ -145,19 +156,17 @@ def _read_place(coordinator: str | None, processes: int | None, index: int | Non
     return _Place(address, count, this, address if local else os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"))
 
 
-def _read_limit(seconds: int | None) -> int:
-    """Return the number of seconds to wait for all processes, rounded up.
-
-    It is `seconds` if given, otherwise the value of JAXSHARD_INITIALIZATION_TIMEOUT, or 300.
-    """
-    name, value = ("initialization_timeout", seconds) if seconds is not None else (LIMIT, os.environ.get(LIMIT, _LIMIT))
+def _read_seconds(argument: str, seconds: float | None, variable: str, default: float, least: float = 0) -> float:
+    """Return a number of seconds: the argument if given, otherwise that in the environment variable, or the default."""
+    name, value = (argument, seconds) if seconds is not None else (variable, os.environ.get(variable, default))
     try:
-        limit = float(value)
+        found = float(value)
     except ValueError:
-        limit = math.nan
-    if not 0 < limit < math.inf:
-        raise ValueError(f"distributed.initialize: {name}={value} is not a positive number of seconds")
-    return math.ceil(limit)
+        found = math.nan
+    if not (0 < found < math.inf and found >= least):
+        wanted = f"a number of seconds from {least} on" if least else "a positive number of seconds"
+        raise ValueError(f"distributed.initialize: {name}={value} is not {wanted}")
+    return found
 
 
 def _check_same(place: _Place | None) -> None:

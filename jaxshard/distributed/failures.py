@@ -4,7 +4,7 @@ JAX aborts (SIGABRT) every process that loses the coordinator in process 0. A su
 abort, but should not after wrong flags. So when process 0 fails, it ends last, and all others end with its status. In
 the key-value store, with process indices <p>:
 
-    jaxshard/failed/<p>      process <p> ends by an error: [its name, why, its exit status]
+    jaxshard/failed/<p>      process <p> ends by an error or is lost: [its name, why, its exit status, silent]
     jaxshard/parting/<p>     "heard": process <p> knows that another process failed; "left": it ends now
 
     the process that fails       every other process, in a thread
@@ -14,11 +14,15 @@ the key-value store, with process indices <p>:
       wait until all have        5 seconds for the main thread to end by itself, with its own message
       left, some seconds    <--  put  parting/<p>    left
     end                          end, with the status of the process that failed
+
+A process that was killed, or whose host is cut off, can't report its failure. Process 0 notices it by a link
+(`links.py`), and reports it in its name with status 75. A process that has lost process 0 ends at once, with status 75.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -28,6 +32,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jaxshard.core.compat import call_before_exit, coordinator_client, list_keys, process_count_and_id, put_key
+from jaxshard.distributed.links import Links, Loss, close_links, watch_links
 
 TRY_AGAIN = 75
 """The exit status if another process is missing: EX_TEMPFAIL of sysexits.h. A restart of all processes may help."""
@@ -72,11 +77,19 @@ class MissingProcess(RuntimeError):
 
 
 class Failure(NamedTuple):
-    """The report of a process that ended: its name, such as "process 1 (host b)", the reason, and its exit status."""
+    """The report about a process that ended or is lost.
+
+    Attributes:
+      name: the name of the process, such as "process 1 (host b)".
+      why: the reason.
+      status: its exit status.
+      silent: True if its host does not answer, so that the others hang in a collective, and can only be ended.
+    """
 
     name: str
     why: str
     status: int
+    silent: bool = False
 
 
 def report_failure(why: str, status: int) -> None:
@@ -90,13 +103,33 @@ def report_failure(why: str, status: int) -> None:
     """
     store, process = coordinator_client(), process_count_and_id()[1]
     if store is not None:
-        note = json.dumps(Failure(f"process {process} (host {socket.gethostname()})", why, status))
-        _try(lambda: put_key(store, f"{_FAILED}{process}", note))
+        _report(store, process, Failure(f"process {process} (host {socket.gethostname()})", why, status))
+
+
+def _report(store: Any, process: int, failure: Failure) -> None:
+    _try(lambda: put_key(store, f"{_FAILED}{process}", json.dumps(failure)))
 
 
 def list_failures(store: Any) -> dict[int, Failure]:
     """Read the reports of all processes that failed from the key-value store; return {process index: report}."""
     return {int(process): Failure(*json.loads(note)) for process, note in list_keys(store, _FAILED).items()}
+
+
+def explain_by_others() -> int | None:
+    """Print which other processes failed before this one, since its own error may only follow from that.
+
+    Returns:
+      The exit status of this process; None if no other process has reported a failure.
+    """
+    store, process = coordinator_client(), process_count_and_id()[1]
+    found: dict[int, Failure] = {}
+    if store is not None:
+        _try(lambda: found.update(list_failures(store)))
+    failed = [failure for other, failure in found.items() if other != process]
+    if not failed:
+        return None
+    _say_why(failed)
+    return common_status(failed)
 
 
 def common_status(failures: Sequence[Failure]) -> int:
@@ -108,12 +141,18 @@ def common_status(failures: Sequence[Failure]) -> int:
     return WRONG_USAGE if WRONG_USAGE in statuses else max(statuses)
 
 
-def end_with_others() -> None:
-    """Start a thread that ends this process some seconds after another process has reported a failure."""
+def end_with_others(links: Links, timeout: float) -> None:
+    """Start threads that end this process some seconds after another process has failed, or at once if it is lost.
+
+    Args:
+      links: the connections between the processes, from `rendezvous.meet_all`.
+      timeout: the seconds for which a host may be silent.
+    """
     store, (count, process) = coordinator_client(), process_count_and_id()
     _closed.clear()
     thread = threading.Thread(target=_watch, args=(store, process, count), name="failures", daemon=True)
     thread.start()
+    watch_links(links, timeout, _end_without if process else functools.partial(_report_lost, store))
 
     def close() -> None:
         # If Python ended while the thread is in a call of JAX's client, the process would be aborted.
@@ -132,6 +171,7 @@ def part() -> None:
     """
     _closed.set()
     store, (count, process) = coordinator_client(), process_count_and_id()
+    close_links()
     if store is None:
         return
     if process:
@@ -150,18 +190,30 @@ def _watch(store: Any, process: int, count: int) -> None:
         except RuntimeError:  # process 0 has ended, and the store with it: JAX ends this process
             return
         if failed:
-            if not _closed.wait(_GRACE):
-                _end(failed)
+            if not _closed.wait(0.0 if any(failure.silent for failure in failed) else _GRACE):
+                _say_why(failed)
+                part()
+                os._exit(common_status(failed))
             return
 
 
-def _end(failed: Sequence[Failure]) -> None:
+def _report_lost(store: Any, lost: Sequence[Loss]) -> None:
+    """Report in process 0 that other processes are lost, in their name; a report of their own counts more."""
+    for process, name, why, killed in lost:
+        _report(store, process, Failure(name, why, TRY_AGAIN, silent=not killed))
+
+
+def _end_without(lost: Sequence[Loss]) -> None:
+    """End this process at once, which has lost process 0: JAX aborts it soon."""
+    _say_why([Failure(loss.name, loss.why, TRY_AGAIN) for loss in lost])
+    os._exit(TRY_AGAIN)
+
+
+def _say_why(failed: Sequence[Failure]) -> None:
     status = common_status(failed)
-    lines = "".join(f"\n  - {name}: {why}" for name, why, _ in failed)
+    lines = "".join(f"\n  - {failure.name}: {failure.why}" for failure in failed)
     # Not `print`: the main thread may hold the lock of standard error forever.
     os.write(2, f"jaxshard: this process ends with status {status}, because another one failed{lines}\n".encode())
-    part()
-    os._exit(status)
 
 
 def _wait_until_left(store: Any, count: int) -> None:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
 
-from jaxshard.distributed.failures import part, report_failure
+from jaxshard.distributed.failures import explain_by_others, part, report_failure
+from jaxshard.distributed.links import close_links
 
 INTERRUPTED = 130
 """The exit status of a process that Ctrl-C ended (128 + 2)."""
@@ -54,6 +55,7 @@ def leave(status: int) -> NoReturn:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends anyway; keep its own exit status
         report_failure(f"it left with status {status}; see what it printed", status)
         part()
+    close_links()
     os._exit(status)
 
 
@@ -73,7 +75,7 @@ class LeavingHook:
     """A `sys.excepthook` that shows an error and ends the process by `leave`, except at an interactive prompt.
 
     The exit status is the error's attribute `exit_status`, which `Disagreement` and `MissingProcess` have; 130 after
-    Ctrl-C; 1 for other errors.
+    Ctrl-C. For other errors it is that of the processes that failed before, which are printed; 1 if there are none.
 
     Attributes:
       show: the previous hook, which prints the traceback.
@@ -84,6 +86,8 @@ class LeavingHook:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.show(kind, error, trace)
         if not hasattr(sys, "ps1"):  # only an interactive Python has a prompt
-            status = INTERRUPTED if issubclass(kind, KeyboardInterrupt) else getattr(error, "exit_status", 1)
+            status = INTERRUPTED if issubclass(kind, KeyboardInterrupt) else getattr(error, "exit_status", None)
+            if status is None:
+                status = explain_by_others() or 1
             report_failure(f"{kind.__name__}: {error}".splitlines()[0], status)
             leave(status)

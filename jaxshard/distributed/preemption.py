@@ -185,7 +185,7 @@ class CommonStop:
             steps = []
             for other in self.peers.processes:
                 while (step := wait_for_key(self.peers.store, f"{self.room}/after/{other}", _POLL)) is None:
-                    pass  # no time limit: if a process died, JAX's heartbeat ends this one
+                    pass  # no time limit: if a process died, `failures.py` ends this one
                 steps.append(int(step))
             self._last = max(steps) + 1
 

@@ -9,8 +9,11 @@ Messages are lines of JSON:
     listen on the port                 connect; retry every second until process 0 listens
                                   <--  {"process": 1, "processes": 4, "host": "b", "limit": 300, "waited": 7}
     wait until all are connected
-    ["go", ""]                    -->  wait for the outcome
+    ["go", "", known]             -->  wait for the outcome
     close the port                     go on to jax.distributed.initialize, on the same port
+
+"known" is [[process, host, [IP address, port]], ...] for process 0 and one process on each of a few other hosts. The
+connections stay open, so that the processes notice if one is lost (`links.py`).
 
 In place of "go" the outcome is "missing" if a waiting process reaches its time limit, or "differ" if two processes have
 the same index or expect different numbers of processes; all processes then raise the same error. A process whose
@@ -31,6 +34,7 @@ from typing import Any, NamedTuple
 from jaxshard.core.launch_environment import LIMIT
 from jaxshard.distributed.agree import Disagreement
 from jaxshard.distributed.failures import MissingProcess
+from jaxshard.distributed.links import Links, Other
 from jaxshard.distributed.mismatch import list_names
 from jaxshard.distributed.waiting import Waiting
 
@@ -39,6 +43,8 @@ _PAUSE = 1.0
 """Seconds between two attempts to connect to process 0, or to listen."""
 _LONGEST = 4096
 """The largest message of a process in bytes; a connection that sends more is from another program, and is closed."""
+_TOLD = 4
+"""The number of hosts that a process is told of, to find out which host is cut off if process 0 does not answer."""
 _MARGIN = 10.0
 """Seconds for which other processes wait beyond the limit, so that process 0, which knows the missing, ends first."""
 
@@ -67,13 +73,14 @@ class Arrival(NamedTuple):
 
 
 class _Guest(NamedTuple):
-    """Another process that is connected to process 0, and the time (`time.monotonic`) until which it waits."""
+    """Another process that is connected to process 0, the time (`time.monotonic`) until which it waits, its address."""
 
     arrival: Arrival
     end: float
+    address: tuple[str, int]
 
 
-def meet_all(address: str, processes: int, process: int, *, bind: str | None, limit: float) -> None:
+def meet_all(address: str, processes: int, process: int, *, bind: str | None, limit: float) -> Links:
     """Wait until all processes have called this, and print at intervals which processes are missing.
 
     Args:
@@ -83,6 +90,9 @@ def meet_all(address: str, processes: int, process: int, *, bind: str | None, li
       bind: host:port on which process 0 listens; None for the port of `address` on all network interfaces.
       limit: the seconds to wait.
 
+    Returns:
+      The connections between process 0 and all others, which are open.
+
     Raises:
       MissingProcess: a process did not connect in time.
       Disagreement: two processes have the same index, or expect different numbers of processes.
@@ -90,13 +100,14 @@ def meet_all(address: str, processes: int, process: int, *, bind: str | None, li
     """
     me = Arrival(process, processes, socket.gethostname(), limit, 0.0)
     if process == 0:
-        outcome, text = _Host(me).collect(bind or f"[::]:{address.rpartition(':')[2]}")
+        outcome, text, links = _Host(me).collect(bind or f"[::]:{address.rpartition(':')[2]}")
     else:
-        outcome, text = _visit(address, me)
+        outcome, text, links = _visit(address, me)
     if outcome == "differ":
         raise Disagreement(text)
     if outcome != "go":
         raise MissingProcess(text)
+    return links
 
 
 class _Host:
@@ -110,10 +121,11 @@ class _Host:
         self._ended: dict[int, str] = {}  # the hosts of processes that came and ended
         self._difference: str | None = None
 
-    def collect(self, bind: str) -> tuple[str, str]:
-        """Wait for all other processes, send them the outcome, and return it: (outcome, error message or "").
+    def collect(self, bind: str) -> tuple[str, str, Links]:
+        """Wait for all other processes, send them the outcome, and return it: (outcome, error message or "", links).
 
         The outcome is "go", "missing" (a process did not come in time) or "differ" (two processes don't fit together).
+        After "go" the connections to the other processes stay open.
         """
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(self._listen(bind))
@@ -130,12 +142,24 @@ class _Host:
                     elif not self._read(key.fileobj):
                         selector.unregister(key.fileobj)
                         self._drop(key.fileobj)
-            line = json.dumps(outcome).encode() + b"\n"
+            links = self._links() if outcome[0] == "go" else Links({}, [])
+            hosts = {other.host: other for other in links.known if other.host != self._me.host}
+            known = [Other(0, self._me.host, ("", 0)), *list(hosts.values())[:_TOLD]]
+            line = json.dumps([*outcome, known]).encode() + b"\n"
             for connection in self._received:
                 with contextlib.suppress(OSError):  # the process has just ended
                     connection.settimeout(_MARGIN)
                     connection.sendall(line)
-        return outcome
+            for connection in links.open:
+                self._received.pop(connection)
+        return *outcome, links
+
+    def _links(self) -> Links:
+        links = {
+            connection: Other(guest.arrival.process, guest.arrival.host, guest.address)
+            for connection, guest in self._guests.items()
+        }
+        return Links(links, list(links.values()))
 
     def _close(self) -> None:
         for connection in self._received:
@@ -161,7 +185,7 @@ class _Host:
     def _read(self, connection: socket.socket) -> bool:
         """Read from a connection; return False if it must be closed, because it ended or another program opened it."""
         try:
-            data = connection.recv(_LONGEST)
+            data, address = connection.recv(_LONGEST), connection.getpeername()[:2]
         except OSError:
             return False
         if connection in self._guests or not data:
@@ -175,7 +199,7 @@ class _Host:
             return False
         self._difference = self._difference or self._compare(arrival)
         # Clocks of hosts differ, so a process sends how long it has waited, not when it started.
-        self._guests[connection] = _Guest(arrival, time.monotonic() + arrival.limit - arrival.waited)
+        self._guests[connection] = _Guest(arrival, time.monotonic() + arrival.limit - arrival.waited, address)
         self._ended.pop(arrival.process, None)
         return True
 
@@ -205,11 +229,11 @@ class _Host:
             return "differ", f"{_POINT}: the processes differ: {self._difference}"
         if len(self._guests) == self._me.processes - 1:
             return "go", ""
-        first = min([_Guest(self._me, self._end), *self._guests.values()], key=lambda guest: guest.end)
-        if time.monotonic() < first.end:
+        waiting = {self._me: self._end} | {guest.arrival: guest.end for guest in self._guests.values()}
+        first = min(waiting, key=waiting.__getitem__)
+        if time.monotonic() < waiting[first]:
             return None
-        here = sorted(guest.arrival for guest in self._guests.values())
-        return "missing", _missed(self._missing(), "did not come", first.arrival.limit, [self._me, *here])
+        return "missing", _missed(self._missing(), "did not come", first.limit, sorted(waiting))
 
     def _missing(self) -> str:
         """Return the names of the missing processes, for messages."""
@@ -222,23 +246,31 @@ class _Host:
         return f"{list_names(names)} of {self._me.processes}"
 
 
-def _visit(address: str, me: Arrival) -> tuple[str, str]:
-    """Connect to process 0, from any other process, and wait for its outcome; return (outcome, error message or "")."""
+def _visit(address: str, me: Arrival) -> tuple[str, str, Links]:
+    """Connect to process 0, from any other process, and wait for its outcome.
+
+    Returns:
+      (outcome, error message or "", the connection to process 0, which is open after "go").
+    """
     host, _, port = address.rpartition(":")
     place, waiting = (host.strip("[]"), int(port)), Waiting(_POINT)
     while True:
         left = max(1.0, me.limit - waiting.seconds)
         try:
-            with socket.create_connection(place, timeout=min(5.0, left)) as connection:
+            with contextlib.ExitStack() as stack:
+                connection = stack.enter_context(socket.create_connection(place, timeout=min(5.0, left)))
                 connection.sendall(json.dumps(me._replace(waited=waiting.seconds)._asdict()).encode() + b"\n")
                 connection.settimeout(left + _MARGIN)
-                outcome, text = json.loads(_read_line(connection))
-                return str(outcome), str(text)
+                outcome, text, known = json.loads(_read_line(connection))
+                first, *others = [Other(process, host, (ip, port)) for process, host, (ip, port) in known]
+                if outcome == "go":
+                    stack.pop_all()  # the connection stays open
+                return str(outcome), str(text), Links({connection: first}, others)
         except (OSError, ValueError, TypeError) as error:  # no process 0, it has ended, or it is another program
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         if waiting.seconds >= me.limit:
             what = f"did not answer at {address} ({why})"
-            return "missing", _missed(f"process 0 of {me.processes}", what, me.limit, [me])
+            return "missing", _missed(f"process 0 of {me.processes}", what, me.limit, [me]), Links({}, [])
         if waiting.is_due():
             waiting.say(f"process 0 of {me.processes}, which does not answer at {address} ({why}),")
         time.sleep(_PAUSE)

@@ -31,6 +31,7 @@ import jax
 
 from jaxshard.core.compat import get_key, list_keys, put_key
 from jaxshard.distributed.agree import Peers, all_peers
+from jaxshard.distributed.links import close_links
 
 HUNG = 75
 """The exit status with which all processes end after a hang: EX_TEMPFAIL of sysexits.h, "try again"."""
@@ -251,6 +252,7 @@ class Watchdog:
         if self._peers is not None:
             with contextlib.suppress(RuntimeError):  # the store may have ended
                 self._wait_for_reports(self._peers)
+        close_links()
         os._exit(HUNG)
 
     def _wait_for_reports(self, peers: Peers) -> None:

@@ -9,6 +9,7 @@ import pytest
 import jaxshard as js
 from jaxshard.core.launch_environment import COORDINATOR, INDEX, LIMIT, PROCESSES
 from jaxshard.distributed import cluster, hard_exit
+from jaxshard.distributed.cluster import SILENCE
 
 SLURM = {
     "SLURM_JOB_ID": "17", "SLURM_STEP_NODELIST": "node[07-08]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1",
@@ -24,7 +25,7 @@ def joined(monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda **given: asked.append(given))
     monkeypatch.setattr(cluster, "backend_is_initialized", lambda: False)
     monkeypatch.setattr(cluster, "meet_all", lambda *place, bind, limit: asked.append((*place, bind, limit)))
-    monkeypatch.setattr(cluster, "end_with_others", lambda: asked.append("watched"))
+    monkeypatch.setattr(cluster, "end_with_others", lambda links, silence: asked.append(silence))
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     return asked
 
@@ -61,14 +62,14 @@ def test_a_pod_that_belongs_to_no_indexed_job_is_alone(joined, environment):
 
 
 def test_arguments_go_before_the_environment_and_that_before_the_cluster(joined, environment):
-    environment(SLURM | {LIMIT: "700"})
+    environment(SLURM | {LIMIT: "700", SILENCE: "45.5"})
     js.distributed.initialize()
-    environment(LAUNCHED | {LIMIT: "0.5"})
+    environment(LAUNCHED | {LIMIT: "0.5", SILENCE: "20"})
     js.distributed.initialize()
     js.distributed.initialize("other:1", 3, 2, heartbeat_timeout=9, initialization_timeout=8)
-    # All meet first, then JAX joins them, then each looks for failures of the others.
+    # All meet first, then JAX joins them, then each looks for failures of the others, and for hosts that are silent.
     met, given, watched = joined[::3], joined[1::3], joined[2::3]
-    assert watched == ["watched"] * 3
+    assert watched == [45.5, 20, 9]
     slurm = met[0][0]
     assert slurm.startswith("node07:")
     assert met == [
@@ -82,7 +83,7 @@ def test_arguments_go_before_the_environment_and_that_before_the_cluster(joined,
     # On Slurm JAX takes one GPU per task.
     assert [one["local_device_ids"] for one in given] == [[0], None, None]
     times = [(one["heartbeat_timeout_seconds"], one["initialization_timeout"]) for one in given]
-    assert times == [(30, 700), (30, 1), (9, 8)]
+    assert times == [(222, 700), (120, 1), (76, 8)], "JAX aborts after half of that at the earliest"
     assert isinstance(sys.excepthook, hard_exit.LeavingHook)
 
 
@@ -99,6 +100,16 @@ def test_a_time_to_wait_that_is_none_is_refused(joined, environment, limit):
     environment(LAUNCHED | {LIMIT: limit})
     with pytest.raises(ValueError, match=f"{LIMIT}={limit} is not a positive number of seconds"):
         js.distributed.initialize()
+    assert joined == []
+
+
+@pytest.mark.parametrize("silence", ["0", "2.9", "-20", "nan", "inf", "long", ""])
+def test_a_silence_that_is_too_short_is_refused(joined, environment, silence):
+    environment(LAUNCHED | {SILENCE: silence})
+    with pytest.raises(ValueError, match=f"{SILENCE}={silence} is not a number of seconds from 3 on"):
+        js.distributed.initialize()
+    with pytest.raises(ValueError, match="heartbeat_timeout=1 is not"):
+        js.distributed.initialize(heartbeat_timeout=1)
     assert joined == []
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from jaxshard.distributed import failures
 from jaxshard.distributed.failures import Failure
+from jaxshard.distributed.links import Loss
 from tests.distributed.store import Store
 
 
@@ -30,7 +31,7 @@ def test_the_first_report_of_a_process_counts(play):
         failures.report_failure(why, status)
     found = failures.list_failures(store)
     assert found.keys() == {1, 2}
-    assert found[1].name.startswith("process 1 (host ") and found[1][1:] == ("ValueError: wrong", 1)
+    assert found[1].name.startswith("process 1 (host ") and found[1][1:] == ("ValueError: wrong", 1, False)
 
 
 def test_wrong_flags_of_one_process_are_the_status_of_all():
@@ -104,3 +105,41 @@ def test_a_process_that_ends_by_itself_is_not_ended(play, monkeypatch):
     failures.part()
     thread.join(60)
     assert not thread.is_alive() and store.notes["jaxshard/parting/2"] == "left"
+
+
+LOST = Loss(2, "process 2 (host c)", "no answer from its host", killed=False)
+
+
+def test_all_end_at_once_if_a_host_does_not_answer(play, monkeypatch, capfd):
+    left = []
+    monkeypatch.setattr(failures, "_INTERVAL", 0.01)
+    monkeypatch.setattr(failures, "_GRACE", 1000.0)
+    monkeypatch.setattr(os, "_exit", left.append)
+    store = Store()
+    play(store, 1)
+    failures._report_lost(store, [LOST])
+    failures._watch(store, 1, 3)
+    assert left == [75]
+    failures._end_without([LOST._replace(process=0, name="process 0 (host a)")])
+    assert left == [75, 75]
+    said = "jaxshard: this process ends with status 75, because another one failed\n  - {}: no answer from its host\n"
+    assert capfd.readouterr().err == said.format("process 2 (host c)") + said.format("process 0 (host a)")
+
+
+def test_what_a_process_says_of_itself_counts_more_than_that_it_is_lost(play):
+    store = Store()
+    play(store, 2)
+    failures.report_failure("ValueError: wrong", 1)
+    failures._report_lost(store, [LOST, LOST._replace(process=1, killed=True)])
+    found = failures.list_failures(store)
+    assert found[2][1:] == ("ValueError: wrong", 1, False) and found[1][2:] == (75, False)
+
+
+def test_an_error_that_follows_from_a_failure_of_another_process_has_its_status(play, capfd):
+    store = Store()
+    play(store, 1)
+    assert failures.explain_by_others() is None
+    failures.report_failure("ValueError: my own", 1)
+    assert failures.explain_by_others() is None and capfd.readouterr().err == ""
+    failures._report_lost(store, [LOST])
+    assert failures.explain_by_others() == 75 and "process 2 (host c): no answer" in capfd.readouterr().err

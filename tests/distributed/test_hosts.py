@@ -1,11 +1,7 @@
 """Who reaches whom, and with which clock."""
 
 import json
-import os
-import shutil
 import socket
-import subprocess
-import sys
 import textwrap
 import threading
 
@@ -13,6 +9,7 @@ import pytest
 
 from jaxshard.distributed import hosts
 from jaxshard.distributed.hosts import answers, own_address, survey
+from tests.distributed.network import Network, networks_are_allowed
 from tests.distributed.store import Store, members, together
 
 
@@ -62,48 +59,19 @@ def test_all_take_their_address_towards_another_host(towards, expected, monkeypa
 
 
 SURVEY = """
-    import json, sys
-    import jax
+    import json
     import jaxshard as js
     from jaxshard.distributed.hosts import survey
-    js.distributed.initialize("10.77.0.1:8476", 2, int(sys.argv[1]))
-    if sys.argv[1] == "0":
-        print(json.dumps([(host.address, host.unreached) for host in survey({})]))
-    else:
-        survey({})
+    js.distributed.initialize()
+    print(json.dumps([(host.address, host.unreached) for host in survey({})]))
 """
-NETWORK = """
-    set -e
-    ip link set lo up
-    unshare --net sleep 300 & other=$!
-    trap 'kill $other' EXIT
-    sleep 0.5
-    ip link add here type veth peer name there
-    ip link set there netns $other
-    ip addr add 10.77.0.1/24 dev here && ip link set here up
-    nsenter --net --target $other sh -c 'ip link set lo up; ip addr add 10.77.0.2/24 dev there; ip link set there up'
-    nsenter --net --target $other "$@" 1 &
-    second=$!
-    "$@" 0
-    wait $second
-"""
-
-
-def networks_are_allowed():
-    if shutil.which("ip") is None or shutil.which("unshare") is None:
-        return False
-    make = "ip link add here type veth peer name there"
-    return subprocess.run(["unshare", "--net", "sh", "-c", make], capture_output=True).returncode == 0
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not networks_are_allowed(), reason="needs network namespaces, which root may make on Linux")
-def test_hosts_without_a_default_route_reach_each_other():
-    """Two hosts on one switch: each in a network namespace, without any other network."""
-    program = [sys.executable, "-c", textwrap.dedent(SURVEY)]
-    found = subprocess.run(
-        ["unshare", "--net", "bash", "-c", textwrap.dedent(NETWORK), "bash", *program],
-        capture_output=True, text=True, timeout=200, env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert json.loads(found.stdout.splitlines()[-1]) == [["10.77.0.1", []], ["10.77.0.2", []]]
+def test_hosts_without_a_default_route_reach_each_other(tmp_path):
+    with Network(tmp_path, 2) as network:
+        programs = [network.start(host, textwrap.dedent(SURVEY), tmp_path / f"out{host}") for host in range(2)]
+        statuses = [program.wait(200) for program in programs]
+    for status, said in zip(statuses, [(tmp_path / f"out{host}").read_text() for host in range(2)], strict=True):
+        assert status == 0 and json.loads(said.splitlines()[-1]) == [["10.77.0.1", []], ["10.77.0.2", []]], said
