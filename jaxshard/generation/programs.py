@@ -113,12 +113,10 @@ class Programs:
                 return transfer_array(x, view, placement, self.layout.mesh)
             return put_stored(x, placement, self.layout)
 
-        layout, fix = (
-            self.layout,
-            (
-                "give run.params, or what model.init returns; js.transfer(run, its layout, layout) moves a run that another "
-                "layout pads or has in pipeline order"
-            ),
+        layout = self.layout
+        fix = (
+            "give run.params, or what model.init returns; if another layout pads them or has them in pipeline order, "
+            "js.transfer(run.params, that_layout, layout)"
         )
         expected = layout.shapes.params
         if same_structure(expected, params):

@@ -97,17 +97,18 @@ def transfer(run_or_params: PyTree, source_layout: Layout, target_layout: Layout
         (_check_run if is_run else _check_params)(source_layout, run_or_params)
     plain, target = source_layout.without_owners, target_layout.without_owners
     before, after, shapes = _run_places(plain, target)
-    with own_settings(target.mesh), no_mesh():
-        if not is_run:
-            before, after, shapes = before.params, after.params, shapes.params
-            return _move_tree(run_or_params if here else shapes, shapes, before, after, plain, target)
-        run = convert_optimizer(run_or_params, source_layout, plain)._replace(residuals=()) if here else shapes
-        if target.shapes.opt_state is None:
-            run = run._replace(opt_state=None)
+    expected = run_shapes(target_layout)
+    if not is_run:
+        before, after, shapes, expected = before.params, after.params, shapes.params, expected.params
+    with own_settings(target.mesh):
+        run = run_or_params if here else shapes
+        if here and is_run:
+            run = convert_optimizer(run, source_layout, plain)._replace(residuals=())
+            run = run if target.shapes.opt_state is not None else run._replace(opt_state=None)
         moved = _move_tree(run, shapes, before, after, plain, target)
-        if is_here(target.mesh):
-            return convert_optimizer(moved, target, target_layout)
-        return jax.tree.map(_without_shards, run_shapes(target_layout))
+        if not is_here(target.mesh):
+            return jax.tree.map(_without_shards, expected)
+        return convert_optimizer(moved, target, target_layout) if is_run else moved
 
 
 def _move_tree(tree: PyTree, shapes: PyTree, before: PyTree, after: PyTree, source: Layout, target: Layout) -> PyTree:
@@ -137,13 +138,16 @@ def move_arrays(arrays: Sequence[Any], dtypes: Sequence[Any], plan: TransferPlan
       plan: the plan.
     """
     moved = []
-    for x, dtype, one in zip(arrays, dtypes, plan.moves, strict=True):
-        if is_here(one.source.mesh):
-            x = words_of(jax.device_put(x, one.source.sharding) if one.source.memory else x)
-        x = move(x, one.dtype, one.source, one.target, plan.schedule(one).batches)
-        if one.target.memory:
-            x = jax.device_put(x, one.target.sharding.with_memory_kind(one.target.memory))
-        moved.append(jax.block_until_ready(keys_of(x, dtype)))
+    with no_mesh():
+        for x, dtype, one in zip(arrays, dtypes, plan.moves, strict=True):
+            if is_here(one.source.mesh):
+                x = words_of(jax.device_put(x, one.source.sharding) if one.source.memory else x)
+            x = move(x, one.dtype, one.source, one.target, plan.schedule(one).batches)
+            if is_here(one.target.mesh):
+                x = keys_of(x, dtype)
+                if one.target.memory:
+                    x = jax.device_put(x, one.target.sharding.with_memory_kind(one.target.memory))
+            moved.append(jax.block_until_ready(x))
     return moved
 
 
