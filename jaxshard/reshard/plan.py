@@ -16,6 +16,7 @@ from jaxshard.core.mesh import mesh_str
 from jaxshard.core.text_table import Table
 from jaxshard.core.tree import bytes_of
 from jaxshard.reshard.blocks import Side, find_blocks
+from jaxshard.reshard.programs import dtype_of_new
 from jaxshard.reshard.schedule import Schedule, schedule
 
 _LARGEST = 1 << 26
@@ -84,7 +85,7 @@ class TransferPlan:
         """The peak of each device in bytes: its source shards, its target shards and the pieces that are moving.
 
         The pieces have no more bytes than the largest block. Arrays in the host's memory (`js.offload`) are on the
-        devices one at a time.
+        devices one at a time, and on a CPU floats of 8 and 16 bits are copied one array at a time.
         """
         moving = max((self._moving(move) for move in self.moves), default=0)
         before, after = (self._stored(side) for side in ("source", "target"))
@@ -119,8 +120,10 @@ class TransferPlan:
         return total
 
     def _moving(self, move: Move) -> int:
-        """Return the bytes of the pieces of a batch, as sent and as received, and of shards from and for the host."""
-        staged = sum(_shard_bytes(move, side) for side in (move.source, move.target) if side.memory)
+        """Return the bytes of the pieces of a batch, as sent and as received, and of copies of a shard."""
+        copied = [side for side in (move.source, move.target) if side.memory]
+        copied += [move.target] if dtype_of_new(move.dtype, move.target.mesh) != move.dtype else []
+        staged = sum(_shard_bytes(move, side) for side in copied)
         return staged + 2 * self.schedule(move).held * move.dtype.itemsize
 
 

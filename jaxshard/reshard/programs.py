@@ -8,13 +8,14 @@ Three programs, and not one over all devices, because a device of one mesh alone
 shape. Only devices that are in a mesh run its programs, so a process without such devices skips them.
 
 Floats travel as unsigned integers of their size: on a CPU, XLA casts bf16 to f32 before it communicates, which sends
-twice the bytes and changes the bits of signalling NaNs.
+twice the bytes and changes the bits of signalling NaNs. It does the same where a piece is inserted (up to JAX 0.10), so
+there the new array is made as integers too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -48,23 +49,29 @@ def move(x: Any, dtype: Any, source: Side, target: Side, batches: Sequence[Seque
     Returns:
       The stored array with the sharding of `target`; padding is zero.
     """
-    mesh, moved = union_mesh(source.mesh, target.mesh), _zeros(target, dtype)
+    moved = _zeros(target, dtype_of_new(dtype, target.mesh))
     for batch in batches:
-        pieces: list[Rows] = [{} for _ in batch]
-        if is_here(source.mesh):
-            pieces = [_rows_of(cutter(source.mesh, source.spec, one.shape)(x, one.source_at)) for one in batch]
-        away = [number for number, one in enumerate(batch) if one.pairs]
-        if away and is_here(mesh):
-            send = sender(mesh, tuple(batch[number].pairs for number in away))
-            sent = send(*(_join(pieces[number], mesh, batch[number].shape, dtype) for number in away))
-            for number, piece in zip(away, sent, strict=True):
-                pieces[number] = _rows_of(piece)
-        if is_here(target.mesh):
-            for one, rows in zip(batch, pieces, strict=True):
-                insert = inserter(target.mesh, target.spec, one.shape)
-                moved = insert(moved, one.target_at, one.receives, _join(rows, target.mesh, one.shape, dtype))
-        # Wait, or the pieces of all batches would be in memory; simulated devices run one program at a time.
-        jax.block_until_ready((moved, [list(rows.values()) for rows in pieces]))
+        moved = _move_batch(x, dtype, moved, source, target, batch)
+    return moved if moved.dtype == dtype or not is_here(target.mesh) else _caster(dtype)(moved)
+
+
+def _move_batch(x: Any, dtype: Any, moved: jax.Array, source: Side, target: Side, batch: Sequence[Round]) -> jax.Array:
+    """Move the pieces of a batch from `x` into `moved`, which is donated, and wait for the end."""
+    pieces: list[Rows] = [{} for _ in batch]
+    if is_here(source.mesh):
+        pieces = [_rows_of(cutter(source.mesh, source.spec, one.shape)(x, one.source_at)) for one in batch]
+    away, mesh = [number for number, one in enumerate(batch) if one.pairs], union_mesh(source.mesh, target.mesh)
+    if away and is_here(mesh):
+        send = sender(mesh, tuple(batch[number].pairs for number in away))
+        sent = send(*(_join(pieces[number], mesh, batch[number].shape, dtype) for number in away))
+        for number, piece in zip(away, sent, strict=True):
+            pieces[number] = _rows_of(piece)
+    if is_here(target.mesh):
+        for one, rows in zip(batch, pieces, strict=True):
+            insert = inserter(target.mesh, target.spec, one.shape)
+            moved = insert(moved, one.target_at, one.receives, _join(rows, target.mesh, one.shape, dtype))
+    # Wait, or the pieces of all batches would be in memory; simulated devices run one program at a time.
+    jax.block_until_ready((moved, [list(rows.values()) for rows in pieces]))
     return moved
 
 
@@ -78,7 +85,7 @@ def cutter(mesh: Mesh, spec: PartitionSpec, shape: Index) -> Any:
 
     def cut(x: jax.Array, at: jax.Array) -> jax.Array:
         start = tuple(at[jax.lax.axis_index(mesh.axis_names)])
-        return _to_bits(dynamic_slice(x, start, _stored(shape, x))).reshape(1, *shape)
+        return dynamic_slice(_to_bits(x), start, _stored(shape, x)).reshape(1, *shape)  # the compiler fuses the cast
 
     specs = (spec, PartitionSpec())
     return jax.jit(jax.shard_map(cut, mesh=mesh, in_specs=specs, out_specs=_split(mesh), check_vma=False))
@@ -122,6 +129,11 @@ def _maker(sharding: NamedSharding, shape: Index, dtype: Any) -> Any:
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
+@lru_cache(maxsize=64)
+def _caster(dtype: Any) -> Any:
+    return jax.jit(partial(_from_bits, dtype=dtype))
+
+
 def _zeros(side: Side, dtype: Any) -> jax.Array:
     """Make a stored array of zeros; without any shards in a process that has none of its devices."""
     if is_here(side.mesh):
@@ -152,6 +164,15 @@ def _split(mesh: Mesh) -> PartitionSpec:
 def _stored(shape: Index, x: jax.Array) -> Index:
     """Return the shape of a piece inside a stored shard, which may have more dimensions in front."""
     return (*(1,) * (x.ndim - len(shape)), *shape)
+
+
+def dtype_of_new(dtype: Any, mesh: Mesh) -> Any:
+    """Return the dtype in which the new array is made: unsigned integers for floats of 8 and 16 bits on a CPU.
+
+    Such an array is copied once, to its own dtype.
+    """
+    narrow = mesh.devices.flat[0].platform == "cpu" and jnp.dtype(dtype).itemsize < 4
+    return _bits(dtype) if narrow else dtype
 
 
 def union_mesh(source: Mesh, target: Mesh) -> Mesh:
