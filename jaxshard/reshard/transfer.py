@@ -54,7 +54,7 @@ def plan_transfer(source_layout: Layout, target_layout: Layout) -> TransferPlan:
         sampler = js.layout(js.tensor(), js.make_mesh(jax.devices()[4:], tensor=4), init_fn)
         print(js.plan_transfer(js.layout(js.fsdp(), mesh, init_fn, tx), sampler))
     """
-    _check_layouts("js.plan_transfer", source_layout, target_layout)
+    _check_layouts("js.plan_transfer(source_layout, target_layout)", source_layout, target_layout)
     source, target, shapes = _run_places(source_layout.without_owners, target_layout.without_owners)
     return TransferPlan(_moves(shapes, source, target, source_layout.mesh, target_layout.mesh))
 
@@ -90,7 +90,7 @@ def transfer(run_or_params: PyTree, source_layout: Layout, target_layout: Layout
         params = js.transfer(run.params, layout, sampler)
         tokens = js.generate(model, params, sampler, prompts, length=64)
     """
-    _check_layouts("js.transfer", source_layout, target_layout)
+    _check_layouts("js.transfer(run, source_layout, target_layout)", source_layout, target_layout)
     is_run = run_or_params is None or isinstance(run_or_params, TrainState)
     here = is_here(source_layout.mesh)
     if here:
@@ -219,24 +219,22 @@ def _without_shards(x: jax.ShapeDtypeStruct) -> jax.Array:
 
 def _check_layouts(call: str, source: Layout, target: Layout) -> None:
     for layout in (source, target):
-        check_layout(f"{call}(..., source_layout, target_layout)", layout)
+        check_layout(call, layout)
         check_is_here(layout.mesh)
     platforms = sorted({device.platform for layout in (source, target) for device in layout.mesh.devices.flat})
     if len(platforms) > 1:
         raise ValueError(
-            f"{call}: the layouts have devices of two platforms, {' and '.join(platforms)}, which no collective "
-            "connects; move the arrays by js.save and js.restore"
+            f"js.transfer: the layouts have devices of several platforms, {', '.join(platforms)}, which no collective "
+            "connects; move the run by js.save and js.restore"
         )
-    try:
-        world = set(jax.devices(platforms[0]))
-    except RuntimeError:  # JAX has no such platform here
-        world = set()
+    world = set(jax.devices()) if jax.default_backend() == platforms[0] else set()
     for name, layout in (("source", source), ("target", target)):
         if strange := [str(device) for device in layout.mesh.devices.flat if device not in world]:
             raise ValueError(
-                f"{call}: {len(strange)} of {layout.mesh.size} devices of the {name} layout ({mesh_str(layout.mesh)}) "
-                f"are not among the {len(world)} {platforms[0]} devices of this program, such as {strange[0]}; make "
-                "its mesh of jax.devices(), or move between two programs by js.save and js.restore"
+                f"js.transfer: {len(strange)} of the {layout.mesh.size} devices of the {name} layout "
+                f"({mesh_str(layout.mesh)}) are not among the {jax.device_count()} {jax.default_backend()} devices of "
+                f"this program, such as {strange[0]}; make its mesh by js.make_mesh, or move a run between two programs "
+                "by js.save and js.restore"
             )
 
 

@@ -4,9 +4,11 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import numpy as np
+import optax
 import pytest
 
 import jaxshard as js
+from jaxshard.training.convert import convert_optimizer
 from jaxshard.training.state import run_arrays
 from tests.reshard.cases import MODEL, TX, assert_holds, least_bytes, run_of, stored_values, values_of
 from tests.reshard.recorder import Recorder, temporary_bytes
@@ -52,7 +54,7 @@ def check(source, target):
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        pytest.param(("three", 0), ("tensor", 4), id="fsdp x tensor x pipe to tensor"),
+        pytest.param(("three", 0, None), ("tensor", 4, None), id="fsdp x tensor x pipe to tensor"),
         pytest.param(("fsdp", 0), ("tensor", 4), id="disjoint", marks=pytest.mark.slow),
         pytest.param(("wide", 0), ("wide", 4), id="other order", marks=pytest.mark.slow),
         pytest.param(("hsdp", 3), ("pipe", 0), id="six to four", marks=pytest.mark.slow),
@@ -79,3 +81,94 @@ NAMES = ("one", "ddp", "zero1", "zero2", "fsdp", "wide", "hsdp", "tensor", "pipe
 @hypothesis.given(*[st.tuples(st.sampled_from(NAMES), st.integers(0, 7))] * 2)
 def test_random_pairs_of_layouts(source, target):
     check(make_layout(*source), make_layout(*target))
+
+
+# What is not a tree of arrays that are stored one by one
+
+
+@pytest.mark.slow
+def test_the_optimizer_state_of_owners_moves():
+    """Owners of matrices store stacks of states, which are compared as a layout without owners stores them."""
+
+    def init(key):
+        return {
+            "a": np.zeros((8, 16), np.float32),
+            "b": np.zeros((8, 16), np.float32),
+            "c": np.zeros((4, 4), np.float32),
+        }
+
+    tx, strategy = optax.contrib.muon(0.1), js.fsdp("data", min_size=0)
+    meshes = js.make_mesh(data=8), js.make_mesh(jax.devices()[4:], data=4)
+    source, target = (js.layout(strategy, mesh, init, tx) for mesh in meshes)
+    assert source.owners and target.owners
+    values = values_of(source.without_owners)
+    run = convert_optimizer(run_of(source.without_owners, values), source.without_owners, source)
+    moved = convert_optimizer(js.transfer(run, source, target), target, target.without_owners)
+    assert_holds(moved, stored_values(target.without_owners, values))
+
+
+@pytest.mark.slow
+def test_offloaded_optimizer_state_moves():
+    strategy = js.compose(js.fsdp("data", min_size=0), js.offload())
+    meshes = js.make_mesh(jax.devices()[:4], data=4), js.make_mesh(data=8)
+    check(*(js.layout(strategy, mesh, MODEL.init, TX) for mesh in meshes))
+
+
+@pytest.mark.slow
+def test_the_factors_and_the_frozen_base_of_lora_move():
+    model = js.lora(MODEL, rank=2)
+    meshes = js.make_mesh(data=8), js.make_mesh(jax.devices()[:2], data=2)
+    check(*(js.layout(js.fsdp("data", min_size=0), mesh, model.init, TX) for mesh in meshes))
+
+
+@pytest.mark.slow
+def test_a_layout_without_an_optimizer_takes_the_rest_and_parameters_move_alone():
+    source, target = make_layout("three"), make_layout("tensor", 4, tx=None)
+    values = values_of(source)
+    run = run_of(source, values)
+    expected = stored_values(target, values._replace(opt_state=None))
+    assert_holds(js.transfer(run, source, target), expected)
+    assert_holds(js.transfer(run.params, source, target), expected.params)
+    assert js.plan_transfer(source, target).bytes < js.plan_transfer(source, make_layout("tensor", 4)).bytes
+
+
+@pytest.mark.slow
+def test_replicas_of_local_steps_move():
+    made = [
+        js.layout(js.compose(js.fsdp("data", min_size=0), js.local("replica", every=2)), mesh, MODEL.init, TX)
+        for mesh in (js.make_mesh(replica=2, data=4), js.make_mesh(jax.devices()[3:7], replica=2, data=2))
+    ]
+    check(*made)
+
+
+# Refusals
+
+
+def test_what_does_not_fit_is_refused_by_name():
+    source, elsewhere, target = (make_layout("fsdp", first, tx=None) for first in (0, 4, 2))
+    run = run_of(source, values_of(source))
+    with pytest.raises(ValueError, match=r"(?s)arrays of the run have other shardings.*params/table: NamedSharding"):
+        js.transfer(run, elsewhere, target)
+    with pytest.raises(ValueError, match=r"(?s)arrays of the tree of parameters have other.*table: NamedSharding"):
+        js.transfer(run.params, elsewhere, target)
+    with pytest.raises(TypeError, match=r"run must be a js\.TrainState"):
+        js.transfer(None, source, target)
+    with pytest.raises(TypeError, match=r"write js\.plan_transfer\(source_layout, target_layout\)"):
+        js.plan_transfer(run, source)
+    with pytest.raises(ValueError, match=r"residuals of gradients.*run\._replace\(residuals=\(\)\)"):
+        js.transfer(run._replace(residuals=run.params), source, target)
+    with pytest.raises(ValueError, match=r"(?s)leave the optimizer's state out.*trace/table: missing, expected"):
+        js.plan_transfer(source, make_layout("ddp", 4))
+    other = js.layout(js.ddp("data"), js.make_mesh(data=8), lambda key: {"table": np.zeros((16, 9), np.float32)})
+    with pytest.raises(
+        ValueError, match=r"(?s)other arrays than the target.*expected float32\[16, 9\], got float32\[16, 8"
+    ):
+        js.transfer(run, source, other)
+    planned = js.layout(js.ddp("data"), js.plan.planned_mesh("v5e:2x2", data=-1), MODEL.init)
+    with pytest.raises(ValueError, match=r"mesh \(data=4\) is of planned devices.*js\.make_mesh to run"):
+        js.plan_transfer(source, planned)
+    run.params["table"].delete()
+    with pytest.raises(ValueError, match=r"arrays of this run were donated to an earlier step.*params/table"):
+        js.transfer(run, source, target)
+    with pytest.raises(ValueError, match=r"arrays of the parameters were donated.*table"):
+        js.transfer(run.params, source, target)
