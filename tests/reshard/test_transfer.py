@@ -10,32 +10,8 @@ import pytest
 import jaxshard as js
 from jaxshard.training.convert import convert_optimizer
 from jaxshard.training.state import run_arrays
-from tests.reshard.cases import MODEL, TX, assert_holds, least_bytes, run_of, stored_values, values_of
+from tests.reshard.cases import MODEL, TX, assert_holds, least_bytes, make_layout, run_of, stored_values, values_of
 from tests.reshard.recorder import Recorder, temporary_bytes
-
-RULES = [("table", ("vocab", "embed")), ("w", ("embed", "mlp")), ("*", "whole"), *js.RULES]
-
-
-def make_layout(name, first=0, tx=TX):
-    """A layout over eight devices or fewer, from the device with this number on, around the end."""
-    devices = [jax.devices()[(first + number) % 8] for number in range(8)]
-    strategy, axes = {
-        "one": (js.ddp("data"), {"data": 1}),
-        "ddp": (js.ddp("data"), {"data": 4}),
-        "zero1": (js.zero1("data", min_size=0), {"data": 8}),
-        "zero2": (js.zero2("data", min_size=0), {"data": 2}),
-        "fsdp": (js.fsdp("data", min_size=0), {"data": 4}),
-        "wide": (js.fsdp("data", min_size=0), {"data": 8}),
-        "hsdp": (js.hsdp("replica", "data", min_size=0), {"replica": 2, "data": 3}),
-        "tensor": (js.compose(js.batch("data"), js.tensor(RULES)), {"data": 1, "tensor": 4}),
-        "pipe": (js.compose(js.fsdp("data", min_size=0), js.pipeline(chunks=2)), {"data": 2, "pipe": 2}),
-        "three": (
-            js.compose(js.fsdp("data", min_size=0), js.tensor(RULES), js.pipeline(chunks=1)),
-            {"data": 2, "tensor": 2, "pipe": 2},
-        ),
-    }[name]
-    mesh = js.make_mesh(devices[: int(np.prod(list(axes.values())))], **axes)
-    return js.layout(strategy, mesh, MODEL.init, tx)
 
 
 def check(source, target):
@@ -116,9 +92,9 @@ def test_offloaded_optimizer_state_moves():
 
 @pytest.mark.slow
 def test_the_factors_and_the_frozen_base_of_lora_move():
-    model = js.lora(MODEL, rank=2)
+    tuned = js.lora(MODEL.init, MODEL.loss, rank=2, match=["table"])
     meshes = js.make_mesh(data=8), js.make_mesh(jax.devices()[:2], data=2)
-    check(*(js.layout(js.fsdp("data", min_size=0), mesh, model.init, TX) for mesh in meshes))
+    check(*(js.layout(js.fsdp("data", min_size=0), mesh, tuned.init, TX) for mesh in meshes))
 
 
 @pytest.mark.slow
