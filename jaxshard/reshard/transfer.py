@@ -87,8 +87,9 @@ def transfer(run_or_params: PyTree, source_layout: Layout, target_layout: Layout
       js.distributed.Disagreement: in several processes, if they differ in versions, flags or layouts.
 
     Example:
+        sampler = js.layout(js.tensor(), js.make_mesh(jax.devices()[:4], tensor=4), model.init)
         params = js.transfer(run.params, layout, sampler)
-        tokens = js.generate(model, params, sampler, prompts, length=64)
+        tokens = js.generate(model, params, sampler, [[1, 5, 9]], length=8)
     """
     _check_layouts("js.transfer(run, source_layout, target_layout)", source_layout, target_layout)
     is_run = run_or_params is None or isinstance(run_or_params, TrainState)
@@ -101,11 +102,12 @@ def transfer(run_or_params: PyTree, source_layout: Layout, target_layout: Layout
     if not is_run:
         before, after, shapes, expected = before.params, after.params, shapes.params, expected.params
     with own_settings(target.mesh):
-        run = run_or_params if here else shapes
-        if here and is_run:
-            run = convert_optimizer(run, source_layout, plain)._replace(residuals=())
-            run = run if target.shapes.opt_state is not None else run._replace(opt_state=None)
-        moved = _move_tree(run, shapes, before, after, plain, target)
+        arrays = run_or_params if here else shapes
+        if here and is_run and target.shapes.opt_state is None:
+            arrays = arrays._replace(opt_state=None)
+        elif here and is_run:
+            arrays = convert_optimizer(arrays, source_layout, plain)
+        moved = _move_tree(arrays, shapes, before, after, plain, target)
         if not is_here(target.mesh):
             return jax.tree.map(_without_shards, expected)
         return convert_optimizer(moved, target, target_layout) if is_run else moved
