@@ -233,10 +233,10 @@ def _check_layouts(call: str, source: Layout, target: Layout) -> None:
     for name, layout in (("source", source), ("target", target)):
         if strange := [str(device) for device in layout.mesh.devices.flat if device not in world]:
             raise ValueError(
-                f"js.transfer: {len(strange)} of the {layout.mesh.size} devices of the {name} layout "
-                f"({mesh_str(layout.mesh)}) are not among the {jax.device_count()} {jax.default_backend()} devices of "
-                f"this program, such as {strange[0]}; make its mesh by js.make_mesh, or move a run between two programs "
-                "by js.save and js.restore"
+                f"js.transfer: {len(strange)} of {layout.mesh.size} devices of the {name} layout "
+                f"({mesh_str(layout.mesh)}), such as {strange[0]}, are not among the {jax.device_count()} "
+                f"{jax.default_backend()} devices of this program; make its mesh by js.make_mesh, or move the run "
+                "between two programs by js.save and js.restore"
             )
 
 
@@ -245,7 +245,7 @@ def _check_run(layout: Layout, run: TrainState) -> None:
     if jax.tree.leaves(run.residuals):
         raise ValueError(
             "js.transfer: the run has residuals of gradients, which belong to the devices that made them; leave them "
-            "out, run._replace(residuals=()), or move the run by js.save and js.restore, which share them out"
+            "out, run._replace(residuals=()), or move the run by js.save and js.restore, which divide them anew"
         )
 
 

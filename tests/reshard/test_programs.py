@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxshard as js
 from jaxshard.reshard.programs import cutter, inserter, sender, union_mesh
+from tests.reshard.cases import MODEL, make_layout
 
 
 @pytest.mark.slow
@@ -39,3 +40,14 @@ def test_programs_for_a_tpu_need_no_memory_besides_the_pieces(dtype):
     assert all(one.temp_size_in_bytes < size / 10 for one in memory.values())
     assert memory["cut"].output_size_in_bytes == memory["send"].output_size_in_bytes == size
     assert memory["insert"].alias_size_in_bytes == math.prod(shape) // 4 * np.dtype(dtype).itemsize
+
+
+@pytest.mark.slow
+@pytest.mark.tpu
+def test_devices_that_only_compile_are_refused():
+    here = make_layout("fsdp", tx=None)
+    there = js.layout(js.ddp("data"), js.plan.topology_mesh("v5e:2x2", data=4), MODEL.init)
+    with pytest.raises(ValueError, match=r"devices of several platforms, cpu, tpu, which no collective connects"):
+        js.plan_transfer(here, there)
+    with pytest.raises(ValueError, match=r"4 of 4 devices of the source layout \(data=4\), such as .* among the 8 cpu"):
+        js.plan_transfer(there, there)
