@@ -187,7 +187,7 @@ def is_here(mesh: Mesh) -> bool:
 
 def _bits(dtype: Any) -> Any:
     floating = jnp.issubdtype(dtype, jnp.floating)
-    return jnp.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}") if floating else dtype
+    return jnp.dtype(f"uint{jnp.finfo(dtype).bits}") if floating else dtype
 
 
 def _to_bits(x: jax.Array) -> jax.Array:

@@ -59,8 +59,11 @@ def values_of(layout: js.Layout, seed: int = 0) -> PyTree:
 
     def draw(x: Any) -> Any:
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return jax.random.key_data(jax.random.key(7))
+            return np.asarray(jax.random.key_data(jax.random.split(jax.random.key(7), x.shape)))
+        if x.dtype == bool:
+            return rng.integers(0, 2, x.shape).astype(bool)
         bits = rng.integers(0, 256, (*x.shape, np.dtype(x.dtype).itemsize), dtype=np.uint8)
+        bits &= 15 if x.dtype == jnp.float4_e2m1fn else 255
         values = bits.view(x.dtype)[..., 0]
         return np.array(5, np.int32) if x.shape == () and x.dtype == jnp.int32 else values
 
@@ -78,7 +81,7 @@ def stored_values(layout: js.Layout, values: PyTree) -> PyTree:
 
     def store(x: Any, placement: js.Placement) -> Any:
         view = placement.view
-        return x if view.logical == () else padded(x, view)  # scalars, and words of random keys
+        return x if view.logical == view.stored else padded(x, view)  # random keys are their words here
 
     return jax.tree.map(store, values, run_arrays(layout)[1])
 

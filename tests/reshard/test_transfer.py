@@ -3,6 +3,7 @@
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -81,6 +82,18 @@ def test_the_optimizer_state_of_owners_moves():
     run = convert_optimizer(run_of(source.without_owners, values), source.without_owners, source)
     moved = convert_optimizer(js.transfer(run, source, target), target, target.without_owners)
     assert_holds(moved, stored_values(target.without_owners, values))
+
+
+@pytest.mark.slow
+def test_model_state_of_every_dtype_moves():
+    dtypes = ("float16", "float8_e4m3fn", "float4_e2m1fn", "int8", "uint32", "bool", "complex64")
+
+    def init(key):
+        state = {dtype: jnp.zeros((8, 4), dtype) for dtype in dtypes} | {"keys": jax.random.split(key, 8)}
+        return js.Model({"w": jnp.zeros((8, 4))}, state)
+
+    split = js.compose(js.fsdp("data", min_size=0), js.shard("data", ["state"], min_size=0))
+    check(*(js.layout(split, js.make_mesh(jax.devices()[:count], data=count), init, TX) for count in (2, 8)))
 
 
 @pytest.mark.slow
