@@ -60,6 +60,17 @@ def test_random_pairs_of_layouts(source, target):
     check(make_layout(*source), make_layout(*target))
 
 
+@pytest.mark.slow
+def test_a_mesh_and_a_transfer_guard_of_the_caller_change_nothing():
+    source, target = make_layout("fsdp", tx=None), make_layout("tensor", 4, tx=None)
+    values = values_of(source)
+    run = run_of(source, values)
+    for mesh in (source.mesh, target.mesh):
+        with jax.transfer_guard("disallow"), jax.set_mesh(mesh):
+            moved = js.transfer(run, source, target)
+        assert_holds(moved, stored_values(target, values))
+
+
 # What is not a tree of arrays that are stored one by one
 
 
