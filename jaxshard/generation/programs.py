@@ -91,9 +91,9 @@ class Programs:
     def weights(self, params: PyTree) -> PyTree:
         """Convert parameters to the weights that `prefill` and `decode` take.
 
-        The parameters may be those of a TrainState, as the layout stores them, or those that `model.init` returns, also
-        sharded over other devices, from which they are moved. The weights are sharded as the layout stores them; in a
-        pipeline they are gathered.
+        The parameters may be in a TrainState, as the layout stores them, or in model order, as `model.init` returns
+        them. If they are sharded over other devices, they are moved. The weights are sharded as the layout stores them;
+        in a pipeline they are gathered.
 
         Raises:
           ValueError: parameters whose shape or dtype differs from the layout; the message names each.

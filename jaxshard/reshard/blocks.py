@@ -1,7 +1,7 @@
 """Find the blocks of a transfer: the boxes of an array that a source shard and a target shard have in common.
 
-Boxes are in the coordinates of the logical array, in which both sides agree whatever padding and order of blocks they
-store. For f32[6, 4], split by rows over two devices and then by columns over three, one of them with padding:
+Boxes are in the coordinates of the logical array, which do not depend on the padding and the order of blocks on either
+side. For f32[6, 4], split by rows over two devices and then by columns over three, one of them with padding:
 
     source shards       target shards               blocks
     a a a a             x x y y z .                 every pair of a source and a target shard that overlap:

@@ -167,7 +167,7 @@ def _stored(shape: Index, x: jax.Array) -> Index:
 
 
 def dtype_of_new(dtype: Any, mesh: Mesh) -> Any:
-    """Return the dtype in which the new array is made: unsigned integers for floats of 8 and 16 bits on a CPU.
+    """Return the dtype to make the new array with: on a CPU, unsigned integers for floats of 8 and 16 bits.
 
     Such an array is copied once, to its own dtype.
     """

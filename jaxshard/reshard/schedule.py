@@ -1,4 +1,4 @@
-"""Order the pieces of a transfer in rounds, in each of which a device sends at most one piece and receives at most one.
+"""Order the pieces of a transfer in rounds: in a round, a device sends at most one piece and receives at most one.
 
 All pieces of a round have the same shape, so a round is one collective-permute without padding. Pieces that a device
 already has take part in rounds of their own, in which nothing is sent. Consecutive rounds make a batch: the pieces of
@@ -103,7 +103,7 @@ def schedule(source: Side, target: Side, elements: int) -> Schedule:
 def _choose_senders(source: Side, target: Side, elements: int) -> list[Piece]:
     """Choose for each piece and each device that needs it a sender.
 
-    That is the device itself if it has the piece; else a device of the same process, and the one that sends least.
+    The device itself if it has the piece; otherwise a device of the same process if possible, with the least to send.
     """
     sent, pieces = Counter[jax.Device](), []
     for block in find_blocks(source, target):

@@ -321,7 +321,7 @@ def check_run(layout: Layout, run: TrainState) -> None:
 
 
 def check_stored(expected: PyTree, found: PyTree, what: str, fix: str) -> None:
-    """Raise if any array's shape, dtype or sharding differs from that of its ShapeDtypeStruct in `expected`; list all.
+    """Raise if any array's shape, dtype or sharding differs from its ShapeDtypeStruct in `expected`; list all.
 
     `what` names the arrays, such as "the run", and `fix` says how to get the right ones.
     """

@@ -1,4 +1,4 @@
-"""A plan says what a transfer moves and needs, from layouts alone."""
+"""A plan has the bytes and the memory of a transfer, from layouts alone."""
 
 import math
 

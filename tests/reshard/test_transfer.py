@@ -16,7 +16,7 @@ from tests.reshard.recorder import Recorder, temporary_bytes
 
 
 def check(source, target):
-    """Move a run, and compare its bits, and the planned bytes with those that are counted one by one."""
+    """Move a run, compare its bits, and compare the planned bytes with a count of single elements."""
     values = values_of(source)
     run = run_of(source, values)
     moved = js.transfer(run, source, target)
@@ -71,7 +71,7 @@ def test_a_mesh_and_a_transfer_guard_of_the_caller_change_nothing():
         assert_holds(moved, stored_values(target, values))
 
 
-# What is not a tree of arrays that are stored one by one
+# Optimizer states, factors and model states of other kinds
 
 
 @pytest.mark.slow
