@@ -1,12 +1,13 @@
 """Find the blocks of a transfer: the boxes of an array that a source shard and a target shard have in common.
 
 Boxes are in the coordinates of the logical array, which do not depend on the padding and the order of blocks on either
-side. For f32[6, 4], split by rows over two devices and then by columns over three, one of them with padding:
+side. A weight f32[4, 5], moved from two devices that split its rows to three that split its columns, with padding:
 
-    source shards       target shards               blocks
-    a a a a             x x y y z .                 every pair of a source and a target shard that overlap:
-    a a a a             x x y y z .                 a with x, a with y, b with x, ...
-    ...
+    source shards    target shards    blocks, named after both
+    a a a a a        x x y y z .      ax ax ay ay az
+    a a a a a        x x y y z .      ax ax ay ay az
+    b b b b b        x x y y z .      bx bx by by bz
+    b b b b b        x x y y z .      bx bx by by bz
 """
 
 from __future__ import annotations
