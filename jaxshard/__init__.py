@@ -92,6 +92,8 @@ if TYPE_CHECKING:
     from jaxshard.optim.layout import layout as layout
     from jaxshard.optim.local import local as local
     from jaxshard.profile.read import read_profile as read_profile
+    from jaxshard.reshard.transfer import plan_transfer as plan_transfer
+    from jaxshard.reshard.transfer import transfer as transfer
     from jaxshard.training import metrics as metrics
     from jaxshard.training.attribution import Attribution as Attribution
     from jaxshard.training.attribution import attribution as attribution
@@ -211,6 +213,7 @@ _NAMES = {
     "training.records": ("Record",),
     "training.state": ("TrainState", "init", "logical"),
     "training.step": ("Step", "make_step"),
+    "reshard.transfer": ("plan_transfer", "transfer"),
 }
 
 _MODULE_OF = {name: f"jaxshard.{module}" for module, names in _NAMES.items() for name in names}

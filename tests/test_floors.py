@@ -15,8 +15,8 @@ import jaxshard
 
 FLOORS = {
     8: ("__main__", "__init__", "commands"),
-    7: ("plan", "hf", "profile"),
-    6: ("checks", "checkpoint", "generation"),
+    7: ("plan", "hf", "profile", "generation"),
+    6: ("checks", "checkpoint", "reshard"),
     5: ("training",),
     4: ("engines", "models", "data"),
     3: ("adapt", "layers", "optim"),

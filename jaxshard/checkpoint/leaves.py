@@ -22,10 +22,9 @@ from jaxshard.checkpoint.manifest import SavedArray
 from jaxshard.core.keys import is_key, keys_of, words_of
 from jaxshard.core.layout import Layout, select
 from jaxshard.core.mesh import axis_names, axis_size
-from jaxshard.core.placement import Placement, axes_of, spec_entry, whole
-from jaxshard.core.tree import leaf_of
+from jaxshard.core.placement import Placement, axes_of, spec_entry
 from jaxshard.core.types import PyTree
-from jaxshard.training.state import TrainState
+from jaxshard.training.state import run_arrays
 
 
 class Entry(NamedTuple):
@@ -91,13 +90,9 @@ def entries(layout: Layout, *, base: bool = False) -> tuple[list[Entry], Any]:
       (the entries in the order of a run's leaves, the tree structure of a run). The name of an array is its path, in
       which everything but letters, digits and _ . - ~ is percent-encoded.
     """
-    step, shapes = jax.ShapeDtypeStruct((), jnp.int32), layout.shapes
-    alone = [whole(leaf_of((), x)) for x in (step, shapes.key)]
-    make: Any = TrainState
     keep = jax.tree.map(lambda given: base or not given, layout.base)
-    run = make(step, select(keep, shapes.params), shapes.opt_state, shapes.state, shapes.key)
-    places = make(alone[0], select(keep, layout.params), layout.opt_state, layout.state, alone[1])
-    return pair_up(run, places, encode_path)
+    shapes, places = (run._replace(params=select(keep, run.params)) for run in run_arrays(layout))
+    return pair_up(shapes, places, encode_path)
 
 
 def pair_up(shapes: PyTree, placements: PyTree, name: Callable[[Any], str]) -> tuple[list[Entry], Any]:

@@ -14,13 +14,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxshard.adapt.stacked import Stacked
 from jaxshard.core.layout import Layout
-from jaxshard.core.placement import Placement
-from jaxshard.core.tree import BLOCKS, check_same_tree, same_structure
+from jaxshard.core.placement import Placement, whole
+from jaxshard.core.tree import BLOCKS, check_same_tree, leaf_of, same_structure
 from jaxshard.core.types import PyTree
 from jaxshard.engines.auto import auto, make_move
 from jaxshard.engines.just_in_time import why_not_by_block, without_blocks
 from jaxshard.generation.cached_model import CachedModel, Caches, Readout
 from jaxshard.generation.sampling import Sampling, draw
+from jaxshard.reshard.transfer import transfer_array
 from jaxshard.training.placing import put_stored
 
 
@@ -90,8 +91,9 @@ class Programs:
     def weights(self, params: PyTree) -> PyTree:
         """Convert parameters to the weights that `prefill` and `decode` take.
 
-        The parameters may be those of a TrainState, as the layout stores them, or those that `model.init` returns. The
-        weights are sharded as the layout stores them; in a pipeline they are gathered.
+        The parameters may be in a TrainState, as the layout stores them, or in model order, as `model.init` returns
+        them. If they are sharded over other devices, they are moved. The weights are sharded as the layout stores them;
+        in a pipeline they are gathered.
 
         Raises:
           ValueError: parameters whose shape or dtype differs from the layout; the message names each.
@@ -106,9 +108,16 @@ class Programs:
             if is_stored and x.sharding.is_equivalent_to(placement.sharding(self.layout.mesh), x.ndim):
                 stored: jax.Array = x
                 return stored
+            if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding):  # of another layout
+                view = placement.view if is_stored else whole(leaf_of((), x)).view
+                return transfer_array(x, view, placement, self.layout.mesh)
             return put_stored(x, placement, self.layout)
 
-        layout, fix = self.layout, "give run.params, or what model.init returns"
+        layout = self.layout
+        fix = (
+            "give run.params, or what model.init returns; if another layout pads them or has them in pipeline order, "
+            "js.transfer(run.params, that_layout, layout)"
+        )
         expected = layout.shapes.params
         if same_structure(expected, params):
             expected = jax.tree.map(expect, layout.params, expected, params)

@@ -12,11 +12,11 @@ from jaxshard.core.keys import typed_key
 from jaxshard.core.known_model import check_function
 from jaxshard.core.layout import Layout, check_layout, put_back, select, split_model
 from jaxshard.core.low_rank import has_low_rank
-from jaxshard.core.placement import Placement
+from jaxshard.core.placement import Placement, whole
 from jaxshard.core.settings import with_own_settings
 from jaxshard.core.stored import store, unstore
 from jaxshard.core.transform import check_transform
-from jaxshard.core.tree import abstract, check_same_tree, path_str, raise_all
+from jaxshard.core.tree import abstract, check_same_tree, leaf_of, path_str, raise_all
 from jaxshard.core.types import InitFn, PyTree
 from jaxshard.distributed.agree import peers_of
 from jaxshard.distributed.facts import key_fact, run_facts
@@ -174,10 +174,20 @@ def run_shardings(layout: Layout, residuals: PyTree = ()) -> Any:
 
     `residuals` are the placements of the gradients' rounding errors, () for none.
     """
-    on_every_device = jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec())
-    trees = (layout.params, layout.opt_state, layout.state, residuals)
-    params, opt_state, state, rest = map(layout.shardings, trees)
-    return _run_of(on_every_device, params, opt_state, state, on_every_device, rest)
+    _, placements = run_arrays(layout)
+    shardings: Any = layout.shardings(placements._replace(residuals=residuals))
+    return shardings
+
+
+def run_arrays(layout: Layout) -> tuple[Any, Any]:
+    """Return two TrainStates: the logical shape of each array (a ShapeDtypeStruct), and its `Placement`."""
+    make: Any = TrainState  # the types of its fields would allow only arrays
+    step, shapes = jax.ShapeDtypeStruct((), jnp.int32), layout.shapes
+    alone = whole(leaf_of((), step))
+    return (
+        make(step, shapes.params, shapes.opt_state, shapes.state, shapes.key),
+        make(alone, layout.params, layout.opt_state, layout.state, alone),
+    )
 
 
 def run_shapes(layout: Layout, residuals: PyTree = ()) -> Any:
@@ -189,15 +199,8 @@ def run_shapes(layout: Layout, residuals: PyTree = ()) -> Any:
     def stored(x: Any, placement: Placement) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(placement.view.stored, x.dtype, sharding=placement.sharding(layout.mesh))
 
-    shapes, shardings = layout.shapes, run_shardings(layout)
-    return _run_of(
-        jax.ShapeDtypeStruct((), jnp.int32, sharding=shardings.step),
-        jax.tree.map(stored, shapes.params, layout.params),
-        jax.tree.map(stored, shapes.opt_state, layout.opt_state),
-        jax.tree.map(stored, shapes.state, layout.state),
-        jax.ShapeDtypeStruct((), shapes.key.dtype, sharding=shardings.key),
-        residual_shapes(layout, residuals),
-    )
+    shapes: Any = jax.tree.map(stored, *run_arrays(layout))
+    return shapes._replace(residuals=residual_shapes(layout, residuals))
 
 
 def residual_shapes(layout: Layout, placements: PyTree) -> PyTree:
@@ -207,11 +210,6 @@ def residual_shapes(layout: Layout, placements: PyTree) -> PyTree:
         return jax.ShapeDtypeStruct(placement.view.stored, jnp.float32, sharding=placement.sharding(layout.mesh))
 
     return jax.tree.map(stored, placements)
-
-
-def _run_of(step: Any, params: PyTree, opt_state: PyTree, state: PyTree, key: Any, residuals: PyTree) -> TrainState:
-    """Make a TrainState of shapes or shardings; the types of its fields would allow only arrays."""
-    return TrainState(step, params, opt_state, state, key, residuals)
 
 
 @with_own_settings
@@ -291,11 +289,11 @@ def check_not_donated(run: TrainState) -> None:
     raise ValueError(_DONATED)
 
 
-def check_batch_not_donated(batch: PyTree) -> None:
-    """Raise ValueError if arrays of a batch were donated, such as the parameters of another run."""
-    if taken := _taken_arrays(batch):
+def check_arrays_not_donated(what: str, tree: PyTree) -> None:
+    """Raise ValueError if arrays of a tree were donated, such as parameters with their run; `what` names the tree."""
+    if taken := _taken_arrays(tree):
         raise ValueError(
-            f"arrays of the batch were donated to an earlier step, with a run that held them: {_few(taken)}; take them "
+            f"arrays of {what} were donated to an earlier step, with a run that held them: {_few(taken)}; take them "
             "from the run that the step returned, or make that step with js.make_step(..., donate=False)"
         )
 
@@ -317,11 +315,18 @@ def check_run(layout: Layout, run: TrainState) -> None:
     """Raise if the run was donated or any array's shape, dtype or sharding differs from the layout; list all."""
     check_is_run(run)
     check_not_donated(run)
-    expected, fix = run_shapes(layout), "make it with js.init and the same layout"
     # Residuals belong to the engine, not to the layout.
     run = run._replace(residuals=())
-    check_same_tree(abstract(expected), abstract(run), "the run does not fit the layout", fix)
-    pairs = zip(jax.tree_util.tree_leaves_with_path(run), jax.tree.leaves(expected), strict=True)
+    check_stored(run_shapes(layout), run, "the run", "make it with js.init and the same layout")
+
+
+def check_stored(expected: PyTree, found: PyTree, what: str, fix: str) -> None:
+    """Raise if any array's shape, dtype or sharding differs from its ShapeDtypeStruct in `expected`; list all.
+
+    `what` names the arrays, such as "the run", and `fix` says how to get the right ones.
+    """
+    check_same_tree(abstract(expected), abstract(found), f"{what} does not fit the layout", fix)
+    pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True)
     elsewhere = [
         f"{path_str(path)}: {x.sharding}, expected {want.sharding}"
         for (path, x), want in pairs
@@ -329,7 +334,7 @@ def check_run(layout: Layout, run: TrainState) -> None:
         and not isinstance(x, jax.core.Tracer)  # inside the user's program the compiler moves it
         and not x.sharding.is_equivalent_to(want.sharding, x.ndim)
     ]
-    raise_all(elsewhere, ValueError, f"arrays of the run have other shardings than the layout; {fix}")
+    raise_all(elsewhere, ValueError, f"arrays of {what} have other shardings than the layout; {fix}")
 
 
 def _make_step_and_key(layout: Layout, key: jax.Array) -> tuple[jax.Array, jax.Array]:

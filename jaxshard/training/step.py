@@ -44,7 +44,7 @@ from jaxshard.training.optimizer import Optimizer
 from jaxshard.training.residuals import check_residuals, with_residuals
 from jaxshard.training.state import (
     TrainState,
-    check_batch_not_donated,
+    check_arrays_not_donated,
     check_is_run,
     check_not_donated,
     check_opt_state,
@@ -324,7 +324,7 @@ class Step:
         check_not_donated(run)
         batch = as_arrays("the batch", batch)
         check_narrowing(batch, "the batch")
-        check_batch_not_donated(batch)
+        check_arrays_not_donated("the batch", batch)
         with own_settings(self.layout.mesh):
             run = self.with_residuals(run)
             if self._started:

@@ -19,6 +19,7 @@ ROOMS = {
     "engines": "Engines",
     "training": "Training",
     "data": "Data",
+    "reshard": "Transfers",
     "generation": "Generation",
     "checkpoint": "Checkpoints",
     "checks": "Checks",

@@ -183,3 +183,19 @@ def test_a_run_as_stored_gives_the_same_tokens_as_its_parameters_in_model_order(
     drawn = [js.generate(model, params, layout, PROMPTS, length=8) for params in (run, run.params, params_of(model))]
     assert drawn[0] == drawn[1] == drawn[2] == likeliest(model, PROMPTS, 8)
     assert run.opt_state is None and int(run.step) == 0
+
+
+@pytest.mark.slow
+def test_parameters_of_another_layout_are_moved_and_a_padded_layout_is_named():
+    model = MODELS["llama"]()
+    target = js.layout(js.compose(js.fsdp("data", min_size=0), js.tensor()), js.make_mesh(data=2, tensor=4), model.init)
+    expected = js.generate(model, params_of(model), target, PROMPTS, length=6)
+    for strategy, devices in ((js.fsdp("data", min_size=0), jax.devices()[4:]), (js.ddp("data"), jax.devices())):
+        source = js.layout(strategy, js.make_mesh(devices, data=-1), model.init)
+        run = js.init(model.init, None, source, 0, init_from=params_of(model))
+        assert js.generate(model, run, target, PROMPTS, length=6) == expected
+    piped = layout_of(model, "pipeline")
+    run = js.init(model.init, None, piped, 0, init_from=params_of(model))
+    with pytest.raises(ValueError, match=r"pipeline order, js\.transfer\(run\.params, that_layout, layout\)"):
+        js.generate(model, run, target, PROMPTS, length=6)
+    assert js.generate(model, js.transfer(run, piped, target), target, PROMPTS, length=6) == expected
