@@ -14,7 +14,7 @@ import jax
 
 from jaxshard.checkpoint.folder import absolute_root, complete_steps, delete_step, step_folders
 from jaxshard.checkpoint.os_errors import os_error
-from jaxshard.checkpoint.ownership import check_owned, hold, release
+from jaxshard.checkpoint.ownership import check_owned, delete_objects, hold, release
 from jaxshard.checkpoint.reader import describe, restore
 from jaxshard.checkpoint.writer import begin_save, delete_interrupted
 from jaxshard.core.compat import call_before_exit
@@ -29,6 +29,9 @@ from jaxshard.training.goodput_file import LEDGER
 from jaxshard.training.metrics import finite
 from jaxshard.training.non_finite import is_finite
 from jaxshard.training.state import TrainState
+
+_WAIT = 5.0
+"""Seconds between two looks at the lease while a save is awaited."""
 
 
 class Checkpointer:
@@ -190,14 +193,14 @@ class Checkpointer:
                 return run, describe(self._root, step=step).data
             folder = self._root / str(step)
             if jax.process_index() == 0 and not folder.is_symlink():
-                check_owned(self._root)
-                delete_step(folder)
+                _delete(folder)
         raise ValueError(f"{self._root}: no run with finite parameters was saved; save one before the first step")
 
     def wait_until_finished(self) -> None:
         """Block until the last save is on disk; raise the error of the save if it failed."""
         if self._pending is not None:
-            wait([self._pending])  # if Ctrl-C interrupts this, the save is still pending
+            while not wait([self._pending], timeout=_WAIT).done:  # if Ctrl-C interrupts this, the save is still pending
+                check_owned(self._root, ask=False)  # a store that does not answer must not keep a lost training
             pending, self._pending = self._pending, None
             pending.result()
         if self._best is not None:
@@ -214,7 +217,7 @@ class Checkpointer:
                 raise
             error.add_note(f"besides, {failure}")
         finally:
-            self._worker.shutdown()
+            self._worker.shutdown(wait=self._pending is None)
             self._unlock()
             if self._best is not None:
                 self._best.saver.__exit__(kind, error, trace)
@@ -260,8 +263,12 @@ class Checkpointer:
         if self._keep is not None and jax.process_index() == 0:
             steps = {number: path for number, path in complete_steps(self._root).items() if not path.is_symlink()}
             for old in [other for other in steps if other != step][: max(0, len(steps) - self._keep)]:
-                check_owned(self._root)
-                delete_step(steps[old])
+                _delete(steps[old])
+
+
+def _delete(folder: AnyPath) -> None:
+    """Delete a complete step."""
+    delete_objects(folder) if isinstance(folder, ObjectPath) else delete_step(folder)
 
 
 class _Best:

@@ -156,9 +156,9 @@ def compare_file_names(folder: AnyPath, manifest: Manifest) -> list[str]:
     if isinstance(folder, ObjectPath):  # others may be those of a training that slept while this step was saved
         there = [name for name in there if name.startswith(f"{manifest.folder}/")]
     added = [f"{folder / name}: not in the manifest: it was added later" for name in there if name not in expected]
-    added += [
-        f"{folder / name}: not a plain file" for name in there if name in expected and not _is_plain(folder / name)
-    ]
+    if isinstance(folder, Path):
+        known = (name for name in there if name in expected)
+        added += [f"{folder / name}: not a plain file" for name in known if not _is_plain(folder / name)]
     if _lists_too_much(manifest):
         added.append(f"{folder / MANIFEST}: it lists files of {manifest.size} bytes, far more than its arrays need")
     gone = [name for name in sorted(expected) if name not in there]

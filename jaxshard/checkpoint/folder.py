@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 
 from jaxshard.checkpoint.checksums import find_damage
 from jaxshard.checkpoint.manifest import MANIFEST
@@ -25,7 +26,7 @@ def absolute_root(dir: str | os.PathLike[str]) -> AnyPath:
 
 def step_folders(root: AnyPath) -> dict[int, AnyPath]:
     """Return {step: folder} of all steps, complete or not, in ascending order; {} if `root` is not a folder."""
-    if not root.is_dir():
+    if isinstance(root, Path) and not root.is_dir():
         return {}
     names = (path.name for path in root.iterdir())
     steps = sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
@@ -34,7 +35,13 @@ def step_folders(root: AnyPath) -> dict[int, AnyPath]:
 
 def complete_steps(root: AnyPath) -> dict[int, AnyPath]:
     """Return {step: folder} of the steps in `root` that have a manifest, in ascending order."""
-    return {step: path for step, path in step_folders(root).items() if (path / MANIFEST).exists()}
+    return {step: path for step, path in step_folders(root).items() if has_manifest(path)}
+
+
+def has_manifest(folder: AnyPath) -> bool:
+    """Return True if the folder of a step has a manifest."""
+    file = folder / MANIFEST
+    return file.is_file() if isinstance(file, ObjectPath) else file.exists()
 
 
 def check_root(root: AnyPath) -> None:
@@ -94,16 +101,12 @@ def step_folder(root: AnyPath, step: int | None) -> AnyPath:
     raise FileNotFoundError(f"{root}: there is no step {step}; {there}")
 
 
-def delete_step(folder: AnyPath) -> None:
+def delete_step(folder: Path) -> None:
     """Delete the folder of a step, its manifest first, so that an interrupted deletion leaves no complete step.
 
     Raises:
       OSError: the folder is a symbolic link, whose target must not be deleted.
     """
-    if isinstance(folder, ObjectPath):
-        (folder / MANIFEST).unlink()
-        folder.rmtree()
-        return
     if folder.is_symlink():
         raise OSError(f"{folder} is a symbolic link to {folder.readlink()}, where nothing is deleted; remove the link")
     if not (folder / MANIFEST).is_dir():

@@ -12,6 +12,7 @@ a manifest is written, and before anything is deleted, the holder writes its lea
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -69,6 +70,8 @@ class Holder:
       process: (number of the process, its start time on that system).
       job: the number of the Slurm job, or "".
       requeued: how many times Slurm has requeued the job.
+      folder: the address of the folder; a lease that was copied with a folder is none.
+      id: a random text, another one for each lease.
       is_held: False once the holder has released it.
       renewal: a random text, another one in every renewal.
     """
@@ -79,6 +82,8 @@ class Holder:
     process: tuple[int, int]
     job: str
     requeued: int
+    folder: str = ""
+    id: str = ""
     is_held: bool = True
     renewal: str = ""
 
@@ -122,6 +127,7 @@ class Lease:
         self._folder, self._file = folder, folder / LEASE
         self._guard, self._closed = threading.Lock(), threading.Event()
         self._lost = ""
+        _check_conditions(folder)
         self._holder, self._generation = self._take()
         self.epoch, self._renewed = self._holder.epoch, _clock()
         threading.Thread(target=self._keep, name="lease", daemon=True).start()
@@ -134,13 +140,13 @@ class Lease:
           OSError: the object store can't be reached or refuses.
         """
         with self._guard:
+            if self._closed.is_set():
+                return
             self.check_time()
             content, begun = self._holder.encode(), _clock()
             generation = self._file.replace(content, self._generation)
-            there = self._file.read() if generation is None else None
-            # The epoch is this holder's after a renewal whose answer did not come.
-            if there and there.content is not None and _decode(self._file, there.content).epoch == self.epoch:
-                generation = self._file.replace(content, there.generation)
+            if generation is None:
+                generation = self._retry(content)
             if generation is None:
                 self._lost = f"{self._folder}: another training has taken this folder over, as this one slept"
                 raise LeaseLost(self._lost)
@@ -155,11 +161,24 @@ class Lease:
             raise LeaseLost(f"{self._lost}; nothing more is saved. Start again: the newest complete step is there")
 
     def release(self) -> None:
-        """Give the lease back, so that another training need not wait."""
+        """Give the lease back, so that another training need not wait; if the store does not answer, leave it."""
         self._closed.set()
-        with self._guard:
-            if not self._lost:
-                self._file.replace(replace(self._holder, is_held=False).encode(), self._generation)
+        if not self._guard.acquire(timeout=RENEWAL):
+            return  # a renewal hangs
+        try:
+            content = replace(self._holder, is_held=False).encode()
+            with contextlib.suppress(OSError):
+                if not self._lost and self._file.replace(content, self._generation) is None:
+                    self._retry(content)
+        finally:
+            self._guard.release()
+
+    def _retry(self, content: bytes) -> bytes | None:
+        """Write the lease after a renewal whose answer did not come; return None if the lease is another one."""
+        there = self._file.read()
+        if there.content is None or _decode(self._file, there.content).id != self._holder.id:
+            return None
+        return self._file.replace(content, there.generation)
 
     def _keep(self) -> None:
         while not self._closed.wait(RENEWAL):
@@ -174,10 +193,15 @@ class Lease:
         while True:
             there = self._file.read()
             holder = None if there.content is None else _decode(self._file, there.content)
-            if holder is not None and holder.is_held and not is_dead(holder):
+            if holder is not None and holder.folder not in ("", str(self._folder)):
+                holder = None  # copied with its folder
+            mine = this_process(
+                1 + max(_newest_epoch(self._folder) if holder is None else 0, holder.epoch if holder else 0)
+            )
+            mine = replace(mine, folder=str(self._folder), id=uuid.uuid4().hex)
+            left = holder is not None and (holder.host, holder.process) == (mine.host, mine.process)
+            if holder is not None and holder.is_held and not left and not is_dead(holder):
                 self._watch(there, holder)
-            epoch = 1 + (_newest_epoch(self._folder) if holder is None else holder.epoch)
-            mine = this_process(epoch)
             if (generation := self._file.replace(mine.encode(), there.generation)) is not None:
                 return mine, generation
 
@@ -199,6 +223,22 @@ class Lease:
                 if found is not None and found.is_held:
                     raise refusal(self._folder, found)
                 return  # released meanwhile
+
+
+def _check_conditions(folder: ObjectPath) -> None:
+    """Raise OSError if the store writes objects although the condition of the request does not hold."""
+    probe = folder / f".probe-{uuid.uuid4().hex}"
+    missing = probe.generation()
+    try:
+        probe.replace(b"1", missing)
+        accepted = probe.replace(b"2", missing)
+    finally:
+        probe.unlink()
+    if accepted is not None:
+        raise OSError(
+            f"{folder}: this object store ignores the conditions of writes (If-None-Match), so two trainings could "
+            "write into one folder; save into a mounted file system"
+        )
 
 
 def refuse_if_alive_here(folder: ObjectPath, holder: Holder) -> None:

@@ -53,11 +53,11 @@ def _divide(arrays: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[dict[str, ja
     group, size = dict[str, jax.ShapeDtypeStruct](), 0
     for name, x in arrays.items():
         shard = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        size += shard * len(_devices_of_parts(x))
-        if group and size > _AT_ONCE:
+        mine = shard * len(_devices_of_parts(x))
+        if group and size + mine > _AT_ONCE:
             yield group
-            group, size = {}, shard
-        group[name] = x
+            group, size = {}, 0
+        group[name], size = x, size + mine
     if group:
         yield group
 

@@ -143,10 +143,19 @@ def decode_manifest(raw: bytes) -> Manifest:
     return _parse(fields)
 
 
+def try_decode(raw: bytes) -> Manifest | None:
+    """Decode the bytes of a manifest's file; return None if they are damaged."""
+    try:
+        return decode_manifest(raw)
+    except ValueError:
+        return None
+
+
 def read_manifest(folder: AnyPath) -> Manifest:
     """Read the manifest of a step's folder.
 
     Raises:
+      OSError: an object store can't be reached or refuses.
       ValueError: the file can't be decoded or read, or belongs to another step than the folder's name says. The
         message names the file.
       FileNotFoundError: there is no manifest, so the step is not complete.
@@ -157,7 +166,9 @@ def read_manifest(folder: AnyPath) -> Manifest:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise ValueError(f"{file}: can't be read: {error.strerror or error}") from error
+        if isinstance(file, ObjectPath):
+            raise  # a store that does not answer is no damage
+        raise ValueError(f"{file}: can't be read: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     if folder.name != str(manifest.step):

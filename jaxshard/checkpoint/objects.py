@@ -8,7 +8,9 @@ after a save: the manifest has the generation of each object (an ETag), which ch
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -21,6 +23,8 @@ from jaxshard.storage.paths import ObjectPath, kvstore_spec
 
 _OBJECT_SIZE = 1 << 26
 """The approximate size of an object in bytes: each is one request, and stores answer many requests at once."""
+_AT_ONCE = 32
+"""The number of objects whose generations are asked for at the same time."""
 
 
 def write_arrays(folder: ObjectPath, arrays: Mapping[str, HostBlocks]) -> None:
@@ -33,8 +37,12 @@ def write_arrays(folder: ObjectPath, arrays: Mapping[str, HostBlocks]) -> None:
     Raises:
       OSError: the store can't be reached or refuses.
     """
-    with naming_object(str(folder)):
-        asyncio.run(_write_all(_part(folder, jax.process_index()), arrays))
+    write = _write_all(_part(folder, jax.process_index()), arrays)
+    with (
+        naming_object(str(folder)),
+        ThreadPoolExecutor(1) as thread,
+    ):  # this one may run an event loop, as in a notebook
+        thread.submit(asyncio.run, write).result()
 
 
 def merge_parts(folder: ObjectPath) -> None:
@@ -58,7 +66,9 @@ def merge_parts(folder: ObjectPath) -> None:
 
 def find_generations(folder: ObjectPath) -> dict[str, str]:
     """Return {name: generation, in hexadecimal} of all objects in a folder and the folders in it."""
-    return {name: (folder / name).generation().hex() for name in folder.files()}
+    names = folder.files()
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        return dict(zip(names, threads.map(lambda name: (folder / name).generation().hex(), names), strict=True))
 
 
 def _part(folder: ObjectPath, process: int) -> ObjectPath:
@@ -97,7 +107,19 @@ def _spec(database: ObjectPath, name: str, x: HostBlocks) -> dict[str, Any]:
     spec = array_spec(database, name)
     # The metadata of an array stay in the index, whose nodes have checksums.
     spec["kvstore"] |= {"config": {"max_inline_value_bytes": 1024}, "target_data_file_size": _OBJECT_SIZE}
-    grid = {"name": "regular", "configuration": {"chunk_shape": list(x.chunk)}}
+    grid = {"name": "regular", "configuration": {"chunk_shape": _divide_chunk(x.chunk, x.dtype.itemsize)}}
     codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
     metadata = {"shape": list(x.shape), "data_type": x.dtype.name, "chunk_grid": grid, "codecs": codecs}
-    return spec | {"metadata": metadata}
+    return spec | {"metadata": metadata, "store_data_equal_to_fill_value": True}
+
+
+def _divide_chunk(chunk: Sequence[int], itemsize: int) -> list[int]:
+    """Divide a chunk into equal ones of at most `_OBJECT_SIZE` bytes, since stores limit the size of a request.
+
+    Chunks of different processes stay apart, because the boundaries of the given chunks stay.
+    """
+    sizes = list(chunk)
+    for dim, size in enumerate(chunk):
+        parts = -(-math.prod(sizes) * itemsize // _OBJECT_SIZE)
+        sizes[dim] = size // next(divisor for divisor in range(min(parts, size), size + 1) if size % divisor == 0)
+    return sizes

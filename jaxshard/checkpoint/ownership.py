@@ -5,10 +5,12 @@ The first of several processes owns the folder for all of them.
 
 from __future__ import annotations
 
+import re
 import threading
 
 from jaxshard.checkpoint import lock
-from jaxshard.checkpoint.lease import Lease
+from jaxshard.checkpoint.lease import Lease, LeaseLost
+from jaxshard.checkpoint.manifest import ARRAYS, MANIFEST, encode_manifest, try_decode
 from jaxshard.storage.paths import AnyPath, ObjectPath
 
 _leases: dict[ObjectPath, tuple[Lease, int]] = {}
@@ -56,6 +58,70 @@ def check_owned(root: AnyPath, *, ask: bool = True) -> None:
         lease.check() if ask else lease.check_time()
 
 
-def epoch_of(root: AnyPath) -> int | None:
-    """Return the number of this process's lease on a folder in an object store; None for a folder on disk."""
-    return _leases[root][0].epoch if isinstance(root, ObjectPath) else None
+def delete_objects(folder: ObjectPath) -> None:
+    """Delete a step of an object store: the manifest first, and nothing that a later holder of the lease has written.
+
+    Raises:
+      LeaseLost: another training owns the folder, or has written the step.
+      OSError: the store can't be reached or refuses.
+    """
+    root, file = folder.parent, folder / MANIFEST
+    epoch = _leases[root][0].epoch
+    there = file.read()
+    manifest = None if there.content is None else try_decode(there.content)
+    check_owned(root)
+    if manifest is not None and (manifest.epoch or 0) > epoch:
+        raise LeaseLost(f"{folder}: another training has written this step")
+    if there.content is not None and file.replace(None, there.generation) is None:
+        raise LeaseLost(f"{folder}: another training has written this step")
+    for path in folder.iterdir():
+        if path.name == ARRAYS or 0 < _epoch(path.name) <= epoch:
+            path.rmtree()
+
+
+def delete_leftovers(folder: ObjectPath) -> None:
+    """Delete arrays of a step that are in no manifest, of holders before the last one.
+
+    The last holder may be asleep, and write a manifest for its arrays when it wakes; then these must be there.
+
+    Raises:
+      LeaseLost, OSError: as `delete_objects`.
+    """
+    there = (folder / MANIFEST).read()
+    manifest = None if there.content is None else try_decode(there.content)
+    if there.content is not None and manifest is None:
+        return  # damaged: it is replaced when the step is saved again
+    for path in folder.iterdir():
+        is_old = 0 < _epoch(path.name) < _leases[folder.parent][0].epoch - 1
+        if is_old and (manifest is None or path.name != manifest.folder):
+            check_owned(folder.parent)
+            path.rmtree()
+
+
+def adopt(folder: ObjectPath) -> bool:
+    """Write the manifest of a complete step again, so that an earlier holder can't take it back; False if it did.
+
+    Raises:
+      LeaseLost, OSError: as `delete_objects`.
+    """
+    file, epoch = folder / MANIFEST, _leases[folder.parent][0].epoch
+    there = file.read()
+    manifest = None if there.content is None else try_decode(there.content)
+    if manifest is None:
+        return False
+    if manifest.epoch == epoch:
+        return True
+    check_owned(folder.parent)
+    content = encode_manifest(manifest._replace(made=manifest.made | {"kept_by_epoch": epoch}))
+    return file.replace(content, there.generation) is not None
+
+
+def _epoch(name: str) -> int:
+    """Return the epoch in the name of a folder with arrays; 0 of other names."""
+    found = re.fullmatch(rf"{ARRAYS}-(\d{{1,18}})", name)
+    return 0 if found is None else int(found[1])
+
+
+def epoch_of(root: ObjectPath) -> int:
+    """Return the number of this process's lease on a folder in an object store."""
+    return _leases[root][0].epoch

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxshard.checkpoint.snapshot import HostBlocks
+from jaxshard.storage.failures import raise_unreachable
 from jaxshard.storage.paths import AnyPath, kvstore_spec
 
 STATE = "state"
@@ -53,9 +54,9 @@ def save_arrays(folder: Path, arrays: Mapping[str, HostBlocks], name: str) -> No
 
 
 def array_spec(database: AnyPath, name: str) -> dict[str, Any]:
-    """Return the TensorStore spec of an array in a database."""
+    """Return the TensorStore spec of an array in a database; a chunk that is missing there is an error, not zeros."""
     kvstore = {"driver": "ocdbt", "base": kvstore_spec(database), "path": f"{name}/"}
-    return {"driver": "zarr3", "kvstore": kvstore}
+    return {"driver": "zarr3", "kvstore": kvstore, "fill_missing_data_reads": False}
 
 
 def find_arrays(folder: AnyPath) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -63,12 +64,14 @@ def find_arrays(folder: AnyPath) -> dict[str, tuple[tuple[int, ...], str]]:
 
     Raises:
       ValueError: the index can't be read.
+      OSError: an object store can't be reached or refuses.
     """
     from jaxshard.checkpoint.compat import find_shapes
 
     try:
         return {name: (tuple(shape), str(dtype)) for name, shape, dtype in find_shapes(folder / STATE)}
     except Exception as error:  # of TensorStore, or of metadata that are none: whatever it is, these are no arrays
+        raise_unreachable(str(folder), error)
         raise ValueError(f"the index of the arrays can't be read: {' '.join(str(error).split())}") from error
 
 

@@ -29,8 +29,8 @@ import jax
 import numpy as np
 
 from jaxshard.checkpoint import ownership, store
-from jaxshard.checkpoint.checksums import checksum_file, find_damage, list_files, try_manifest
-from jaxshard.checkpoint.folder import absolute_root, delete_step, step_folders
+from jaxshard.checkpoint.checksums import checksum_file, find_damage, list_files
+from jaxshard.checkpoint.folder import absolute_root, delete_step, has_manifest, step_folders
 from jaxshard.checkpoint.lease import LeaseLost
 from jaxshard.checkpoint.leaves import Entry, entries
 from jaxshard.checkpoint.lock import check_free
@@ -134,7 +134,9 @@ def begin_save(root: AnyPath, run: TrainState, layout: Layout, data: Any) -> Cal
     step = int(run.step)
     folder = root / str(step)
     with ExitStack() as stack:
-        stack.enter_context(_locks.setdefault(folder, threading.Lock()))
+        # In an object store one save of a folder after another: processes agree about it in this order.
+        alone = root if isinstance(root, ObjectPath) else folder
+        stack.enter_context(_locks.setdefault(alone, threading.Lock()))
         stack.enter_context(_owned(root))
         prepared = call_in_first_process(lambda: _prepare(folder), "js.save")
         if prepared == _SAVED:
@@ -166,15 +168,15 @@ def delete_interrupted(root: AnyPath) -> None:
     """Delete the incomplete steps in a folder, which interrupted saves or deletions left there.
 
     Other folders that are named by a number, such as those of other trainings, stay. So do symbolic links, a step that
-    this process is saving, and what may not be deleted. In an object store also the objects of earlier epochs go that
-    are in no manifest.
+    this process is saving, and what may not be deleted. In an object store, arrays without a manifest are deleted if
+    they are of an epoch before the last.
     """
     for folder in step_folders(root).values():
         being_saved = folder in _locks and _locks[folder].locked()
         if not being_saved and not folder.is_symlink():
             with suppress(OSError):
                 if isinstance(folder, ObjectPath):
-                    _delete_old_epochs(folder, ownership.epoch_of(root) or 0)
+                    ownership.delete_leftovers(folder)
                 elif _is_incomplete_step(folder):
                     shutil.rmtree(folder)
 
@@ -184,19 +186,6 @@ def _is_incomplete_step(folder: Path) -> bool:
     if not folder.is_dir() or (folder / MANIFEST).exists():
         return False
     return all(path.name.startswith((ARRAYS, f"{MANIFEST}.")) for path in folder.iterdir())
-
-
-def _delete_old_epochs(folder: ObjectPath, epoch: int) -> None:
-    """Delete what interrupted saves under leases before `epoch` left in a step's folder."""
-    manifest, _ = try_manifest(folder)
-    if manifest is None and (folder / MANIFEST).is_file():
-        return  # damaged: `_prepare` replaces it when the step is saved again
-    for path in folder.iterdir():
-        number = path.name.removeprefix(f"{ARRAYS}-")
-        is_old = path.name.startswith(f"{ARRAYS}-") and number.isdecimal() and int(number) < epoch
-        if is_old and (manifest is None or path.name != manifest.folder):
-            ownership.check_owned(folder.parent)
-            path.rmtree()
 
 
 def check_data(data: Any) -> None:
@@ -281,21 +270,26 @@ def _prepare(folder: AnyPath) -> int:
     Returns:
       `_SAVED` if the step is there; otherwise the epoch of an object store's lease, or 1.
     """
-    root = folder.parent
-    if isinstance(folder, Path):
-        check_free(folder.parent)
+    if isinstance(folder, ObjectPath):
+        return _prepare_objects(folder)
+    check_free(folder.parent)
     try:
-        if (folder / MANIFEST).exists() and not find_damage(folder):
+        if has_manifest(folder) and not find_damage(folder):
             return _SAVED
         if folder.exists():
-            ownership.check_owned(root)
             delete_step(folder)
         folder.mkdir(parents=True)
-    except LeaseLost:
-        raise
     except OSError as error:
         raise (failure := _save_error(folder, error)) from failure.__cause__
-    return ownership.epoch_of(root) or 1
+    return 1
+
+
+def _prepare_objects(folder: ObjectPath) -> int:
+    """As `_prepare`, for a step in an object store. If the store does not answer, nothing is deleted."""
+    if has_manifest(folder) and not find_damage(folder) and ownership.adopt(folder):
+        return _SAVED
+    ownership.delete_objects(folder)
+    return ownership.epoch_of(folder.parent)
 
 
 def _holds_same_run(root: AnyPath, run: TrainState, layout: Layout) -> bool:
@@ -370,6 +364,7 @@ def _commit_objects(file: ObjectPath, manifest: Manifest) -> None:
     ownership.check_owned(root)
     written = None if file.is_file() else file.replace(encode_manifest(manifest), missing)
     if written is None:
+        ownership.check_owned(root)
         raise OSError(f"{file} was written by another process meanwhile")
     try:
         ownership.check_owned(root)
@@ -417,8 +412,7 @@ def _discard(folder: AnyPath) -> None:
     if isinstance(folder, ObjectPath):
         with suppress(OSError):
             if jax.process_index() == 0:
-                ownership.check_owned(folder.parent)
-                delete_step(folder)
+                ownership.delete_objects(folder)
     else:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -7,8 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from jaxshard.checkpoint.checksums import compare_file_names, compare_step, try_manifest
-from jaxshard.checkpoint.folder import absolute_root, step_folder, step_folders
-from jaxshard.checkpoint.manifest import MANIFEST
+from jaxshard.checkpoint.folder import absolute_root, has_manifest, step_folder, step_folders
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.flags import Checkpoint
 from jaxshard.commands.json_object import write_json
@@ -27,7 +26,7 @@ def run(flags: Checkpoint) -> int:
     with usage_errors():
         folders = _folders(absolute_root(flags.dir), flags.step)
     if flags.action == "show":
-        newest = max((number for number in folders if (folders[number] / MANIFEST).exists()), default=max(folders))
+        newest = max((number for number in folders if has_manifest(folders[number])), default=max(folders))
         folders = {newest: folders[newest]}
     steps = [_describe_step(one, deep=deep) for one in folders.values()]
     for row in steps:

@@ -106,7 +106,11 @@ def call_in_first_process(fn: Callable[[], int], point: str) -> int:
             answer = fn()
         except (OSError, ValueError) as error:
             failure = error
-    first = gather_ints(-1 if failure is not None else int(answer), point)[0]
-    if first < 0:
-        raise failure or OSError(f"{point}: process 0 failed, and says why")
+    status = getattr(failure, "exit_status", 1)
+    first = gather_ints(int(answer) if failure is None else -status, point)[0]
+    if first < 0 and failure is None:
+        failure = OSError(f"{point}: process 0 failed, and says why")
+        failure.exit_status = -first  # type: ignore[attr-defined]  # all processes end with the same status
+    if failure is not None:
+        raise failure
     return first

@@ -52,6 +52,9 @@ def open_bucket(scheme: str, bucket: str) -> Any:
 
 @functools.cache
 def _open(environment: tuple[tuple[str, str], ...], scheme: str, bucket: str) -> Any:
+    # A request to which a server sends no byte for half a minute fails, and is tried again.
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "30")
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
     import tensorstore  # a tenth of a second, which programs without object storage do not need
 
     return tensorstore.KvStore.open(bucket_spec(scheme, bucket)).result()

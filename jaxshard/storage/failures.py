@@ -52,6 +52,13 @@ def naming_object(address: str) -> Iterator[None]:
         raise _os_error(address, error) from None
 
 
+def raise_unreachable(address: str, error: Exception) -> None:
+    """Raise OSError if an error of TensorStore says that a store can't be reached or refuses; otherwise return."""
+    found = _os_error(address, error)
+    if isinstance(found, ConnectionError | TimeoutError | PermissionError):
+        raise found from None
+
+
 def _os_error(address: str, error: Exception) -> OSError:
     text = " ".join(str(error).split())
     found = _STATUS.match(text)

@@ -1,15 +1,20 @@
 """Runs in an object store: restored bit for bit by other layouts; damage, faults and old listings are no loss."""
 
+import asyncio
 import os
 
 import jax
 import numpy as np
 import pytest
+import tensorstore
 
 import jaxshard as js
+from jaxshard.checkpoint import objects
 from jaxshard.checkpoint.folder import step_folders
 from jaxshard.checkpoint.manifest import MANIFEST
 from jaxshard.checkpoint.reader import describe
+from jaxshard.checkpoint.store import array_spec
+from jaxshard.storage import bucket as storage_bucket
 from jaxshard.storage.paths import as_path
 from tests.checkpoint.runs import made
 from tests.checkpoint.small import at, layout, new_run, placed
@@ -148,10 +153,56 @@ def test_dtypes(bucket):
     dtypes = ["int4", "float8_e4m3fn", "bfloat16", "bool", "uint8", "complex64"]
     if not hasattr(jax.numpy, "float8_e4m3fn"):
         dtypes.remove("float8_e4m3fn")
-    arrays = {name: jax.numpy.arange(16).astype(name) for name in dtypes} | {"key": jax.random.key(3)}
+    arrays = {name: np.arange(16).astype(jax.numpy.dtype(name)) for name in dtypes} | {"key": jax.random.key(3)}
     run, there = placed(lambda key: js.Model({"w": np.ones(4, np.float32)}, arrays), given=None)
     js.save(f"{bucket}/types", run, there)
     assert_equal(js.restore(f"{bucket}/types", there), run)
+
+
+@pytest.mark.slow
+def test_a_store_that_does_not_answer_is_no_damage(bucket, monkeypatch):
+    """A step that is there stays, and is not taken for another."""
+    root, endpoint = f"{bucket}/run", os.environ["AWS_ENDPOINT_URL"]
+    js.save(root, at(1), layout())
+    monkeypatch.setattr(storage_bucket, "_RETRIES", {"max_retries": 1, "initial_delay": "10ms", "max_delay": "10ms"})
+    for broken in ("/arrays-1/", f"/1/{MANIFEST}", "/state/manifest.ocdbt"):
+        with failing(endpoint, lambda request, broken=broken: "refused" if broken in request.path else "") as proxy:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", proxy)
+            for ask in (lambda: js.save(root, at(1), layout()), lambda: js.latest_step(root, intact=True)):
+                with pytest.raises(OSError, match="retry attempts failed"):
+                    ask()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        assert js.latest_step(root, intact=True) == 1
+    assert_equal(js.restore(root, layout()), at(1))
+
+
+def test_missing_chunks_are_no_zeros(tmp_path):
+    js.save(tmp_path, at(0), layout())
+    base = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{tmp_path}/0/arrays/state/"}}
+    database = tensorstore.KvStore.open(base).result()
+    (key,) = [key for key in database.list().result() if key.startswith(b"params/w/c/0")][:1]
+    database.write(key, None).result()
+    spec = {"driver": "zarr3", "kvstore": base | {"path": "params/w/"}, "fill_missing_data_reads": False}
+    assert array_spec(tmp_path / "0/arrays/state", "params/w") == spec
+    with pytest.raises(ValueError, match="NOT_FOUND"):
+        tensorstore.open(spec, open=True, read=True).result().read().result()
+
+
+@pytest.mark.slow
+def test_zeros_are_stored_and_large_chunks_divided(bucket, monkeypatch):
+    monkeypatch.setattr(objects, "_OBJECT_SIZE", 1 << 10)
+    assert objects._divide_chunk((6, 100), 4) == [2, 100] and objects._divide_chunk((4, 700), 8) == [1, 100]
+    js.save(f"{bucket}/run", at(0), layout())
+    assert_equal(js.restore(f"{bucket}/run", layout(4)), at(0))
+
+
+@pytest.mark.slow
+def test_it_saves_while_an_event_loop_runs(bucket):
+    async def cell():
+        return js.save(f"{bucket}/run", at(1), layout())
+
+    asyncio.run(cell())
+    assert js.latest_step(f"{bucket}/run") == 1
 
 
 def test_a_run_is_saved_again_after_it_was_donated(bucket):
