@@ -140,16 +140,22 @@ def test_a_renewal_whose_answer_never_came_is_one(bucket):
     held.check()
     held.release()
     assert json.loads(file.read_bytes())["is_held"] is False
-    assert Lease(as_path(f"{bucket}/run")).epoch == held.epoch + 1
+    after = Lease(as_path(f"{bucket}/run"))
+    assert after.epoch == held.epoch + 1
+    after.release()
 
 
 def test_a_lease_of_this_process_that_nobody_holds_is_taken_at_once_and_a_copied_one_is_none(bucket):
     left = Lease(as_path(f"{bucket}/run"))
-    assert Lease(as_path(f"{bucket}/run")).epoch == left.epoch + 1
+    held = Lease(as_path(f"{bucket}/run"))
+    assert held.epoch == left.epoch + 1
     content = (as_path(f"{bucket}/run") / LEASE).read_bytes()
     (as_path(f"{bucket}/copy") / LEASE).write_bytes(content.replace(b'"epoch": 2', b'"epoch": 5'))
     (as_path(f"{bucket}/copy/1/arrays-3/state") / "x").write_bytes(b"")
-    assert Lease(as_path(f"{bucket}/copy")).epoch == 4
+    copied = Lease(as_path(f"{bucket}/copy"))
+    assert copied.epoch == 4
+    for one in (left, held, copied):
+        one.release()
 
 
 def test_a_store_that_ignores_conditions_is_refused(bucket, monkeypatch):
@@ -185,3 +191,4 @@ def test_a_lease_that_can_not_be_renewed_is_lost(bucket, monkeypatch):
     monkeypatch.setattr(lease, "EXPIRY", 0.0)
     with pytest.raises(LeaseLost, match=r"could not be renewed for [0-9]+ s; nothing more is saved"):
         held.check_time()
+    held.release()
