@@ -252,7 +252,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def beforehand(about: dict[str, Any]) -> str:
-    """Write the estimates beside the measured memory, and the time of a call of the step."""
+    """Print the estimated and the measured memory, and the time of one call of the step."""
     sizes = {"estimated": "estimated_bytes", "by the compiler": "compiled_bytes", "seen": "peak_bytes"}
     memory = [f"{name} {about[key] / 1e9:.3g} GB" for name, key in sizes.items() if about[key] is not None]
     seconds = about["estimated_seconds"]

@@ -1,4 +1,4 @@
-"""Bandwidth of a checkpoint in an object store beside the same one on disk.
+"""Compare the bandwidth of a checkpoint in an object store with that of the same checkpoint on disk.
 
     python benchmarks/objects.py [--gigabytes 1.0] [--rounds 3] [--folder DIR] [--json FILE]
 
@@ -65,7 +65,7 @@ def make_run(gigabytes: float) -> tuple[js.TrainState, js.Layout]:
 
 
 def timed(fn: Callable[[], Any]) -> tuple[float, float, Any]:
-    """Return (seconds, CPU seconds of this process, what the function returned)."""
+    """Call a function; return (seconds, CPU seconds of this process, the function's result)."""
     begun, used = time.perf_counter(), time.process_time()
     result = jax.block_until_ready(fn())
     return time.perf_counter() - begun, time.process_time() - used, result

@@ -171,7 +171,7 @@ def compare_sizes(folder: AnyPath, manifest: Manifest) -> list[str]:
         return []  # an object store tells no sizes
     saved = {name: sum(segment.size for segment in segments) for name, segments in manifest.files.items()}
     plain = [name for name in list_files(folder) if name in saved and _is_plain(folder / name)]
-    there = {name: Path(folder / name).stat().st_size for name in plain}
+    there = {name: (folder / name).stat().st_size for name in plain}
     return [
         f"{folder / name}: {size} bytes, {saved[name]} were saved"
         for name, size in there.items()

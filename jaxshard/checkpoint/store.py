@@ -1,4 +1,4 @@
-"""Write named arrays by Orbax and TensorStore, and find which bytes of which file belong to each array.
+"""Write named arrays by Orbax and TensorStore, and find the byte ranges of each array in the files.
 
 Orbax writes all arrays into a database (TensorStore's OCDBT), which has few data files per process, and an index:
 

@@ -66,7 +66,10 @@ _POLL = 0.05
 _SAVED = 0
 """What `_prepare` returns if the step is there already."""
 _locks: dict[AnyPath, threading.Lock] = {}
-"""{folder of a step: lock} for every step that this process has saved; held while the step is being written."""
+"""A lock for the folder of every step that this process has saved, or in an object store for the folder of checkpoints.
+
+Held while a step is being written.
+"""
 _save_numbers = itertools.count()  # every process begins the same saves in the same order
 
 
@@ -231,7 +234,10 @@ def check_arrays(wanted: Sequence[Entry], saved: TrainState) -> list[tuple[Entry
 
 @contextmanager
 def _owned(root: AnyPath) -> Iterator[None]:
-    """Make a context in which the first process owns a folder in an object store; do nothing for one on disk."""
+    """Return a context that holds the lease of a folder in an object store; for a folder on disk it does nothing.
+
+    The first process holds the lease for all.
+    """
     if not isinstance(root, ObjectPath):
         yield
         return
@@ -285,7 +291,7 @@ def _prepare(folder: AnyPath) -> int:
 
 
 def _prepare_objects(folder: ObjectPath) -> int:
-    """As `_prepare`, for a step in an object store. If the store does not answer, nothing is deleted."""
+    """Do what `_prepare` does for a step in an object store; if the store does not answer, delete nothing."""
     if has_manifest(folder) and not find_damage(folder) and ownership.adopt(folder):
         return _SAVED
     ownership.delete_objects(folder)
@@ -354,7 +360,7 @@ def _save_objects(folder: ObjectPath, blocks: Mapping[str, HostBlocks], manifest
 
 
 def _commit_objects(file: ObjectPath, manifest: Manifest) -> None:
-    """Write the manifest of a step in an object store; take it back if the lease was lost meanwhile.
+    """Write the manifest of a step in an object store, and delete it again if the lease was lost before it was written.
 
     Raises:
       LeaseLost: another training may own the folder of checkpoints.
@@ -375,16 +381,16 @@ def _commit_objects(file: ObjectPath, manifest: Manifest) -> None:
 
 @contextmanager
 def _told(peers: Peers | None, point: str) -> Iterator[None]:
-    """Make a context after which all processes raise if one of them has failed in it, and wait for each other.
+    """Return a context that all processes leave together; if one fails inside, all raise an error with its reason.
 
     Raises:
-      LeaseLost: the lease was lost, in any process.
-      Disagreement: another process failed; the message has its reason.
+      LeaseLost: the first process lost the lease.
+      OSError: another process failed.
     """
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # whatever it is, the others must hear of it
+    except Exception as error:  # of any kind: without a word from this process the others would wait forever
         failure = error
     if peers is not None:
         try:

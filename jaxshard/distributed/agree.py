@@ -250,10 +250,12 @@ def all_peers() -> Peers | None:
 
 @functools.cache
 def background_peers(name: str) -> Peers | None:
-    """Return all processes, for one thread beside the main thread, whose calls are counted apart.
+    """Return all processes, for calls from a background thread; None if there is only one process.
+
+    Calls are numbered, and the main thread makes calls at the same time. So a thread needs numbers of its own.
 
     Args:
-      name: the name of what the thread does, the same in all processes.
+      name: the name of the thread's task, the same in all processes.
     """
     count = jax.process_count()
     return None if count == 1 else Peers(coordinator_client(), jax.process_index(), range(count), name=name)

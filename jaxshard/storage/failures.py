@@ -48,7 +48,7 @@ def naming_object(address: str) -> Iterator[None]:
         if type(error) is not TimeoutError or str(error):
             raise
         raise TimeoutError(f"{address}: the object store did not answer in time{_ADVICE[TimeoutError]}") from None
-    except Exception as error:  # TensorStore raises ValueError for most statuses, and other types for some
+    except Exception as error:  # TensorStore raises ValueError for most errors of a store, and other types for some
         raise _os_error(address, error) from None
 
 
