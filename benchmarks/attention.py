@@ -32,9 +32,9 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxshard as js
+from jaxshard.compiler.topology import topology_mesh
 from jaxshard.layers.attention.formula import Extras, Form
 from jaxshard.layers.attention.splash import splash
-from jaxshard.plan.topology import topology_mesh
 
 WIDTH, HEADS = 1024, 8
 POSITIONS = (1024, 2048, 4096, 8192, 16384)

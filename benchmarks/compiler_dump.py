@@ -1,6 +1,6 @@
 """What a compiler's dump (`xla_dump_to`) tells of a program, also of one whose compilation was stopped, as JSON.
 
-`jaxshard.plan.compiled.dump` reads it.
+`jaxshard.compiler.dump` reads it.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jaxshard.plan.compiled.dump import is_assigned as is_assigned
-from jaxshard.plan.compiled.dump import program_text as program_text
-from jaxshard.plan.compiled.dump import read_assignment
+from jaxshard.compiler.dump import is_assigned as is_assigned
+from jaxshard.compiler.dump import program_text as program_text
+from jaxshard.compiler.dump import read_assignment
 
 
 def memory(dump: Path, count: int = 10) -> dict[str, Any]:

@@ -273,7 +273,7 @@ def environment() -> dict[str, str]:
 
 def on_topology(shape: Shape, topology: str, maxtext: bool) -> dict[str, Any]:
     """The table for chips that are not here."""
-    from jaxshard.plan.topology import topology_mesh
+    from jaxshard.compiler.topology import topology_mesh
 
     mesh = topology_mesh(topology, pipe=shape.stages, data=shape.data)
     accelerator = f"{topology.partition(':')[0]}-{mesh.size}" if maxtext else None

@@ -80,8 +80,8 @@ def of_case(case: Case, codegen: bool) -> str:
 
 def of_chain(seed: int, count: int, scale: int) -> str:
     """Return the cells of a chain."""
-    from jaxshard.plan.compiled.judge import judge
-    from jaxshard.plan.topology import Target
+    from jaxshard.compiler.judge import judge
+    from jaxshard.compiler.topology import Target
 
     found = judge(chain(seed, count, scale), Target("v5e:2x2"))
     assert found.assignment is not None

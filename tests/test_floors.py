@@ -19,7 +19,7 @@ FLOORS = {
     6: ("checks", "checkpoint", "reshard"),
     5: ("training",),
     4: ("engines", "models", "data"),
-    3: ("adapt", "layers", "optim"),
+    3: ("adapt", "layers", "optim", "compiler"),
     2: ("proofs", "schedules", "distributed", "cost", "storage"),
     1: ("core",),
 }
@@ -39,7 +39,7 @@ UNDOCUMENTED = {
     "jax._src": "core/compat.py",
     "jax.interpreters": "core/compat.py",
     "jax.experimental.compilation_cache": "core/compat.py",
-    "jaxlib": "plan/compiled/child.py",
+    "jaxlib": "compiler/child.py",
     "flax.core.apply": "adapt/compat.py",
     "flax.core.meta": "adapt/compat.py",
     "flax.nnx.graph": "adapt/compat.py",

@@ -17,7 +17,7 @@ from jaxshard.commands.json_object import write_json
 from jaxshard.commands.parallel import read_axes
 from jaxshard.commands.prepared import prepare
 from jaxshard.commands.terminal import facts, start, working
-from jaxshard.plan.topology import topology_mesh
+from jaxshard.compiler.topology import topology_mesh
 
 _OF_A_STEP = (
     "engine", "schedule", "chunks", "context", "devices", "change", "batch", "seq", "remat", "precision", "topology"

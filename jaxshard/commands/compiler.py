@@ -8,8 +8,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-from jaxshard.plan.planned import topology_name
-from jaxshard.plan.topology import Target, has_compiler, topology_devices
+from jaxshard.compiler.planned import topology_name
+from jaxshard.compiler.topology import Target, has_compiler, topology_devices
 
 
 def load_compiler(topology: str, slices: int = 1) -> None:

@@ -19,6 +19,7 @@ from jaxshard.commands.json_object import write_json
 from jaxshard.commands.low_rank import bytes_saved_by_bf16
 from jaxshard.commands.prepared import Prepared, prepare
 from jaxshard.commands.terminal import facts, start, working
+from jaxshard.compiler.planned import chip_named, planned_mesh
 from jaxshard.core.file_errors import naming
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.pictures.canvas import write_picture
@@ -29,7 +30,6 @@ from jaxshard.plan.compiled.compile_for import compile_for
 from jaxshard.plan.pictures.memory import memory_figure
 from jaxshard.plan.pictures.roofline import roofline_figure
 from jaxshard.plan.pictures.tiles import sharding_figure
-from jaxshard.plan.planned import chip_named, planned_mesh
 from jaxshard.plan.predict import predict
 from jaxshard.plan.prediction import Prediction
 from jaxshard.schedules.plot import plot_schedule

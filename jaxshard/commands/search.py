@@ -12,8 +12,8 @@ from jaxshard.commands.flags import Search
 from jaxshard.commands.json_object import write_json
 from jaxshard.commands.program import Program, program_of
 from jaxshard.commands.terminal import facts, start, working
+from jaxshard.compiler.planned import planned_devices
 from jaxshard.core.tree import abstract
-from jaxshard.plan.planned import planned_devices
 from jaxshard.plan.search.search import search
 
 _COMMANDS = 3

@@ -12,6 +12,8 @@ from jax.sharding import Mesh
 
 from jaxshard.checks.collectives.parameters import tensor_axes
 from jaxshard.checks.collectives.promise import promise
+from jaxshard.compiler.planned import mesh_chip
+from jaxshard.compiler.topology import has_compiler, target_of
 from jaxshard.core.foreign_arrays import as_arrays
 from jaxshard.core.layout import Layout
 from jaxshard.core.tree import abstract, bytes_of
@@ -26,7 +28,6 @@ from jaxshard.plan.memory.graph import Region
 from jaxshard.plan.memory.peak import moment_str, name_and_source, role_of, step_graph, step_peak, traced_step
 from jaxshard.plan.memory.tiles import tiled_bytes
 from jaxshard.plan.memory_report import LiveArray, MemoryReport, joined
-from jaxshard.plan.planned import mesh_chip
 from jaxshard.plan.prediction import Prediction
 from jaxshard.plan.time.activations import open_costs
 from jaxshard.plan.time.network import collective_costs
@@ -34,7 +35,6 @@ from jaxshard.plan.time.offload import offload_of
 from jaxshard.plan.time.pipeline import bubble_of, ticks_of
 from jaxshard.plan.time.products import product_costs
 from jaxshard.plan.time.step_time import mfu_range, price_range, step_time, update_bytes
-from jaxshard.plan.topology import has_compiler, target_of
 from jaxshard.training.step import Step, make_step
 
 

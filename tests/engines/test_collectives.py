@@ -12,8 +12,8 @@ import optax
 import pytest
 
 import jaxshard as js
+from jaxshard.compiler.topology import topology_mesh
 from jaxshard.models.gpt import gpt
-from jaxshard.plan.topology import topology_mesh
 from tests.engines.programs import Program, elements, gpt_program, scalar_traffic, setups, torus_setups, tpu, traffic
 from tests.toys import linen_toy, quick_compile
 

@@ -12,8 +12,8 @@ import optax
 import pytest
 
 import jaxshard as js
+from jaxshard.compiler.topology import topology_mesh
 from jaxshard.engines.compiler_options import OVERLAP, overlap_options
-from jaxshard.plan.topology import topology_mesh
 from tests.engines.programs import gpt_program, tpu, traffic
 
 MESH = js.make_mesh(jax.devices()[:2], data=2)

@@ -13,7 +13,7 @@ import pytest
 
 import jaxshard as js
 from jaxshard.checks.collectives.found import arrays_only
-from jaxshard.plan.topology import topology_mesh
+from jaxshard.compiler.topology import topology_mesh
 from tests.engines.programs import tpu
 
 ROWS, SEQ = 8, 32

@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
+from jaxshard.compiler.topology import topology_mesh
 from jaxshard.plan.memory.tiles import tiled_bytes
-from jaxshard.plan.topology import topology_mesh
 from tests.engines.programs import gpt_program, setups, tpu
 from tests.toys import cross_entropy, quick_compile
 

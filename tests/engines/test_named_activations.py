@@ -11,7 +11,7 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxshard as js
-from jaxshard.plan.topology import topology_mesh
+from jaxshard.compiler.topology import topology_mesh
 from tests.engines.programs import tpu
 
 NAMES = ("block_in", "qkv", "attention_out", "attention_proj", "mlp_hidden")

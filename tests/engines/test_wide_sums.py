@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 
 import jaxshard as js
+from jaxshard.compiler.topology import topology_mesh
 from jaxshard.engines.wide_sums import sum_in, widen_sums
-from jaxshard.plan.topology import topology_mesh
 from tests.engines.programs import elements, gpt_program, setups, tpu
 
 pytestmark = pytest.mark.fast_cases(1)

@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import jax
 
+from jaxshard.compiler.judge import judge
+from jaxshard.compiler.planned import topology_name
+from jaxshard.compiler.topology import Target
 from jaxshard.core.foreign_arrays import as_arrays
 from jaxshard.core.settings import own_settings
 from jaxshard.core.tree import abstract
 from jaxshard.core.types import PyTree
 from jaxshard.plan.compiled.depth import extrapolate
-from jaxshard.plan.compiled.judge import judge
 from jaxshard.plan.compiled.target import step_for
 from jaxshard.plan.compiled.verdict import Verdict, verdict_of
-from jaxshard.plan.planned import topology_name
-from jaxshard.plan.topology import Target
 from jaxshard.training.step import Step
 
 

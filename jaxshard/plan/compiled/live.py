@@ -24,9 +24,9 @@ from jaxshard.checks.collectives.expected import normal_shape
 from jaxshard.checks.collectives.source import find_reader, find_source
 from jaxshard.checks.collectives.trail import operation_of
 from jaxshard.checks.collectives.walk import Executed, executed
+from jaxshard.compiler.dump import Assignment, Value
 from jaxshard.core.layout import Layout
 from jaxshard.core.our_code import is_outside_engines
-from jaxshard.plan.compiled.dump import Assignment, Value
 from jaxshard.plan.memory_report import LiveArray, joined
 
 _FAR = 64

@@ -8,9 +8,9 @@ from dataclasses import replace
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxshard.compiler.topology import Target, target_of, topology_devices, topology_mesh
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import mesh_str
-from jaxshard.plan.topology import Target, target_of, topology_devices, topology_mesh
 from jaxshard.training.step import Step
 
 

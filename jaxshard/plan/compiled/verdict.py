@@ -15,18 +15,18 @@ from jaxshard.checks.collectives.found import Collective, arrays_only, collectiv
 from jaxshard.checks.collectives.instructions import rematerialized
 from jaxshard.checks.collectives.operation import Operation
 from jaxshard.checks.collectives.promise import promise
+from jaxshard.compiler.judge import Answer
+from jaxshard.compiler.planned import mesh_chip
+from jaxshard.compiler.refusal import parse_refusal
+from jaxshard.compiler.topology import Target
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.settings import own_settings
 from jaxshard.core.text_table import Section, Table
 from jaxshard.core.types import PyTree
 from jaxshard.plan.compiled.cycles import estimated_cycles
-from jaxshard.plan.compiled.judge import Answer
 from jaxshard.plan.compiled.live import live_arrays
-from jaxshard.plan.compiled.refusal import parse_refusal
 from jaxshard.plan.compiled.savings import Saving, savings
 from jaxshard.plan.memory_report import MemoryReport
-from jaxshard.plan.planned import mesh_chip
-from jaxshard.plan.topology import Target
 from jaxshard.training.step import Step
 
 _SHOWN = 12

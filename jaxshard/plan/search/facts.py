@@ -13,6 +13,7 @@ import optax
 from jax.sharding import AxisType, Mesh
 
 from jaxshard.adapt.objective import OfBlocks, OfModule, resolve
+from jaxshard.compiler.planned import PlannedDevice
 from jaxshard.core.layout import Layout, join_model
 from jaxshard.core.loss import Loss, Mean
 from jaxshard.core.make_layout import layout as make_layout
@@ -20,7 +21,6 @@ from jaxshard.core.strategy import Strategy, ddp, expert, tensor
 from jaxshard.core.tree import BLOCKS
 from jaxshard.core.types import InitFn, LossFn, PyTree
 from jaxshard.cost.flops import train_flops
-from jaxshard.plan.planned import PlannedDevice
 from jaxshard.plan.search.policies import PLAIN, Policy, policies_of, tree_bytes
 
 _MOST = 64

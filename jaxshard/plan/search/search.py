@@ -11,16 +11,17 @@ from typing import Literal
 
 import optax
 
+from jaxshard.compiler.arrange import arrange
+from jaxshard.compiler.planned import chip_named, parse_topology, planned_devices
+from jaxshard.compiler.topology import Target, has_compiler
 from jaxshard.core.layout import Layout
 from jaxshard.core.make_layout import layout as make_layout
 from jaxshard.core.tree import abstract
 from jaxshard.core.types import InitFn, LossFn, PyTree
 from jaxshard.cost.hardware import Chip
 from jaxshard.engines.engine import precision_dtypes
-from jaxshard.plan.arrange import arrange
 from jaxshard.plan.compiled.compile_for import compile_for
 from jaxshard.plan.compiled.verdict import Verdict
-from jaxshard.plan.planned import chip_named, parse_topology, planned_devices
 from jaxshard.plan.predict import predict
 from jaxshard.plan.prediction import Prediction
 from jaxshard.plan.search.candidates import Candidate, candidates
@@ -31,7 +32,6 @@ from jaxshard.plan.search.ranking import Plan, Ranking
 from jaxshard.plan.search.reasons import reason_for
 from jaxshard.plan.search.trials import Pair, Trials, may_be_likely, varied
 from jaxshard.plan.time.network import group_of
-from jaxshard.plan.topology import Target, has_compiler
 from jaxshard.training.step import make_step
 
 _WANTED = 8

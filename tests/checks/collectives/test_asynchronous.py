@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.checks.collectives.found import Row, collectives, summary
-from jaxshard.plan.topology import topology_mesh
+from jaxshard.compiler.topology import topology_mesh
 from tests.checks.collectives.programs import GROUPS, TABLES, XY, mesh_of, program
 from tests.engines.programs import tpu
 

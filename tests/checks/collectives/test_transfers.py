@@ -10,7 +10,7 @@ import jaxshard as js
 from jaxshard.checks.collectives.compare import audit
 from jaxshard.checks.collectives.compiler_choices import torus_sizes
 from jaxshard.checks.collectives.found import collectives
-from jaxshard.plan.topology import topology_mesh
+from jaxshard.compiler.topology import topology_mesh
 from tests.checks.collectives.programs import XY, gpt_shapes, mesh_of, program
 from tests.engines.programs import tpu
 

@@ -12,9 +12,9 @@ import pytest
 
 import jaxshard as js
 from jaxshard.checks.collectives.found import summary
+from jaxshard.compiler.topology import topology_mesh
 from jaxshard.layers.attention import attention as module
 from jaxshard.layers.attention.formula import Extras, Form, formula
-from jaxshard.plan.topology import topology_mesh
 from tests.engines.programs import tpu
 from tests.layers.cases import arrays, documents, normal
 from tests.toys import Toy, assert_equal_runs, one_device, sharded

@@ -8,10 +8,10 @@ import optax
 import pytest
 
 import jaxshard as js
+from jaxshard.compiler.planned import planned_devices
+from jaxshard.compiler.topology import topology_devices
 from jaxshard.plan.compiled import target
 from jaxshard.plan.memory.tiles import tiled_argument_bytes
-from jaxshard.plan.planned import planned_devices
-from jaxshard.plan.topology import topology_devices
 from tests.engines.programs import tpu
 from tests.notebook_page import check_shows_text
 

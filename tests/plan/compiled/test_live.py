@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import jaxshard as js
-from jaxshard.plan.compiled.dump import Assignment, Value
+from jaxshard.compiler.dump import Assignment, Value
 from jaxshard.plan.compiled.live import live_arrays
 from jaxshard.plan.compiled.savings import savings
 

@@ -6,8 +6,8 @@ from jax.sharding import Mesh
 
 from jaxshard.checks.collectives.expected import Expected
 from jaxshard.checks.collectives.promise import Promise
+from jaxshard.compiler.planned import planned_mesh
 from jaxshard.cost.hardware import chip
-from jaxshard.plan.planned import planned_mesh
 from jaxshard.plan.time.network import (
     EFFICIENCY,
     Group,

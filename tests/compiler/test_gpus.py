@@ -10,9 +10,9 @@ import pytest
 from jax.experimental import topologies
 
 import jaxshard as js
+from jaxshard.compiler import gpus, topology
+from jaxshard.compiler.topology import topology_mesh
 from jaxshard.layers.attention import cudnn
-from jaxshard.plan import gpus, topology
-from jaxshard.plan.topology import topology_mesh
 
 
 def test_a_missing_plugin_names_the_command(monkeypatch):

@@ -6,9 +6,9 @@ import optax
 import pytest
 
 import jaxshard as js
+from jaxshard.compiler.planned import GPUS, TPUS, parse_topology, planned_devices, planned_mesh
+from jaxshard.compiler.topology import topology_mesh
 from jaxshard.models.sizes import make
-from jaxshard.plan.planned import GPUS, TPUS, parse_topology, planned_devices, planned_mesh
-from jaxshard.plan.topology import topology_mesh
 from tests.engines.programs import tpu
 
 

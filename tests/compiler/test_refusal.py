@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxshard.plan.compiled.refusal import Refusal, parse_refusal
+from jaxshard.compiler.refusal import Refusal, parse_refusal
 
 OF_0_10 = (
     "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (39.08G) exceeds "

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxshard.compiler.answers import answer_key, load_answer, save_answer
+from jaxshard.compiler.dump import Assignment, assignment_of, is_assigned, program_text, read_assignment
+from jaxshard.compiler.refusal import parse_refusal
+from jaxshard.compiler.topology import Target
 from jaxshard.core.compat import CompilerInput, compiler_input
-from jaxshard.plan.compiled.answers import answer_key, load_answer, save_answer
-from jaxshard.plan.compiled.dump import Assignment, assignment_of, is_assigned, program_text, read_assignment
-from jaxshard.plan.compiled.refusal import parse_refusal
-from jaxshard.plan.topology import Target
 
 SECONDS = 1800.0
 """The seconds after which the compiler is stopped without an answer."""

@@ -2,7 +2,7 @@
 
 import json
 
-from jaxshard.plan.compiled.dump import assignment_of, is_assigned, program_text, read_assignment
+from jaxshard.compiler.dump import assignment_of, is_assigned, program_text, read_assignment
 
 ASSIGNMENT = """BufferAssignment:
 allocation 0: size 512, thread-local:

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
+from jaxshard.compiler.arrange import arrange
 from jaxshard.core.bounds import MOST_LISTED
 from jaxshard.cost.hardware import KINDS, Chip
 from jaxshard.cost.hardware import chip as chip_of
-from jaxshard.plan.arrange import arrange
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxshard.compiler.arrange import arrange
+from jaxshard.compiler.gpus import check_gpu_compiler, gpu_options, plugin_module
+from jaxshard.compiler.planned import GPUS, TPUS, PlannedDevice, chip_named, parse_topology, topology_name
 from jaxshard.core.compat import start_plugin
-from jaxshard.plan.arrange import arrange
-from jaxshard.plan.gpus import check_gpu_compiler, gpu_options, plugin_module
-from jaxshard.plan.planned import GPUS, TPUS, PlannedDevice, chip_named, parse_topology, topology_name
 
 
 class Target(NamedTuple):
@@ -76,7 +76,7 @@ def topology_devices(name: str, *, num_slices: int = 1) -> list[jax.Device]:
     dimensions if the slice consists of cubes of 4 x 4 x 4. Without these links, which is libtpu's default, a gather
     over all of a v5p:4x4x4 becomes an all-reduce, which moves twice the bytes (`benchmarks/README.md`).
 
-    GPUs are described by hand (`plan/gpus.py`), and their memory limit is not enforced.
+    GPUs are described by hand (`compiler/gpus.py`), and their memory limit is not enforced.
 
     Args:
       name: version and shape, such as "v5e:2x4", "v5p:4x4x4" or "v6e:16x16"; for GPUs the number of GPUs in a host and

@@ -10,8 +10,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.checks.collectives.found import Row, collectives, summary
-from jaxshard.plan import topology
-from jaxshard.plan.topology import topology_mesh
+from jaxshard.compiler import topology
+from jaxshard.compiler.topology import topology_mesh
 from tests.engines.programs import tpu
 
 

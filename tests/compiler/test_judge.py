@@ -16,11 +16,11 @@ import pytest
 
 import jaxshard as js
 from jaxshard.commands.errors import UsageError, refusals
+from jaxshard.compiler import answers, judge
+from jaxshard.compiler.topology import Target
 from jaxshard.core.compat import CompilerInput
-from jaxshard.plan.compiled import answers, judge
-from jaxshard.plan.topology import Target
+from tests.compiler.test_dump import write_dump
 from tests.engines.programs import tpu
-from tests.plan.compiled.test_dump import write_dump
 
 TARGET = Target("v5e:2x2")
 REFUSAL = (
@@ -121,8 +121,8 @@ import sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
 from jaxshard.core.compat import CompilerInput
-from jaxshard.plan.compiled import judge
-from jaxshard.plan.topology import Target
+from jaxshard.compiler import judge
+from jaxshard.compiler.topology import Target
 judge.compiler_input = lambda lowered: CompilerInput(b"", b"", (), (), "")
 # The child itself, kept from compiling by a request that it waits for.
 judge.CHILD = Path({child!r})
