@@ -285,7 +285,7 @@ def sizes(compiled: Any) -> dict[str, int]:
 def numbers(text: str, row: Row, depth: int | None) -> dict[str, Any]:
     """What a program communicates, waits for and computes again, from its text."""
     import jaxshard as js
-    from jaxshard.checks.collectives.instructions import in_host_memory, rematerialized
+    from jaxshard.hlo.instructions import in_host_memory, rematerialized
     from jaxshard.plan.compiled.cycles import estimated_cycles
 
     # Positions are the program's own, whichever mesh it was compiled for: only kinds and bytes are of interest.

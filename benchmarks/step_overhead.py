@@ -42,11 +42,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
-from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.found import collectives, summary
 from jaxshard.core.collectives import gather
 from jaxshard.core.constrain import follow_layout
 from jaxshard.core.layout import human_bytes
+from jaxshard.hlo import hlo
+from jaxshard.hlo.found import collectives, summary
 from jaxshard.models.gpt import gpt
 
 DEVICES = 8

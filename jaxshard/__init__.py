@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from jaxshard.checkpoint.safetensors.writer import to_bytes as to_bytes
     from jaxshard.checkpoint.writer import save as save
     from jaxshard.checks.collectives.compare import audit as audit
-    from jaxshard.checks.collectives.found import collectives as collectives
     from jaxshard.checks.parity import Parity as Parity
     from jaxshard.checks.parity import parity as parity
     from jaxshard.checks.replicas import ReplicasDiffer as ReplicasDiffer
@@ -84,6 +83,7 @@ if TYPE_CHECKING:
     from jaxshard.engines.pipeline.engine import pipelined as pipelined
     from jaxshard.engines.row_axes import row_axes as row_axes
     from jaxshard.generation.generate import generate as generate
+    from jaxshard.hlo.found import collectives as collectives
     from jaxshard.layers.attention.attention import attention as attention
     from jaxshard.layers.cross_entropy import cross_entropy as cross_entropy
     from jaxshard.layers.head_loss import head_loss as head_loss
@@ -151,7 +151,6 @@ _NAMES = {
     "checkpoint.safetensors.writer": ("save_safetensors", "to_bytes"),
     "checkpoint.writer": ("save",),
     "checks.collectives.compare": ("audit",),
-    "checks.collectives.found": ("collectives",),
     "checks.parity": ("Parity", "parity"),
     "profile.read": ("read_profile",),
     "checks.replicas": ("ReplicaWatch", "ReplicasDiffer", "check_replicas"),
@@ -213,6 +212,7 @@ _NAMES = {
     "training.records": ("Record",),
     "training.state": ("TrainState", "init", "logical"),
     "training.step": ("Step", "make_step"),
+    "hlo.found": ("collectives",),
     "reshard.transfer": ("plan_transfer", "transfer"),
 }
 

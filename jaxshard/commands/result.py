@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxshard.checks.collectives.found import collectives, summary
 from jaxshard.commands.stops import Stops
 from jaxshard.commands.training_data import TrainingData
 from jaxshard.core.layout import Layout
@@ -16,6 +15,7 @@ from jaxshard.core.low_rank import has_low_rank
 from jaxshard.core.types import PyTree
 from jaxshard.engines.engine import Engine
 from jaxshard.generation.generate import generate
+from jaxshard.hlo.found import collectives, summary
 from jaxshard.models.decoder import Decoder
 from jaxshard.models.moe import RoutedDecoder
 from jaxshard.training.evaluate import make_eval_step

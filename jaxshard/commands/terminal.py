@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from jaxshard.checks.collectives.counts import bytes_str, number_str
 from jaxshard.commands.config import write_config
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.flags import Config, Flags, Result
 from jaxshard.commands.outputs import check_files
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.text_table import Table, first_words
+from jaxshard.hlo.counts import bytes_str, number_str
 
 _ROLES = {
     "param": "parameters",

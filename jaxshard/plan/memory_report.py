@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
+from jaxshard.checks.programs.live import LiveArray
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.pictures.style import ROLES
 from jaxshard.core.text_table import Section, Table, page
@@ -32,50 +32,9 @@ _JUDGES = {
 }
 
 
-@dataclass(frozen=True)
-class LiveArray:
-    """Equal arrays that are live at the peak of a program's memory.
-
-    Attributes:
-      bytes: the bytes of all these arrays on each device, padding included.
-      role: such as "parameters", "gradients" or "kept activations"; `core/pictures/style.py` lists all.
-      dtype: such as "bf16".
-      shape: the shape of one array, on one device.
-      count: the number of arrays.
-      what: JAX's name of the operation that makes the arrays, such as "dot_general", or the name of the argument.
-      source: `file:line` in the user's model; "" if it is not known.
-      kept: True if a loop over blocks stores them block by block for the backward pass.
-    """
-
-    bytes: int
-    role: str
-    dtype: str
-    shape: tuple[int, ...]
-    count: int
-    what: str
-    source: str = ""
-    kept: bool = False
-
-    def __str__(self) -> str:
-        """Write the arrays in one line: count, dtype, shape, name, and the source line that makes them."""
-        times = f"{self.count} x " if self.count > 1 else ""
-        place = f"{self.what} at {self.source}" if self.source else self.what
-        return f"{times}{self.dtype}{list(self.shape)} {place}"
-
-
 def sections_text(sections: Iterable[Section]) -> str:
     """Write the sections of a report as text, with an empty line between them."""
     return "\n\n".join("\n".join([f"{one.title}:"] * bool(one.title) + one.lines) for one in sections)
-
-
-def joined(arrays: Iterable[LiveArray]) -> tuple[LiveArray, ...]:
-    """Join equal arrays of the same source line to one `LiveArray` with the sum of bytes; return the largest first."""
-    bytes_of, count_of = Counter[LiveArray](), Counter[LiveArray]()
-    for one in arrays:
-        kind = replace(one, bytes=0, count=0)
-        bytes_of[kind] += one.bytes
-        count_of[kind] += one.count
-    return tuple(replace(kind, bytes=size, count=count_of[kind]) for kind, size in bytes_of.most_common())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jaxshard.checks.collectives.parameters import tensor_axes
 from jaxshard.checks.collectives.promise import promise
+from jaxshard.checks.programs.live import LiveArray, joined
 from jaxshard.compiler.planned import mesh_chip
 from jaxshard.compiler.topology import has_compiler, target_of
 from jaxshard.core.foreign_arrays import as_arrays
@@ -27,7 +28,7 @@ from jaxshard.plan.compiled.target import layout_for
 from jaxshard.plan.memory.graph import Region
 from jaxshard.plan.memory.peak import moment_str, name_and_source, role_of, step_graph, step_peak, traced_step
 from jaxshard.plan.memory.tiles import tiled_bytes
-from jaxshard.plan.memory_report import LiveArray, MemoryReport, joined
+from jaxshard.plan.memory_report import MemoryReport
 from jaxshard.plan.prediction import Prediction
 from jaxshard.plan.time.activations import open_costs
 from jaxshard.plan.time.network import collective_costs

@@ -3,5 +3,5 @@
 A trace becomes operations of devices and events of the host (`trace.py`), the compiled programs in it say what each
 operation is (`programs.py`), and the rest is arithmetic with spans of time (`spans.py`, `read.py`).
 
-Imports `core/` and `checks/`.
+Imports `core/` and `hlo/`.
 """

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.found import COLLECTIVE, KINDS, kind_of
-from jaxshard.checks.collectives.operation import Operation, origin_of
-from jaxshard.checks.collectives.source import find_parameter
 from jaxshard.core.compat import hlo_text
+from jaxshard.hlo import hlo
+from jaxshard.hlo.found import COLLECTIVE, KINDS, kind_of
+from jaxshard.hlo.operation import Operation, origin_of
+from jaxshard.hlo.source import find_parameter
 
 _METADATA_PLANE = b"/host:metadata"
 _SPACE_PLANES = 1

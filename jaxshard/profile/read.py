@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxshard.checks.collectives.found import KINDS
 from jaxshard.core.our_code import short_path
 from jaxshard.core.text_table import Section, Table
+from jaxshard.hlo.found import KINDS
 from jaxshard.profile.programs import Known, Program, kind_by_name
 from jaxshard.profile.spans import Span, gaps, length, merge
 from jaxshard.profile.trace import Event, Trace, newest_files, read_trace

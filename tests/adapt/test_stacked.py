@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxshard as js
-from jaxshard.checks.collectives.found import collectives
+from jaxshard.hlo.found import collectives
 from tests.toys import Toy, assert_equal_runs, one_device, sharded
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

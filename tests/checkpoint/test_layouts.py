@@ -3,7 +3,7 @@
 import jax
 
 from jaxshard.checkpoint.leaves import entries, jit_to_saved, jit_to_stored
-from jaxshard.checks.collectives.found import collectives
+from jaxshard.hlo.found import collectives
 from tests.checkpoint.runs import made
 
 

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
 from jaxshard.checks import replicas as module
-from jaxshard.checks.collectives.found import collectives
 from jaxshard.checks.replicas import (
     BitSums,
     Watched,
@@ -20,6 +19,7 @@ from jaxshard.checks.replicas import (
     sums_program,
 )
 from jaxshard.core.tree import Leaf
+from jaxshard.hlo.found import collectives
 from tests.checks.flips import flipped, flipped_copies
 from tests.engines.programs import tpu
 from tests.optim.owners.shampoo import shampoo

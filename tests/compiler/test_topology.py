@@ -9,9 +9,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.checks.collectives.found import Row, collectives, summary
 from jaxshard.compiler import topology
 from jaxshard.compiler.topology import topology_mesh
+from jaxshard.hlo.found import Row, collectives, summary
 from tests.engines.programs import tpu
 
 

@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
-from jaxshard.checks.collectives.found import collectives
 from jaxshard.core import collectives as native
 from jaxshard.core.encoded_collectives import gather, list_scatter_sum, scatter_sum
+from jaxshard.hlo.found import collectives
 
 pytestmark = pytest.mark.fast_cases(3)
 

@@ -8,7 +8,7 @@ from tests.distributed.launched import processes
 
 PROGRAM = """
     from tests.checks.flips import flipped
-    from jaxshard.checks.collectives.found import collectives
+    from jaxshard.hlo.found import collectives
     from jaxshard.checks.replicas import BitSums, list_watched
 
     layout = made(js.ddp("data"))

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jaxshard as js
-from jaxshard.checks.collectives.found import collectives, split_scalars
+from jaxshard.hlo.found import collectives, split_scalars
 from jaxshard.models.gpt import gpt
 
 without_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")

@@ -12,8 +12,8 @@ import optax
 import pytest
 
 import jaxshard as js
-from jaxshard.checks.collectives.found import arrays_only
 from jaxshard.compiler.topology import topology_mesh
+from jaxshard.hlo.found import arrays_only
 from tests.engines.programs import tpu
 
 ROWS, SEQ = 8, 32

@@ -8,7 +8,7 @@ import pytest
 from flax import linen as nn
 
 import jaxshard as js
-from jaxshard.checks.collectives.found import split_scalars
+from jaxshard.hlo.found import split_scalars
 
 
 class Normalized(nn.Module):

@@ -9,8 +9,8 @@ import jax
 import pytest
 
 import jaxshard as js
-from jaxshard.checks.collectives.found import Collective, arrays_only, collectives
 from jaxshard.compiler.topology import topology_mesh
+from jaxshard.hlo.found import Collective, arrays_only, collectives
 from tests.engines.programs import Program, gpt_program, tpu
 from tests.toys import Trace, assert_equal_runs, one_device, recording_step, sharded, trained
 from tests.zoo import GLOBAL_VIEW_ONLY, ZOO

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import jaxshard as js
-from jaxshard.checks.collectives.found import collectives, summary
+from jaxshard.hlo.found import collectives, summary
 from tests.generation.cases import LLAMA, layout_of, likeliest, programs_of
 
 

@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import NamedSharding
 
 import jaxshard as js
-from jaxshard.checks.collectives.found import collectives
 from jaxshard.core.constrain import follow_layout
+from jaxshard.hlo.found import collectives
 
 
 @pytest.mark.parametrize(("shape", "vocab"), [((), 9), ((4, 1, 3), 7), ((2,), 1)])

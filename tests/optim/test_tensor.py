@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxshard import optim
-from jaxshard.checks.collectives.found import collectives
+from jaxshard.hlo.found import collectives
 from tests.toys import normal
 
 from . import fast_jit

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxshard as js
-from jaxshard.checks.collectives import hlo
+from jaxshard.hlo import hlo
 from tests.checkpoint.runs import assert_same
 from tests.toys import normal
 

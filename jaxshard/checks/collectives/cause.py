@@ -7,9 +7,9 @@ all-reduce over tensor, f32[4, 8, 32], dot_general at model.py:80
 
 from __future__ import annotations
 
-from jaxshard.checks.collectives.found import Collective
-from jaxshard.checks.collectives.trail import COLLECTIVES, PRODUCTS, SCATTERED, operation_of, pass_of
 from jaxshard.core.text_table import first_words
+from jaxshard.hlo.found import Collective
+from jaxshard.hlo.trail import COLLECTIVES, PRODUCTS, SCATTERED, operation_of, pass_of
 
 _CUTS = ("concatenate", "dynamic_slice", "dynamic_update_slice", "pad", "rev", "roll", "slice", "split")
 _PARTS = ("dynamic_slice", "dynamic_update_slice", "gather", "slice", "squeeze")

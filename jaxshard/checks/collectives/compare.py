@@ -9,11 +9,8 @@ from jax.sharding import Mesh
 
 from jaxshard.checks.collectives.comparison import Comparison
 from jaxshard.checks.collectives.compiler_choices import explain_substitutes
-from jaxshard.checks.collectives.counts import grouped
 from jaxshard.checks.collectives.forbidden import explain_forbidden, is_forbidden
-from jaxshard.checks.collectives.found import Collective, collectives, pick
 from jaxshard.checks.collectives.inserted import warn_of_inserted
-from jaxshard.checks.collectives.instructions import in_host_memory, rematerialized
 from jaxshard.checks.collectives.matching import Allowance, Allowances
 from jaxshard.checks.collectives.program import Program
 from jaxshard.checks.collectives.promise import Promise, promise
@@ -23,6 +20,9 @@ from jaxshard.core.layout import human_bytes
 from jaxshard.core.settings import own_settings
 from jaxshard.core.text_table import first_words
 from jaxshard.core.types import PyTree
+from jaxshard.hlo.counts import grouped
+from jaxshard.hlo.found import Collective, collectives, pick
+from jaxshard.hlo.instructions import in_host_memory, rematerialized
 from jaxshard.training.step import Step
 
 

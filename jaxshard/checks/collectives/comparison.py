@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxshard.checks.collectives.cause import cause
-from jaxshard.checks.collectives.counts import bytes_str, grouped, number_str
 from jaxshard.checks.collectives.expected import Expected
-from jaxshard.checks.collectives.found import KINDS, Collective, Row, arrays_only, summary
-from jaxshard.checks.collectives.operation import by_line, describe
 from jaxshard.checks.collectives.program import Program
 from jaxshard.checks.collectives.surprise import Surprise, entries
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.text_table import Folded, Table, page
+from jaxshard.hlo.counts import bytes_str, grouped, number_str
+from jaxshard.hlo.found import KINDS, Collective, Row, arrays_only, summary
+from jaxshard.hlo.operation import by_line, describe
 
 _NOTHING = "no collectives, and none promised"
 _IN_F32 = re.compile(r"(\S+) in f32 in place of \1 in (?:bf16|f16) ")

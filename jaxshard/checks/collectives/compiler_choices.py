@@ -17,13 +17,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxshard.checks.collectives.expected import Expected, Shape
-from jaxshard.checks.collectives.groups import covering_axes, groups_across_slices, slice_members
 from jaxshard.checks.collectives.parameters import Parameter, expert_axes, longest_dim, rank_of, tensor_axes
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_size, slice_indices
 from jaxshard.core.placement import axes_of
 from jaxshard.core.strategy_parts import Tensor, parts_of
 from jaxshard.core.tree import path_str
+from jaxshard.hlo.groups import covering_axes, groups_across_slices, slice_members
 
 _LANES = 128
 _PARTS = ("all-reduce", "reduce-scatter", "all-gather")

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxshard.checks.collectives.expected import Shape, joined_shapes, normal_shape
-from jaxshard.checks.collectives.found import Collective
 from jaxshard.checks.collectives.parameters import Parameter, is_stacked, rank_of
 from jaxshard.core.mesh import axis_names
 from jaxshard.core.placement import axes_of, only_axes, splits_per_dim
+from jaxshard.hlo.found import Collective
 
 
 @dataclass(frozen=True)

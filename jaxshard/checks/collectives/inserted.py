@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from jax.sharding import Mesh
 from jax.stages import Compiled
 
-from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.found import locate
-from jaxshard.checks.collectives.source import find_source
+from jaxshard.hlo import hlo
+from jaxshard.hlo.found import locate
+from jaxshard.hlo.source import find_source
 from jaxshard.proofs.parting import Choice
 
 

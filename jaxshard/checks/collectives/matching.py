@@ -17,11 +17,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.expected import Expected, Shape, normal_shape
-from jaxshard.checks.collectives.found import Collective, arrays_only
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.text_table import first_words
+from jaxshard.hlo import hlo
+from jaxshard.hlo.found import Collective, arrays_only
 
 _SCALARS = 16
 """The most unpromised elements, of scalars, in an all-reduce of joined arrays."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxshard.checks.collectives.found import Collective, arrays_only
-from jaxshard.checks.collectives.operation import Operation, total_size
+from jaxshard.hlo.found import Collective, arrays_only
+from jaxshard.hlo.operation import Operation, total_size
 
 _SHOWN = 8
 """The number of entries of a list that are printed; JSON has them all."""

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxshard.checks.collectives.cause import array_words, cause
-from jaxshard.checks.collectives.counts import grouped, total
-from jaxshard.checks.collectives.found import Collective
-from jaxshard.checks.collectives.operation import by_line, describe, total_size
-from jaxshard.checks.collectives.trail import COLLECTIVES, PRODUCTS, operation_of, pass_of
 from jaxshard.core.text_table import first_words
+from jaxshard.hlo.counts import grouped, total
+from jaxshard.hlo.found import Collective
+from jaxshard.hlo.operation import by_line, describe, total_size
+from jaxshard.hlo.trail import COLLECTIVES, PRODUCTS, operation_of, pass_of
 
 _SCATTER = "scatter-add"
 """JAX's name of the operation that makes the gradient of an array that is looked up by indices."""

@@ -2,9 +2,10 @@
 
 - `text` parses the text, and refuses anything but a compiled program; `axes` makes a mesh of its device positions.
 - `arguments` lists the entry's parameters with their roles, `forms` recognises a parameter by its shape. With these and
-  `collectives/trail`, `moves` labels each array that a collective moves.
+  `hlo/trail`, `moves` labels each array that a collective moves.
 - `terms` compares these arrays with the collectives that a strategy allows, as `js.audit` does; `report` combines
   everything.
+- `live` names the arrays that are live at the peak of a program's memory.
 
 Imports what `checks/` imports.
 """

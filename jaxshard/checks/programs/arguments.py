@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.groups import UNKNOWN, expand_iota
 from jaxshard.core.mesh import axis_size
+from jaxshard.hlo import hlo
+from jaxshard.hlo.groups import UNKNOWN, expand_iota
 
 PARAMETER, OPTIMIZER, BATCH, EITHER, OTHER = "parameter", "optimizer state", "batch", "parameter or moment", "other"
 ROLES = (PARAMETER, OPTIMIZER, EITHER, BATCH, OTHER)

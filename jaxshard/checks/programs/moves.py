@@ -1,6 +1,6 @@
 """Label each array that a collective moves: weight, gradient, optimizer state, activation, batch, integers or scalar.
 
-A moved or cast copy of an argument is that argument (`collectives/origins`). Any other array that has the shape of a
+A moved or cast copy of an argument is that argument (`hlo/origins`). Any other array that has the shape of a
 parameter, or of one block of it, is taken for its gradient if it is summed, and for the weight or its new value if it
 is gathered. The rest are activations, integers (tokens, indices) and scalars.
 """
@@ -14,14 +14,14 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.expected import Shape, normal_shape
-from jaxshard.checks.collectives.found import SUMS, Collective, locate, pick
-from jaxshard.checks.collectives.trail import PRODUCTS, operation_of, pass_of
-from jaxshard.checks.collectives.transfers import is_transfer
 from jaxshard.checks.programs.arguments import BATCH, EITHER, OPTIMIZER, PARAMETER, Argument
 from jaxshard.checks.programs.axes import EXCHANGED, ROWS, SPLIT, STAGES, axes_for
 from jaxshard.checks.programs.forms import chunks_of, forms_of, stacked_dim
+from jaxshard.hlo import hlo
+from jaxshard.hlo.found import SUMS, Collective, locate, pick
+from jaxshard.hlo.trail import PRODUCTS, operation_of, pass_of
+from jaxshard.hlo.transfers import is_transfer
 
 WEIGHT, MOMENT, GRADIENT, ACTIVATION = "weight", "optimizer state", "gradient", "activation"
 INTEGERS, SCALAR, INPUT = "integers", "scalar", "batch"

@@ -10,11 +10,6 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxshard.checks.collectives.comparison import Comparison, listed
-from jaxshard.checks.collectives.counts import bytes_str, grouped, number_str, total
-from jaxshard.checks.collectives.found import KINDS
-from jaxshard.checks.collectives.hlo import Module
-from jaxshard.checks.collectives.instructions import in_host_memory, rematerialized
-from jaxshard.checks.collectives.operation import by_line, describe, total_size
 from jaxshard.checks.collectives.program import Program
 from jaxshard.checks.programs.arguments import BATCH, EITHER, OPTIMIZER, PARAMETER, ROLES, Argument, read_arguments
 from jaxshard.checks.programs.axes import EXCHANGED, ROWS, SPLIT, STAGES, axes_for, check_axes, position_mesh, words
@@ -24,6 +19,11 @@ from jaxshard.checks.programs.text import parse_program
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.mesh import mesh_str
 from jaxshard.core.text_table import Table, page
+from jaxshard.hlo.counts import bytes_str, grouped, number_str, total
+from jaxshard.hlo.found import KINDS
+from jaxshard.hlo.hlo import Module
+from jaxshard.hlo.instructions import in_host_memory, rematerialized
+from jaxshard.hlo.operation import by_line, describe, total_size
 
 _SHOWN = 12
 """The number of entries of a list that are printed; JSON has them all."""

@@ -13,19 +13,19 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
-from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.compare import smallest
 from jaxshard.checks.collectives.comparison import Comparison
-from jaxshard.checks.collectives.found import SUMS, Collective
-from jaxshard.checks.collectives.groups import UNKNOWN
 from jaxshard.checks.collectives.promise import SLACK
 from jaxshard.checks.collectives.surprise import Surprise, merged, wanted_axes
-from jaxshard.checks.collectives.trail import SCATTERED
 from jaxshard.checks.programs.arguments import BATCH, EITHER, OPTIMIZER, PARAMETER, Argument
 from jaxshard.checks.programs.axes import EXCHANGED, ROWS, SPLIT, STAGES, axes_for, words
 from jaxshard.checks.programs.moves import ACTIVATION, GRADIENT, MOMENT, SCALAR, WEIGHT, Move
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.mesh import axis_size
+from jaxshard.hlo import hlo
+from jaxshard.hlo.found import SUMS, Collective
+from jaxshard.hlo.groups import UNKNOWN
+from jaxshard.hlo.trail import SCATTERED
 
 _SMALL = 16_384
 """The most elements of an array that may stay replicated."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import graphlib
 import re
 
-from jaxshard.checks.collectives import hlo
+from jaxshard.hlo import hlo
 
 _HOW = (
     "give what jax.jit(step).lower(...).compile().as_text() returns, or the file *after_optimizations.txt that "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.walk import executed
+from jaxshard.hlo import hlo
+from jaxshard.hlo.walk import executed
 
 _ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
 _NONE = 2**62

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import jax
 
+from jaxshard.checks.programs.live import LiveArray
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import axes_of
 from jaxshard.core.types import PyTree
 from jaxshard.engines.engine import Engine
-from jaxshard.plan.memory_report import LiveArray
 
 _CHUNKS = 16
 _LEAST = 0.01

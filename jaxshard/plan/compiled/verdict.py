@@ -10,11 +10,8 @@ import jax
 
 from jaxshard.checks.collectives.compare import compare
 from jaxshard.checks.collectives.comparison import Comparison
-from jaxshard.checks.collectives.counts import grouped, total
-from jaxshard.checks.collectives.found import Collective, arrays_only, collectives
-from jaxshard.checks.collectives.instructions import rematerialized
-from jaxshard.checks.collectives.operation import Operation
 from jaxshard.checks.collectives.promise import promise
+from jaxshard.checks.programs.live import live_arrays
 from jaxshard.compiler.judge import Answer
 from jaxshard.compiler.planned import mesh_chip
 from jaxshard.compiler.refusal import parse_refusal
@@ -23,8 +20,12 @@ from jaxshard.core.layout import human_bytes
 from jaxshard.core.settings import own_settings
 from jaxshard.core.text_table import Section, Table
 from jaxshard.core.types import PyTree
+from jaxshard.hlo.counts import grouped, total
+from jaxshard.hlo.found import Collective, arrays_only, collectives
+from jaxshard.hlo.instructions import rematerialized
+from jaxshard.hlo.operation import Operation
 from jaxshard.plan.compiled.cycles import estimated_cycles
-from jaxshard.plan.compiled.live import live_arrays
+from jaxshard.plan.compiled.known import known_shapes
 from jaxshard.plan.compiled.savings import Saving, savings
 from jaxshard.plan.memory_report import MemoryReport
 from jaxshard.training.step import Step
@@ -166,7 +167,7 @@ def verdict_of(target: Target, step: Step, batch: PyTree, answer: Answer) -> Ver
     chip, refusal, memory = mesh_chip(step.layout.mesh), parse_refusal(answer.refusal), answer.assignment
     asked = 0 if refusal is None else refusal.asked
     limit = None if chip is None else chip.usable_bytes
-    arrays, moment = ((), "") if memory is None else live_arrays(memory, answer.text, step.layout)
+    arrays, moment = ((), "") if memory is None else live_arrays(memory, answer.text, known_shapes(step.layout))
     return Verdict(
         mesh=dict(step.layout.mesh.shape),
         chip=chip,

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
 from jaxshard.checkpoint.safetensors.pieces import fetch_bytes, largest_window, stream_pieces, window_starts
-from jaxshard.checks.collectives.found import collectives
+from jaxshard.hlo.found import collectives
 
 pytestmark = pytest.mark.fast_cases(4)
 

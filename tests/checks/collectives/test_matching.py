@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxshard.checks.collectives.compare import compare
 from jaxshard.checks.collectives.expected import Expected
 from jaxshard.checks.collectives.forbidden import Never
-from jaxshard.checks.collectives.found import Collective
 from jaxshard.checks.collectives.promise import Promise
+from jaxshard.hlo.found import Collective
 
 ONE = Collective(
     kind="all-gather", axes=("data",), count=2, arrays=(("f32", (8, 4)),), op="all-gather.1", op_name="jit/x",

@@ -7,9 +7,9 @@ import pytest
 
 import jaxshard as js
 from jaxshard.checks.collectives.promise import promise
-from tests.checks.collectives.programs import gpt_shapes
 from tests.engines import test_collectives as literals
 from tests.engines.programs import setups, torus_setups
+from tests.hlo.programs import gpt_shapes
 from tests.toys import gpt_toy
 
 pytestmark = pytest.mark.fast_cases(1)

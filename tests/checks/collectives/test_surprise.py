@@ -6,10 +6,10 @@ import pytest
 
 from jaxshard.checks.collectives.cause import array_words, cause
 from jaxshard.checks.collectives.comparison import Comparison
-from jaxshard.checks.collectives.found import Collective
 from jaxshard.checks.collectives.program import Program
 from jaxshard.checks.collectives.surprise import Surprise
-from jaxshard.checks.collectives.trail import Trail
+from jaxshard.hlo.found import Collective
+from jaxshard.hlo.trail import Trail
 
 TABLE = {"name": "jit(f)/transpose(jvp(N))/Embed_0/jit(_take)/scatter-add"}
 LINE = "/home/user/model.py:31"

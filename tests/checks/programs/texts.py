@@ -1,6 +1,6 @@
 """A step over eight devices as HLO text: one kernel, its moment and a batch, and the collectives that a test adds."""
 
-from tests.checks.collectives.programs import TABLES
+from tests.hlo.programs import TABLES
 
 GROUPS = "replica_groups=[1,8]<=[8]"
 PAIRS = "source_target_pairs={{0,1},{1,0}}"

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import jaxshard as js
-from jaxshard.checks.collectives.found import Collective, collectives, split_scalars
+from jaxshard.hlo.found import Collective, collectives, split_scalars
 from jaxshard.schedules.buffers import plan_buffers
 from tests.engines.pipeline.pipes import FEATURES, WIDTH, Ring, residual_block, ring, small_gpt, stack_toy
 from tests.engines.programs import Program

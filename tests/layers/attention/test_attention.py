@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import jaxshard as js
-from jaxshard.checks.collectives.found import summary
 from jaxshard.compiler.topology import topology_mesh
+from jaxshard.hlo.found import summary
 from jaxshard.layers.attention import attention as module
 from jaxshard.layers.attention.formula import Extras, Form, formula
 from tests.engines.programs import tpu

@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import jaxshard as js
-from jaxshard.checks.collectives.found import summary
 from jaxshard.compiler.topology import topology_mesh
+from jaxshard.hlo.found import summary
 from jaxshard.layers.moe import experts as on_device
 from jaxshard.layers.moe.exchange import form_for, use_form
 from jaxshard.layers.moe.experts import Share, apply_share

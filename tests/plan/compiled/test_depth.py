@@ -8,9 +8,9 @@ import optax
 import pytest
 
 import jaxshard as js
+from jaxshard.checks.programs.live import LiveArray
 from jaxshard.plan.compiled.depth import extrapolate
 from jaxshard.plan.compiled.verdict import Verdict
-from jaxshard.plan.memory_report import LiveArray
 from tests.engines.programs import tpu
 
 WIDTH, TX, MESH = 128, optax.adam(0.1), {"data": 4}

@@ -6,8 +6,9 @@ import optax
 import pytest
 
 import jaxshard as js
+from jaxshard.checks.programs.live import live_arrays
 from jaxshard.compiler.dump import Assignment, Value
-from jaxshard.plan.compiled.live import live_arrays
+from jaxshard.plan.compiled.known import known_shapes
 from jaxshard.plan.compiled.savings import savings
 
 PROGRAM = """HloModule jit__step, is_scheduled=true, num_partitions=8
@@ -99,7 +100,7 @@ def assignment():
 
 
 def test_buffers_have_the_role_and_line_of_what_made_them(layout, assignment):
-    found, moment = live_arrays(assignment, PROGRAM, layout)
+    found, moment = live_arrays(assignment, PROGRAM, known_shapes(layout))
     assert [(one.bytes, one.role, one.what, one.source) for one in found] == [
         (KEPT, "kept activations", "tanh", "/home/user/model.py:22"),
         (5 * MB, "logits", "dot_general", "/home/user/model.py:30"),
@@ -113,7 +114,7 @@ def test_buffers_have_the_role_and_line_of_what_made_them(layout, assignment):
 
 
 def test_savings_are_of_the_arrays_that_a_change_makes_smaller(layout, assignment):
-    arrays, _ = live_arrays(assignment, PROGRAM, layout)
+    arrays, _ = live_arrays(assignment, PROGRAM, known_shapes(layout))
     batch = {"tokens": jax.ShapeDtypeStruct((16, 17), jnp.int32)}
     found = {one.change: one.bytes for one in savings(arrays, layout, js.explicit(), batch, assignment.peak)}
     assert [change.partition(" ")[0] for change in found] == ["half", "js.head_loss", 'precision="bf16"']

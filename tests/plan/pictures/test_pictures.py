@@ -5,9 +5,9 @@ import optax
 import pytest
 
 import jaxshard as js
+from jaxshard.checks.programs.live import LiveArray
 from jaxshard.core.pictures.tiles import parts_held
 from jaxshard.cost.hardware import chip
-from jaxshard.plan.memory_report import LiveArray
 from jaxshard.plan.pictures.memory import memory_figure
 from jaxshard.plan.pictures.roofline import roofline_figure
 from jaxshard.plan.pictures.tiles import sharding_figure

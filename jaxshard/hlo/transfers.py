@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 
-from jaxshard.checks.collectives import hlo
+from jaxshard.hlo import hlo
 
 _BETWEEN_SLICES = {
     "ALL_REDUCE": "all-reduce",

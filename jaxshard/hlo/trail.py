@@ -13,10 +13,10 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.dataflow import resolve
-from jaxshard.checks.collectives.origins import find_origin
-from jaxshard.checks.collectives.source import find_reader, find_source
+from jaxshard.hlo import hlo
+from jaxshard.hlo.dataflow import resolve
+from jaxshard.hlo.origins import find_origin
+from jaxshard.hlo.source import find_reader, find_source
 
 _HANDED_ON = (
     "copy-done", "copy-start", "convert", "opt-barrier", "pad", "reduce-precision", "transpose", "slice",

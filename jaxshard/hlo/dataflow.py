@@ -17,8 +17,8 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxshard.checks.collectives.asynchronous import find_start, operands_of, starts_computation
-from jaxshard.checks.collectives.hlo import Op, Scope
+from jaxshard.hlo.asynchronous import find_start, operands_of, starts_computation
+from jaxshard.hlo.hlo import Op, Scope
 
 Path = tuple[int, ...]
 """Indices into nested tuples, the outermost first."""

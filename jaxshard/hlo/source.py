@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.asynchronous import operands_of, starts_computation
 from jaxshard.core.our_code import is_jaxshard_file, users_frame, users_line
+from jaxshard.hlo import hlo
+from jaxshard.hlo.asynchronous import operands_of, starts_computation
 
 _FAR = 64
 """The number of operations after which a search gives up."""

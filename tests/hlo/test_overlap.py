@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxshard.checks.collectives.found import collectives
-from tests.checks.collectives.programs import GATHER_IN_FUSIONS, GROUPS, XY, mesh_of, program
+from jaxshard.hlo.found import collectives
+from tests.hlo.programs import GATHER_IN_FUSIONS, GROUPS, XY, mesh_of, program
 
 WORK = "%w = f32[64,16]{1,0} fusion(%p), kind=kLoop, calls=%add"
 START = f"%s = (f32[64,16]{{1,0}}, f32[256,16]{{1,0}}) all-gather-start(%p), {GROUPS}, dimensions={{0}}"

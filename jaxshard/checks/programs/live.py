@@ -12,54 +12,94 @@ value is followed back to the operation that makes it:
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from functools import cached_property
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-import jax
-
-from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.asynchronous import find_start, operands_of, starts_computation
-from jaxshard.checks.collectives.dataflow import resolve
 from jaxshard.checks.collectives.expected import normal_shape
-from jaxshard.checks.collectives.source import find_reader, find_source
-from jaxshard.checks.collectives.trail import operation_of
-from jaxshard.checks.collectives.walk import Executed, executed
 from jaxshard.compiler.dump import Assignment, Value
-from jaxshard.core.layout import Layout
 from jaxshard.core.our_code import is_outside_engines
-from jaxshard.plan.memory_report import LiveArray, joined
+from jaxshard.hlo import hlo
+from jaxshard.hlo.asynchronous import find_start, operands_of, starts_computation
+from jaxshard.hlo.dataflow import resolve
+from jaxshard.hlo.source import find_reader, find_source
+from jaxshard.hlo.trail import operation_of
+from jaxshard.hlo.walk import Executed, executed
 
 _FAR = 64
 """The number of loops and slices after which a search gives up."""
 _ARGUMENTS = {"params": "parameters", "opt_state": "optimizer state", "state": "model state", "residuals": "gradients"}
-_HEADS = re.compile(r"embed|wte|head|vocab|logits", re.IGNORECASE)
 _GATHERS = ("all_gather", "all-gather")
 _MOVES = ("convert_element_type", "copy", "reshape", "sharding_constraint", "slice", "squeeze", "transpose")
 """Operations that move or cast a weight before it is used."""
 _SUMS = ("psum_scatter", "reduce_scatter", "reduce-scatter", "all-reduce", "psum")
 
 
-def live_arrays(assignment: Assignment, text: str, layout: Layout) -> tuple[tuple[LiveArray, ...], str]:
+class Known(NamedTuple):
+    """Shapes of the model, by which arrays at the peak are recognised.
+
+    Attributes:
+      weights: shapes of weights (`normal_shape`), of a stack and of one block: global, stored, and used on a device.
+      vocabularies: the possible sizes of the vocabulary: global, and on one device if a mesh axis splits it.
+    """
+
+    weights: set[tuple[int, ...]]
+    vocabularies: set[int]
+
+
+@dataclass(frozen=True)
+class LiveArray:
+    """Equal arrays that are live at the peak of a program's memory.
+
+    Attributes:
+      bytes: the bytes of all these arrays on each device, padding included.
+      role: such as "parameters", "gradients" or "kept activations"; `core/pictures/style.py` lists all.
+      dtype: such as "bf16".
+      shape: the shape of one array, on one device.
+      count: the number of arrays.
+      what: JAX's name of the operation that makes the arrays, such as "dot_general", or the name of the argument.
+      source: `file:line` in the user's model; "" if it is not known.
+      kept: True if a loop over blocks stores them block by block for the backward pass.
+    """
+
+    bytes: int
+    role: str
+    dtype: str
+    shape: tuple[int, ...]
+    count: int
+    what: str
+    source: str = ""
+    kept: bool = False
+
+    def __str__(self) -> str:
+        """Write the arrays in one line: count, dtype, shape, name, and the source line that makes them."""
+        times = f"{self.count} x " if self.count > 1 else ""
+        place = f"{self.what} at {self.source}" if self.source else self.what
+        return f"{times}{self.dtype}{list(self.shape)} {place}"
+
+
+def live_arrays(assignment: Assignment, text: str, known: Known) -> tuple[tuple[LiveArray, ...], str]:
     """Return the arrays that are live at the peak of a program's memory, and a description of that moment.
 
     Args:
       assignment: the compiler's assignment of memory.
       text: the text of the program, from the same dump.
-      layout: the layout of the compiled step.
+      known: shapes of the compiled step's model.
 
     Returns:
       The arrays, arguments included, the largest first (equal arrays of one source line are added up); and the moment
       of the peak, such as "backward pass, at model.py:183 (dot_general)", or "" if it is not known.
     """
-    program = _Program(text, layout, assignment)
+    program = _Program(text, known, assignment)
     return joined((*program.arguments(), *program.temporaries())), program.moment()
 
 
 class _Program:
-    """A compiled program with the layout of its step; describes the arrays that are live at the peak of memory."""
+    """A compiled program with the shapes of its model; describes the arrays that are live at the peak of memory."""
 
-    def __init__(self, text: str, layout: Layout, assignment: Assignment) -> None:
-        self.module, self.layout, self.assignment = hlo.parse(text), layout, assignment
+    def __init__(self, text: str, known: Known, assignment: Assignment) -> None:
+        self.module, self.known, self.assignment = hlo.parse(text), known, assignment
         self.places = _places(self.module, {value.name for value, _ in assignment.live} | {assignment.moment})
         self.peak = self.places.get(assignment.moment)
 
@@ -107,33 +147,14 @@ class _Program:
         if op.opcode.startswith(_SUMS) or last in _SUMS:
             return "gradients"
         dims = normal_shape(shape)
-        if dims in self._weights and (made_backward or last in _MOVES or op.opcode in _MOVES):
+        if dims in self.known.weights and (made_backward or last in _MOVES or op.opcode in _MOVES):
             return "gradients" if made_backward else "gathered weights"
-        if len(dims) > 1 and self._vocabularies & set(dims) and not kept:
+        if len(dims) > 1 and self.known.vocabularies & set(dims) and not kept:
             return "logits"
         if made_backward:
             return "temporaries"
         again = "rematted_computation" in op_name or ("/checkpoint/" in op_name and backward)
         return "kept activations" if kept or (backward and "jvp(" in op_name and not again) else "temporaries"
-
-    @cached_property
-    def _weights(self) -> set[tuple[int, ...]]:
-        """The shapes of weights (`normal_shape`): global, stored, and used on a device; of a stack and of one block."""
-        mesh, shapes = self.layout.mesh, set[tuple[int, ...]]()
-        for one in self.layout.placed():
-            if one.role in ("param", "grad"):
-                used = jax.sharding.NamedSharding(mesh, one.placement.use).shard_shape(one.leaf.shape)
-                for shape in (one.leaf.shape, used, one.placement.shard_shape(mesh)):
-                    shapes |= {normal_shape(shape), normal_shape(shape[1:])}
-        return {dims for dims in shapes if len(dims) > 1}
-
-    @cached_property
-    def _vocabularies(self) -> set[int]:
-        """The possible sizes of the vocabulary: global, and on one device if a mesh axis splits it."""
-        arrays = [one.leaf for one in self.layout.placed() if one.role == "param" and _HEADS.search(one.leaf.path)]
-        largest = max((size for leaf in arrays if len(leaf.shape) > 1 for size in leaf.shape), default=0)
-        axes = {name: size for name, size in self.layout.mesh.shape.items() if name not in self.layout.sum_axes}
-        return {largest // size for size in (1, *axes.values()) if largest // size > 256}
 
 
 def _places(module: hlo.Module, names: Iterable[str]) -> dict[str, tuple[hlo.Scope, hlo.Op]]:
@@ -181,3 +202,13 @@ def _argument_role(op_name: str) -> str:
     if found:
         return _ARGUMENTS.get(found[1], "batch")
     return "batch" if re.match(r"batch\b", op_name) else ""
+
+
+def joined(arrays: Iterable[LiveArray]) -> tuple[LiveArray, ...]:
+    """Join equal arrays of the same source line to one `LiveArray` with the sum of bytes; return the largest first."""
+    bytes_of, count_of = Counter[LiveArray](), Counter[LiveArray]()
+    for one in arrays:
+        kind = replace(one, bytes=0, count=0)
+        bytes_of[kind] += one.bytes
+        count_of[kind] += one.count
+    return tuple(replace(kind, bytes=size, count=count_of[kind]) for kind, size in bytes_of.most_common())

@@ -7,10 +7,10 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.checks.collectives.found import Row, collectives, summary
 from jaxshard.compiler.topology import topology_mesh
-from tests.checks.collectives.programs import GROUPS, TABLES, XY, mesh_of, program
+from jaxshard.hlo.found import Row, collectives, summary
 from tests.engines.programs import tpu
+from tests.hlo.programs import GROUPS, TABLES, XY, mesh_of, program
 
 LINE = ', metadata={op_name="jit(step)/collective" stack_frame_id=3}'
 WORK = "%w = f32[64,16]{1,0} fusion(%p), kind=kLoop, calls=%add"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxshard.checks.collectives.found import collectives
-from tests.checks.collectives.programs import GROUPS, XY, mesh_of, program
+from jaxshard.hlo.found import collectives
+from tests.hlo.programs import GROUPS, XY, mesh_of, program
 
 
 def loop(compare, update="add(%i, %one)", start="%start", limit=5, notes="", extra=""):

@@ -21,10 +21,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.transfers import is_transfer, names_all_slices
 from jaxshard.core.bounds import MOST_LISTED
 from jaxshard.core.mesh import axis_size, slice_indices
+from jaxshard.hlo import hlo
+from jaxshard.hlo.transfers import is_transfer, names_all_slices
 
 Groups = tuple[tuple[int, ...], ...]
 """Groups of positions in `mesh.devices.flat`; of a permute, pairs of source and target."""

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.found import collectives
-from jaxshard.checks.collectives.source import find_parameter
-from tests.checks.collectives.programs import GROUPS, TABLES, XY, mesh_of, program
+from jaxshard.hlo import hlo
+from jaxshard.hlo.found import collectives
+from jaxshard.hlo.source import find_parameter
+from tests.hlo.programs import GROUPS, TABLES, XY, mesh_of, program
 
 
 @pytest.mark.parametrize("first", [0, 1])

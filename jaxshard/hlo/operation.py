@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.counts import grouped, number_str, total
-from jaxshard.checks.collectives.source import find_reader, find_source
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.our_code import is_outside_engines
+from jaxshard.hlo import hlo
+from jaxshard.hlo.counts import grouped, number_str, total
+from jaxshard.hlo.source import find_reader, find_source
 
 Entry = TypeVar("Entry")
 

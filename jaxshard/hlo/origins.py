@@ -10,9 +10,9 @@ A computed value, such as an activation or a gradient, has no origin.
 
 from __future__ import annotations
 
-from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.dataflow import Path, resolve
-from jaxshard.checks.collectives.groups import groups_of
+from jaxshard.hlo import hlo
+from jaxshard.hlo.dataflow import Path, resolve
+from jaxshard.hlo.groups import groups_of
 
 _MOVES = (
     "all-gather", "bitcast-convert", "broadcast", "collective-permute", "copy", "dynamic-slice", "opt-barrier", "pad",

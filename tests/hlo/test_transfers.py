@@ -9,10 +9,10 @@ import pytest
 import jaxshard as js
 from jaxshard.checks.collectives.compare import audit
 from jaxshard.checks.collectives.compiler_choices import torus_sizes
-from jaxshard.checks.collectives.found import collectives
 from jaxshard.compiler.topology import topology_mesh
-from tests.checks.collectives.programs import XY, gpt_shapes, mesh_of, program
+from jaxshard.hlo.found import collectives
 from tests.engines.programs import tpu
+from tests.hlo.programs import XY, gpt_shapes, mesh_of, program
 
 TARGET = '_xla_megascale_target="{1,2}x{0:3}",'
 

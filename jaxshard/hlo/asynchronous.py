@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxshard.checks.collectives import hlo
+from jaxshard.hlo import hlo
 
 
 def starts_computation(op: hlo.Op) -> bool:

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import math
 
-from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.walk import is_fused
+from jaxshard.hlo import hlo
+from jaxshard.hlo.walk import is_fused
 
 _NO_WORK = (
     "after-all", "bitcast", "constant", "get-tuple-element", "opt-barrier", "parameter", "partition-id", "recv",

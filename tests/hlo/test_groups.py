@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxshard.checks.collectives.groups import axes_of_groups, parse_groups
-from tests.checks.collectives.programs import mesh_of
+from jaxshard.hlo.groups import axes_of_groups, parse_groups
+from tests.hlo.programs import mesh_of
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxshard.checks.collectives.found import Row, collectives, summary
-from tests.checks.collectives.programs import GROUPS, XY, mesh_of, program
+from jaxshard.hlo.found import Row, collectives, summary
+from tests.hlo.programs import GROUPS, XY, mesh_of, program
 
 WHOLE = 64 * 16 * 4
 

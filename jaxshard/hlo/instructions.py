@@ -14,11 +14,11 @@ from dataclasses import replace
 
 from jax.stages import Compiled
 
-from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.counts import grouped, total
-from jaxshard.checks.collectives.operation import Operation, origin_of
-from jaxshard.checks.collectives.source import find_source
-from jaxshard.checks.collectives.walk import Executed, executed
+from jaxshard.hlo import hlo
+from jaxshard.hlo.counts import grouped, total
+from jaxshard.hlo.operation import Operation, origin_of
+from jaxshard.hlo.source import find_source
+from jaxshard.hlo.walk import Executed, executed
 
 # XLA clones `fusion.7` to `fusion.7.remat`, that to `.remat2`; a copy in a smaller layout is `.remat_compressed`.
 _REMATERIALIZED = re.compile(r"^\S+\.remat(?:\d+|_compressed|_uncompressed)?(?:\.\S+)? = ")

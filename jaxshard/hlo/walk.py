@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.asynchronous import operands_of
-from jaxshard.checks.collectives.counts import total
-from jaxshard.checks.collectives.dataflow import trip_count
+from jaxshard.hlo import hlo
+from jaxshard.hlo.asynchronous import operands_of
+from jaxshard.hlo.counts import total
+from jaxshard.hlo.dataflow import trip_count
 
 _CALLING = re.compile(r"\b(?:calls|to_apply|body|branch_computations|true_computation|called_computations)=[{%]")
 _MOST_PLACES = 10_000

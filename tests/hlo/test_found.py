@@ -6,8 +6,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.checks.collectives.found import Row, arrays_only, collectives, split_scalars, summary, table
-from tests.checks.collectives.programs import mesh_of
+from jaxshard.hlo.found import Row, arrays_only, collectives, split_scalars, summary, table
+from tests.hlo.programs import mesh_of
 
 F32 = 4
 

@@ -24,18 +24,18 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.stages import Compiled
 
-from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.asynchronous import users
-from jaxshard.checks.collectives.counts import grouped, number_str, total
-from jaxshard.checks.collectives.groups import UNKNOWN, Groups, find_groups
-from jaxshard.checks.collectives.operation import Operation, origin_of
-from jaxshard.checks.collectives.overlap import is_synchronous
-from jaxshard.checks.collectives.trail import Trail, find_trail
-from jaxshard.checks.collectives.transfers import is_transfer, transfer_kind
-from jaxshard.checks.collectives.walk import Executed, executed, is_fused
 from jaxshard.core.compat import device_order
 from jaxshard.core.mesh import mesh_str, slice_indices
 from jaxshard.core.text_table import Table
+from jaxshard.hlo import hlo
+from jaxshard.hlo.asynchronous import users
+from jaxshard.hlo.counts import grouped, number_str, total
+from jaxshard.hlo.groups import UNKNOWN, Groups, find_groups
+from jaxshard.hlo.operation import Operation, origin_of
+from jaxshard.hlo.overlap import is_synchronous
+from jaxshard.hlo.trail import Trail, find_trail
+from jaxshard.hlo.transfers import is_transfer, transfer_kind
+from jaxshard.hlo.walk import Executed, executed, is_fused
 
 KINDS = (
     "all-reduce",

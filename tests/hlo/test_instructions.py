@@ -1,8 +1,8 @@
 """Instructions that tell about memory: computed again by the compiler, and arrays on the host."""
 
-from jaxshard.checks.collectives.instructions import in_host_memory, rematerialized
 from jaxshard.checks.collectives.program import Program
-from tests.checks.collectives.programs import program
+from jaxshard.hlo.instructions import in_host_memory, rematerialized
+from tests.hlo.programs import program
 
 META = 'metadata={op_name="jit(f)/mul" source_file="/home/user/model.py" source_line=22}'
 FUSED = """%fused (q: f32[64,16]) -> f32[64,16] {

@@ -1,0 +1,35 @@
+"""The shapes of a layout's weights, by which arrays of a compiled program are recognised."""
+
+from __future__ import annotations
+
+import re
+
+from jax.sharding import NamedSharding
+
+from jaxshard.checks.collectives.expected import normal_shape
+from jaxshard.checks.programs.live import Known
+from jaxshard.core.layout import Layout
+
+_HEADS = re.compile(r"embed|wte|head|vocab|logits", re.IGNORECASE)
+
+
+def known_shapes(layout: Layout) -> Known:
+    """Return the shapes of a layout's weights, and the sizes of its vocabulary."""
+    return Known(_weights(layout), _vocabularies(layout))
+
+
+def _weights(layout: Layout) -> set[tuple[int, ...]]:
+    mesh, shapes = layout.mesh, set[tuple[int, ...]]()
+    for one in layout.placed():
+        if one.role in ("param", "grad"):
+            used = NamedSharding(mesh, one.placement.use).shard_shape(one.leaf.shape)
+            for shape in (one.leaf.shape, used, one.placement.shard_shape(mesh)):
+                shapes |= {normal_shape(shape), normal_shape(shape[1:])}
+    return {dims for dims in shapes if len(dims) > 1}
+
+
+def _vocabularies(layout: Layout) -> set[int]:
+    arrays = [one.leaf for one in layout.placed() if one.role == "param" and _HEADS.search(one.leaf.path)]
+    largest = max((size for leaf in arrays if len(leaf.shape) > 1 for size in leaf.shape), default=0)
+    axes = {name: size for name, size in layout.mesh.shape.items() if name not in layout.sum_axes}
+    return {largest // size for size in (1, *axes.values()) if largest // size > 256}
