@@ -87,7 +87,8 @@ def measure_model(shape: Shape, effort: Effort, quant: str | None, with_replicas
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
     yield speed(shape, timed, device.device_kind) | {
         "attention": "cuDNN's" if "cudnn$fmha" in text else "XLA's products, or another kernel",
-        "products_in_8_bits": text.count("f8e4m3") > 0,
+        "has_fp8_arrays": "f8e4m3" in text,
+        "fp8_products_of_cublas": text.count("__cublas$lt$matmul$f8"),
         "estimated_seconds": None if predicted.time is None else [predicted.time.low, predicted.time.high],
     }
     yield {
