@@ -1,23 +1,25 @@
-"""Training speed on one GPU: ours with cuDNN's attention beside torch, compiled, with its fused attention.
+"""Everything that is measured on one GPU, within a budget of minutes: training speed, memory, calls, attention.
 
-    pip install -e ".[cuda12]" torch
-    python benchmarks/gpu.py [--models 125m 350m 1.5b] [--rounds 6] [--steps 10] [--json FILE]
-    python benchmarks/gpu.py --smoke          # tiny sizes, on whatever is there: that the command runs
+    pip install -e ".[cuda12,quant]" torch torchao
+    python benchmarks/gpu.py [--minutes 10] [--models 350m 1.5b 125m] [--json FILE]
+    python benchmarks/gpu.py --smoke [--json FILE]    # tiny sizes, on whatever is there: that the command runs
 
-Llama-shaped models, f32 parameters and AdamW moments, products in bf16, the same random tokens. Both sides are
-processes of their own that take turns on the GPU, a few steps at a time (`interleaved.py`); a figure is the median over
-the turns, the ratio that of the rounds' own ratios. Printed are tokens per second and the model FLOPs utilization (MFU)
-of the chip's dense bf16 peak, without recomputation, by two counts of FLOPs per token:
+Llama-shaped models, f32 parameters and AdamW moments, the same random tokens on both sides; JAX, torch (compiled) and
+cuDNN must be installed already, nothing is fetched. The rows, the most valuable first:
 
-- 6N: six for each parameter but the embedding table, which multiplies nothing,
-- PaLM's: with the products of attention, 12 L C T more (causal or not; Chowdhery et al. 2022, appendix B).
+- MODEL bf16, MODEL fp8 (through qwix), MODEL torch bf16, MODEL torch fp8 (by torchao): tokens per second, and the
+  model FLOPs utilization (MFU) of the chip's dense bf16 peak, without recomputation, by two counts of FLOPs per token:
+  6N, six for each parameter but the embedding table, which multiplies nothing; and PaLM's, with the products of
+  attention, 12 L C T more (causal or not; Chowdhery et al. 2022, appendix B). Medians of rounds,
+- ... memory: what `js.plan.predict` estimates, what the compiler allocates, and the peak that the device reports,
+- MODEL replicas: what a check of all arrays in the background adds to a step,
+- calls: CPU time of the calling thread per step, beside a plain `jax.jit` of the same program,
+- attention ...: forward and backward pass of every kernel that `js.attention` knows.
 
-It also prints the estimates of `js.plan.predict` for memory and time, the bytes that the compiler allocates, the peak
-that the device reports, and the time of a call of the step while the GPU is idle (later calls may wait: a stream takes
-about a thousand kernels in advance, fewer than a step has). Each
-model is printed, and written to the file, as soon as it is measured.
-
-Without torch its half is left out. Whether our program calls cuDNN's attention is read from its text and printed.
+Each job is a process that has the GPU to itself, so that a peak is its own. Rows are written to FILE as soon as they
+are measured. A second run with the same FILE continues: it keeps the rows of the same device and versions.
+A job that does not fit the rest of the minutes is skipped, one that takes far longer than expected is ended, and a row
+that cannot be measured says why: "not available", "skipped" or "failed".
 """
 
 from __future__ import annotations
@@ -27,291 +29,253 @@ import importlib.util
 import json
 import os
 import platform
-import statistics
+import shutil
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from interleaved import Step, Turns, Variant, measure, work
-
-OURS, TORCH = "jaxshard", "torch"
-LEARNING_RATE, WEIGHT_DECAY, EPSILON, BETAS = 3e-4, 0.1, 1e-8, (0.9, 0.95)
-NOTES = "JAXSHARD_BENCHMARK_NOTES"
-"""The variable that names the file in which our process says where it ran."""
-AT_ONCE = 5
-"""Steps that are dispatched before one is waited for."""
-
-
-class Shape(NamedTuple):
-    """A Llama and its batch: `rows` rows of `seq` tokens.
-
-    `remat` is the engine's. "dots" keeps the results of products and recomputes what is cheap, as torch.compile does.
-    """
-
-    width: int
-    depth: int
-    heads: int
-    hidden: int
-    rows: int
-    seq: int = 2048
-    vocab: int = 32_000
-    remat: str = "dots"
-
-    @property
-    def parameters(self) -> int:
-        """All parameters: embedding, blocks, last norm, output."""
-        C = self.width
-        return 2 * self.vocab * C + self.depth * (4 * C * C + 3 * C * self.hidden + 2 * C) + C
-
-    @property
-    def flops_per_token(self) -> dict[str, float]:
-        """By the two counts."""
-        six = 6 * (self.parameters - self.vocab * self.width)
-        return {"6N": six, "PaLM": six + 12 * self.depth * self.width * self.seq}
-
+from one_gpu.shape import Effort, NotAvailable, Shape
 
 MODELS = {
-    "125m": Shape(768, 12, 12, 2048, rows=16),
     "350m": Shape(1024, 24, 16, 2816, rows=8),
-    "1.5b": Shape(2048, 28, 16, 5504, rows=2),
+    "1.5b": Shape(2048, 28, 16, 5504, rows=4),
+    "125m": Shape(768, 12, 12, 2048, rows=16),
 }
-SMOKE = {"tiny": Shape(64, 2, 4, 128, rows=2, seq=32, vocab=256)}
+QUICK = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
+)
+"""Flags with which `--smoke` compiles in a third of the time."""
+TINY = Shape(64, 2, 4, 128, rows=2, seq=32, vocab=256)
+ATTENTION = {"2k": (8, 2048, 16, 64), "8k": (2, 8192, 16, 128)}
+"""Rows, positions, heads and their width."""
+REASONS = ("not available", "skipped", "failed")
+"""A row that has one of these keys was not measured."""
+
+Row = dict[str, Any]
+Measure = Callable[[Effort], Iterator[Row]]
 
 
-def tokens_of(shape: Shape) -> np.ndarray:
-    return np.random.default_rng(0).integers(0, shape.vocab, (shape.rows, shape.seq + 1), dtype=np.int32)
+class Job(NamedTuple):
+    """One process: `measure` yields the figures of `rows`, in this order, in about `seconds` on an H100."""
+
+    rows: tuple[str, ...]
+    seconds: float
+    measure: Measure
+    needs: tuple[str, ...] = ()
 
 
-def ours(shape: Shape, rank: int, meeting: str) -> Step:
-    import jax
-    import jax.numpy as jnp
-    import optax
+class Rows:
+    """The file with all rows, which is replaced whenever a row is added."""
 
-    import jaxshard as js
+    def __init__(self, path: Path):
+        self._path = path
+        self.found: dict[str, Row] = json.loads(path.read_text())["rows"] if path.exists() else {}
 
-    model = js.models.llama(
-        vocab=shape.vocab, width=shape.width, depth=shape.depth, heads=shape.heads, kv_heads=shape.heads,
-        hidden=shape.hidden, seq=shape.seq, rope_base=10_000,
-    )  # fmt: skip
-    tx = optax.adamw(LEARNING_RATE, b1=BETAS[0], b2=BETAS[1], eps=EPSILON, weight_decay=WEIGHT_DECAY)
-    layout = js.layout(js.ddp(), js.make_mesh(jax.devices()[:1], data=1), model.init, tx)
-    engine = js.explicit(compute_dtype=jnp.bfloat16, remat=shape.remat)
-    step = js.make_step(model.loss, tx, layout, engine=engine)
-    run = js.init(model.init, tx, layout, key=0)
-    parameters = sum(x.size for x in jax.tree.leaves(run.params))
-    assert parameters == shape.parameters, f"{parameters:,} parameters, {shape.parameters:,} expected"
-    batch = {"tokens": jnp.asarray(tokens_of(shape))}
-    predicted = js.plan.predict(layout, model.loss, batch, engine, tx=tx, estimate=True)
-    compiled = step.compile(batch)
-    about = {
-        "device": jax.devices()[0].device_kind,
-        "attention": "cuDNN's" if "cudnn$fmha" in compiled.as_text() else "XLA's products, or another kernel",
-        "estimated_bytes": predicted.live_bytes,
-        "estimated_seconds": None if predicted.time is None else [predicted.time.low, predicted.time.high],
-        "compiled_bytes": compiled.memory_analysis().peak_memory_in_bytes,
-    }
-    calls: list[float] = []
+    def put(self, name: str, figures: Row) -> None:
+        self.found[name] = figures
+        written = self._path.with_suffix(".part")
+        written.write_text(json.dumps({"rows": self.found}, indent=1) + "\n")
+        written.replace(self._path)
+        print(f"{name}: {brief(figures)}", flush=True)
 
-    def steps() -> float:
-        nonlocal run
-        start = time.perf_counter()
-        run, metrics = step(run, batch)
-        calls.append(time.perf_counter() - start)
-        for _ in range(AT_ONCE - 1):
-            run, metrics = step(run, batch)
-        loss = float(metrics["loss"])
-        memory = jax.devices()[0].memory_stats() or {}
-        seen = {"peak_bytes": memory.get("peak_bytes_in_use"), "call_seconds": statistics.median(calls)}
-        Path(os.environ[NOTES]).write_text(json.dumps(about | seen))
-        return loss
-
-    return steps
+    def measured(self, name: str) -> bool:
+        return self.found.get(name, {}).get("machine") == machine()
 
 
-def torch_model(shape: Shape) -> Any:
-    import torch
-    from torch import nn
-    from torch.nn import functional
-
-    C, H = shape.width, shape.heads
-    rates = 10_000.0 ** (-torch.arange(0, C // H, 2) / (C // H))
-    angles = torch.arange(shape.seq)[:, None] * rates
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attn_norm, self.mlp_norm = nn.RMSNorm(C, eps=1e-5), nn.RMSNorm(C, eps=1e-5)
-            self.qkv, self.out = nn.Linear(C, 3 * C, bias=False), nn.Linear(C, C, bias=False)
-            self.gate, self.up = nn.Linear(C, shape.hidden, bias=False), nn.Linear(C, shape.hidden, bias=False)
-            self.down = nn.Linear(shape.hidden, C, bias=False)
-
-        def forward(self, x: Any, cos: Any, sin: Any) -> Any:
-            B, T, _ = x.shape
-            q, k, v = self.qkv(self.attn_norm(x)).view(B, T, 3, H, C // H).permute(2, 0, 3, 1, 4)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.out(y.transpose(1, 2).reshape(B, T, C))
-            h = self.mlp_norm(x)
-            return x + self.down(functional.silu(self.gate(h)) * self.up(h))
-
-    def rotate(x: Any, cos: Any, sin: Any) -> Any:
-        first, second = x.float().chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
-
-    class Llama(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.norm = nn.Embedding(shape.vocab, C), nn.RMSNorm(C, eps=1e-5)
-            self.blocks = nn.ModuleList(Block() for _ in range(shape.depth))
-            self.head = nn.Linear(C, shape.vocab, bias=False)
-            self.register_buffer("cos", angles.cos(), persistent=False)
-            self.register_buffer("sin", angles.sin(), persistent=False)
-            for module in self.modules():
-                if isinstance(module, nn.Linear | nn.Embedding):
-                    nn.init.normal_(module.weight, std=0.02)
-
-        def forward(self, tokens: Any) -> Any:
-            x = self.embed(tokens[:, :-1])
-            for block in self.blocks:
-                x = block(x, self.cos, self.sin)
-            logits = self.head(self.norm(x)).float()
-            return functional.cross_entropy(logits.view(-1, shape.vocab), tokens[:, 1:].reshape(-1))
-
-    return Llama()
+def brief(figures: Row) -> str:
+    """Write the numbers of a row in one line."""
+    shown = {name: f"{x:.5g}" if isinstance(x, float) else x for name, x in figures.items()}
+    return ", ".join(f"{name} {x}" for name, x in shown.items() if isinstance(x, str | int))
 
 
-def torchs(shape: Shape, rank: int, meeting: str) -> Step:
-    import torch
-
-    on_gpu = torch.cuda.is_available()
-    device = "cuda" if on_gpu else "cpu"
-    torch.set_float32_matmul_precision("high")
-    torch.manual_seed(0)
-    model = torch_model(shape).to(device)
-    parameters = sum(x.numel() for x in model.parameters())
-    assert parameters == shape.parameters, f"{parameters:,} parameters, {shape.parameters:,} expected"
-    compiled = torch.compile(model) if on_gpu else model
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=WEIGHT_DECAY, fused=on_gpu
-    )
-    tokens = torch.from_numpy(tokens_of(shape)).long().to(device)
-
-    def steps() -> float:
-        for _ in range(AT_ONCE):
-            with torch.autocast(device, torch.bfloat16):
-                loss = compiled(tokens)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
-
-    return steps
-
-
-def variants_of(models: dict[str, Shape]) -> dict[str, list[Variant]]:
-    """What is compared, by model: torch only where it is installed."""
-    both = {
-        name: [Variant(f"{name} {OURS}", partial(ours, shape)), Variant(f"{name} {TORCH}", partial(torchs, shape))]
-        for name, shape in models.items()
-    }
-    return both if importlib.util.find_spec("torch") else {name: pair[:1] for name, pair in both.items()}
-
-
-def figures(shape: Shape, turns: Turns, peak: float | None) -> dict[str, dict[str, Any]]:
-    """Tokens per second and MFU of every side, and our share of torch's speed, round by round."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, of_one in turns.items():
-        seconds = statistics.median(turn.wall for turn in of_one) / AT_ONCE
-        speed = shape.rows * shape.seq / seconds
-        found[name] = {"seconds_per_step": seconds, "tokens_per_second": speed, "loss": of_one[-1].loss}
-        if peak is not None:
-            found[name] |= {f"mfu {count}": speed * flops / peak for count, flops in shape.flops_per_token.items()}
-    names = list(turns)
-    if len(names) == 2:
-        ratios = [theirs.wall / mine.wall for mine, theirs in zip(*turns.values(), strict=True)]
-        found[names[0]]["of_torch"] = statistics.median(ratios)
+@cache
+def machine() -> dict[str, str]:
+    """Name the device and the versions with which a row is measured."""
+    found = {"device": "cpu", "python": platform.python_version()}
+    if shutil.which("nvidia-smi"):
+        words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        found["device"] = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    for name in ("jax", "jaxlib", "qwix", "torch", "torchao"):
+        if importlib.util.find_spec(name) is not None:
+            found[name] = version(name)
     return found
 
 
-def table(rows: dict[str, dict[str, Any]]) -> str:
-    lines = [
-        "| | s/step | tokens/s | of torch's | MFU (6N) | MFU (PaLM) | loss |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
+# The jobs. What they run is imported inside: the parent holds no device, and torch may be missing.
+
+
+def our_model(shape: Shape, quant: str | None, with_replicas: bool, effort: Effort) -> Iterator[Row]:
+    from one_gpu.ours import measure_model
+
+    return measure_model(shape, effort, quant, with_replicas)
+
+
+def torchs_model(shape: Shape, quant: str | None, effort: Effort) -> Iterator[Row]:
+    from one_gpu.by_torch import measure_torch
+
+    return measure_torch(shape, effort, quant)
+
+
+def our_calls(shape: Shape, effort: Effort) -> Iterator[Row]:
+    from one_gpu.ours import measure_calls
+
+    return measure_calls(shape, effort)
+
+
+def all_attention(arrays: tuple[int, int, int, int], effort: Effort) -> Iterator[Row]:
+    from one_gpu.kernels import Arrays, measure_attention
+
+    return measure_attention(Arrays(*arrays), effort)
+
+
+def jobs_of(models: dict[str, Shape], attention: dict[str, tuple[int, int, int, int]]) -> list[Job]:
+    """List all jobs, the most valuable first: the first two models with everything, then what else there is."""
+
+    def ours(name: str, quant: str | None, seconds: float) -> Job:
+        row = f"{name} {quant or 'bf16'}"
+        with_replicas = quant is None and name == first
+        rows = (row, f"{row} memory", *([f"{name} replicas"] if with_replicas else []))
+        return Job(rows, seconds, partial(our_model, models[name], quant, with_replicas), ("qwix",) if quant else ())
+
+    def torchs(name: str, quant: str | None, seconds: float) -> Job:
+        row = f"{name} torch {quant or 'bf16'}"
+        needs = ("torch", *(["torchao"] if quant else []))
+        return Job((row, f"{row} memory"), seconds, partial(torchs_model, models[name], quant), needs)
+
+    first, *others = models
+    jobs = []
+    for name in (first, *others[:1]):
+        jobs += [ours(name, None, 60), torchs(name, None, 70), ours(name, "fp8", 70)]
+    jobs.append(Job(("calls",), 35, partial(our_calls, TINY)))
+    for name, arrays in attention.items():
+        rows = tuple(f"attention {name}, {kernel}" for kernel in ("cudnn", "splash", "blocks", "all logits"))
+        jobs.append(Job(rows, 35, partial(all_attention, arrays)))
+    jobs += [torchs(name, "fp8", 80) for name in (first, *others[:1])]
+    for name in others[1:]:
+        jobs += [ours(name, None, 45), torchs(name, None, 60)]
+    return jobs
+
+
+def run_here(job: Job, rows: Rows, effort: Effort) -> None:
+    """Measure the rows of a job in this process, and say of those that are left why they are."""
+    left = list(job.rows)
+    try:
+        for figures in job.measure(effort):
+            rows.put(left.pop(0), figures if REASONS[0] in figures else figures | {"machine": machine()})
+    except NotAvailable as error:
+        for name in left:
+            rows.put(name, {"not available": str(error)})
+    except Exception as error:  # such as memory that is too small: the next job may still run
+        for name in left:
+            rows.put(name, {"failed": f"{type(error).__name__}: {error}"[:500]})
+        raise
+
+
+def start(job: Job, path: Path, seconds_left: float) -> Rows:
+    """Run a job in a process of its own, and return all rows."""
+    limit = min(seconds_left, 2 * job.seconds)
+    words = [sys.executable, *sys.argv, "--job", job.rows[0], "--into", str(path)]
+    try:
+        status = subprocess.run(words, timeout=limit, check=False).returncode
+        reason = f"the process ended with status {status}"
+    except subprocess.TimeoutExpired:
+        reason = f"ended after {limit:.0f} s; about {job.seconds:.0f} s were expected"
+    rows = Rows(path)
+    for name in job.rows:
+        if not rows.measured(name) and not any(reason in rows.found.get(name, {}) for reason in REASONS):
+            rows.put(name, {"failed": reason})
+    return rows
+
+
+def run_all(jobs: Sequence[Job], path: Path, minutes: float) -> dict[str, Row]:
+    """Run the jobs that are not measured yet and fit the time, in their order; return all rows of the file."""
+    deadline = time.monotonic() + 60 * minutes
+    rows = Rows(path)
+    for job in jobs:
+        waiting = [name for name in job.rows if not rows.measured(name)]
+        missing = [name for name in job.needs if importlib.util.find_spec(name) is None]
+        left = deadline - time.monotonic()
+        if not waiting:
+            print(f"{', '.join(job.rows)}: measured already", flush=True)
+        elif missing:
+            for name in waiting:
+                rows.put(name, {"not available": f"{' and '.join(missing)} not installed"})
+        elif left < job.seconds:
+            for name in waiting:
+                rows.put(name, {"skipped": f"takes about {job.seconds:.0f} s, {max(left, 0):.0f} s were left"})
+        else:
+            for name in waiting:
+                rows.found.pop(name, None)
+            rows = start(job, path, left)
+    return rows.found
+
+
+# What is printed at the end.
+
+
+def table(titles: str, lines: Sequence[Sequence[str]]) -> str:
+    columns = titles.count("|") - 1
+    ruler = "|---|" + "---:|" * (columns - 1)
+    return "\n".join([titles, ruler, *(f"| {' | '.join(cells)} |" for cells in lines)])
+
+
+def speeds(rows: dict[str, Row]) -> str:
+    lines = []
     for name, row in rows.items():
-        share = f"{row['of_torch']:.2f}" if "of_torch" in row else ""
-        used = [f"{row[f'mfu {count}']:.1%}" if f"mfu {count}" in row else "" for count in ("6N", "PaLM")]
-        cells = [name, f"{row['seconds_per_step']:.4f}", f"{row['tokens_per_second']:,.0f}", share, *used]
-        lines.append("| " + " | ".join([*cells, f"{row['loss']:.3f}"]) + " |")
-    return "\n".join(lines)
+        if "tokens_per_second" in row:
+            torchs = rows.get(f"{name.split()[0]} torch bf16", {}).get("tokens_per_second")
+            share = f"{row['tokens_per_second'] / torchs:.2f}" if torchs and "torch" not in name else ""
+            used = [f"{row[f'mfu {count}']:.1%}" if f"mfu {count}" in row else "" for count in ("6N", "PaLM")]
+            speed = f"{row['tokens_per_second']:,.0f}"
+            lines.append([name, f"{row['seconds_per_step']:.4f}", speed, share, *used, f"{row['loss']:.3f}"])
+    return table("| | s/step | tokens/s | of torch's in bf16 | MFU (6N) | MFU (PaLM) | loss |", lines)
 
 
-def beforehand(about: dict[str, Any]) -> str:
-    """Print the estimated and the measured memory, and the time of one call of the step."""
-    sizes = {"estimated": "estimated_bytes", "by the compiler": "compiled_bytes", "seen": "peak_bytes"}
-    memory = [f"{name} {about[key] / 1e9:.3g} GB" for name, key in sizes.items() if about[key] is not None]
-    seconds = about["estimated_seconds"]
-    time_ = [] if seconds is None else [f"step estimated {seconds[0]:.4f} to {seconds[1]:.4f} s"]
-    call = f"a call takes {1e6 * about['call_seconds']:.0f} us"
-    return "; ".join(["memory: " + ", ".join(memory), *time_, call])
+def memories(rows: dict[str, Row]) -> str:
+    kinds = ("estimated_bytes", "compiled_bytes", "peak_bytes")
+    lines = [
+        [name.removesuffix(" memory"), *(f"{row[kind] / 1e9:.2f}" if row.get(kind) else "" for kind in kinds)]
+        for name, row in rows.items()
+        if "peak_bytes" in row
+    ]
+    return table("| GB | estimated | by the compiler | seen |", lines)
 
 
-def versions() -> dict[str, str]:
-    names = ["jax", "jaxlib", *(["torch"] if importlib.util.find_spec("torch") else [])]
-    return {"python": platform.python_version()} | {name: version(name) for name in names}
-
-
-def compare(name: str, shape: Shape, variants: Sequence[Variant], rounds: int, steps: int) -> dict[str, Any]:
-    """Let the sides of one model take turns, and print what they reached."""
-    import jaxshard as js
-
-    with tempfile.TemporaryDirectory() as folder:
-        notes = Path(folder, "notes.json")
-        # Both sides share the memory: none may reserve what it does not need.
-        environment = {
-            NOTES: str(notes), "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_CLIENT_MEM_FRACTION": "0.92"
-        }  # fmt: skip
-        turns = measure(variants, rounds, steps, [], environment)
-        about = json.loads(notes.read_text())
-    chip = js.plan.chip(about["device"])
-    found = figures(shape, turns, None if chip is None else chip.peak_flops)
-    print(f"\n{name}: {shape.parameters:,} parameters, {shape.rows} rows of {shape.seq} tokens, on {about['device']}")
-    print(f"attention of {OURS}: {about['attention']}")
-    print(beforehand(about))
-    print(table(found), flush=True)
-    return about | {"shape": shape._asdict(), "sides": found}
+def others(rows: dict[str, Row]) -> str:
+    in_tables = {"tokens_per_second", "peak_bytes"}
+    return "\n".join(f"{name}: {brief(row)}" for name, row in rows.items() if not in_tables & set(row))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10, help="no job starts that does not fit these")
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--rows", type=int, help="rows per step, for all models")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=2, help=f"times {AT_ONCE} steps in a turn")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10, help="steps of a round")
     parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--json")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, help="write all rows there, and continue what is there")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    models = SMOKE if options.smoke else {name: MODELS[name] for name in options.models}
-    if options.rows:
-        models = {name: shape._replace(rows=options.rows) for name, shape in models.items()}
-    variants = variants_of(models)
-    if options.worker:
-        work([one for pair in variants.values() for one in pair], options.worker)
-    rounds, steps = (2, 1) if options.smoke else (options.rounds, options.steps)
-    print(", ".join(f"{name} {number}" for name, number in versions().items()), flush=True)
-    if not importlib.util.find_spec("torch"):
-        print("torch is not installed: its half is left out (pip install torch)", flush=True)
-    results: dict[str, dict[str, Any]] = {}
-    for name, shape in models.items():
-        results[name] = compare(name, shape, variants[name], rounds, steps)
-        if options.json:
-            Path(options.json).write_text(json.dumps({"versions": versions(), "models": results}, indent=1))
+    if options.smoke:
+        jobs, effort = jobs_of({"tiny": TINY}, {"tiny": (1, 256, 2, 16)}), Effort(2, 2)
+        os.environ["XLA_FLAGS"] = f"{QUICK} {os.environ.get('XLA_FLAGS', '')}"
+    else:
+        jobs = jobs_of({name: MODELS[name] for name in options.models}, ATTENTION)
+        effort = Effort(options.rounds, options.steps)
+    if options.job:
+        run_here(next(job for job in jobs if job.rows[0] == options.job), Rows(options.into), effort)
+        return
+    print(", ".join(f"{name} {number}" for name, number in machine().items()), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = run_all(jobs, options.json or Path(folder, "rows.json"), options.minutes)
+    print(f"\n{speeds(rows)}\n\n{memories(rows)}\n\n{others(rows)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,12 @@ and the mark (transposes and reshapes, sums of several gradients, gradients that
 computed twice: the search stops at a value that has other users. If an operation is none of these, the gradient is cast
 after it, as written, and `js.audit` shows the dtype of the sum.
 
+A transpose of a marked product is moved into the product too, whose operands are swapped: the compiler adds the shares
+right after the product, and a transpose after that is a pass over the gradient of its own.
+
+    t: f32[8,16]   = dot_general dy x                 JAX's derivative of x @ w by w
+    dw: f32[16,8]  = transpose t                      becomes dot_general x dy
+
 A smaller dtype is moved to the sum in the same way, as in `sum_in(gradient, bf16)` of a norm's scale that is computed
 in f32, but only through products, sums and operations that only move elements: a difference of two large sums would
 lose its digits. Each device still adds its positions in f32.
@@ -91,9 +97,15 @@ def _run(program: Any, args: Sequence[Any], outs: Dtypes) -> list[Any]:
     """
     jaxpr, _ = open_jaxpr(program)
     wanted = _find_wanted(jaxpr, outs)
+    swapped = _find_swapped(jaxpr, wanted)
 
     def rule(eqn: Any, values: list[Any]) -> list[Any]:
-        return _evaluate(eqn, values, [wanted.get(var) for var in eqn.outvars])
+        dtypes = [wanted.get(var) for var in eqn.outvars]
+        if any(var in swapped for var in eqn.outvars):
+            eqn, values = _swap_operands(eqn), values[::-1]
+        elif eqn.primitive.name == "transpose" and eqn.invars[0] in swapped:
+            return _cast(eqn.outvars, values, dtypes)
+        return _evaluate(eqn, values, dtypes)
 
     return _cast(jaxpr.outvars, evaluate(program, args, rule), outs)
 
@@ -143,6 +155,33 @@ def _evaluate(eqn: Any, values: Sequence[Any], wanted: Dtypes) -> list[Any]:
     elif dtype is not None and name in _LINEAR | _SUMS:
         operands = read(wide)
     return bind(eqn.replace(params=params), operands)
+
+
+def _find_swapped(jaxpr: Any, wanted: dict[Any, Any]) -> set[Any]:
+    """Find the marked products that are only transposed, to the product of their operands in the other order."""
+    products = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"}
+    found = set()
+    for eqn in jaxpr.eqns:
+        source = eqn.invars[0] if eqn.primitive.name == "transpose" else None
+        if source in wanted and source in products:
+            product = products[source]
+            (contracted, _), (batch, _) = product.params["dimension_numbers"]
+            first = product.invars[0].aval.ndim - len(contracted)
+            dims = tuple(range(source.aval.ndim))
+            if not batch and eqn.params["permutation"] == dims[first:] + dims[:first]:
+                found.add(source)
+    return found
+
+
+def _swap_operands(eqn: Any) -> Any:
+    """Write a product without batch dimensions with its operands in the other order."""
+    contracted, batch = eqn.params["dimension_numbers"]
+    precision = eqn.params["precision"]
+    swapped = {
+        "dimension_numbers": (contracted[::-1], batch),
+        "precision": precision[::-1] if isinstance(precision, tuple) else precision,
+    }
+    return eqn.replace(invars=eqn.invars[::-1], params=eqn.params | swapped)
 
 
 def _narrow_sum(x: jax.Array, dims: Sequence[int], dtype: Any) -> jax.Array:

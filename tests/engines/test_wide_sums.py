@@ -100,6 +100,36 @@ def test_a_sum_in_bf16_is_a_choice():
     assert gradient(product, js.auto(compute_dtype=jnp.bfloat16, reduce_dtype=jnp.bfloat16)).max() == ROUNDED
 
 
+@pytest.mark.parametrize(
+    ("x", "w", "axes"), [((2, 4), (4, 5), 1), ((2, 3, 4), (4, 5, 6), 1), ((2, 3, 4, 5), (4, 5, 6), 2)]
+)
+def test_a_transposed_gradient_is_the_product_of_its_operands_in_the_other_order(x, w, axes):
+    """Otherwise the sum over devices is between the two, and the transpose a pass of its own."""
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(shape, np.float32) for shape in (x, w))
+
+    def fn(x, w):
+        return sum_in(jax.grad(lambda w: jnp.square(jnp.tensordot(x, w, axes)).sum())(w), jnp.float32)
+
+    assert "transpose" in str(jax.make_jaxpr(fn)(x, w))
+    assert "transpose" not in str(jax.make_jaxpr(widen_sums(fn))(x, w))
+    ours, theirs = jax.jit(lambda x, w: (widen_sums(fn)(x, w), fn(x, w)))(x, w)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_gradient_is_reduced_in_the_shape_of_its_weight():
+    def loss_fn(params, batch, key):
+        return js.Mean(jnp.square(batch["x"] @ params["w"]).sum(), 8)
+
+    layout = js.layout(
+        js.fsdp(min_size=0), js.make_mesh(data=8), lambda key: {"w": jnp.zeros((16, 24))}, optax.sgd(1.0)
+    )
+    step = js.make_step(loss_fn, optax.sgd(1.0), layout, engine=js.auto())
+    text = step.compile({"x": jax.ShapeDtypeStruct((8, 16), jnp.float32)}).as_text()
+    reduced = [line for line in text.splitlines() if " all-reduce(" in line]
+    assert any("f32[16,24]" in line for line in reduced) and not any("f32[24,16]" in line for line in reduced)
+
+
 def test_what_others_use_too_keeps_its_dtype():
     """The product is asked for in bf16 as well: nothing is computed twice, and the gradient is cast behind it."""
 

@@ -412,8 +412,9 @@ def skip_round_trips(region: Region) -> None:
 
 def _holds(wide: Any, narrow: Any) -> bool:
     """Return True if the floating dtype `wide` represents every number of the different floating dtype `narrow`."""
-    floating = all(jnp.issubdtype(one, jnp.floating) for one in (wide, narrow))
-    return floating and wide != narrow and jnp.promote_types(wide, narrow) == wide
+    if wide == narrow or not all(jnp.issubdtype(one, jnp.floating) for one in (wide, narrow)):
+        return False
+    return all(getattr(jnp.finfo(wide), part) >= getattr(jnp.finfo(narrow), part) for part in ("nmant", "nexp"))
 
 
 def eliminate(region: Region, wanted: set[Value]) -> None:

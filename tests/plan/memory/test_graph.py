@@ -128,7 +128,13 @@ def test_a_table_that_a_loop_writes_in_slices_is_split_as_it_is_constrained_behi
 
 @pytest.mark.parametrize(
     ("narrow", "wide", "left"),
-    [(jnp.bfloat16, jnp.float32, 0), (jnp.float32, jnp.bfloat16, 2), (jnp.bfloat16, jnp.float16, 2)],
+    [
+        (jnp.bfloat16, jnp.float32, 0),
+        (jnp.float32, jnp.bfloat16, 2),
+        (jnp.bfloat16, jnp.float16, 2),
+        (jnp.float8_e4m3fn, jnp.bfloat16, 0),  # JAX has no common type of these
+        (jnp.bfloat16, jnp.float8_e4m3fn, 2),
+    ],
 )
 @pytest.mark.parametrize("looped", [False, True])
 def test_a_conversion_to_a_wider_type_and_back_is_none(narrow, wide, left, looped):
