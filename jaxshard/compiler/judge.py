@@ -70,7 +70,7 @@ def judge(lowered: jax.stages.Lowered, target: Target, *, seconds: float = SECON
     if (remembered := _remembered(load_answer(key))) is not None:
         return remembered
     with tempfile.TemporaryDirectory(prefix="jaxshard-judge-") as folder:
-        answer = _compile(asked, target, Path(folder), seconds)
+        answer = compile_input(asked, target, Path(folder), seconds)
     save_answer(key, answer._asdict())  # tuples become lists
     return answer
 
@@ -85,7 +85,7 @@ def _remembered(found: dict[str, Any] | None) -> Answer | None:
         return None
 
 
-def _compile(asked: CompilerInput, target: Target, folder: Path, seconds: float) -> Answer:
+def compile_input(asked: CompilerInput, target: Target, folder: Path, seconds: float) -> Answer:
     """Compile a program in a child process until buffers are assigned, and return the compiler's answer."""
     (folder / "program").write_bytes(asked.program)
     (folder / "options").write_bytes(asked.options)

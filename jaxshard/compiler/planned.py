@@ -49,7 +49,8 @@ class PlannedDevice:
     @property
     def client(self) -> Any:
         """A stand-in for a JAX client, from which tracing reads the runtime's version; it can't compile."""
-        return SimpleNamespace(platform="planned", platform_version="planned", process_index=lambda: -1)
+        version = "planned rocm" if self.compute_capability.startswith("gfx") else "planned"
+        return SimpleNamespace(platform="planned", platform_version=version, process_index=lambda: -1)
 
     def addressable_memories(self) -> list[Any]:
         """Return the device's memories, such as "device" and "pinned_host", as `jax.Device` does."""
@@ -77,7 +78,10 @@ class Slices(NamedTuple):
 
 
 class Hosts(NamedTuple):
-    """GPUs of one kind: `device_kind`, compute capability, and the most GPUs that one host or NVLink domain has."""
+    """GPUs of one kind: `device_kind`, compute capability, and the most GPUs that one host or NVLink domain has.
+
+    AMD's GPUs have an architecture, such as "gfx942", in place of a compute capability, as in JAX.
+    """
 
     kind: str
     capability: str
@@ -97,7 +101,7 @@ TPUS = {
 }
 """The shapes of slices of each TPU version."""
 
-# NVIDIA's data sheets, as in `cost/hardware.py`; compute capabilities from developer.nvidia.com/cuda-gpus.
+# The makers' data sheets, as in `cost/hardware.py`; compute capabilities from developer.nvidia.com/cuda-gpus.
 GPUS = {
     "a10": Hosts(KINDS["a10"], "8.6"),
     "a100": Hosts(KINDS["a100"], "8.0", 16),
@@ -108,6 +112,7 @@ GPUS = {
     "h200": Hosts(KINDS["h200"], "9.0"),
     "l4": Hosts(KINDS["l4"], "8.9"),
     "l40s": Hosts(KINDS["l40s"], "8.9"),
+    "mi300x": Hosts(KINDS["mi300x"], "gfx942"),
 }
 """The kinds of GPUs by name, with the most GPUs in one host or one domain of NVLink."""
 
@@ -271,13 +276,11 @@ def _tpus(topology: Topology, number: int, num_slices: int) -> Iterator[PlannedD
 
 
 def _gpus(topology: Topology) -> Iterator[PlannedDevice]:
-    known = GPUS[topology.version]
+    kind, capability, _ = GPUS[topology.version]
     gpus, hosts = topology.shape
     for index in range(gpus * hosts):
         host = index // gpus
-        yield PlannedDevice(
-            index, "gpu", known.kind, host, host, compute_capability=known.capability, topology=str(topology)
-        )
+        yield PlannedDevice(index, "gpu", kind, host, host, compute_capability=capability, topology=str(topology))
 
 
 def _is_known(version: str, shape: tuple[int, ...]) -> bool:

@@ -13,7 +13,7 @@ class Network(NamedTuple):
     """The links between devices: a torus (TPUs), or islands around a switch (GPUs), and a network outside.
 
     Attributes:
-      inside: the name of the links within a torus ("ici") or an island ("nvlink").
+      inside: the name of the links within a torus ("ici") or an island ("nvlink", "xgmi").
       outside: the name of the network between slices of TPUs ("dcn") or islands of GPUs ("ib").
       bandwidth: bytes per second in one direction, of one link of the torus, or of a device to the switch of an island.
       dims: the number of dimensions of the torus; 0 for islands.
@@ -66,7 +66,9 @@ class Chip(NamedTuple):
       usable_bytes: bytes of memory that a program may use: on TPUs the compiler's limit, on GPUs the share that JAX's
         allocator takes (`gpu_memory_fraction`).
       network: the network between such devices; None for chips without one (PCIe cards).
-      peak_f32: FLOPs per second of f32 products as JAX computes them by default: one bf16 pass on TPUs, TF32 on GPUs.
+      peak_f32: FLOPs per second of f32 products as JAX computes them by default: one bf16 pass on TPUs, TF32 on GPUs of
+        NVIDIA, f32 on those of AMD.
+      exact_f32: FLOPs per second of f32 products on a GPU without TF32.
       peak_fp8: FLOPs per second of 8-bit floating products; None where the chip has none.
       peak_int8: operations per second of 8-bit integer products; None where the chip has none.
       mxu: the rows and columns of a TPU's matrix unit; 0 for GPUs.
@@ -82,6 +84,7 @@ class Chip(NamedTuple):
     usable_bytes: int = 0
     network: Network | None = None
     peak_f32: float = 0.0
+    exact_f32: float = 0.0
     peak_fp8: float | None = None
     peak_int8: float | None = None
     mxu: int = 0
@@ -95,8 +98,7 @@ class Chip(NamedTuple):
         Args:
           dtype: the dtype of the operands, such as "bfloat16"; the larger one if they differ.
           passes: bf16 passes of an f32 product on a TPU: 1 by default, 3 at precision "high", 6 at "highest". On GPUs
-            more than 1 means f32 without TF32. Its rate is not in the table, and is taken as an eighth of the rate of
-            TF32, as on A100 (19.5 of 156 TFLOPs) and H100 (67 of 495).
+            more than 1 means f32 without TF32.
 
         Example:
           >>> chip("TPU v6e").rate("int8") / 1e12
@@ -109,7 +111,8 @@ class Chip(NamedTuple):
         if dtype in ("int8", "uint8"):
             return self.peak_int8 or self.peak_flops
         if dtype in ("float32", "float64", "complex64"):
-            return self.peak_f32 / (passes if self.mxu else 8 if passes > 1 else 1)
+            exact = passes > 1 and not self.mxu
+            return self.exact_f32 if exact else self.peak_f32 / passes
         return self.peak_flops
 
     def part(self, share: float) -> Chip:
@@ -126,6 +129,7 @@ class Chip(NamedTuple):
             usable_bytes=int(self.usable_bytes * share),
             network=network,
             peak_f32=self.peak_f32 * share,
+            exact_f32=self.exact_f32 * share,
             peak_fp8=self.peak_fp8 and self.peak_fp8 * share,
             peak_int8=self.peak_int8 and self.peak_int8 * share,
             host_bandwidth=self.host_bandwidth * share,
@@ -260,6 +264,7 @@ KINDS = {
     "h200": "NVIDIA H200",
     "l4": "NVIDIA L4",
     "l40s": "NVIDIA L40S",
+    "mi300x": "AMD Instinct MI300X",
 }
 """{short name of a chip, with which names of topologies begin: its `jax.Device.device_kind`}."""
 
@@ -292,7 +297,7 @@ def _tpu(
 ) -> Chip:
     """Make the `Chip` of a TPU. By default JAX computes f32 products there in one bf16 pass, at the bf16 rate."""
     memory, own, beside = gibibytes * _GIB, int(usable * _GIB), int(host * _GIB)
-    return Chip(name, peak, memory, bandwidth, own, network, peak, fp8, int8, mxu, reached, link, beside)
+    return Chip(name, peak, memory, bandwidth, own, network, peak, 0.0, fp8, int8, mxu, reached, link, beside)
 
 
 # device_kind: (the whole chip, its cores, how many of these JAX shows as one device by default).
@@ -303,7 +308,8 @@ def _tpu(
 # Large products reach 827 of 918 TFLOP/s on v6e and 956 of 1153.5 on a core of TPU7x (AI-Hypercomputer/tpu-recipes,
 # microbenchmarks/README.md and microbenchmarks/ironwood/README.md); the others are given v6e's share.
 # Links to a host: 16 GB/s each way on v4, 32 on v6e, "typically around 1.5e10" (jax-ml.github.io/scaling-book/tpus).
-# Memory of a host: 512 GiB for 8 chips of v5e, 1536 for 8 of v6e, 448 GB for 4 of v5p (Google's pages of each).
+# Memory of a host: 512 GiB for 8 chips of v5e, 1536 for 8 of v6e, 448 GB for 4 of v5p, 960 GB for 4 of TPU7x (Google's
+# pages of each).
 _V5E = (
     _tpu("TPU v5e", 197e12, 16, 819e9, 15.75, _torus(50e9, 2, 3.125e9), int8=393e12, host=64),
     1,
@@ -331,24 +337,29 @@ _TPUS: dict[str, tuple[Chip, int, int]] = {
     "TPU v6 lite": _V6E,
     "TPU v6e": _V6E,
     "TPU7x": (
-        _tpu("TPU7x", 2307e12, 192, 7380e9, 189.5, _torus(100e9, 3, 12.5e9), fp8=4614e12, mxu=256, reached=0.83),
+        _tpu(
+            "TPU7x", 2307e12, 192, 7380e9, 189.5, _torus(100e9, 3, 12.5e9), fp8=4614e12, mxu=256, reached=0.83, host=223
+        ),
         2,
         1,
     ),
 }
 
 
-# Islands of GPUs: NVLink's figure on a data sheet counts both directions (A100 600 GB/s, H100 and H200 900, B200 1800).
+# Islands of GPUs: NVLink's figure on a data sheet counts both directions (A100 600 GB/s, H100 and H200 900, B200 1800),
+# and so does AMD's for the seven Infinity Fabric links from a GPU to the seven others (MI300X 896, MI355X 1075).
 # Outside, the network adapters of NVIDIA's DGX reference designs: one of 200 Gb/s for a GPU of a DGX A100, one of 400
-# Gb/s for one of a DGX H100, H200 or B200. Latencies: NCCL's tuning model (src/graph/tuning.cc), 0.6 microseconds for a
-# hop of its LL ring through NVLink, 14 through the network.
-def _island(both_directions: float, outside: float, island: int = 8) -> Network:
-    return Network("nvlink", "ib", both_directions / 2, 0, 0, False, island, outside, 6e-7, 1.4e-5)
+# Gb/s for one of a DGX H100, H200 or B200; one of 400 Gb/s for an MI300X of Azure's ND MI300X v5. Latencies: NCCL's
+# tuning model (src/graph/tuning.cc), 0.6 microseconds for a hop of its LL ring through NVLink, 14 through the network;
+# AMD's library is made from the same source.
+def _island(both_directions: float, outside: float, island: int = 8, inside: str = "nvlink") -> Network:
+    return Network(inside, "ib", both_directions / 2, 0, 0, False, island, outside, 6e-7, 1.4e-5)
 
 
 _A100 = _island(600e9, 25e9)
 _H100 = _island(900e9, 50e9)
 _B200 = _island(1800e9, 50e9)
+_MI300X = _island(896e9, 50e9, inside="xgmi")
 
 
 def _gpu(
@@ -362,15 +373,21 @@ def _gpu(
     int8: bool = True,
     reached: float = 0.8,
     link: float = 32e9,
+    f32: float = 0.0,
 ) -> Chip:
     """Make the `Chip` of a GPU: its 8-bit products run at twice the rate of bf16 ones, its TF32 products at half.
 
     `chip` sets the bytes that a program may use.
+
+    Args:
+      f32: the rate of f32 products on GPUs where JAX does not use TF32. On others, exact f32 products run at an eighth
+        of the rate of TF32, as on A100 (19.5 of 156 TFLOPs) and H100 (67 of 495).
     """
     memory = gigabytes * 10**9
     twice = 2 * peak
     narrow = (twice if fp8 else None, twice if int8 else None)
-    return Chip(name, peak, memory, bandwidth, memory, network, peak / 2, *narrow, 0, reached, link)
+    default, exact = f32 or peak / 2, f32 or peak / 16
+    return Chip(name, peak, memory, bandwidth, memory, network, default, exact, *narrow, 0, reached, link)
 
 
 # NVIDIA's data sheets by product: A10, A100, H100, H200, L4, L40S, DGX B200, GB200 NVL72. From Hopper on they print the
@@ -379,6 +396,11 @@ def _gpu(
 # reach 268 of 312 TFLOP/s on A100, 792 of 989 on H100 and 1745 of 2250 on B200 (stas00/ml-engineering, compute/
 # accelerator, "maximum achievable matmul FLOPS"); the others are given H100's share. Links to a host, each way: 32 GB/s
 # of PCIe 4, 64 of PCIe 5, and for each GPU of a GB200 half of the 450 GB/s of its NVLink-C2C.
+#
+# AMD's data sheets of MI300X and MI325X, which compute at the same rates. Their memory is sold in binary gigabytes: the
+# driver of a "192 GB" MI300X tells 196288 MiB. `device_kind` is the product's name (jax-ml/jax, pull request 37634).
+# XLA computes f32 products there in f32 (stream_executor/rocm/hip_blas_utils.cc), not in TF32. Large products reach 668
+# and 785 TFLOP/s (the same table of ml-engineering).
 _GPUS: dict[str, Chip] = {
     "NVIDIA A10": _gpu("A10", 125e12, 24, 600e9, None),
     "NVIDIA A100-PCIE-40GB": _gpu("A100 PCIe 40GB", 312e12, 40, 1555e9, None),
@@ -394,4 +416,10 @@ _GPUS: dict[str, Chip] = {
     "NVIDIA GB200": _gpu("GB200", 2500e12, 186, 8000e9, _island(1800e9, 50e9, 72), fp8=True, reached=0.78, link=225e9),
     "NVIDIA L4": _gpu("L4", 121e12, 24, 300e9, None, fp8=True),
     "NVIDIA L40S": _gpu("L40S", 362e12, 48, 864e9, None, fp8=True),
+    "AMD Instinct MI300X": _gpu(
+        "MI300X", 1307.4e12, 205, 5300e9, _MI300X, fp8=True, reached=0.51, link=64e9, f32=163.4e12
+    ),
+    "AMD Instinct MI325X": _gpu(
+        "MI325X", 1307.4e12, 274, 6000e9, _MI300X, fp8=True, reached=0.60, link=64e9, f32=163.4e12
+    ),
 }

@@ -8,6 +8,7 @@ import pytest
 import jaxshard as js
 from jaxshard.compiler.planned import GPUS, TPUS, parse_topology, planned_devices, planned_mesh
 from jaxshard.compiler.topology import topology_mesh
+from jaxshard.layers.attention.cudnn import is_rocm
 from jaxshard.models.sizes import make
 from tests.engines.programs import tpu
 
@@ -68,6 +69,12 @@ def test_gpus_of_a_host_share_a_slice():
     assert [{device.slice_index for device in row} for row in mesh.devices] == [{0}, {1}]
 
 
+def test_an_amd_gpu_has_an_architecture_and_no_cudnn():
+    for name, amd in (("mi300x:8", True), ("h100:8", False)):
+        device = planned_devices(name)[0]
+        assert is_rocm(device) == device.compute_capability.startswith("gfx") == amd
+
+
 @tpu
 @pytest.mark.parametrize(
     ("name", "slices", "axes"),
@@ -95,8 +102,9 @@ def test_stand_ins_stand_where_the_compiler_has_its_devices(name, slices, axes):
     assert planned.devices.shape == real.devices.shape
 
 
-def test_a_step_is_laid_out_and_traced_for_chips_that_are_not_here():
-    mesh, engine = planned_mesh("h100:8", data=4, tensor=2), js.auto(precision="bf16")
+@pytest.mark.parametrize("name", ["h100:8", pytest.param("mi300x:8", marks=pytest.mark.slow)])
+def test_a_step_is_laid_out_and_traced_for_chips_that_are_not_here(name):
+    mesh, engine = planned_mesh(name, data=4, tensor=2), js.auto(precision="bf16")
     model, tx = make("llama-1m", depth=1), optax.adam(1e-3)
     layout = js.layout(js.compose(js.fsdp("data"), js.tensor()), mesh, model.init, tx)
     batch = {"tokens": jax.ShapeDtypeStruct((8, 33), jnp.int32)}

@@ -41,6 +41,8 @@ EFFICIENCY: dict[str, Range] = {
     "dcn": (0.9, 0.33),
     # All-reduces inside a host: 200 to 235 of 300 GB/s on A100 (NVIDIA/nccl-tests issues 149 and 178).
     "nvlink": (0.78, 0.67),
+    # 48 of 64 GB/s per link of MI300X (rocm.blogs.amd.com, mi300x-rccl-xgmi); no slower one was found, so NVLink's.
+    "xgmi": (0.75, 0.67),
     # Over 256 GPUs in hosts with 8 ports of 50 GB/s: 340 GB/s and 200 GB/s (NVIDIA/nccl issue 1218).
     "ib": (0.85, 0.5),
 }
@@ -58,7 +60,7 @@ class CollectiveCost:
       bytes: bytes that each device receives.
       array_bytes: bytes before an array is scattered or after it is gathered, as `js.plan.summary` counts them.
       seconds: the time of all these collectives one after the other, at best and at worst.
-      link: the slowest link that these collectives use: "ici", "dcn", "nvlink" or "ib"; "" on an unknown chip.
+      link: the slowest link that these collectives use: "ici", "dcn", "nvlink", "xgmi" or "ib"; "" on an unknown chip.
       what: the arrays in words.
     """
 
