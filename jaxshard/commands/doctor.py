@@ -145,14 +145,19 @@ def describe_cache(devices: Sequence[jax.Device]) -> dict[str, Any]:
     if not folder or not config.jax_enable_compilation_cache:
         why = "JAX_ENABLE_COMPILATION_CACHE is false" if folder else "no folder"
         remedy = "set JAX_COMPILATION_CACHE_DIR=FOLDER, and later starts compile hardly anything"
-        if len(devices) > 1 and devices[0].platform == "cpu":
-            remedy = "it is not used on several CPU devices"
+        if not _uses_cache(devices):
+            remedy = "it is not used on CPU devices of several processes"
         return {"folder": None, "programs": 0, "bytes": 0, "text": f"off ({why}); {remedy}"}
     local = "://" not in folder
     sizes = [path.stat().st_size for path in Path(folder).rglob("*-cache") if path.is_file()] if local else []
     held = f", {len(sizes)} programs, {human_bytes(sum(sizes))}" if local else ""
     found = {"folder": folder, "programs": len(sizes) if local else None, "bytes": sum(sizes) if local else None}
-    return found | {"text": f"{folder}{held}; not used on several CPU devices"}
+    unused = "" if _uses_cache(devices) else "; not used on CPU devices of several processes"
+    return found | {"text": f"{folder}{held}{unused}"}
+
+
+def _uses_cache(devices: Sequence[jax.Device]) -> bool:
+    return not devices or devices[0].platform != "cpu" or len({device.process_index for device in devices}) == 1
 
 
 def start_problem() -> Finding | None:

@@ -99,7 +99,19 @@ def runner_of(name: str) -> Callable[[Any], int | None]:
         from jaxshard.core.compat import shorten_plugin_errors
 
         shorten_plugin_errors()
+        _cache_every_program()
     return run
+
+
+def _cache_every_program() -> None:
+    """Let JAX's compilation cache, if the user names a folder, keep programs that compile in less than a second too.
+
+    A command compiles many small programs, which a second start would otherwise compile again.
+    """
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        import jax
+
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def _run(words: Sequence[str]) -> tuple[int, str]:

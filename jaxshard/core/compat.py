@@ -623,22 +623,23 @@ def is_ready(array: Any) -> bool:
 
 
 def avoid_compilation_cache(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> None:
-    """Turn JAX's persistent compilation cache off, with a warning, where several CPU devices compute together.
+    """Turn JAX's persistent compilation cache off, with a warning, where CPU devices of several processes compute.
 
-    In a program that is loaded from the cache, independent collectives no longer have a fixed order: some devices wait
-    in one collective and some in another, until XLA ends the process after 40 s (seen with JAX 0.10.2; to try it
-    with a newer version, run `jaxshard train` from the cache several times on a busy machine).
+    XLA stores the order of collectives for each list of instructions separately (CPU, JAX 0.10.2 and 0.12). A loaded
+    program therefore no longer orders collectives in a loop or branch and those outside. Processes whose collectives
+    differ in order wait for each other until XLA ends them after 40 s (seen with JAX 0.10.2). The devices of one
+    process meet in every collective by itself: loaded programs with device-dependent delays never hung there.
     """
     config: Any = jax.config
     if not config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
         return
-    if mesh.size == 1 or not isinstance(mesh, jax.sharding.Mesh) or mesh.devices.flat[0].platform != "cpu":
+    if jax.process_count() == 1 or not isinstance(mesh, jax.sharding.Mesh) or mesh.devices.flat[0].platform != "cpu":
         return
     config.update("jax_enable_compilation_cache", False)
     reset_cache()
     warnings.warn(
-        f"the compilation cache in {config.jax_compilation_cache_dir} is not used: programs of several CPU devices "
-        "that are loaded from it can hang in their collectives",
+        f"the compilation cache in {config.jax_compilation_cache_dir} is not used: programs of CPU devices in "
+        "several processes that are loaded from it can hang in their collectives",
         stacklevel=4,
     )
 

@@ -28,8 +28,9 @@ def layout(
 ) -> Layout:
     """Apply a strategy to a training run: make a `Layout`, which says how every array of the run is sharded.
 
-    Traces `init_fn`, `tx.init` and `tx.update` on shapes alone and touches no device. On several CPU devices JAX's
-    persistent compilation cache is turned off, with a warning, because programs loaded from the cache can hang on CPUs.
+    Traces `init_fn`, `tx.init` and `tx.update` on shapes alone and touches no device. On CPU devices of
+    several processes JAX's persistent compilation cache is turned off, with a warning, because programs loaded from the
+    cache can hang there.
 
     If the optimizer multiplies matrices (Muon, Shampoo) and its state is sharded, every matrix gets an owner, the only
     device that updates it; `print(layout.owners)` lists them. With `layout.without_owners` instead the state of every

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ from jaxshard.distributed.watchdog import waits_for_devices
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine, Outcome, check_engine
 from jaxshard.engines.explicit import combine_over
+from jaxshard.executables.file import load_executable, save_executable
 from jaxshard.optim.local import inside_replica, local_of
 from jaxshard.proofs.parting import Choice, check_together
 from jaxshard.training.first_step import Evidence, FirstStep, exchanges_ragged
@@ -410,6 +412,42 @@ class Step:
         compiled: jax.stages.Compiled = self._compiled
         return compiled
 
+    def save_compiled(self, batch: PyTree, file: str | Path) -> None:
+        """Compile the step and save the executable, so that `load_compiled` need not compile it on another machine.
+
+        A step on a `js.plan.topology_mesh` is compiled for TPUs or GPUs that are not attached.
+
+        Args:
+          batch: global arrays or ShapeDtypeStructs.
+          file: the file to write.
+
+        Example:
+            mesh = js.plan.topology_mesh("v5e:4x4", data=16)
+            step = js.make_step(loss_fn, tx, js.layout(js.fsdp(), mesh, init_fn, tx))
+            step.save_compiled(batch, "v5e.step")     # on the pod: step.load_compiled(batch, "v5e.step")
+        """
+        compiled = self.compile(batch)
+        save_executable(Path(file), self.lower(batch), compiled, self.layout.mesh, self._options())
+
+    def load_compiled(self, batch: PyTree, file: str | Path) -> None:
+        """Load the executable that `save_compiled` wrote, in place of compiling; the step is still traced.
+
+        Loading runs code from the file, which must therefore be the user's own, and writable by nobody else.
+
+        Args:
+          batch: global arrays or ShapeDtypeStructs.
+          file: the file.
+
+        Raises:
+          PermissionError: another user owns the file or its folder, or may write them.
+          ValueError: the file is damaged, or was compiled from another program, for other devices, or by other versions
+            of jaxshard, JAX or the compiler; lists what differs.
+        """
+        began = time.perf_counter()
+        lowered = self.lower(batch)
+        self._compiled = load_executable(Path(file), lowered, self.layout.mesh, self._options())
+        self.compile_seconds += time.perf_counter() - began
+
     def model_flops(self, batch: PyTree) -> int | None:
         """Count the model FLOPs of a step over all devices from a trace of the loss; see `js.plan.train_flops`.
 
@@ -470,7 +508,7 @@ class Step:
         compares = self.check_exchange and exchanges_ragged(self.layout)
         shardings, everywhere = run_shardings(self.layout, self._residuals), self._replicated()
         inputs = (shardings, self._rows)
-        options = self.engine.compiler_options(self.layout.mesh, self.layout.shapes.params)
+        options = self._options()
         self._jitted = jax.jit(
             self._take_one if compares else self._take,
             in_shardings=inputs,
@@ -484,6 +522,9 @@ class Step:
                 self._find, self.layout, self._trained,
                 in_shardings=inputs, out_shardings=everywhere, compiler_options=options,
             )  # fmt: skip
+
+    def _options(self) -> dict[str, Any] | None:
+        return self.engine.compiler_options(self.layout.mesh, self.layout.shapes.params)
 
     def _check_same(self, shapes: PyTree) -> None:
         """Raise ValueError if a batch has other shapes or dtypes than the batch for which the step was prepared."""

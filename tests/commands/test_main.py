@@ -2,10 +2,12 @@
 
 import gc
 import json
+import os
 import re
 import subprocess
 import sys
 from importlib import metadata
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -167,10 +169,40 @@ def test_doctor_ends_before_a_flag_that_would_end_the_process(monkeypatch, capsy
     assert "broken: JAX does not start: Unknown flag in XLA_FLAGS: --xla_nope=1; take that flag out" in output
 
 
+SECOND_START = """
+import sys, jax
+from jaxshard.commands.main import main
+seen = []
+jax.monitoring.register_event_listener(lambda name, **_: seen.append(name.rpartition("/")[2]))
+main(sys.argv[1:])
+print("counts", seen.count("cache_hits"), seen.count("cache_misses"))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_start_of_train_on_eight_devices_compiles_nothing(tmp_path):
+    (tmp_path / "text.txt").write_text("def one(): return 1\n" * 500)
+    settings = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"}
+    flags = ["--data", tmp_path / "text.txt", "--devices", 8, "--batch", 8, "--steps", 2, "--sample", 0]
+
+    def start(json_file):
+        words = [sys.executable, "-c", SECOND_START, "train", *map(str, flags), "--json", str(tmp_path / json_file)]
+        done = subprocess.run(words, env=os.environ | settings, capture_output=True, text=True, timeout=600, check=True)
+        return json.loads((tmp_path / json_file).read_text())["losses"], done.stdout.split("counts")[1].split()
+
+    first, (_, compiled) = start("first.json")
+    second, (loaded, missed) = start("second.json")
+    assert (loaded, missed) == (compiled, "0") and int(compiled) > 0
+    assert second == first
+
+
 def test_doctor_describes_the_compilation_cache(monkeypatch, tmp_path):
     one = doctor.describe_cache(jax.devices()[:1])["text"]
     assert one.startswith("off (no folder); set JAX_COMPILATION_CACHE_DIR=FOLDER")
-    assert doctor.describe_cache(jax.devices())["text"] == "off (no folder); it is not used on several CPU devices"
+    assert doctor.describe_cache(jax.devices())["text"] == one
+    elsewhere = [SimpleNamespace(platform="cpu", process_index=index) for index in (0, 1)]
+    unused = "off (no folder); it is not used on CPU devices of several processes"
+    assert doctor.describe_cache(elsewhere)["text"] == unused
     (tmp_path / "step-cache").write_bytes(b"12345")
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     try:

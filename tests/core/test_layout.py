@@ -288,7 +288,7 @@ def test_trainable_as_a_tree_and_wrong_trees():
         layout(js.ddp(), trainable={"dense": True})
 
 
-def test_programs_of_several_cpu_devices_dont_come_out_of_the_compilation_cache(tmp_path):
+def test_programs_of_cpu_devices_in_several_processes_dont_come_out_of_the_compilation_cache(tmp_path, monkeypatch):
     """Loaded from it they can hang."""
     settings = {"jax_compilation_cache_dir": str(tmp_path), "jax_enable_compilation_cache": True}
     before = {name: getattr(jax.config, name) for name in settings}
@@ -301,9 +301,10 @@ def test_programs_of_several_cpu_devices_dont_come_out_of_the_compilation_cache(
     try:
         for name, value in settings.items():
             jax.config.update(name, value)
-        made(1)
+        made(8)
         assert jax.config.jax_enable_compilation_cache
-        with pytest.warns(UserWarning, match="programs of several CPU devices that are loaded from it can hang"):
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        with pytest.warns(UserWarning, match="programs of CPU devices in several processes that are loaded from it"):
             made(8)
         assert not jax.config.jax_enable_compilation_cache
         made(8)  # warns once
