@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxshard.layers.moe.grouped import Dot, Way, _block_size
+from jaxshard.layers.moe.grouped import Dot
+from jaxshard.layers.moe.products import Way, _block_size
 from jaxshard.plan.topology import topology_mesh
 
 ROWS, WIDTH, OUT = 8192, 1024, 2048

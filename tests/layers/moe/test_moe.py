@@ -13,7 +13,7 @@ from jaxshard.checks.collectives.found import summary
 from jaxshard.layers.moe import experts as on_device
 from jaxshard.layers.moe.exchange import form_for, use_form
 from jaxshard.layers.moe.experts import Share, apply_share
-from jaxshard.layers.moe.grouped import Way
+from jaxshard.layers.moe.products import Way
 from jaxshard.layers.moe.routing import Choice
 from jaxshard.plan.topology import topology_mesh
 from tests.engines.programs import tpu
