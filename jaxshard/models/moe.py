@@ -284,7 +284,8 @@ class RoutedBlock:
         bias_E = params["router"].get(BIAS)
         out_BTC, record = route(
             h_BTC, logits_BTE, partial(expert_mlp, roundings=self.roundings), params["experts"], k=router.k,
-            scores=router.scores, normalize=router.normalize, bias=bias_E, capacity=router.capacity, hidden=_HIDDEN_DIMS,
+            scores=router.scores, normalize=router.normalize, bias=bias_E, capacity=router.capacity,
+            hidden=_HIDDEN_DIMS,
         )  # fmt: skip
         if self.shared is not None:
             out_BTC += apply(self.shared, params["shared"], h_BTC)
