@@ -142,6 +142,7 @@ UNSUITED = {
 }
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", UNSUITED)
 def test_rules_whose_scales_read_all_rows_are_refused_under_explicit_by_name(name):
     rule = qwix.QtRule(weight_qtype=jnp.int8, act_qtype=jnp.int8, **UNSUITED[name])
