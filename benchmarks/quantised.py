@@ -3,13 +3,13 @@
     python benchmarks/quantised.py text [--topologies v6e:2x2 tpu7x:2x2x1 h100:4]
     python benchmarks/quantised.py loss [--steps 320] [--seeds 3]
 
-`text` compiles a small Llama's step to the end for chips that are not there, and counts the FLOPs of the matrix products
-in the compiled text by the types of their operands. GPUs need the plugin that the error names. A product that was
-converted to a larger type before it is multiplied counts as one of that type.
+`text` compiles a small Llama's step to the end for chips that are not there, and counts the FLOPs of the matrix
+products in the compiled text by the types of their operands. GPUs need the plugin that the error names. A product that
+was converted to a larger type before it is multiplied counts as one of that type.
 
-`loss` trains gpt-1m, the model of `jaxshard train`, on the source of Python's standard library on one device, in f32 and
-with `quant`, and prints the mean loss of the last tenth of the steps, and its ratio to f32's for the same seed. Each row
-is printed as soon as it is there.
+`loss` trains gpt-1m, the model of `jaxshard train`, on the source of Python's standard library on one device, in f32
+and with `quant`, and prints the mean loss of the last tenth of the steps, and its ratio to f32's for the same seed.
+Each row is printed as soon as it is there.
 """
 
 from __future__ import annotations
