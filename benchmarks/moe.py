@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxshard.compiler.topology import topology_mesh
-from jaxshard.layers.moe.grouped import Dot, Way, _block_size
+from jaxshard.layers.moe.grouped import Dot
+from jaxshard.layers.moe.products import Way, _block_size
 
 ROWS, WIDTH, OUT = 8192, 1024, 2048
 NEEDED = 2 * ROWS * WIDTH * OUT

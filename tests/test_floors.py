@@ -49,6 +49,7 @@ UNDOCUMENTED = {
     "orbax.checkpoint.type_handlers.ArrayHandler": "checkpoint/compat.py",
     "orbax.checkpoint.type_handlers.get_json_tspec_write": "checkpoint/compat.py",
     "tensorstore.ocdbt": "checkpoint/compat.py",
+    "qwix._src": "adapt/qwix_compat.py",
 }
 COMPAT_FILES = set(UNDOCUMENTED.values())
 

@@ -22,12 +22,13 @@ _OPTIONAL = {
     "wandb": "jaxshard train --wandb (extra logging)",
     "mlflow": "jaxshard train --mlflow (extra logging)",
     "matplotlib": "pictures (extra viz)",
+    "qwix": "products in 8 bits (extra quant)",
     "tokenizers": "text for models of Hugging Face (extra hf)",
     "jinja2": "chat templates of Hugging Face (extra hf)",
     "huggingface_hub": "models of the Hugging Face hub (extra hf)",
 }
 
-_EXTRAS = ("tpu", "cuda12", "cuda13", "with-cuda", "viz", "logging", "hf")
+_EXTRAS = ("tpu", "cuda12", "cuda13", "with-cuda", "viz", "logging", "hf", "quant")
 """Extras whose packages must fit if they are installed."""
 
 

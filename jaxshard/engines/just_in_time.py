@@ -25,6 +25,7 @@ from jaxshard.adapt.closure import check_closure
 from jaxshard.adapt.model_state import check_averages
 from jaxshard.adapt.objective import Objective, OfBlocks, OfModule
 from jaxshard.adapt.offer import Offer, offering
+from jaxshard.adapt.qwix_compat import refuse_scales_over_rows
 from jaxshard.adapt.remat import RematPolicy, check_host_memory, check_names, checkpoint_body, make_save_policy
 from jaxshard.adapt.stacked import Stacked
 from jaxshard.adapt.units import Adapted, Units
@@ -340,11 +341,12 @@ def why_not_by_block(layout: Layout) -> str:
 def users_code(layout: Layout, what: str = "the loss") -> Iterator[None]:
     """Make a context for calls of the user's functions.
 
-    Inside it, `js.constrain` constrains activations as the layout says. JAX's errors about axis names and shardings,
+    Inside it, `js.constrain` constrains activations as the layout says, and rules of qwix are refused whose scales
+    differ between devices. JAX's errors about axis names and shardings,
     and errors of the model's library, are raised again with an explanation. `what` names the function in these errors.
     """
     explained = nullcontext() if layout.model is None else layout.model.explain_errors(what)
-    with follow_layout(layout), explained:
+    with follow_layout(layout), explained, refuse_scales_over_rows(layout.sum_axes):
         try:
             yield
         except NameError as error:

@@ -173,8 +173,8 @@ def write_entries(family: Family, arguments: Mapping[str, Any]) -> dict[str, Any
     return entries
 
 
-_TRAINING = ("balance", "z", "dropout")
-"""Arguments of `js.models` that do not change the logits, and that config.json has no entries for."""
+_TRAINING = ("balance", "z", "dropout", "quant")
+"""Arguments of `js.models` about training, which config.json has no entries for: weights keep their meaning."""
 
 
 def _differences(family: Family, entries: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:

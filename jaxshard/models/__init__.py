@@ -9,6 +9,7 @@ from jaxshard.models.gemma import gemma as gemma
 from jaxshard.models.gpt import gpt as gpt
 from jaxshard.models.llama import llama as llama
 from jaxshard.models.moe import moe as moe
+from jaxshard.models.quantize import quant_rules as quant_rules
 from jaxshard.models.readout import embed_tokens as embed_tokens
 from jaxshard.models.readout import logits_of_embedded as logits_of_embedded
 from jaxshard.models.recipe import Recipe as Recipe

@@ -33,6 +33,7 @@ from jaxshard.models.parts import (
     residual_stddev,
     window_of,
 )
+from jaxshard.models.quantize import Quant, quantize
 from jaxshard.models.rope import Scaling, as_scaling, rotary_gain, rotary_rates
 
 
@@ -57,6 +58,7 @@ def gemma(
     attention_cap: float | None = None,
     logit_cap: float | None = None,
     tied: bool = True,
+    quant: Quant = None,
 ) -> Decoder:
     """Build a Gemma 2 or 3: a model with `model.init(key)` and `model.loss(params, batch, key)`.
 
@@ -77,6 +79,8 @@ def gemma(
       attention_cap: logits x of attention become cap * tanh(x / cap), as in Gemma 2; None for no cap.
       logit_cap: the same cap for the logits of the vocabulary.
       tied: use the token embedding as the output matrix.
+      quant: "int8" or "fp8" to compute the products of the blocks' weights in 8 bits, or rules of qwix, as in
+        `js.models.llama`.
 
     Returns:
       The model, a `js.Stacked` that every engine can run.
@@ -108,12 +112,13 @@ def gemma(
         )
     windows = check_window("gemma", window, depth)
     embedding, norm = Embedding(vocab, width), partial(Norm, norm_epsilon, name="norm")
-    one_block = Block(
+    written = Block(
         heads=heads, kv_heads=kv_heads, head_dim=head_dim, hidden=hidden, window=windows,
         query_scale=head_dim if query_scale is None else query_scale, rope_base=rope_base,
         rope_scaling=as_scaling(rope_scaling), window_rope_base=window_rope_base, norm_epsilon=norm_epsilon,
         qk_norm=qk_norm, cap=attention_cap, residual_stddev=residual_stddev(depth),
     )  # fmt: skip
+    one_block = quantize(written, quant)
 
     def embed(params: PyTree, tokens_BT: jax.Array, rows: Rows, key: jax.Array | None) -> jax.Array:
         x_BTC = apply(embedding, params["embed"], tokens_BT)

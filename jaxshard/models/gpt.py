@@ -31,6 +31,7 @@ from jaxshard.models.parts import (
     init_parts,
     residual_stddev,
 )
+from jaxshard.models.quantize import Quant, quantize
 from jaxshard.models.recipe import Recipe, Size
 
 
@@ -45,6 +46,7 @@ def gpt(
     dropout: float = 0.0,
     tied: bool = True,
     expansion: int = 4,
+    quant: Quant = None,
 ) -> Decoder:
     """Build a GPT-2: a model with `model.init(key)` and `model.loss(params, batch, key)`.
 
@@ -74,12 +76,15 @@ def gpt(
         MLP in every block. Each row has its own random key (`js.row_keys`), so every engine drops the same entries.
       tied: use the token embedding as the output matrix.
       expansion: the MLP's width divided by `width`.
+      quant: "int8" or "fp8" to compute the products of the blocks' weights in 8 bits, or rules of qwix; see
+        `js.models.quant_rules`. Embedding, output matrix and attention's own products are never rounded.
 
     Returns:
       The model, a `js.Stacked` that every engine can run.
 
     Raises:
-      ValueError: a size below 1, a width that `heads` does not divide, or a dropout outside [0, 1).
+      ValueError: a size below 1, a width that `heads` does not divide, a dropout outside [0, 1), or another
+        `quant`.
 
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3.
 
@@ -96,7 +101,7 @@ def gpt(
         raise ValueError(f"gpt: dropout must be in [0, 1), got {dropout}")
 
     embedding = Embedding(vocab, seq, width)
-    one_block = Block(heads, expansion, dropout, residual_stddev(depth))
+    one_block = quantize(Block(heads, expansion, dropout, residual_stddev(depth)), quant)
     norm = partial(nn.LayerNorm, epsilon=1e-5, name="ln_f")
 
     def embed(params: PyTree, tokens_BT: jax.Array, rows: Rows, key: jax.Array | None) -> jax.Array:

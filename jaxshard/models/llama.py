@@ -37,6 +37,7 @@ from jaxshard.models.parts import (
     residual_stddev,
     window_of,
 )
+from jaxshard.models.quantize import Quant, quantize
 from jaxshard.models.recipe import Recipe, Size
 from jaxshard.models.rope import Scaling, as_scaling, rotary_gain, rotary_rates
 
@@ -62,6 +63,7 @@ def llama(
     norm_after: bool = False,
     window: Window = None,
     tied: bool = False,
+    quant: Quant = None,
 ) -> Decoder:
     """Build a Llama 3: a model with `model.init(key)` and `model.loss(params, batch, key)`.
 
@@ -104,6 +106,8 @@ def llama(
       window: a position attends to fewer than this many positions before it, as in Mistral; or a list with the window
         of each block; None for full attention.
       tied: use the token embedding as the output matrix.
+      quant: "int8" or "fp8" to compute the products of the blocks' weights in 8 bits, or rules of qwix; see
+        `js.models.quant_rules`. Embedding, output matrix and attention's own products are never rounded.
 
     Returns:
       The model, a `js.Stacked` that every engine can run.
@@ -142,9 +146,8 @@ def llama(
 
     embedding = Embedding(vocab, width)
     attends = (heads, kv_heads, D, rope_base, scaling, norm_epsilon, residual_stddev(depth))
-    one_block = Block(
-        *attends, qk_norm=qk_norm, qkv_bias=qkv_bias, norm_after=norm_after, window=windows, hidden=hidden
-    )
+    written = Block(*attends, qk_norm=qk_norm, qkv_bias=qkv_bias, norm_after=norm_after, window=windows, hidden=hidden)
+    one_block = quantize(written, quant)
     norm = partial(nn.RMSNorm, epsilon=norm_epsilon, name="norm")
 
     def embed(params: PyTree, tokens_BT: jax.Array, rows: Rows, key: jax.Array | None) -> jax.Array:

@@ -15,8 +15,9 @@ Shape suffixes: B rows, T positions, C width, F an expert's hidden width, E expe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from jaxshard.core.constrain import constrain
 from jaxshard.core.loss import Loss, Mean, Sum, as_loss
 from jaxshard.core.tree import BLOCKS, map_with_path, path_str
 from jaxshard.core.types import PyTree
+from jaxshard.layers.moe.eight_bits import Rounding
 from jaxshard.layers.moe.moe import moe as route
 from jaxshard.layers.moe.routing import Routing, Scores
 from jaxshard.layers.positions import count_in_row, sum_in_row
@@ -45,6 +47,7 @@ from jaxshard.models.parts import (
     enter_tensor_region,
     residual_stddev,
 )
+from jaxshard.models.quantize import Quant, expert_rounding, quantize
 from jaxshard.models.recipe import Recipe, Size
 from jaxshard.models.rope import Scaling, as_scaling
 
@@ -82,6 +85,7 @@ def moe(
     qk_norm: bool = False,
     window: Window = None,
     tied: bool = False,
+    quant: Quant = None,
 ) -> RoutedDecoder:
     """Build a Llama 3 with a mixture of experts in place of the MLP, with `model.init` and `model.loss`.
 
@@ -124,6 +128,9 @@ def moe(
         their weights. Every step increases the bias by this rate if the expert was chosen less often than the mean of
         its block, and decreases it otherwise. Train with the optimizer `model.optimizer(tx)`, which does this.
       head_dim, rope_base, rope_scaling, norm_epsilon, qk_norm, window, tied: as in `js.models.llama`.
+      quant: "int8" or "fp8" to compute the products of the blocks' weights in 8 bits, those of the experts too, or
+        rules of qwix, as in `js.models.llama`; paths of experts are "experts/gate_proj" and the like, and their
+        operation is "ragged_dot". The router is never rounded.
 
     Returns:
       The model, a `js.Stacked` that every engine can run.
@@ -151,7 +158,7 @@ def moe(
     plain = llama(
         vocab=vocab, width=width, depth=depth, heads=heads, kv_heads=kv_heads, seq=seq, head_dim=head_dim, tied=tied,
         hidden=dense_hidden or hidden * (k + shared), rope_base=rope_base, rope_scaling=rope_scaling,
-        norm_epsilon=norm_epsilon, qk_norm=qk_norm, window=window,
+        norm_epsilon=norm_epsilon, qk_norm=qk_norm, window=window, quant=quant,
     )  # fmt: skip
     attention = Attention(
         heads, kv_heads, head_dim or width // heads, rope_base, as_scaling(rope_scaling), norm_epsilon,
@@ -159,7 +166,11 @@ def moe(
     )  # fmt: skip
     router = Router(experts, k, scores, normalize, capacity, balance, z, bias_rate)
     mlps = SharedExperts(hidden * shared, residual_stddev(depth)) if shared else None
-    block = RoutedBlock(attention, nn.RMSNorm(epsilon=norm_epsilon), router, hidden, mlps, depth - dense)
+    block = RoutedBlock(
+        quantize(attention, quant), nn.RMSNorm(epsilon=norm_epsilon), router, hidden,
+        None if mlps is None else quantize(mlps, quant), depth - dense,
+        {name: expert_rounding(quant, f"experts/{name}") for name in _HIDDEN_DIMS},
+    )  # fmt: skip
     return RoutedDecoder(plain, block, dense)
 
 
@@ -235,6 +246,7 @@ class RoutedBlock:
       hidden: the hidden width of an expert.
       shared: the module of the shared experts, which compute every token; None without shared experts.
       depth: the number of blocks with experts.
+      roundings: how the product with each matrix of an expert is rounded to 8 bits; None for not at all.
     """
 
     attention: Attention
@@ -243,6 +255,7 @@ class RoutedBlock:
     hidden: int
     shared: nn.Module | None
     depth: int
+    roundings: dict[str, Rounding | None]
 
     def init(self, key: jax.Array, width: int) -> PyTree:
         """Draw the parameters of a block with `width` features: {"attention", "mlp_norm", "router", "experts", ...}."""
@@ -270,8 +283,9 @@ class RoutedBlock:
         logits_BTE = h_BTC.astype(jnp.float32) @ params["router"]["kernel"].astype(jnp.float32)
         bias_E = params["router"].get(BIAS)
         out_BTC, record = route(
-            h_BTC, logits_BTE, expert_mlp, params["experts"], k=router.k, scores=router.scores,
-            normalize=router.normalize, bias=bias_E, capacity=router.capacity, hidden=_HIDDEN_DIMS,
+            h_BTC, logits_BTE, partial(expert_mlp, roundings=self.roundings), params["experts"], k=router.k,
+            scores=router.scores, normalize=router.normalize, bias=bias_E, capacity=router.capacity,
+            hidden=_HIDDEN_DIMS,
         )  # fmt: skip
         if self.shared is not None:
             out_BTC += apply(self.shared, params["shared"], h_BTC)
@@ -291,13 +305,19 @@ class SharedExperts(nn.Module):
         return gated_mlp(x_BTC, self.hidden, self.residual_stddev)
 
 
-def expert_mlp(params: PyTree, x_NC: jax.Array, dot: Callable[..., jax.Array]) -> jax.Array:
+def expert_mlp(
+    params: PyTree, x_NC: jax.Array, dot: Callable[..., jax.Array], *, roundings: Mapping[str, Rounding | None]
+) -> jax.Array:
     """Apply the gated MLP of its expert to each token of x[N, C]; `js.moe` calls this as its argument `fn`.
 
     `dot(x, w)` multiplies each token by the matrix of its own expert, from w[E, C, F].
     """
-    gate_NF, up_NF = (checkpoint_name(dot(x_NC, params[name]), "moe_hidden") for name in ("gate_proj", "up_proj"))
-    return dot(nn.silu(gate_NF) * up_NF, params["down_proj"])
+
+    def product(x: jax.Array, name: str) -> jax.Array:
+        return dot(x, params[name], roundings[name])
+
+    gate_NF, up_NF = (checkpoint_name(product(x_NC, name), "moe_hidden") for name in ("gate_proj", "up_proj"))
+    return product(nn.silu(gate_NF) * up_NF, "down_proj")
 
 
 class RoutedDecoder(Decoder):

@@ -22,7 +22,8 @@ from jax.extend.core import Jaxpr
 
 from jaxshard.core.types import PyTree
 from jaxshard.layers.moe.exchange import Form, Slices, Window, count_windows, exchange, gather_counts, plan_window
-from jaxshard.layers.moe.grouped import Dot, Way
+from jaxshard.layers.moe.grouped import Dot
+from jaxshard.layers.moe.products import Way
 from jaxshard.layers.moe.routing import Choice
 
 Experts = Callable[[PyTree, jax.Array, Dot], jax.Array]

@@ -1,37 +1,17 @@
-"""Grouped matrix products: multiply each row by the matrix of its group, with rows sorted by group.
-
-    x [M, C]   a a a b c c . .       sizes [3, 1, 2]: rows 0-2 times w[0], row 3 times w[1], rows 4-5 times w[2];
-                                     the rows after these have no group, and undefined results
-
-`jax.lax.ragged_dot` computes the same, but compilers expand it to one full product per group: on CPUs always, on TPUs
-for the gradient of the matrices (`benchmarks/moe.py` has the figures). So TPUs use the Pallas kernels of megablox,
-other platforms a loop over blocks of rows; both compute only the rows of each group.
-
-Shape suffixes: M rows, G groups, C the size of a row, H the size of a result's row.
-"""
+"""`Dot`: the grouped products that `js.moe` passes to the function of the experts."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from jaxshard.core.counting import is_counting
-
-
-class Way(NamedTuple):
-    """The implementation of grouped matrix products to use.
-
-    Attributes:
-      platform: the platform of the devices: "tpu" for Pallas kernels, any other for a loop over blocks of rows.
-      full: True if every row has a group, so that no result needs to be zeroed.
-    """
-
-    platform: str
-    full: bool = False
+from jaxshard.layers.moe.eight_bits import Rounding, rounded_product
+from jaxshard.layers.moe.products import Way, group_of_rows, product
 
 
 class Dot:
@@ -46,18 +26,24 @@ class Dot:
         self._sizes = sizes_G
         self._way = way
 
-    def __call__(self, x: Float[Array, "rows width"], w: Float[Array, "experts width out"]) -> Float[Array, "rows out"]:
+    def __call__(
+        self,
+        x: Float[Array, "rows width"],
+        w: Float[Array, "experts width out"],
+        rounding: Rounding | None = None,
+    ) -> Float[Array, "rows out"]:
         """Multiply each row by its expert's matrix.
 
         Args:
           x: rows in the order in which `fn` received them.
           w: one matrix for each expert of this device.
+          rounding: how both operands are rounded to 8 bits for the product; None for not at all.
 
         Returns:
           The products, accumulated in f32, in the common dtype.
 
         Raises:
-          ValueError: shapes that do not match.
+          ValueError: shapes that do not match, or a `rounding` where a tensor axis splits the hidden units.
         """
         G = self._sizes.shape[0]
         if x.ndim != 2 or w.ndim != 3 or (x.shape[0], G) != (self._rows, w.shape[0]) or x.shape[1] != w.shape[1]:
@@ -70,8 +56,17 @@ class Dot:
         x, w = x.astype(dtype), w.astype(dtype)
         if is_counting():
             return x @ w[0]
-        product: jax.Array = _product(self._way, False, x, w, self._sizes)
-        return product
+        if rounding is not None and self._way.tensor:
+            raise ValueError(
+                f"moe: the products of experts are rounded to 8 bits, with a scale for each row, and the axes "
+                f"{list(self._way.tensor)} split the hidden units, so that each device would find another scale; keep "
+                "the hidden units whole with the rule ('mlp', 'whole'), or leave the experts out of `quant`"
+            )
+        if rounding is not None:
+            rounded: jax.Array = rounded_product(self._way, rounding, x, w, self._sizes)
+            return rounded
+        multiplied: jax.Array = product(self._way, False, x, w, self._sizes)
+        return multiplied
 
     def of(self, b: Shaped[Array, "experts ..."]) -> Shaped[Array, "rows ..."]:
         """Select for each row its expert's entry of `b`.
@@ -86,17 +81,6 @@ class Dot:
             return jnp.broadcast_to(b[0], (self._rows, *b.shape[1:]))
         taken: jax.Array = _take(self._rows, b, self._sizes)
         return taken
-
-
-def group_of_rows(rows: int, sizes_G: jax.Array) -> jax.Array:
-    """Return the group of each row, int32[rows], if the rows are sorted by group: sizes [3, 1], 5 rows -> 0 0 0 1 2.
-
-    Rows without a group, at the end, get the index after the last group.
-    """
-    ends = jnp.cumsum(sizes_G)
-    return jnp.searchsorted(ends, jnp.arange(rows, dtype=ends.dtype), side="right", method="compare_all").astype(
-        jnp.int32
-    )
 
 
 # The entry of each row's group.
@@ -126,143 +110,3 @@ def _take_backward(rows: int, sizes_G: jax.Array, dy: jax.Array) -> tuple[jax.Ar
 
 
 _take.defvjp(_take_forward, _take_backward)
-
-
-# Products.
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(way: Way, transposed: bool, x_MC: jax.Array, w: jax.Array, sizes_G: jax.Array) -> jax.Array:
-    """Multiply each row by the matrix of its group, x[i] @ w[group of i], or by its transpose if `transposed`."""
-    if way.platform == "tpu":
-        y = _by_megablox(x_MC, w, sizes_G, transposed)
-        # The kernel does not write rows without a group, which are uninitialized memory.
-        return y if way.full else jnp.where((jnp.arange(y.shape[0]) < sizes_G.sum())[:, None], y, 0)
-    return _in_blocks(x_MC, w, sizes_G, transposed)
-
-
-def _product_forward(way: Way, transposed: bool, x: jax.Array, w: jax.Array, sizes: jax.Array) -> Any:
-    return _product(way, transposed, x, w, sizes), (x, w, sizes)
-
-
-def _product_backward(way: Way, transposed: bool, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    x, w, sizes = kept
-    dx = _product(way, not transposed, dy, w, sizes)
-    left, right = (dy, x) if transposed else (x, dy)
-    outer = _outer_by_megablox if way.platform == "tpu" else _outer_in_blocks
-    return dx, outer(left, right, sizes, w.dtype), None
-
-
-_product.defvjp(_product_forward, _product_backward)
-
-
-# The kernels for TPUs.
-
-
-def _pad(x_MC: jax.Array, multiple: int) -> jax.Array:
-    return jnp.pad(x_MC, ((0, -x_MC.shape[0] % multiple), (0, 0)))
-
-
-def _tiling(rows: int, width: int, out: int, dtype: Any) -> tuple[int, int, int]:
-    """Return the tile sizes (rows, C, H) for products [rows, C] @ [C, H] in the TPU kernels.
-
-    They are chosen so that the double buffers take 10 MB of VMEM. C is `width`, H is `out`.
-    """
-    side = 1024 if jnp.dtype(dtype).itemsize <= 2 else 512
-    return min(512, -(-rows // 128) * 128), min(side, width), min(side, out)
-
-
-def _by_megablox(x_MC: jax.Array, w: jax.Array, sizes_G: jax.Array, transposed: bool) -> jax.Array:
-    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
-
-    (M, C), H = x_MC.shape, w.shape[1] if transposed else w.shape[2]
-    tiling = _tiling(M, C, H, x_MC.dtype)
-    y: jax.Array = gmm(_pad(x_MC, tiling[0]), w, sizes_G, x_MC.dtype, tiling, transpose_rhs=transposed)
-    return y[:M]
-
-
-def _outer_by_megablox(x_MC: jax.Array, y_MH: jax.Array, sizes_G: jax.Array, dtype: Any) -> jax.Array:
-    """Return x^T y summed over the rows of each group, [G, C, H], by a TPU kernel; zeros for a group without rows."""
-    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
-
-    (M, C), H = x_MC.shape, y_MH.shape[1]
-    tiling = _tiling(M, C, H, x_MC.dtype)
-    x_MC, y_MH = (_pad(rows, tiling[0]) for rows in (x_MC, y_MH))
-    outer: jax.Array = tgmm(x_MC.swapaxes(0, 1), y_MH, sizes_G, dtype, tiling)
-    return outer
-
-
-# The loop over blocks of rows.
-
-
-def _block_size(rows: int, groups: int) -> int:
-    """Return the number of rows of a block: a power of two from 8 to 512, about a quarter of an average group.
-
-    The last block of a group is half empty on average, so about 1/8 of the work is wasted at most.
-    """
-    # bit_length() - 1 is the floor of the binary logarithm.
-    return 1 << max(3, min(9, (rows // max(1, 4 * groups)).bit_length() - 1))
-
-
-def _blocks(rows: int, sizes_G: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Divide the rows of each group into blocks of `block` rows; the last block of a group may extend beyond it.
-
-    Returns:
-      (the group of each block, the first row of each block, the end of each group [G], the number of blocks). The first
-      two are padded to a static length: the number of blocks that the worst group sizes would need.
-    """
-    ends = jnp.cumsum(sizes_G)
-    count = -(-sizes_G // block)
-    last = jnp.cumsum(count)
-    i = jnp.arange(rows // block + sizes_G.shape[0])  # as many blocks as any sizes need: at most one partial per group
-    group = jnp.minimum(jnp.searchsorted(last, i, side="right", method="compare_all"), sizes_G.shape[0] - 1)
-    first = ends[group] - sizes_G[group] + (i - (last[group] - count[group])) * block
-    return group, first, ends, last[-1]
-
-
-def _rows_at(x_MC: jax.Array, first: jax.Array, block: int) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(x_MC, first, block)
-
-
-def _in_blocks(x_MC: jax.Array, w: jax.Array, sizes_G: jax.Array, transposed: bool) -> jax.Array:
-    M, block = x_MC.shape[0], _block_size(x_MC.shape[0], w.shape[0])
-    group, first, _, count = _blocks(M, sizes_G, block)
-    x = jnp.pad(x_MC, ((0, block), (0, 0)))
-
-    # A block that extends beyond its group writes wrong rows of the next groups, whose blocks overwrite them later.
-    def write(i: jax.Array, y: jax.Array) -> jax.Array:
-        matrix = jax.lax.dynamic_index_in_dim(w, group[i], keepdims=False)
-        part = jax.lax.dot_general(
-            _rows_at(x, first[i], block),
-            matrix,
-            (((1,), (1 if transposed else 0,)), ((), ())),
-            preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
-        )
-        return jax.lax.dynamic_update_slice_in_dim(y, part.astype(y.dtype), first[i], 0)
-
-    y = jnp.zeros((M + block, w.shape[1] if transposed else w.shape[2]), x.dtype)
-    written: jax.Array = jax.lax.fori_loop(0, count, write, y)
-    return written[:M]
-
-
-def _outer_in_blocks(x_MC: jax.Array, y_MH: jax.Array, sizes_G: jax.Array, dtype: Any) -> jax.Array:
-    """Return x^T y summed over the rows of each group, [G, C, H], by a loop over blocks of rows.
-
-    Zeros for a group without rows.
-    """
-    block = _block_size(x_MC.shape[0], sizes_G.shape[0])
-    group, first, ends, count = _blocks(x_MC.shape[0], sizes_G, block)
-    x, y = (jnp.pad(rows, ((0, block), (0, 0))) for rows in (x_MC, y_MH))
-    accumulated = jnp.promote_types(x.dtype, jnp.float32)
-
-    def add(i: jax.Array, sums: jax.Array) -> jax.Array:
-        own = (first[i] + jnp.arange(block) < ends[group[i]])[:, None]
-        # Mask both: rows without a group are undefined, and 0 * NaN is NaN.
-        left, right = (jnp.where(own, _rows_at(rows, first[i], block), 0) for rows in (x, y))
-        part = jax.lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=accumulated)
-        added: jax.Array = sums.at[group[i]].add(part)
-        return added
-
-    sums = jnp.zeros((sizes_G.shape[0], x.shape[1], y.shape[1]), accumulated)
-    summed: jax.Array = jax.lax.fori_loop(0, count, add, sums)
-    return summed.astype(dtype)

@@ -25,7 +25,8 @@ from jaxshard.core.tree import path_str, raise_all
 from jaxshard.core.types import PyTree
 from jaxshard.layers.moe.exchange import Form, form_for
 from jaxshard.layers.moe.experts import Experts, Share, apply_all, apply_share, window_rows
-from jaxshard.layers.moe.grouped import Dot, Way
+from jaxshard.layers.moe.grouped import Dot
+from jaxshard.layers.moe.products import Way
 from jaxshard.layers.moe.routing import Choice, Routing, Scores, room_of, route
 
 
@@ -281,7 +282,7 @@ class _Split:
         return summed
 
     def _on_device(self, fn: Experts, x_NC: jax.Array, choice: Choice, params: PyTree, lossless: bool) -> jax.Array:
-        way, count = Way(self.devices[0].platform, lossless), self._size(self.experts)
+        way, count = Way(self.devices[0].platform, lossless, self.tensor), self._size(self.experts)
         if count == 1 or is_counting():
             return apply_all(fn, params, x_NC, choice, self.E, way)
         k = choice.experts.shape[1]

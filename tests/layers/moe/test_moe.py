@@ -14,7 +14,7 @@ from jaxshard.hlo.found import summary
 from jaxshard.layers.moe import experts as on_device
 from jaxshard.layers.moe.exchange import form_for, use_form
 from jaxshard.layers.moe.experts import Share, apply_share
-from jaxshard.layers.moe.grouped import Way
+from jaxshard.layers.moe.products import Way
 from jaxshard.layers.moe.routing import Choice
 from tests.engines.programs import tpu
 from tests.layers.cases import normal

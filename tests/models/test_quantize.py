@@ -1,0 +1,130 @@
+"""`quant` of ready-made models: losses of one device on every mesh, which products are in 8 bits, untouched trees."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxshard as js
+
+pytest.importorskip("qwix")
+
+pytestmark = [
+    pytest.mark.usefixtures("compiled_quickly"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # qwix 0.1.8 calls what newer Flax deprecates
+]
+
+TX = optax.adam(1e-2)
+BATCH = {"tokens": np.random.default_rng(0).integers(0, 64, (8, 9)).astype(np.int32)}
+
+_SMALL = {"vocab": 64, "width": 32, "depth": 2, "heads": 2, "seq": 8}
+MODELS = {
+    "gpt": partial(js.models.gpt, **_SMALL),
+    "llama": partial(js.models.llama, **_SMALL, kv_heads=2, hidden=64),
+    "moe": partial(js.models.moe, **_SMALL, kv_heads=2, hidden=32, experts=4, k=2, shared=1),
+}
+MESHES = {
+    "one": (js.fsdp, {"data": 1}),
+    "fsdp": (js.fsdp, {"data": 8}),
+    "tensor": (lambda: js.compose(js.fsdp("data"), js.tensor()), {"data": 4, "tensor": 2}),
+    "expert": (lambda: js.compose(js.fsdp("data"), js.expert()), {"data": 2, "expert": 4}),
+}
+
+
+def made(model, where, engine):
+    strategy, axes = MESHES[where]
+    count = int(np.prod(list(axes.values())))
+    layout = js.layout(strategy(), js.make_mesh(jax.devices()[:count], **axes), model.init, TX)
+    return layout, js.make_step(model.loss, TX, layout, engine=engine)
+
+
+def losses_of(model, where, engine, steps=2):
+    layout, step = made(model, where, engine)
+    run, losses = js.init(model.init, TX, layout, 0), []
+    for _ in range(steps):
+        run, metrics = step(run, BATCH)
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
+@cache
+def one_device(name, quant):
+    return losses_of(MODELS[name](quant=quant), "one", js.auto())
+
+
+def products_of(closed) -> dict[str, int]:
+    """Count a jaxpr's products, and those of jaxprs inside it, by the dtype of the left operand."""
+    counts: dict[str, int] = {}
+    for eqn in closed.eqns:
+        if eqn.primitive.name in ("dot_general", "ragged_dot_general"):
+            name = eqn.invars[0].aval.dtype.name
+            counts[name] = counts.get(name, 0) + 1
+        for inner in jax.core.jaxprs_in_params(eqn.params):
+            for name, count in products_of(inner).items():
+                counts[name] = counts.get(name, 0) + count
+    return counts
+
+
+def forward_products(model):
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    closed = jax.make_jaxpr(lambda params: model.loss(params, BATCH, jax.random.key(0)))(params)
+    return products_of(closed.jaxpr)
+
+
+# gpt: qkv, attn_out, mlp_in, mlp_out. llama: q, k, v, o and three of the MLP; moe: three of the experts besides.
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize(("name", "weights"), [("gpt", 4), ("llama", 7), ("moe", 10)])
+def test_the_products_of_the_blocks_weights_are_in_8_bits_and_no_others(name, weights):
+    plain = forward_products(MODELS[name]())["float32"]
+    for quant, dtype in (("int8", "int8"), ("fp8", "float8_e4m3fn")):
+        rounded = forward_products(MODELS[name](quant=quant))
+        assert rounded == {dtype: weights, "float32": plain - weights}
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("name", MODELS)
+def test_trees_are_those_of_the_model_without_quant(name):
+    plain, rounded = (jax.eval_shape(MODELS[name](quant=quant).init, jax.random.key(0)) for quant in (None, "int8"))
+    assert plain == rounded
+
+
+CELLS = [
+    *(("gpt", quant, where) for quant in ("int8", "fp8") for where in ("fsdp", "tensor")),
+    *(("llama", quant, where) for quant in ("int8", "fp8") for where in ("fsdp", "tensor")),
+    *(("moe", quant, where) for quant in ("int8", "fp8") for where in ("fsdp", "expert")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "quant", "where"), CELLS)
+def test_losses_are_those_of_one_device(name, quant, where):
+    one = one_device(name, quant)
+    assert abs(one[0] - one_device(name, None)[0]) > 1e-6  # something was rounded
+    for engine in (js.auto(), js.explicit(remat="nothing")):
+        np.testing.assert_allclose(losses_of(MODELS[name](quant=quant), where, engine), one, rtol=0, atol=1e-3)
+
+
+def test_a_quant_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"quant must be 'int8' or 'fp8', or a list of qwix\.QtRule, got 'int4'"):
+        js.models.make("gpt-1m", quant="int4")
+
+
+def test_rules_that_experts_do_not_follow_are_refused_by_name():
+    import qwix
+
+    rule = qwix.QtRule(module_path="experts/.*", weight_qtype=jnp.int8, act_qtype=jnp.int8, bwd_qtype=jnp.int8)
+    with pytest.raises(ValueError, match=r"quant: the rule for experts/gate_proj has \['bwd_qtype'\]"):
+        js.models.make("moe-1m", quant=[rule])
+
+
+@pytest.mark.slow
+def test_experts_whose_hidden_units_are_split_are_refused():
+    model = MODELS["moe"](quant="int8")
+    _, step = made(model, "tensor", js.explicit())
+    with pytest.raises(ValueError, match=r"moe: the products of experts .* axes \['tensor'\] split the hidden units"):
+        step.trace(BATCH)
