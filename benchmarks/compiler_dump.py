@@ -10,8 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxshard.compiler.dump import is_assigned as is_assigned
-from jaxshard.compiler.dump import program_text as program_text
-from jaxshard.compiler.dump import read_assignment
+from jaxshard.compiler.dump import largest, program_text, read_assignment
+
+
+def final_text(dump: Path) -> str:
+    """The program, with the compiler's estimates of cycles if it generated code; else as its buffers were assigned."""
+    file = largest(dump, "*.after_codegen.txt")
+    return program_text(dump) if file is None else file.read_text()
 
 
 def memory(dump: Path, count: int = 10) -> dict[str, Any]:

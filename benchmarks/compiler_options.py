@@ -138,9 +138,9 @@ def measure(chip: str, model: str, settings: Iterable[str]) -> Iterator[dict[str
     import jax
 
     import jaxshard as js
+    from jaxshard.compiler.judge import compile_input
+    from jaxshard.compiler.topology import Target
     from jaxshard.core.compat import compiler_input
-    from jaxshard.plan.compiled.judge import compile_input
-    from jaxshard.plan.topology import Target
 
     row, known = ROWS[chip, model], settings_of(chip)
     mesh = js.plan.topology_mesh(row.topology, **row.axes)

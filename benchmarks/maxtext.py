@@ -36,7 +36,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from compiler_dump import is_assigned, memory, program_text
+from compiler_dump import final_text, is_assigned, memory
 
 FOUND = "found.json"
 TARGET = 1.15
@@ -374,7 +374,7 @@ def run_one(name: str, side: str, args: argparse.Namespace) -> dict[str, Any]:
     if found.get("error"):
         return found
     row = row_of(name, args)
-    found |= numbers(program_text(out), row, args.depth)
+    found |= numbers(final_text(out), row, args.depth)
     if row.strategy == "fsdp" and row.model in SHAPES:
         bound = lower_bound(row, args.depth, found["arguments"])
         found |= {"bound": sum(bound.values()), "bound_parts": bound}

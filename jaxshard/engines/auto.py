@@ -191,7 +191,7 @@ def make_move(layout: Layout, engine: Engine) -> MakeMove:
                 return sum_in(cotangent, jnp.promote_types(dtype, cotangent.dtype))
             return constrain(layout, grad.view.apply(sum_in(cotangent, dtype)), grad.store)
 
-        return Move(gather, reduce)
+        return Move(gather, reduce, engine.reduced_dtype)
 
     return make
 

@@ -212,6 +212,12 @@ class Engine:
         return isinstance(self.reduce_dtype, Format) and self.reduce_dtype.feedback
 
     @property
+    def reduced_dtype(self) -> jnp.dtype | None:
+        """The dtype that holds the gradient of one use of a weight exactly, if it is reduced at once in a dtype."""
+        native = self.scatter == "each" and self.reduce_dtype is not None and not isinstance(self.reduce_dtype, Format)
+        return jnp.dtype(self.reduce_dtype) if native else None
+
+    @property
     def name(self) -> str:
         """The name of the function that makes the engine, such as "explicit"."""
         return type(self).__name__.lower()

@@ -49,10 +49,13 @@ class Move(NamedTuple):
     Attributes:
       gather: `gather(stored) -> weight`, from this device's shard to an array of the weight's logical shape.
       reduce: `reduce(cotangent of the weight) -> gradient`, summed over devices and sharded for storage.
+      reduced_dtype: the dtype in which the gradient is reduced, which therefore holds it exactly; None if it may need
+        the parameter's.
     """
 
     gather: Callable[[jax.Array], jax.Array]
     reduce: Callable[[jax.Array], jax.Array]
+    reduced_dtype: jnp.dtype | None = None
 
 
 MakeMove = Callable[[Placement, Placement | None], Move]
@@ -71,11 +74,12 @@ def use_weight(move: Move, stored: jax.Array, sink: jax.Array | None) -> jax.Arr
     Args:
       move: how to gather this weight and reduce its gradient.
       stored: the stored parameter.
-      sink: zeros in the shape of the stored gradient; None if the parameter is frozen.
+      sink: zeros in the shape of the stored gradient, and in a dtype that holds it; None if the parameter is frozen.
     """
     if sink is None:
         return jax.lax.stop_gradient(move.gather(stored))
-    zeros = partial(jnp.zeros, stored.shape, stored.dtype)
+    stored_dtype = stored.dtype
+    zeros = partial(jnp.zeros, stored.shape, stored_dtype)
 
     # A custom VJP, for two reasons: the cotangent goes to another argument than the weight came from, and JAX's own
     # transpose of a gather (a reduce-scatter over the same axes) is not the sum that the gradient needs.
@@ -88,7 +92,7 @@ def use_weight(move: Move, stored: jax.Array, sink: jax.Array | None) -> jax.Arr
 
     def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
         # First cast to the parameter's dtype: computing in bf16 does not imply reducing in bf16.
-        return zeros(), move.reduce(cotangent.astype(sink.dtype)).astype(sink.dtype)
+        return zeros(), move.reduce(cotangent.astype(stored_dtype)).astype(sink.dtype)
 
     weight.defvjp(forward, backward)
     return weight(stored, sink)
@@ -307,6 +311,13 @@ def _make_stacked_run(stacked: Stacked, layout: Layout, make_move: MakeMove, rem
     check_host_memory(remat, layout.mesh)
     params_tail, grads_tail = (_tails(tree[BLOCKS]) for tree in (layout.params, layout.grads))
 
+    def as_reduced(param: Placement, grad: Placement | None, sink: jax.Array | None) -> jax.Array | None:
+        # A block's gradient is all of its slice of the stacked gradient, so nothing is added or rounded in this dtype.
+        # The derivative of the cast is a cast to the parameter's dtype, after the loop.
+        dtype = make_move(param, grad).reduced_dtype
+        is_smaller = sink is not None and dtype is not None and dtype.itemsize < sink.dtype.itemsize
+        return sink.astype(dtype) if is_smaller else sink
+
     def fetch(pair: tuple[PyTree, PyTree]) -> PyTree:
         return use_weights(make_move, params_tail, grads_tail, *pair)
 
@@ -316,7 +327,7 @@ def _make_stacked_run(stacked: Stacked, layout: Layout, make_move: MakeMove, rem
         def run_with(sinks: PyTree) -> Any:
             parts = [without_blocks(tree) for tree in (layout.params, layout.grads, stored, sinks)]
             rest = use_weights(make_move, *parts)
-            params = rest | {BLOCKS: (stored[BLOCKS], sinks[BLOCKS])}
+            params = rest | {BLOCKS: (stored[BLOCKS], jax.tree.map(as_reduced, params_tail, grads_tail, sinks[BLOCKS]))}
             with offer_chunks(list_offered(layout, make_move, rest, *parts)):
                 return stacked.run(params, batch, key, fetch=fetch, remat=partial(checkpoint_body, remat), row=row)
 

@@ -51,7 +51,7 @@ def make_move(layout: Layout, engine: Engine) -> MakeMove:
             assert grad is not None, "a frozen parameter has no cotangent"
             return cotangent if engine.scatter == "end" else reduce_gradient(layout, engine, grad, cotangent, param)
 
-        return Move(gather_weight, reduce)
+        return Move(gather_weight, reduce, engine.reduced_dtype)
 
     return make
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -297,8 +297,30 @@ def gated_mlp(
     gate_BTF = constrain(dense("gate_proj", h_BTC, (hidden,), init), ("batch", "context", "mlp"))
     up_BTF = constrain(dense("up_proj", h_BTC, (hidden,), init), ("batch", "context", "mlp"))
     gate_BTF, up_BTF = (checkpoint_name(x, "mlp_hidden") for x in (gate_BTF, up_BTF))
-    h_BTF, residual_init = activation(gate_BTF) * up_BTF, nn.initializers.normal(residual_stddev)
+    h_BTF, residual_init = gated(activation, gate_BTF, up_BTF), nn.initializers.normal(residual_stddev)
     return constrain(dense("down_proj", h_BTF, h_BTC.shape[-1:], residual_init), RESIDUAL)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gated(activation: Callable[[jax.Array], jax.Array], gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Compute `activation(gate) * up`, once in the forward pass, and both of its gradients once in the backward pass.
+
+    Compilers for TPUs otherwise compute it, and its gradients, again inside each matrix product that reads them. These
+    products take longer then, and what they compute from stays in memory until the last of them.
+    """
+    return jax.lax.optimization_barrier(activation(gate) * up)
+
+
+def _gated_forward(activation: Any, gate: jax.Array, up: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return gated(activation, gate, up), (gate, up)
+
+
+def _gated_backward(activation: Any, inputs: tuple[jax.Array, jax.Array], gradient: jax.Array) -> Any:
+    _, backward = jax.vjp(lambda gate, up: activation(gate) * up, *inputs)
+    return jax.lax.optimization_barrier(backward(gradient))
+
+
+gated.defvjp(_gated_forward, _gated_backward)
 
 
 def dense(

@@ -79,6 +79,19 @@ def test_large_arrays_are_padded_and_small_ones_left_at_the_default_threshold():
     assert placement.view.padded == (1004, 17) and placement.store == P("data", None)
 
 
+@pytest.mark.parametrize(
+    ("shape", "split"),
+    [
+        ((4 * 43, 8192), P(None, "data")),  # 43 rows end inside a tile of 8, 2048 columns do not
+        ((4 * 40, 8192), P("data", None)),
+        ((4 * 43, 8196), P("data", None)),  # neither 43 nor 2049 is a multiple of 8
+        ((4 * 43, 4096), P("data", None)),  # fewer than 2**20 elements
+    ],
+)
+def test_large_arrays_prefer_shards_of_full_tiles(shape, split):
+    assert store(js.fsdp(), "param", Leaf("w", shape, jnp.float32, (None, None))) == split
+
+
 # Pipelines.
 
 RING = {"pipe": 2, "data": 2, "tensor": 2}
