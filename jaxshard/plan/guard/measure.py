@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -130,10 +129,14 @@ def _live(arguments: Sequence[Argument], text: str, assignment: Assignment | Non
         largest = sorted((one for one in arguments if one.role != OTHER), key=lambda one: (-one.bytes, one.name))
         return [Live(one.role, _array(one.dtype, one.shape), 1, one.bytes, one.name) for one in largest[:_LIVE]]
     found, _ = live_arrays(assignment, text, shapes_of_arguments(arguments))
+    roles = {one.name: one.role for one in arguments}
     return [
-        Live(one.role, _array(one.dtype, one.shape), one.count, one.bytes, short_line(one.source or one.what))
+        Live(
+            roles.get(one.what, one.role), _array(one.dtype, one.shape), one.count, one.bytes,
+            short_line(one.source or one.what),
+        )
         for one in found[:_LIVE]
-    ]
+    ]  # fmt: skip
 
 
 def _array(dtype: str, shape: Sequence[int]) -> str:
@@ -142,11 +145,12 @@ def _array(dtype: str, shape: Sequence[int]) -> str:
 
 def short_line(line: str) -> str:
     """Shorten the path of a source line: relative to the current folder, or below site-packages."""
-    path, colon, number = line.rpartition(":")
-    if not colon or not os.path.isabs(path):
+    path = line.removeprefix("near ")
+    own, near = Path(path), line[: -len(path)]
+    if not own.is_absolute():
         return line
-    if "site-packages/" in path:
-        return path.rpartition("site-packages/")[2] + colon + number
-    own = Path(path)
-    shown = own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else Path(*own.parts[-2:])
-    return f"{shown}:{number}"
+    if "site-packages" in own.parts:
+        shown = path.rpartition("site-packages/")[2]
+    else:
+        shown = str(own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else Path(*own.parts[-2:]))
+    return near + shown

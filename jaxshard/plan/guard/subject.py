@@ -52,10 +52,10 @@ def subject_of(made: Any, target: Target | None) -> Subject:
     fn, *calls = made
     if isinstance(fn, Step):
         step = fn if target is None else step_for(fn, target)
-        with own_settings(step.layout.mesh):
-            mesh = step.layout.mesh
-            assert isinstance(mesh, Mesh)
-            return Subject(step.trace(calls[0]), mesh)
+        mesh = step.layout.mesh
+        assert isinstance(mesh, Mesh)
+        with own_settings(mesh):
+            return Subject(step.trace(calls[0]), mesh, len(set(map(shapes_of, calls))))
     if not hasattr(fn, "trace") or not callable(fn):
         raise TypeError(f"the first is {_what(fn)}, which can't be traced; wrap it in jax.jit; {EXPECTED}")
     if not all(isinstance(call, tuple) for call in calls):
