@@ -219,7 +219,7 @@ def _given_changes(old: Snapshot, new: Snapshot) -> Iterator[Change]:
         lambda one: (one.array, one.split),
         lambda one: (one.role, one.array),
     )
-    changed = [(was, now) for was, now in pairs if was.split != now.split]
+    changed = [(was, now) for was, now in pairs if was.split != now.split and "?" not in (was.split, now.split)]
     for (was, now), alike in grouped(changed, lambda pair: pair).items():
         sizes = [human_bytes(one.bytes * len(alike)) for one in (now, was)]
         text = (

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 
-from jaxshard.checks.programs.arguments import OTHER, Argument, read_arguments
+from jaxshard.checks.programs.arguments import OTHER, Argument, Splits, lowered_splits, read_arguments
 from jaxshard.checks.programs.live import live_arrays
 from jaxshard.checks.programs.moves import SCALAR, Move, find_moves
 from jaxshard.checks.programs.text import parse_program
@@ -52,17 +52,19 @@ def measure(subject: Subject, target: Target | None) -> Snapshot:
     name = compiler_name(subject.mesh)
     if not text:
         return Snapshot(mesh=dict(subject.mesh.shape), compiler=name, refusal=refusal, programs=subject.programs)
-    snapshot = measure_text(text, subject.mesh, name, assignment)
+    snapshot = measure_text(text, subject.mesh, name, assignment, lowered_splits(lowered.as_text()))
     return Snapshot(
         **vars(snapshot)
         | {"peak_bytes": peak, "flops": _flops(subject), "programs": subject.programs, "refusal": refusal}
     )
 
 
-def measure_text(text: str, mesh: Mesh, compiler: str, assignment: Assignment | None = None) -> Snapshot:
+def measure_text(
+    text: str, mesh: Mesh, compiler: str, assignment: Assignment | None = None, splits: Mapping[int, Splits] | None = None
+) -> Snapshot:
     """Take the snapshot of a compiled program that is given as HLO text; its peak and FLOPs are not known."""
     module = parse_program(text.encode())
-    arguments = read_arguments(module, mesh)
+    arguments = read_arguments(module, mesh, splits)
     return Snapshot(
         mesh=dict(mesh.shape),
         compiler=compiler,

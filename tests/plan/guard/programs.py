@@ -99,7 +99,7 @@ def dense_loss(params: Any, x: Any, y: Any) -> Any:
     return jnp.square(x - y).mean()
 
 
-def manual_step(mesh: Mesh, gradients: Callable[..., Any], params_spec: P = P(), dtype: Any = jnp.float32) -> Made:
+def manual_step(mesh: Mesh, gradients: Callable[..., Any], params_spec: P = P(), *, params: Any = None) -> Made:
     """Make a step of SGD whose collectives are written by hand: `gradients(params, x, y)` runs on each device."""
     batch_spec = P(mesh.axis_names)
 
@@ -109,6 +109,5 @@ def manual_step(mesh: Mesh, gradients: Callable[..., Any], params_spec: P = P(),
     step = jax.shard_map(
         on_each_device, mesh=mesh, in_specs=(params_spec, batch_spec, batch_spec), out_specs=params_spec, check_vma=False
     )
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), layers())
-    arguments = (place(mesh, params, lambda x: params_spec), *place(mesh, rows(), lambda x: batch_spec))
+    arguments = (place(mesh, layers() if params is None else params, lambda x: params_spec), *place(mesh, rows(), lambda x: batch_spec))
     return jax.jit(step, donate_argnums=0), arguments
