@@ -91,6 +91,8 @@ if TYPE_CHECKING:
     from jaxshard.layers.positions import positions as positions
     from jaxshard.optim.layout import layout as layout
     from jaxshard.optim.local import local as local
+    from jaxshard.plan.guard.guard import GuardChanged as GuardChanged
+    from jaxshard.plan.guard.guard import guard as guard
     from jaxshard.profile.read import read_profile as read_profile
     from jaxshard.reshard.transfer import plan_transfer as plan_transfer
     from jaxshard.reshard.transfer import transfer as transfer
@@ -195,6 +197,7 @@ _NAMES = {
     "layers.moe.moe": ("moe",),
     "optim.layout": ("layout",),
     "optim.local": ("local",),
+    "plan.guard.guard": ("GuardChanged", "guard"),
     "training.attribution": ("Attribution", "attribution"),
     "training.describe": ("describe",),
     "training.early_stopping": ("EarlyStopping",),

@@ -37,8 +37,8 @@ import tensorstore
 from orbax.checkpoint import type_handlers
 
 from jaxshard.checkpoint.snapshot import HostBlocks
-from jaxshard.checkpoint.strict_json import decode_object
 from jaxshard.storage.paths import AnyPath, kvstore_spec
+from jaxshard.storage.strict_json import decode_object
 
 _KEY = re.compile(r"(.*)/(?:c(?:/\d+)*|zarr\.json)", re.DOTALL)
 """The key of a chunk or of the metadata of an array in Zarr 3: "params%2Fw/c/0/1" or "params%2Fw/zarr.json"."""

@@ -27,9 +27,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from jaxshard.checkpoint.manifest import ARRAYS
-from jaxshard.checkpoint.strict_json import decode_object
 from jaxshard.distributed.failures import TRY_AGAIN
 from jaxshard.storage.paths import ObjectPath, Stored
+from jaxshard.storage.strict_json import decode_object
 
 LEASE = ".lock"
 """The name of the object in the folder of checkpoints."""

@@ -25,8 +25,8 @@ import zlib
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from jaxshard.checkpoint.strict_json import decode_object, read_plain_file
 from jaxshard.storage.paths import AnyPath, ObjectPath
+from jaxshard.storage.strict_json import decode_object, read_plain_file
 
 FORMAT = 1
 _KEYED = {"sha256", "hmac"}

@@ -478,6 +478,37 @@ class Checkpoint(Result):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Guard(Result):
+    """Record what a step communicates, needs and costs in a file, or check it against the file.
+
+    The status is 1 if something changed. Nothing runs: the step is compiled for the devices at hand, or for TPUs and
+    GPUs that need not be attached. With a function's name, such as train.py:make_step, the function takes the list of
+    devices and returns (jitted, arguments) or (step, batch). A file of HLO text needs --mesh.
+
+    jaxshard guard record train.py:make_step --topology v5e:4x4
+
+    jaxshard guard check
+
+    Attributes:
+      action: record, or check against what was recorded
+      target: module:function or file.py:function, or a file with the text of a compiled step; check knows it
+      file: the file, under version control
+      topology: chips to compile for, such as v5e:4x4,h100:8; by default the devices at hand; check takes those recorded
+      devices: number of CPU devices to simulate if there is no accelerator; by default 8
+      mesh: sizes of the mesh axes of a file of HLO text, in their order, such as data=8
+      markdown: write the changes as Markdown into this file, for a comment
+    """
+
+    action: Annotated[Literal["record", "check"], Kind("ACTION", is_positional=True)]
+    target: Annotated[str, Kind("TARGET", is_positional=True)] = ""
+    file: Annotated[AnyPath, Kind("FILE", as_path, alias="-o")] = Path("step.guard.json")
+    topology: Text = None
+    devices: Size = None
+    mesh: Text = None
+    markdown: Written = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Profile(Result):
     """Print where the time of profiled steps went.
 
@@ -507,7 +538,7 @@ class Doctor(Result):
 
 
 _ALL: tuple[type[Flags], ...] = (
-    Train, Generate, Launch, Audit, Parity, Plan, Search, Schedule, Checkpoint, Profile, Doctor
+    Train, Generate, Launch, Audit, Parity, Plan, Search, Schedule, Checkpoint, Guard, Profile, Doctor
 )  # fmt: skip
 COMMANDS = {command.__name__.lower(): command for command in _ALL}
 """The flags of each command by its name."""

@@ -96,14 +96,38 @@ def _users_own(target: str, has_numbers: bool) -> Program:
             f"--change, --batch, --seq and --lora are for ready-made sizes ({', '.join(SIZES)}); {target} makes its "
             "own model and batch: change them there"
         )
+    return _check_program(find_function(target, _RETURNS)(), target)
+
+
+def find_function(target: str, returns: str, *arguments: Any) -> Callable[..., Any]:
+    """Import a function of the user's file or module.
+
+    Args:
+      target: "path/to/file.py:make" or "package.module:make".
+      returns: what kind of function is expected, for messages.
+      *arguments: the arguments with which it will be called.
+
+    Raises:
+      UsageError: there is no such file, module or function, or it can't be called with these arguments.
+    """
     with usage_errors():
         check_local(target)
     where, _, name = target.rpartition(":")
-    make = _find_function(_import_module(where, target), name, target)
-    return _check_program(make(), target)
+    module = _import_module(where, target, returns)
+    make = getattr(module, name, None)
+    if not callable(make):
+        own = [n for n, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == module.__name__]
+        has = f"its functions are {', '.join(own)}" if own else "it has no function of its own"
+        raise UsageError(f"{target}: {module.__name__} has no function {name!r}, {has}; give {returns}")
+    try:
+        inspect.signature(make).bind(*arguments)
+    except TypeError as error:
+        given = f"with {len(arguments)} arguments" if arguments else "without arguments"
+        raise UsageError(f"{target}: {name} can't be called {given} ({error}); give {returns}") from error
+    return cast(Callable[..., Any], make)
 
 
-def _import_module(where: str, target: str) -> ModuleType:
+def _import_module(where: str, target: str, returns: str) -> ModuleType:
     """Import a file or module; as Python does, put the file's folder or the current folder on `sys.path` first."""
     file = Path(where)
     if file.suffix != ".py":
@@ -120,7 +144,7 @@ def _import_module(where: str, target: str) -> ModuleType:
         except (TypeError, ValueError) as error:
             raise UsageError(f"{target}: {where!r} is no module's name; give package.module:function") from error
     if not file.is_file():
-        raise UsageError(f"{target}: the file {file} does not exist; give path/to/file.py:function, {_RETURNS}")
+        raise UsageError(f"{target}: the file {file} does not exist; give path/to/file.py:function, {returns}")
     _put_on_path(file.resolve().parent)
     name = file.stem
     if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(file.resolve()):
@@ -137,19 +161,6 @@ def _import_module(where: str, target: str) -> ModuleType:
 def _put_on_path(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-
-
-def _find_function(module: ModuleType, name: str, target: str) -> Callable[[], Any]:
-    make = getattr(module, name, None)
-    if not callable(make):
-        own = [n for n, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == module.__name__]
-        has = f"its functions are {', '.join(own)}" if own else "it has no function of its own"
-        raise UsageError(f"{target}: {module.__name__} has no function {name!r}, {has}; give {_RETURNS}")
-    try:
-        inspect.signature(make).bind()
-    except TypeError as error:
-        raise UsageError(f"{target}: {name} can't be called without arguments ({error}); give {_RETURNS}") from error
-    return cast(Callable[[], Any], make)
 
 
 def _check_program(made: Any, target: str) -> Program:

@@ -44,7 +44,7 @@ def model_flops(fn: Callable[..., Any], *abstract_args: Any) -> int:
       1024
     """
     with count_formulas():
-        return _count(jax.make_jaxpr(fn)(*abstract_args).jaxpr)
+        return jaxpr_flops(jax.make_jaxpr(fn)(*abstract_args).jaxpr)
 
 
 def train_flops(fn: Callable[..., Any], *abstract_args: Any) -> int:
@@ -70,7 +70,8 @@ def train_flops(fn: Callable[..., Any], *abstract_args: Any) -> int:
     return 3 * model_flops(fn, *abstract_args)
 
 
-def _count(jaxpr: Jaxpr) -> int:
+def jaxpr_flops(jaxpr: Jaxpr) -> int:
+    """Count the FLOPs of a traced function, as `model_flops` does; raise the same ValueError."""
     return sum(_count_equation(equation) for equation in jaxpr.eqns)
 
 
@@ -87,17 +88,17 @@ def _count_equation(equation: JaxprEqn) -> int:
         case "conv_general_dilated":
             return _product(equation, equation.invars[1], contracted_kernel_dims(params))
         case "scan":
-            return int(params["length"]) * _count(params["jaxpr"].jaxpr)
+            return int(params["length"]) * jaxpr_flops(params["jaxpr"].jaxpr)
         case "cond":
-            return max(_count(branch.jaxpr) for branch in params["branches"])
+            return max(jaxpr_flops(branch.jaxpr) for branch in params["branches"])
         case "shard_map":
             # Shapes inside are per device. A nested shard_map multiplies only by the axes that it adds.
             devices: int = math.prod(params["mesh"].shape[axis] for axis in newly_manual_axes(params))
-            return devices * _count(params["jaxpr"])
+            return devices * jaxpr_flops(params["jaxpr"])
         case "pallas_call":
             return _estimated(params)
     # Inner jaxprs that run once: jit, remat, and the forward functions of custom_jvp and custom_vjp.
-    flops = sum(_count(inner) for inner in jaxprs_in_params(params))
+    flops = sum(jaxpr_flops(inner) for inner in jaxprs_in_params(params))
     if equation.primitive.name == "while" and flops:
         raise ValueError(
             "model_flops: a while loop with matrix products in it runs an unknown number of times; "

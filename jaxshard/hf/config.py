@@ -9,7 +9,6 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from jaxshard.checkpoint.strict_json import decode_object, read_plain_file
 from jaxshard.core.tree import raise_all
 from jaxshard.hf.entries import NEUTRAL, Reader, shorten
 from jaxshard.hf.families import FAMILIES, Family
@@ -19,6 +18,7 @@ from jaxshard.models.decoder import Decoder
 from jaxshard.models.parts import check_window, largest_size
 from jaxshard.models.rope import as_scaling
 from jaxshard.storage.paths import AnyPath
+from jaxshard.storage.strict_json import decode_object, read_plain_file
 
 _COUNTS = frozenset(("vocab", "width", "depth", "heads", "kv_heads", "head_dim", "hidden", "seq", "experts", "k"))
 """Arguments of `js.models` that are whole numbers above 0."""

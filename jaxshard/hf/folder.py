@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from jaxshard.checkpoint.strict_json import decode_object, read_plain_file
 from jaxshard.hf.hub import find_on_hub
 from jaxshard.storage.paths import AnyPath, ObjectPath, as_path
+from jaxshard.storage.strict_json import decode_object, read_plain_file
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxshard.checkpoint.checksums import Damaged
-from jaxshard.checkpoint.strict_json import decode_object
+from jaxshard.storage.strict_json import decode_object
 
 FORMAT = 1
 SLOTS = 2

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jaxshard.checkpoint.strict_json import decode_object
+from jaxshard.storage.strict_json import decode_object
 
 VERSION = "1"
 DTYPES = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxshard.checkpoint.strict_json import decode_object, read_plain_file
 from jaxshard.storage.paths import AnyPath
+from jaxshard.storage.strict_json import decode_object, read_plain_file
 
 INDEX = ".index.json"
 

@@ -15,7 +15,6 @@ from jaxshard.checkpoint.safetensors.header import Header, Tensor, decode_header
 from jaxshard.checkpoint.safetensors.index import index_of, parse_index
 from jaxshard.checkpoint.safetensors.names import model_entries, tensor_of
 from jaxshard.checkpoint.safetensors.parts import Range, Source, read_part
-from jaxshard.checkpoint.strict_json import check_plain_file, read_plain_file
 from jaxshard.core.keys import keys_of
 from jaxshard.core.layout import Layout, check_layout
 from jaxshard.core.settings import with_own_settings
@@ -23,6 +22,7 @@ from jaxshard.core.types import PyTree
 from jaxshard.distributed.together import raise_together
 from jaxshard.storage.copies import CHUNK, ends_at, read_range
 from jaxshard.storage.paths import AnyPath, ObjectPath, as_path
+from jaxshard.storage.strict_json import check_plain_file, read_plain_file
 
 _POINT = "js.load_safetensors"
 

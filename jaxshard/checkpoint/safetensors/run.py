@@ -24,12 +24,12 @@ from jaxshard.checkpoint.safetensors.names import tensor_of
 from jaxshard.checkpoint.safetensors.pieces import LIMIT
 from jaxshard.checkpoint.safetensors.reader import check_tensors, open_buffer, place_tensor
 from jaxshard.checkpoint.safetensors.writer import outputs_of, sort_widest_first, stream_outputs, write_file
-from jaxshard.checkpoint.strict_json import decode_object
 from jaxshard.checkpoint.writer import check_arrays, check_data
 from jaxshard.core.layout import Layout
 from jaxshard.core.settings import with_own_settings
 from jaxshard.core.tree import raise_all
 from jaxshard.distributed.together import raise_together
+from jaxshard.storage.strict_json import decode_object
 from jaxshard.training.convert import convert_optimizer
 from jaxshard.training.state import TrainState, check_run
 
