@@ -86,7 +86,8 @@ def read_arguments(module: hlo.Module, mesh: Mesh, splits: Mapping[int, Splits] 
     donated = {int(number) for number in _ALIAS.findall(head)}
     arrays = ((number, op, array) for number, op in module.arguments.items() for array in hlo.arrays(op.type)[:1])
     found = [
-        _argument(number, op, array, number in donated, mesh, (splits or {}).get(number)) for number, op, array in arrays
+        _argument(number, op, array, number in donated, mesh, (splits or {}).get(number))
+        for number, op, array in arrays
     ]
     # If the optimizer's arrays have telling names, the other donated ones are parameters, whatever their names.
     named = any(one.role == OPTIMIZER for one in found)
@@ -105,9 +106,7 @@ def lowered_splits(text: str) -> dict[int, Splits]:
     return {int(number): tuple(tuple(_AXIS.findall(dim)) for dim in dims) for number, dims in found}
 
 
-def _argument(
-    number: int, op: hlo.Op, array: hlo.Array, donated: bool, mesh: Mesh, splits: Splits | None
-) -> Argument:
+def _argument(number: int, op: hlo.Op, array: hlo.Array, donated: bool, mesh: Mesh, splits: Splits | None) -> Argument:
     dtype, shape = array
     name, splits = op.op_name or f"argument {number}", splits or _splits(op.attributes, len(shape), mesh)
     parts = [math.prod(mesh.shape.get(axis, 1) for axis in axes) for axes in splits or [()] * len(shape)]

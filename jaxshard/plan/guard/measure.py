@@ -60,7 +60,11 @@ def measure(subject: Subject, target: Target | None) -> Snapshot:
 
 
 def measure_text(
-    text: str, mesh: Mesh, compiler: str, assignment: Assignment | None = None, splits: Mapping[int, Splits] | None = None
+    text: str,
+    mesh: Mesh,
+    compiler: str,
+    assignment: Assignment | None = None,
+    splits: Mapping[int, Splits] | None = None,
 ) -> Snapshot:
     """Take the snapshot of a compiled program that is given as HLO text; its peak and FLOPs are not known."""
     module = parse_program(text.encode())

@@ -131,7 +131,9 @@ def _typed(kind: Any, name: str, values: Any) -> Any:
     types = get_type_hints(kind)
     wrong = [f"{one!r} is unknown" for one in values.keys() - types.keys()]
     wrong += [f"{one!r} is missing" for one in types.keys() - values.keys()]
-    wrong += [f"{one!r} is {values[one]!r}" for one in values.keys() & types.keys() if not _fits(values[one], types[one])]
+    wrong += [
+        f"{one!r} is {values[one]!r}" for one in values.keys() & types.keys() if not _fits(values[one], types[one])
+    ]
     if wrong:
         raise ValueError(f"{name}: {'; '.join(sorted(wrong))}")
     return kind(**values)

@@ -36,7 +36,8 @@ def init(key):
     embed = normal(0, VOCAB, WIDTH)
     head = normal(1, WIDTH, VOCAB)
     blocks = [
-        {"up": normal(2 * i, WIDTH, 2 * WIDTH), "down": normal(2 * i + 1, 2 * WIDTH, WIDTH)} for i in range(1, DEPTH + 1)
+        {"up": normal(2 * i, WIDTH, 2 * WIDTH), "down": normal(2 * i + 1, 2 * WIDTH, WIDTH)}
+        for i in range(1, DEPTH + 1)
     ]
     return {"embed": embed, "head": head, "blocks": blocks}
 
@@ -57,7 +58,8 @@ def make(devices):
     def place(tree, spec):
         where = NamedSharding(mesh, spec)
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where if x.ndim else NamedSharding(mesh, P())), tree
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where if x.ndim else NamedSharding(mesh, P())),
+            tree,
         )
 
     params = jax.eval_shape(init, jax.random.key(0))

@@ -107,7 +107,14 @@ def manual_step(mesh: Mesh, gradients: Callable[..., Any], params_spec: P = P(),
         return jax.tree.map(lambda p, g: p - 1e-3 * g.astype(p.dtype), params, gradients(params, x, y))
 
     step = jax.shard_map(
-        on_each_device, mesh=mesh, in_specs=(params_spec, batch_spec, batch_spec), out_specs=params_spec, check_vma=False
+        on_each_device,
+        mesh=mesh,
+        in_specs=(params_spec, batch_spec, batch_spec),
+        out_specs=params_spec,
+        check_vma=False,
     )
-    arguments = (place(mesh, layers() if params is None else params, lambda x: params_spec), *place(mesh, rows(), lambda x: batch_spec))
+    arguments = (
+        place(mesh, layers() if params is None else params, lambda x: params_spec),
+        *place(mesh, rows(), lambda x: batch_spec),
+    )
     return jax.jit(step, donate_argnums=0), arguments
