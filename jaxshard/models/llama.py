@@ -301,26 +301,16 @@ def gated_mlp(
     return constrain(dense("down_proj", h_BTF, h_BTC.shape[-1:], residual_init), RESIDUAL)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gated(activation: Callable[[jax.Array], jax.Array], gate: jax.Array, up: jax.Array) -> jax.Array:
     """Compute `activation(gate) * up`, once in the forward pass, and both of its gradients once in the backward pass.
 
     Compilers for TPUs otherwise compute it, and its gradients, again inside each matrix product that reads them. These
-    products take longer then, and what they compute from stays in memory until the last of them.
+    products take longer then, and what they compute from stays in memory until the last of them. The derivative of a
+    barrier is a barrier: the first one is for the gradients.
     """
-    return jax.lax.optimization_barrier(activation(gate) * up)
-
-
-def _gated_forward(activation: Any, gate: jax.Array, up: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return gated(activation, gate, up), (gate, up)
-
-
-def _gated_backward(activation: Any, inputs: tuple[jax.Array, jax.Array], gradient: jax.Array) -> Any:
-    _, backward = jax.vjp(lambda gate, up: activation(gate) * up, *inputs)
-    return jax.lax.optimization_barrier(backward(gradient))
-
-
-gated.defvjp(_gated_forward, _gated_backward)
+    gate, up = jax.lax.optimization_barrier((gate, up))
+    product: jax.Array = jax.lax.optimization_barrier(activation(gate) * up)
+    return product
 
 
 def dense(
