@@ -98,12 +98,13 @@ def _run(program: Any, args: Sequence[Any], outs: Dtypes) -> list[Any]:
     jaxpr, _ = open_jaxpr(program)
     wanted = _find_wanted(jaxpr, outs)
     swapped = _find_swapped(jaxpr, wanted)
+    made_already = set(swapped.values())
 
     def rule(eqn: Any, values: list[Any]) -> list[Any]:
         dtypes = [wanted.get(var) for var in eqn.outvars]
         if any(var in swapped for var in eqn.outvars):
             eqn, values = _swap_operands(eqn), values[::-1]
-        elif eqn.primitive.name == "transpose" and eqn.invars[0] in swapped:
+        elif any(var in made_already for var in eqn.outvars):
             return _cast(eqn.outvars, values, dtypes)
         return _evaluate(eqn, values, dtypes)
 
@@ -157,20 +158,29 @@ def _evaluate(eqn: Any, values: Sequence[Any], wanted: Dtypes) -> list[Any]:
     return bind(eqn.replace(params=params), operands)
 
 
-def _find_swapped(jaxpr: Any, wanted: dict[Any, Any]) -> set[Any]:
-    """Find the marked products that are only transposed, to the product of their operands in the other order."""
+def _find_swapped(jaxpr: Any, wanted: dict[Any, Any]) -> dict[Any, Any]:
+    """Find marked products that are only transposed, to the product of their operands in the other order.
+
+    Returns:
+      {variable of the product: variable of the transpose}.
+    """
     products = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"}
-    found = set()
+    found = {}
     for eqn in jaxpr.eqns:
-        source = eqn.invars[0] if eqn.primitive.name == "transpose" else None
-        if source in wanted and source in products:
-            product = products[source]
-            (contracted, _), (batch, _) = product.params["dimension_numbers"]
-            first = product.invars[0].aval.ndim - len(contracted)
-            dims = tuple(range(source.aval.ndim))
-            if not batch and eqn.params["permutation"] == dims[first:] + dims[:first]:
-                found.add(source)
+        if eqn.primitive.name != "transpose" or isinstance(eqn.invars[0], Literal):
+            continue
+        (var,) = eqn.invars
+        if var in wanted and var in products and eqn.params["permutation"] == _other_order(products[var]):
+            found[var] = eqn.outvars[0]
     return found
+
+
+def _other_order(product: Any) -> tuple[int, ...] | None:
+    """Return the permutation that turns lhs x rhs into rhs x lhs; None for a product with batch dimensions."""
+    (contracted, _), (batch, _) = product.params["dimension_numbers"]
+    kept = product.invars[0].aval.ndim - len(contracted)
+    dims = tuple(range(product.outvars[0].aval.ndim))
+    return None if batch else dims[kept:] + dims[:kept]
 
 
 def _swap_operands(eqn: Any) -> Any:
