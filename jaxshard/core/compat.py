@@ -633,7 +633,7 @@ def avoid_compilation_cache(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh)
     config: Any = jax.config
     if not config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
         return
-    if jax.process_count() == 1 or not isinstance(mesh, jax.sharding.Mesh) or mesh.devices.flat[0].platform != "cpu":
+    if not isinstance(mesh, jax.sharding.Mesh) or mesh.devices.flat[0].platform != "cpu" or jax.process_count() == 1:
         return
     config.update("jax_enable_compilation_cache", False)
     reset_cache()

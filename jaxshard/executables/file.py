@@ -20,6 +20,8 @@ from jaxshard.core.version import __version__
 from jaxshard.executables.trust import check_trusted
 
 _FORMAT = "jaxshard executable 1"
+_COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda12-pjrt", "jax-cuda13-pjrt")}
+"""The packages that may hold the compiler for a platform; that for CPUs is in jaxlib."""
 
 
 def save_executable(
@@ -95,10 +97,9 @@ def _facts(lowered: jax.stages.Lowered, mesh: Mesh, options: dict[str, Any] | No
         "devices": f"{mesh.size} {first.device_kind} ({first.platform})",
         "order": _digest(repr([_place(device) for device in mesh.devices.flat]).encode()),
         "options": json.dumps(options or {}, sort_keys=True, default=str),
-        "compiler": str(first.client.platform_version),
         "jaxshard": __version__,
-        "jax": jax.__version__,
-        "jaxlib": installed_version("jaxlib"),
+        # Versions of packages: a client without hardware describes the compiler in other words than one with it.
+        **{name: installed_version(name) for name in ("jax", "jaxlib", *_COMPILERS.get(first.platform, ()))},
     }
 
 

@@ -83,6 +83,7 @@ def enter_tensor_region(x_BTC: jax.Array) -> jax.Array:
 def init_parts(embedding: nn.Module, block: nn.Module, output: nn.Module, width: int) -> Callable[[jax.Array], PyTree]:
     """Build `init(key) -> {"embed": ..., "block": ..., "head": ...}` for a `js.Stacked` from its three Flax modules."""
 
+    @jax.jit  # traced once: a layout and `js.init` call it four times, for the blocks and for the other parts
     def init(key: jax.Array) -> PyTree:
         keys = jax.random.split(key, 3)
         x_BTC = jnp.zeros((1, 1, width))

@@ -39,6 +39,12 @@ def saved(tmp_path_factory):
     return file, two_steps(step, run)
 
 
+@pytest.fixture(scope="module")
+def unused():
+    """A step of the same program, which refuses files."""
+    return make()[0]
+
+
 @pytest.fixture
 def copied(saved, tmp_path):
     file = tmp_path / "copied.step"
@@ -86,31 +92,29 @@ def test_another_program_is_refused_by_what_differs(saved):
         step.load_compiled(BATCH, saved[0])
 
 
-def test_another_version_and_damaged_bytes_are_refused(copied):
-    step, _ = make()
+def test_another_version_and_damaged_bytes_are_refused(copied, unused):
     content = copied.read_bytes()
     line, _, payload = content.partition(b"\n")
     header = json.loads(line)
     copied.write_bytes(json.dumps(header | {"jax": "0.0.1"}).encode() + b"\n" + payload)
     with pytest.raises(ValueError, match=f"here\n  jax: 0.0.1, here {jax.__version__}$"):
-        step.load_compiled(BATCH, copied)
+        unused.load_compiled(BATCH, copied)
     copied.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(ValueError, match=r"copied.step is damaged: .* copy it again"):
-        step.load_compiled(BATCH, copied)
+        unused.load_compiled(BATCH, copied)
     copied.write_bytes(b"\x80\x04" + content)
     with pytest.raises(ValueError, match=r"is no compiled step; write one with step.save_compiled"):
-        step.load_compiled(BATCH, copied)
+        unused.load_compiled(BATCH, copied)
 
 
-def test_a_file_that_others_may_write_is_refused(copied):
-    step, _ = make()
+def test_a_file_that_others_may_write_is_refused(copied, unused):
     copied.chmod(0o666)
     with pytest.raises(PermissionError, match=r"other users may write .*copied.step \(mode 666\).*chmod go-w"):
-        step.load_compiled(BATCH, copied)
+        unused.load_compiled(BATCH, copied)
     copied.chmod(0o600)
     copied.parent.chmod(0o777)
     with pytest.raises(PermissionError, match=r"other users may write .* \(mode 777\)"):
-        step.load_compiled(BATCH, copied)
+        unused.load_compiled(BATCH, copied)
 
 
 JOURNEY = """

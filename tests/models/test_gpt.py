@@ -4,6 +4,7 @@ import math
 from functools import cache, partial
 from operator import itemgetter
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -194,3 +195,18 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
     assert float((dropped == 0).mean()) == pytest.approx(0.25, abs=5 * math.sqrt(0.25 * 0.75 / plain.size))
     np.testing.assert_allclose(dropped[dropped != 0], plain[dropped != 0] / 0.75, rtol=1e-6)
     assert len({tuple(row) for row in np.asarray(dropped[:, 0] == 0)}) == 64
+
+
+def test_the_initial_parameters_are_traced_once_for_all_blocks_and_callers(monkeypatch):
+    """Flax is slow to trace; a layout and `js.init` trace the parameters one after the other."""
+    traced, init = [], nn.Module.init
+
+    def counted(module, *args, **kwargs):
+        traced.append(type(module).__name__)
+        return init(module, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "init", counted)
+    model = gpt(**SMALL)
+    shapes = [jax.eval_shape(model.init, KEY) for _ in range(2)]
+    assert shapes[0] == shapes[1]
+    assert traced == ["Embedding", "Block", "Output"]
