@@ -20,7 +20,7 @@ FLOORS = {
     5: ("training",),
     4: ("engines", "models", "data"),
     3: ("adapt", "layers", "optim", "compiler"),
-    2: ("proofs", "hlo", "schedules", "distributed", "cost", "storage", "executables"),
+    2: ("proofs", "hlo", "schedules", "distributed", "cost", "storage"),
     1: ("core",),
 }
 

@@ -13,6 +13,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxshard.adapt.objective import resolve
+from jaxshard.compiler.executable import load_executable, save_executable
 from jaxshard.core.average import is_average
 from jaxshard.core.batch import check_no_lists, warn_of_patterns
 from jaxshard.core.collectives import average_scalar
@@ -34,7 +35,6 @@ from jaxshard.distributed.watchdog import waits_for_devices
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine, Outcome, check_engine
 from jaxshard.engines.explicit import combine_over
-from jaxshard.executables.file import load_executable, save_executable
 from jaxshard.optim.local import inside_replica, local_of
 from jaxshard.proofs.parting import Choice, check_together
 from jaxshard.training.first_step import Evidence, FirstStep, exchanges_ragged

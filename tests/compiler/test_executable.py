@@ -123,7 +123,7 @@ import jax
 import jaxshard as js
 js.simulate_devices(8)
 sys.path.insert(0, sys.argv[1])
-from tests.executables.test_file import BATCH, compilations, make, two_steps
+from tests.compiler.test_executable import BATCH, compilations, make, two_steps
 step, run = make()
 if sys.argv[2] == "save":
     step.save_compiled(BATCH, sys.argv[3])

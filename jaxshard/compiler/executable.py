@@ -15,9 +15,9 @@ import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jax.sharding import Mesh
 
+from jaxshard.compiler.trust import check_trusted
 from jaxshard.core.installed import installed_version
 from jaxshard.core.version import __version__
-from jaxshard.executables.trust import check_trusted
 
 _FORMAT = "jaxshard executable 1"
 _COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda12-pjrt", "jax-cuda13-pjrt")}
