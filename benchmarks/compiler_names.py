@@ -3,8 +3,8 @@
     python benchmarks/compiler_names.py [--chips v6e]              # fills compiler_names.json and prints its table
 
 Every option of `OPTIONS` is tried by itself: those of AI-Hypercomputer/tpu-recipes (training/trillium and
-training/ironwood) and of maxtext's benchmarks/xla_flags_library.py. "taken" means that the compiler did not complain, not
-that it changed anything: v5e has no SparseCores and takes the options for them. `compiler_options.py` measures what
+training/ironwood) and of maxtext's benchmarks/xla_flags_library.py. "taken" means that the compiler did not complain,
+not that it changed anything: v5e has no SparseCores and takes the options for them. `compiler_options.py` measures what
 options make of a training step.
 """
 
