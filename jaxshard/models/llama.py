@@ -305,7 +305,8 @@ def gated(activation: Callable[[jax.Array], jax.Array], gate: jax.Array, up: jax
     Compilers for TPUs otherwise compute it, and its gradients, again inside each matrix product that reads them. These
     products take longer then, and what they compute from stays in memory until the last of them.
     """
-    return jax.lax.optimization_barrier(activation(gate) * up)
+    product: jax.Array = jax.lax.optimization_barrier(activation(gate) * up)
+    return product
 
 
 def _gated_forward(activation: Any, gate: jax.Array, up: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
