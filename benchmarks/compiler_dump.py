@@ -22,8 +22,8 @@ def final_text(dump: Path) -> str:
 def memory(dump: Path, count: int = 10) -> dict[str, Any]:
     """Arguments, temporaries and peak in bytes, and the largest buffers at the peak with the operations that make them.
 
-    The peak is arguments and the values that are live at the fullest moment; temporaries are larger where the compiler
-    could not place all values without gaps.
+    The peak is arguments and the values that are live at the fullest moment. What is allocated, arguments and
+    temporaries, is more where the compiler could not place all values without gaps.
     """
     found = read_assignment(dump)
     if found is None:
@@ -37,5 +37,6 @@ def memory(dump: Path, count: int = 10) -> dict[str, Any]:
         "arguments": sum(found.arguments.values()),
         "temporaries": found.temporaries,
         "peak": found.peak,
+        "allocated": found.allocated,
         "largest": lines,
     }

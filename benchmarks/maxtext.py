@@ -6,8 +6,9 @@
 Every program is compiled in a process of its own, for chips that are not here (`ROWS` has the models and topologies).
 Both sides have f32 parameters and AdamW moments, bf16 products and gradients reduced in bf16. MaxText's defaults are
 kept (splash attention, `remat_policy: full`, clipping, no token dropped); "maxtext tiled" is its best setting for
-memory. Printed are arguments, temporaries and peak per chip, CPU-seconds of the compiler, its estimated cycles, the
-bytes of collectives by kind and dtype and how many of them a chip waits for (of tokens sent to experts those of an even
+memory. Printed are, per chip, arguments, temporaries, what is live at once (the peak) and what is allocated (with gaps
+between temporaries; `two_figures.py` has more about both), CPU-seconds of the compiler, its estimated cycles, the bytes
+of collectives by kind and dtype and how many of them a chip waits for (of tokens sent to experts those of an even
 routing), and what the compiler computes again on its own.
 
 `bound` is what a step must hold, by role: `lower_bound` has the formula. Where a peak exceeds 1.15 of it the ten
@@ -401,7 +402,10 @@ COLUMNS: dict[str, Callable[[dict[str, Any], dict[str, Any]], str]] = {
     "arguments": lambda one, _: gigabytes(one.get("arguments")),
     "temporaries": lambda one, _: gigabytes(one.get("temporaries")),
     " of MaxText's": lambda one, base: ratio(one.get("temporaries"), base.get("temporaries")),
-    "peak": lambda one, _: gigabytes(one.get("peak")),
+    "live": lambda one, _: gigabytes(one.get("peak")),
+    "of MaxText's  ": lambda one, base: ratio(one.get("peak"), base.get("peak")),
+    "allocated": lambda one, _: gigabytes(one.get("allocated")),
+    "  of MaxText's": lambda one, base: ratio(one.get("allocated"), base.get("allocated")),
     "bound": lambda one, _: gigabytes(one.get("bound")),
     "of bound": lambda one, _: ratio(one.get("peak"), one.get("bound")),
     "compile CPU-s": lambda one, _: f"{one['compile_cpu_seconds']:.0f}" if "compile_cpu_seconds" in one else "",

@@ -29,9 +29,9 @@ def shard(axis: AxisName, roles: Role | Iterable[Role], *, min_size: int = MIN_S
     """Split every array of the given roles over a mesh axis, along a free dimension that is chosen by its size.
 
     A dimension is free if no other axis splits it. The axis splits the first free dimension whose size it divides and
-    whose shards have at least 8 elements (`MIN_PART`), or else the largest dimension whose size it divides. For arrays
-    of 2**20 elements or more (`LARGE`) it prefers a dimension whose shards have a multiple of 8. If it divides no
-    dimension, the stored array is padded along the dimension where that costs least. Scalars and small arrays are
+    whose shards have at least 8 elements (`MIN_PART`), or else the largest dimension whose size it divides. For stacked
+    blocks of 2**20 elements or more (`LARGE`) it prefers a dimension whose shards have a multiple of 8. If it divides
+    no dimension, the stored array is padded along the dimension where that costs least. Scalars and small arrays are
     replicated. The dimension of stacked blocks is never split. The engine issues the collectives that follow:
     all-gathers of arrays that are stored sharded but used replicated, and reduce-scatters of gradients.
 

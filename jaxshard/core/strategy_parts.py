@@ -43,7 +43,7 @@ MIN_PART = 8
 """`Shard` prefers dimensions whose shards have at least this size, as TPUs pad smaller ones to tiles of 8 rows."""
 
 LARGE = 2**20
-"""Arrays from this number of elements on prefer dimensions whose shards are full tiles of 8 rows."""
+"""Stacked blocks of at least this number of elements prefer dimensions whose shards are full tiles of 8 rows."""
 
 
 @dataclass(frozen=True)
@@ -189,12 +189,12 @@ class Shard:
         dividing = [dim for dim in free if sizes[dim] % parts == 0]
         # Prefer the first dimension over the largest: an all-gather along a leading dimension concatenates the shards,
         # along any other it interleaves them. Skip dimensions whose shards would have fewer rows than a TPU tile, such
-        # as the leading ones of a convolution [3, 3, 512, 512]; of large arrays also those whose shards end inside a
-        # tile, such as the 43 rows of bf16[11008, 4096] over 256 devices: a TPU gathers these with padding after each
-        # row, which takes twice the memory.
+        # as the leading ones of a convolution [3, 3, 512, 512]; of stacked blocks also those whose shards end inside a
+        # tile, such as the 43 rows of bf16[32, 11008, 4096] over 256 devices: a TPU gathers [1, 43, 4096] with a row of
+        # padding after each row, in twice the memory.
         if dividing:
-            rows, is_large = {dim: sizes[dim] // parts for dim in dividing}, leaf.size >= LARGE
-            best = min(dividing, key=lambda dim: (-min(rows[dim], MIN_PART), is_large and rows[dim] % MIN_PART > 0))
+            rows, by_tiles = {dim: sizes[dim] // parts for dim in dividing}, leaf.size >= LARGE and BLOCKS in leaf.names
+            best = min(dividing, key=lambda dim: (-min(rows[dim], MIN_PART), by_tiles and rows[dim] % MIN_PART > 0))
             return placement.split(best, names)
         if not free:
             return replace(placement, why="no free dimension")

@@ -315,8 +315,9 @@ def _make_stacked_run(stacked: Stacked, layout: Layout, make_move: MakeMove, rem
         # A block's gradient is all of its slice of the stacked gradient, so nothing is added or rounded in this dtype.
         # The derivative of the cast is a cast to the parameter's dtype, after the loop.
         dtype = make_move(param, grad).reduced_dtype
-        is_smaller = sink is not None and dtype is not None and dtype.itemsize < sink.dtype.itemsize
-        return sink.astype(dtype) if is_smaller else sink
+        if sink is None or dtype is None or dtype.itemsize >= sink.dtype.itemsize:
+            return sink
+        return sink.astype(dtype)
 
     def fetch(pair: tuple[PyTree, PyTree]) -> PyTree:
         return use_weights(make_move, params_tail, grads_tail, *pair)

@@ -82,14 +82,16 @@ def test_large_arrays_are_padded_and_small_ones_left_at_the_default_threshold():
 @pytest.mark.parametrize(
     ("shape", "split"),
     [
-        ((4 * 43, 8192), P(None, "data")),  # 43 rows end inside a tile of 8, 2048 columns do not
-        ((4 * 40, 8192), P("data", None)),
-        ((4 * 43, 8196), P("data", None)),  # neither 43 nor 2049 is a multiple of 8
-        ((4 * 43, 4096), P("data", None)),  # fewer than 2**20 elements
+        ((2, 4 * 43, 4096), P(None, None, "data")),  # 43 rows end inside a tile of 8, 1024 columns do not
+        ((2, 4 * 40, 4096), P(None, "data", None)),
+        ((2, 4 * 43, 4100), P(None, "data", None)),  # neither 43 nor 1025 is a multiple of 8
+        ((2, 4 * 43, 2048), P(None, "data", None)),  # fewer than 2**20 elements
     ],
 )
-def test_large_arrays_prefer_shards_of_full_tiles(shape, split):
-    assert store(js.fsdp(), "param", Leaf("w", shape, jnp.float32, (None, None))) == split
+def test_large_blocks_prefer_shards_of_full_tiles(shape, split):
+    leaf = Leaf("blocks/w", shape, jnp.float32, ("blocks", None, None))
+    assert store(js.fsdp(), "param", leaf) == split
+    assert store(js.fsdp(), "param", Leaf("w", shape[1:], jnp.float32, (None, None))) == P("data", None)
 
 
 # Pipelines.

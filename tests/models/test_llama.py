@@ -13,7 +13,7 @@ import pytest
 import jaxshard as js
 from jaxshard.models import SIZES
 from jaxshard.models.decoder import logits
-from jaxshard.models.llama import llama
+from jaxshard.models.llama import gated, llama
 from jaxshard.models.rope import RopeScaling, YarnScaling, rotary_gain, rotary_rates
 
 SMALL = {"vocab": 64, "width": 32, "depth": 2, "heads": 4, "kv_heads": 2, "hidden": 48, "seq": 12, "rope_base": 100}
@@ -213,3 +213,13 @@ def test_norms_over_all_heads_and_after_the_layers_on_a_mesh():
     (row,) = js.generate(model, run, layout, [[1, 2, 3]], length=6)
     wanted = logits(model, js.logical(run, layout).params, jnp.asarray([row]))[0].argmax(-1)
     assert row[3:] == wanted[2:-1].tolist()
+
+
+def test_the_product_of_a_gated_mlp_and_its_gradients_are_computed_once():
+    """Behind a barrier each, so that no compiler computes them again in every matrix product that reads them."""
+    gate, up = (jax.random.normal(key, (4, 8)) for key in jax.random.split(KEY))
+    wanted = jax.value_and_grad(lambda gate, up: (jax.nn.silu(gate) * up).sum(), (0, 1))
+    once = jax.value_and_grad(lambda gate, up: gated(jax.nn.silu, gate, up).sum(), (0, 1))
+    text = jax.jit(once).lower(gate, up).as_text()
+    assert text.count("stablehlo.optimization_barrier") == 2
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), once(gate, up), wanted(gate, up))
