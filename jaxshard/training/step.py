@@ -37,6 +37,7 @@ from jaxshard.optim.local import inside_replica, local_of
 from jaxshard.proofs.parting import Choice, check_together
 from jaxshard.training.first_step import Evidence, FirstStep, exchanges_ragged
 from jaxshard.training.hyperparams import find_hyperparams
+from jaxshard.training.last_call import LastCall
 from jaxshard.training.local_step import check_engine_for_replicas, take_local_step
 from jaxshard.training.model_flops import step_flops
 from jaxshard.training.non_finite import Bad, find_bad, keep_old_unless, sum_of_squares
@@ -184,9 +185,7 @@ class Step:
         self.elementwise, self.owned = self._optimizer.elementwise, self._optimizer.owned
         self.guarded = guarded and self._optimizer.can_guard
         self.check_exchange = check_exchange and self._local is None
-        self._forget_programs()
-
-    def _forget_programs(self) -> None:
+        self._waits = shares_threads(layout.mesh)
         self._batch: PyTree = None
         self._rows: PyTree = None
         self._jitted: Any = None
@@ -195,6 +194,7 @@ class Step:
         self.choices: tuple[Choice, ...] = ()
         self.compile_seconds, self._started = 0.0, False
         self._first: FirstStep | None = None
+        self._last: LastCall | None = None
 
     @property
     def update_view(self) -> str:
@@ -316,11 +316,18 @@ class Step:
 
     @waits_for_devices
     def __call__(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        if self._last is not None and self._last.is_like(run, batch):
+            return self._run_program(run, batch)
         if isinstance(batch, TrainState) and not isinstance(run, TrainState):
             raise TypeError("run and batch are swapped; write step(run, batch)")
         check_is_run(run)
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((run, batch))):
             return self._call_inside(run, batch)
+        return self._check_and_run(run, batch)
+
+    @waits_for_devices
+    def _check_and_run(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """Check run and batch, compile for the first batch, place the batch on the devices, and take the step."""
         check_not_donated(run)
         batch = as_arrays("the batch", batch)
         check_narrowing(batch, "the batch")
@@ -331,21 +338,29 @@ class Step:
                 self._check_same(abstract(batch))
             else:
                 self._start(run, batch)
-            try:
-                batch = jax.device_put(batch, self._rows)
-                if self._first is not None:
-                    self._first.expect(run, batch)
-                run, metrics, *evidence = self._compiled(run, batch)
-            except (TypeError, ValueError):
-                self._check_run(run)
-                raise
-            except NonFiniteResult as found:
-                raise FloatingPointError(
-                    f"a step made {found.args[-1]}, and jax.debug_nans or jax.debug_infs is on. Run the same steps "
-                    "without them: metrics['bad'] then names the loss or the parameters whose gradients are not "
-                    "finite (js.fit(bad_steps='raise') does it for you), and a bad step changes nothing"
-                ) from None
-        if shares_threads(self.layout.mesh):
+            call = LastCall.of(run, batch, self._rows)
+            batch = jax.device_put(batch, self._rows)
+            after = self._run_program(run, batch)
+        self._last = call or self._last
+        return after
+
+    @waits_for_devices
+    def _run_program(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """Run the compiled program, and explain why it refused its arguments if it did."""
+        try:
+            if self._first is not None:
+                self._first.expect(run, batch)
+            run, metrics, *evidence = self._compiled(run, batch)
+        except (TypeError, ValueError):
+            self._check_run(run)
+            raise
+        except NonFiniteResult as found:
+            raise FloatingPointError(
+                f"a step made {found.args[-1]}, and jax.debug_nans or jax.debug_infs is on. Run the same steps "
+                "without them: metrics['bad'] then names the loss or the parameters whose gradients are not "
+                "finite (js.fit(bad_steps='raise') does it for you), and a bad step changes nothing"
+            ) from None
+        if self._waits:
             # Two programs in flight can deadlock simulated devices, which share threads: XLA aborts after 40 s.
             jax.block_until_ready(metrics)
         if self._first is not None:
