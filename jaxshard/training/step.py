@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -59,6 +60,9 @@ from jaxshard.training.warm_up import join_in_warm_up
 Metrics = dict[str, Any]
 """{name: scalar of the global batch}, and "bad": a `Bad`."""
 
+_METRICS = ("loss", "grad_norm", "update_norm")
+"""The metrics that every step can return."""
+
 _CALL = "loss_fn(model, batch, key)"
 
 
@@ -71,6 +75,7 @@ def make_step(
     guarded: bool = True,
     donate: bool = True,
     check_exchange: bool = True,
+    metrics: Sequence[str] = _METRICS,
 ) -> Step:
     """Make the compiled training step `step(run, batch) -> (run, metrics)`.
 
@@ -102,6 +107,9 @@ def make_step(
         loss and the norm of each gradient of the first step with those of a program that pads all-to-alls to equal
         counts, because compilers have ordered ragged all-to-alls wrongly. It costs one more compilation and one more
         step; False leaves it out. Not done inside a program of your own.
+      metrics: which of "loss", "grad_norm" and "update_norm" the step returns; "loss" must be among them. A norm reads
+        every gradient or parameter once more. `metrics=("loss",)` with `guarded=False` leaves both passes out; a
+        guarded step makes them anyway, to find what is not finite.
 
     Returns:
       The step. A batch is a tree of global arrays [rows, ...], whose number of rows must be divisible by the devices
@@ -110,7 +118,7 @@ def make_step(
       a warning lists the arrays that are replicated.
 
       `metrics` has, as scalars of the global batch: "loss"; "grad_norm", the 2-norm of the full gradient;
-      "update_norm", the 2-norm of the change of all parameters; hyperparameters of `optax.inject_hyperparams`, such
+      "update_norm", the 2-norm of the change of all parameters (both may be left out); hyperparameters of `optax.inject_hyperparams`, such
       as "learning_rate"; the metrics of a `js.Loss` by their names; and "bad", a `js.Bad`.
 
       Collectives: those of the engine, and an all-gather of every parameter that is stored replicated while its
@@ -119,7 +127,7 @@ def make_step(
     Raises:
       TypeError: `loss_fn`, `tx` or `engine` has a wrong type; by the first call, a loss that is no scalar, `js.Mean`
         or `js.Loss`.
-      ValueError: a run, `tx` or batch that does not fit the layout; a batch of another shape than the first; a `tx`
+      ValueError: unknown `metrics`; a run, `tx` or batch that does not fit the layout; a batch of another shape than the first; a `tx`
         that updates blocks stacked by `js.stack` differently from single blocks.
       RuntimeError: by the first call, ragged all-to-alls gave wrong gradients (`check_exchange`); lists the parameters.
       js.distributed.Disagreement: by the first call in several processes, if their batches or programs differ.
@@ -129,7 +137,10 @@ def make_step(
         for batch in js.batches(source, layout, start=run.step):
             run, metrics = step(run, batch)
     """
-    return Step(loss_fn, tx, layout, engine or auto(), guarded=guarded, donate=donate, check_exchange=check_exchange)
+    return Step(
+        loss_fn, tx, layout, engine or auto(),
+        guarded=guarded, donate=donate, check_exchange=check_exchange, metrics=metrics,
+    )  # fmt: skip
 
 
 class Step:
@@ -147,6 +158,7 @@ class Step:
       guarded: True if a step whose loss or gradient is not finite changes only the step count; see `js.make_step`.
       donate: True if the step donates the input run.
       check_exchange: True if the first step is checked when tokens are sent to experts by ragged all-to-alls.
+      metrics: which of "loss", "grad_norm" and "update_norm" the step returns.
       compile_seconds: the seconds that tracing and compiling took so far; 0.0 before.
       choices: after tracing, the branches and loops in which devices may take different paths, and for which only the
         compiled program shows whether they contain collectives; `js.audit` reads them.
@@ -162,14 +174,20 @@ class Step:
         guarded: bool = True,
         donate: bool = True,
         check_exchange: bool = False,
+        metrics: Sequence[str] = _METRICS,
     ):
         check_engine(engine)
+        if "loss" not in metrics or not set(metrics) <= set(_METRICS):
+            raise ValueError(
+                f'metrics: got {metrics!r}; name "loss" and any of "grad_norm" and "update_norm", such as ("loss",)'
+            )
         check_is_function("loss_fn", loss_fn, _CALL)
         check_transform(tx)
         check_layout("js.make_step(loss_fn, tx, layout)", layout)
         params = select(layout.trainable, layout.shapes.params)
         check_opt_state(layout, jax.eval_shape(partial(layout.start_optimizer, tx), params))
-        self.loss_fn, self.tx, self.layout, self.engine, self.donate = loss_fn, tx, layout, engine, donate
+        self.loss_fn, self.tx, self.layout, self.engine = loss_fn, tx, layout, engine
+        self.donate, self.metrics = donate, tuple(metrics)
         self._local, self._own = local_of(layout.strategy), layout
         if self._local is not None:
             check_engine_for_replicas(engine, layout)
@@ -305,7 +323,8 @@ class Step:
         say, all others by their mean.
         """
         norms = {"grad_norm": jnp.sqrt(squares.sum()), "update_norm": jnp.sqrt(changes.sum())}
-        metrics: Metrics = {"loss": outcome.value} | norms | find_hyperparams(opt_state)
+        own = {"loss": outcome.value} | norms  # the compiler drops what is not returned
+        metrics: Metrics = {name: own[name] for name in self.metrics} | find_hyperparams(opt_state)
         if self.guarded:
             metrics["bad"] = Bad(jnp.concatenate([found, jnp.isnan(changes)]), self._trained)
         metrics = jax.tree.map(partial(average_scalar, axes=self._replicas), metrics)
