@@ -336,7 +336,10 @@ class Step:
     @waits_for_devices
     def __call__(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         if self._last is not None and self._last.is_like(run, batch):
-            return self._run_program(run, batch)
+            try:
+                return self._run_program(run, batch)
+            except (TypeError, ValueError):
+                self._last = None  # the program refused the arguments: convert them, or say what is wrong with them
         if isinstance(batch, TrainState) and not isinstance(run, TrainState):
             raise TypeError("run and batch are swapped; write step(run, batch)")
         check_is_run(run)
@@ -358,21 +361,21 @@ class Step:
             else:
                 self._start(run, batch)
             call = LastCall.of(run, batch, self._rows)
-            batch = jax.device_put(batch, self._rows)
-            after = self._run_program(run, batch)
+            try:
+                after = self._run_program(run, jax.device_put(batch, self._rows))
+            except (TypeError, ValueError):
+                self._check_run(run)
+                raise
         self._last = call or self._last
         return after
 
     @waits_for_devices
     def _run_program(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        """Run the compiled program, and explain why it refused its arguments if it did."""
+        """Run the compiled program; the first time, compare its results with those of `FirstStep`."""
         try:
             if self._first is not None:
                 self._first.expect(run, batch)
             run, metrics, *evidence = self._compiled(run, batch)
-        except (TypeError, ValueError):
-            self._check_run(run)
-            raise
         except NonFiniteResult as found:
             raise FloatingPointError(
                 f"a step made {found.args[-1]}, and jax.debug_nans or jax.debug_infs is on. Run the same steps "

@@ -161,7 +161,7 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.fast_cases(9)
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("what", WRONG)
 def test_what_a_step_refuses_at_first_it_refuses_later(what):
     change_run, change_batch, message = WRONG[what]
@@ -188,7 +188,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_settings_that_change_between_steps_change_no_result(setting):
     run, step, batch = after_two_steps()
