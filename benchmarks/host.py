@@ -5,8 +5,8 @@
 
 `--thread`: the CPU time of the calling thread (`time.thread_time`) per call of a step whose run and batch are like
 those of the call before, beside `jax.jit` of the same step with its run donated: the same program, with the same
-outputs. Arrays have 8 elements per device, so that little else is measured. On several simulated devices both sides wait
-for each step's metrics, which ours must do. Turns of a few steps alternate; the median ratio of the rounds is printed.
+outputs. Arrays have 8 elements per device, so that little else is measured. On several simulated devices both sides
+wait for each step's metrics, which ours must do. Turns of a few steps alternate; the median ratio is printed.
 
 `--lower`: the CPU time of the process (`time.process_time`) to make, trace and lower a step of that many unrolled
 64 x 64 matrices on 8 simulated devices, beside a plain `jax.jit` with the same optimizer, shardings and norms.

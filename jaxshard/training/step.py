@@ -118,8 +118,9 @@ def make_step(
       a warning lists the arrays that are replicated.
 
       `metrics` has, as scalars of the global batch: "loss"; "grad_norm", the 2-norm of the full gradient;
-      "update_norm", the 2-norm of the change of all parameters (both may be left out); hyperparameters of `optax.inject_hyperparams`, such
-      as "learning_rate"; the metrics of a `js.Loss` by their names; and "bad", a `js.Bad`.
+      "update_norm", the 2-norm of the change of all parameters; hyperparameters of `optax.inject_hyperparams`, such
+      as "learning_rate"; the metrics of a `js.Loss` by their names; and "bad", a `js.Bad`. The two norms can be left
+      out.
 
       Collectives: those of the engine, and an all-gather of every parameter that is stored replicated while its
       optimizer state is split.
@@ -127,8 +128,8 @@ def make_step(
     Raises:
       TypeError: `loss_fn`, `tx` or `engine` has a wrong type; by the first call, a loss that is no scalar, `js.Mean`
         or `js.Loss`.
-      ValueError: unknown `metrics`; a run, `tx` or batch that does not fit the layout; a batch of another shape than the first; a `tx`
-        that updates blocks stacked by `js.stack` differently from single blocks.
+      ValueError: a run, `tx` or batch that does not fit the layout; a batch of another shape than the first; a `tx`
+        that updates blocks stacked by `js.stack` differently from single blocks; unknown `metrics`.
       RuntimeError: by the first call, ragged all-to-alls gave wrong gradients (`check_exchange`); lists the parameters.
       js.distributed.Disagreement: by the first call in several processes, if their batches or programs differ.
 

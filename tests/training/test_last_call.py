@@ -107,7 +107,7 @@ def test_a_run_whose_arrays_were_taken_is_refused_and_crashes_nothing(how):
     run, step, batch = after_two_steps()
     TAKEN[how](run)
     if how == "the key deleted":
-        with pytest.raises((ValueError, RuntimeError), match="delete|donate"):
+        with pytest.raises((ValueError, RuntimeError), match=r"delete|donate"):
             step(run, batch)
         return
     with pytest.raises(ValueError, match="donated to an earlier step"):
@@ -125,7 +125,7 @@ def test_a_deleted_batch_is_refused_by_name():
     run, step, batch = after_two_steps()
     deleted = jax.tree.map(jnp.copy, batch)
     deleted["x"].delete()
-    with pytest.raises(ValueError, match="arrays of the batch were donated to an earlier step.*: x"):
+    with pytest.raises(ValueError, match=r"arrays of the batch were donated to an earlier step.*: x"):
         step(run, deleted)
     step(run, batch)  # the run is as it was
 

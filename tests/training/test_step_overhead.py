@@ -151,9 +151,7 @@ def test_a_step_without_norms_computes_none_of_them(engine):
     layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), init_fn, optax.sgd(0.1))
     found = {}
     for metrics in (("loss", "grad_norm", "update_norm"), ("loss",)):
-        step = js.make_step(
-            loss_fn, optax.sgd(0.1), layout, engine=ENGINES[engine](), guarded=False, metrics=metrics
-        )
+        step = js.make_step(loss_fn, optax.sgd(0.1), layout, engine=ENGINES[engine](), guarded=False, metrics=metrics)
         lines = step.compile(batch()).as_text().splitlines()
         sums = sum("reduce(" in line and "f32[] reduce" in line for line in lines)
         run, returned = step(js.init(init_fn, optax.sgd(0.1), layout, 0), batch())
