@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxshard.core.types import PyTree
 
@@ -60,7 +61,7 @@ class LastCall(NamedTuple):
         if structure != self.structure:
             return False
         for index, kind in self.keys:
-            key = leaves.pop(index)
+            key: Any = leaves.pop(index)
             if type(key) is not kind or key.is_deleted():
                 return False
         try:
@@ -72,4 +73,4 @@ class LastCall(NamedTuple):
 
 
 def _is_key(x: jax.Array) -> bool:
-    return bool(jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))
+    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
