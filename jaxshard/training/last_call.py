@@ -15,7 +15,7 @@ from jaxshard.core.types import PyTree
 
 
 class LastCall(NamedTuple):
-    """What a step remembers of a run and a batch that its program received as they were.
+    """The properties of a run and a batch that a compiled program received as they were.
 
     Shapes and dtypes, and the shardings of the run, are left to the compiled program: it compares them itself and
     refuses others before it takes any array.
