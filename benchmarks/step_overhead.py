@@ -9,6 +9,7 @@ one written with `shard_map`: every weight gathered, every gradient reduce-scatt
 
 - as it is: "update_norm" and the guard against steps that are not finite, with "bad", on top of what the hand returns;
 - unguarded: `guarded=False`, without "bad";
+- loss alone: `metrics=("loss",)` and unguarded, whose ratio is to a step by hand without the gradients' norm;
 - same outputs: unguarded in a program of one's own that returns loss and gradient norm alone, so that the compiler
   drops the norm of the update.
 
@@ -51,6 +52,7 @@ from jaxshard.models.gpt import gpt
 
 DEVICES = 8
 HAND = "by hand"
+HAND_LOSS = "by hand, loss alone"
 TARGETS = {"explicit": 1.05, "auto": 1.10}
 
 
@@ -111,18 +113,23 @@ def competitors(problem: Problem) -> dict[str, Competitor]:
     tx = optax.adamw(1e-3)
     layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=DEVICES), problem.init_fn, tx)
     found = {HAND: by_hand(problem, tx, layout), "by hand, shard_map": by_hand(problem, tx, layout, manual=True)}
+    found[HAND_LOSS] = by_hand(problem, tx, layout, norm=False)
     for engine in (js.explicit(), js.auto()):
         for guarded in (True, False):
             name = engine.name if guarded else f"{engine.name} unguarded"
             found[name] = ours(problem, tx, layout, engine, guarded)
+        found[f"{engine.name} loss alone"] = ours(problem, tx, layout, engine, False, metrics=("loss",))
         found[f"{engine.name} same outputs"] = same_outputs(problem, tx, layout, engine)
     return found
 
 
 def by_hand(
-    problem: Problem, tx: optax.GradientTransformation, layout: js.Layout, *, manual: bool = False
+    problem: Problem, tx: optax.GradientTransformation, layout: js.Layout, *, manual: bool = False, norm: bool = True
 ) -> Competitor:
-    """The step as one writes it with `jax.jit`, or with `shard_map`; of the layout only the NamedShardings."""
+    """The step as one writes it with `jax.jit`, or with `shard_map`; of the layout only the NamedShardings.
+
+    `norm` returns the norm of the gradients too.
+    """
     shardings = layout.shardings(layout.params), layout.shardings(layout.opt_state)
     batch_shardings, scalar = layout.batch_shardings(problem.batch), NamedSharding(layout.mesh, P())
     batch = jax.device_put(problem.batch, batch_shardings)
@@ -150,7 +157,7 @@ def by_hand(
     def update(params: Any, opt_state: Any, batch: Any, key: jax.Array) -> Any:
         loss, grads = loss_and_grads(params, batch, key)
         updates, opt_state = tx.update(grads, opt_state, params)
-        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads)}
+        metrics = {"loss": loss} | ({"grad_norm": optax.global_norm(grads)} if norm else {})
         return optax.apply_updates(params, updates), opt_state, metrics
 
     key = jax.device_put(jax.random.key(0), scalar)
@@ -173,10 +180,15 @@ def by_hand(
 
 
 def ours(
-    problem: Problem, tx: optax.GradientTransformation, layout: js.Layout, engine: Any, guarded: bool
+    problem: Problem,
+    tx: optax.GradientTransformation,
+    layout: js.Layout,
+    engine: Any,
+    guarded: bool,
+    metrics: tuple[str, ...] = ("loss", "grad_norm", "update_norm"),
 ) -> Competitor:
     batch = jax.device_put(problem.batch, layout.batch_shardings(problem.batch))
-    made = js.make_step(problem.loss_fn, tx, layout, engine=engine, guarded=guarded)
+    made = js.make_step(problem.loss_fn, tx, layout, engine=engine, guarded=guarded, metrics=metrics)
     run = js.init(problem.init_fn, tx, layout, 0)
     compiled = made.compile(batch)
 
@@ -222,18 +234,20 @@ def measure(found: dict[str, Competitor], rounds: int, steps: int) -> dict[str, 
             for _ in range(steps):
                 metrics = found[name].step()
             took = (time.process_time() - start) / steps * 1e3
-            losses[name] = float(metrics["loss"]), float(metrics["grad_norm"])
+            losses[name] = float(metrics["loss"]), float(metrics.get("grad_norm", np.nan))
             if number:  # the first round warms up
                 figures[name].append(took)
         for name, values in () if number else losses.items():  # later ones drift apart by rounding
-            np.testing.assert_allclose(values, losses[HAND], rtol=1e-3, err_msg=f"{name} trains something else")
+            expected = losses[HAND_LOSS if name.endswith("loss alone") else HAND]
+            np.testing.assert_allclose(values, expected, rtol=1e-3, err_msg=f"{name} trains something else")
     return figures
 
 
 def report(size: str, figures: dict[str, list[float]], found: dict[str, Competitor]) -> dict[str, Any]:
     """Print a size's table and return its rows."""
-    base, rows = figures[HAND], {}
+    rows = {}
     for name, took in figures.items():
+        base = figures[HAND_LOSS if name.endswith("loss alone") else HAND]
         ratios = [mine / hand for mine, hand in zip(took, base, strict=True)]
         low, ratio, high = statistics.quantiles(ratios, n=4, method="inclusive")
         row = {"cpu_ms": statistics.median(took), "ratio": ratio, "quartiles": [low, high]}

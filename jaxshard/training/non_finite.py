@@ -138,6 +138,7 @@ def find_bad(loss: Float[Array, ""], squares: Float32[Array, " params"]) -> Bool
     return jnp.concatenate([~jnp.isfinite(loss).reshape(1), jnp.isnan(squares)])
 
 
+@partial(jax.jit, inline=True)  # traced once per shape, not once per array
 def sum_of_squares(x: Float[Array, "*dims"]) -> Float32[Array, ""]:
     """Sum the squared elements in f32; the result is NaN if and only if an element is not finite.
 

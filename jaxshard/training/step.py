@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from jaxshard.optim.local import inside_replica, local_of
 from jaxshard.proofs.parting import Choice, check_together
 from jaxshard.training.first_step import Evidence, FirstStep, exchanges_ragged
 from jaxshard.training.hyperparams import find_hyperparams
+from jaxshard.training.last_call import LastCall
 from jaxshard.training.local_step import check_engine_for_replicas, take_local_step
 from jaxshard.training.model_flops import step_flops
 from jaxshard.training.non_finite import Bad, find_bad, keep_old_unless, sum_of_squares
@@ -60,6 +62,9 @@ from jaxshard.training.warm_up import join_in_warm_up
 Metrics = dict[str, Any]
 """{name: scalar of the global batch}, and "bad": a `Bad`."""
 
+_METRICS = ("loss", "grad_norm", "update_norm")
+"""The metrics that every step can return."""
+
 _CALL = "loss_fn(model, batch, key)"
 
 
@@ -72,6 +77,7 @@ def make_step(
     guarded: bool = True,
     donate: bool = True,
     check_exchange: bool = True,
+    metrics: Sequence[str] = _METRICS,
 ) -> Step:
     """Make the compiled training step `step(run, batch) -> (run, metrics)`.
 
@@ -103,6 +109,9 @@ def make_step(
         loss and the norm of each gradient of the first step with those of a program that pads all-to-alls to equal
         counts, because compilers have ordered ragged all-to-alls wrongly. It costs one more compilation and one more
         step; False leaves it out. Not done inside a program of your own.
+      metrics: which of "loss", "grad_norm" and "update_norm" the step returns; "loss" must be among them. A norm reads
+        every gradient or parameter once more. `metrics=("loss",)` with `guarded=False` leaves both passes out; a
+        guarded step makes them anyway, to find what is not finite.
 
     Returns:
       The step. A batch is a tree of global arrays [rows, ...], whose number of rows must be divisible by the devices
@@ -112,7 +121,8 @@ def make_step(
 
       `metrics` has, as scalars of the global batch: "loss"; "grad_norm", the 2-norm of the full gradient;
       "update_norm", the 2-norm of the change of all parameters; hyperparameters of `optax.inject_hyperparams`, such
-      as "learning_rate"; the metrics of a `js.Loss` by their names; and "bad", a `js.Bad`.
+      as "learning_rate"; the metrics of a `js.Loss` by their names; and "bad", a `js.Bad`. The two norms can be left
+      out.
 
       Collectives: those of the engine, and an all-gather of every parameter that is stored replicated while its
       optimizer state is split.
@@ -121,7 +131,7 @@ def make_step(
       TypeError: `loss_fn`, `tx` or `engine` has a wrong type; by the first call, a loss that is no scalar, `js.Mean`
         or `js.Loss`.
       ValueError: a run, `tx` or batch that does not fit the layout; a batch of another shape than the first; a `tx`
-        that updates blocks stacked by `js.stack` differently from single blocks.
+        that updates blocks stacked by `js.stack` differently from single blocks; unknown `metrics`.
       RuntimeError: by the first call, ragged all-to-alls gave wrong gradients (`check_exchange`); lists the parameters.
       js.distributed.Disagreement: by the first call in several processes, if their batches or programs differ.
 
@@ -130,7 +140,10 @@ def make_step(
         for batch in js.batches(source, layout, start=run.step):
             run, metrics = step(run, batch)
     """
-    return Step(loss_fn, tx, layout, engine or auto(), guarded=guarded, donate=donate, check_exchange=check_exchange)
+    return Step(
+        loss_fn, tx, layout, engine or auto(),
+        guarded=guarded, donate=donate, check_exchange=check_exchange, metrics=metrics,
+    )  # fmt: skip
 
 
 class Step:
@@ -148,6 +161,7 @@ class Step:
       guarded: True if a step whose loss or gradient is not finite changes only the step count; see `js.make_step`.
       donate: True if the step donates the input run.
       check_exchange: True if the first step is checked when tokens are sent to experts by ragged all-to-alls.
+      metrics: which of "loss", "grad_norm" and "update_norm" the step returns.
       compile_seconds: the seconds that tracing and compiling took so far; 0.0 before.
       choices: after tracing, the branches and loops in which devices may take different paths, and for which only the
         compiled program shows whether they contain collectives; `js.audit` reads them.
@@ -163,14 +177,20 @@ class Step:
         guarded: bool = True,
         donate: bool = True,
         check_exchange: bool = False,
+        metrics: Sequence[str] = _METRICS,
     ):
         check_engine(engine)
+        if "loss" not in metrics or not set(metrics) <= set(_METRICS):
+            raise ValueError(
+                f'metrics: got {metrics!r}; name "loss" and any of "grad_norm" and "update_norm", such as ("loss",)'
+            )
         check_is_function("loss_fn", loss_fn, _CALL)
         check_transform(tx)
         check_layout("js.make_step(loss_fn, tx, layout)", layout)
         params = select(layout.trainable, layout.shapes.params)
         check_opt_state(layout, jax.eval_shape(partial(layout.start_optimizer, tx), params))
-        self.loss_fn, self.tx, self.layout, self.engine, self.donate = loss_fn, tx, layout, engine, donate
+        self.loss_fn, self.tx, self.layout, self.engine = loss_fn, tx, layout, engine
+        self.donate, self.metrics = donate, tuple(metrics)
         self._local, self._own = local_of(layout.strategy), layout
         if self._local is not None:
             check_engine_for_replicas(engine, layout)
@@ -186,9 +206,7 @@ class Step:
         self.elementwise, self.owned = self._optimizer.elementwise, self._optimizer.owned
         self.guarded = guarded and self._optimizer.can_guard
         self.check_exchange = check_exchange and self._local is None
-        self._forget_programs()
-
-    def _forget_programs(self) -> None:
+        self._waits = shares_threads(layout.mesh)
         self._batch: PyTree = None
         self._rows: PyTree = None
         self._jitted: Any = None
@@ -197,6 +215,7 @@ class Step:
         self.choices: tuple[Choice, ...] = ()
         self.compile_seconds, self._started = 0.0, False
         self._first: FirstStep | None = None
+        self._last: LastCall | None = None
 
     @property
     def update_view(self) -> str:
@@ -307,7 +326,8 @@ class Step:
         say, all others by their mean.
         """
         norms = {"grad_norm": jnp.sqrt(squares.sum()), "update_norm": jnp.sqrt(changes.sum())}
-        metrics: Metrics = {"loss": outcome.value} | norms | find_hyperparams(opt_state)
+        own = {"loss": outcome.value} | norms  # the compiler drops what is not returned
+        metrics: Metrics = {name: own[name] for name in self.metrics} | find_hyperparams(opt_state)
         if self.guarded:
             metrics["bad"] = Bad(jnp.concatenate([found, jnp.isnan(changes)]), self._trained)
         metrics = jax.tree.map(partial(average_scalar, axes=self._replicas), metrics)
@@ -318,11 +338,21 @@ class Step:
 
     @waits_for_devices
     def __call__(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        if self._last is not None and self._last.is_like(run, batch):
+            try:
+                return self._run_program(run, batch)
+            except (TypeError, ValueError):
+                self._last = None  # the program refused the arguments: convert them, or say what is wrong with them
         if isinstance(batch, TrainState) and not isinstance(run, TrainState):
             raise TypeError("run and batch are swapped; write step(run, batch)")
         check_is_run(run)
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((run, batch))):
             return self._call_inside(run, batch)
+        return self._check_and_run(run, batch)
+
+    @waits_for_devices
+    def _check_and_run(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """Check run and batch, compile for the first batch, place the batch on the devices, and take the step."""
         check_not_donated(run)
         batch = as_arrays("the batch", batch)
         check_narrowing(batch, "the batch")
@@ -333,21 +363,29 @@ class Step:
                 self._check_same(abstract(batch))
             else:
                 self._start(run, batch)
+            call = LastCall.of(run, batch, self._rows)
             try:
-                batch = jax.device_put(batch, self._rows)
-                if self._first is not None:
-                    self._first.expect(run, batch)
-                run, metrics, *evidence = self._compiled(run, batch)
+                after = self._run_program(run, jax.device_put(batch, self._rows))
             except (TypeError, ValueError):
                 self._check_run(run)
                 raise
-            except NonFiniteResult as found:
-                raise FloatingPointError(
-                    f"a step made {found.args[-1]}, and jax.debug_nans or jax.debug_infs is on. Run the same steps "
-                    "without them: metrics['bad'] then names the loss or the parameters whose gradients are not "
-                    "finite (js.fit(bad_steps='raise') does it for you), and a bad step changes nothing"
-                ) from None
-        if shares_threads(self.layout.mesh):
+        self._last = call or self._last
+        return after
+
+    @waits_for_devices
+    def _run_program(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """Run the compiled program; the first time, compare its results with those of `FirstStep`."""
+        try:
+            if self._first is not None:
+                self._first.expect(run, batch)
+            run, metrics, *evidence = self._compiled(run, batch)
+        except NonFiniteResult as found:
+            raise FloatingPointError(
+                f"a step made {found.args[-1]}, and jax.debug_nans or jax.debug_infs is on. Run the same steps "
+                "without them: metrics['bad'] then names the loss or the parameters whose gradients are not "
+                "finite (js.fit(bad_steps='raise') does it for you), and a bad step changes nothing"
+            ) from None
+        if self._waits:
             # Two programs in flight can deadlock simulated devices, which share threads: XLA aborts after 40 s.
             jax.block_until_ready(metrics)
         if self._first is not None:

@@ -156,6 +156,7 @@ def _update_with_kept_state(
     return program.run(updates, given | made, effects=True), kept
 
 
+@partial(jax.jit, inline=True)  # traced once per shape, not once per array
 def _subtract(new: jax.Array, old: jax.Array) -> jax.Array:
     """Return new - old for each element, but zero for elements whose old value was not finite."""
     return jnp.where(jnp.isfinite(old), new - old, jnp.zeros((), old.dtype))

@@ -142,3 +142,31 @@ def test_what_an_optimizer_prints_is_printed():
     step(js.init(init_fn, tx, layout, 0), batch())
     jax.effects_barrier()
     assert seen
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_step_without_norms_computes_none_of_them(engine):
+    """An SGD step has square roots and sums of squares for the two norms alone."""
+    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), init_fn, optax.sgd(0.1))
+    found = {}
+    for metrics in (("loss", "grad_norm", "update_norm"), ("loss",)):
+        step = js.make_step(loss_fn, optax.sgd(0.1), layout, engine=ENGINES[engine](), guarded=False, metrics=metrics)
+        lines = step.compile(batch()).as_text().splitlines()
+        sums = sum("reduce(" in line and "f32[] reduce" in line for line in lines)
+        run, returned = step(js.init(init_fn, optax.sgd(0.1), layout, 0), batch())
+        assert set(returned) == set(metrics)
+        found[metrics] = sums, any("sqrt" in line for line in lines), returned["loss"], run
+    (many, roots, loss, run), (few, no_roots, same_loss, same_run) = found.values()
+    assert roots and not no_roots
+    assert many - few >= 2 * COUNT
+    np.testing.assert_allclose(loss, same_loss, rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(run.params), jax.tree.leaves(same_run.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+@pytest.mark.parametrize("metrics", [("loss", "norm"), ("grad_norm",), "loss"])
+def test_unknown_metrics_are_refused_with_those_that_exist(metrics):
+    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), init_fn, optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r'metrics: got .*; name "loss" and any of "grad_norm" and "update_norm"'):
+        js.make_step(loss_fn, optax.sgd(0.1), layout, metrics=metrics)
