@@ -28,7 +28,7 @@ class LastCall(NamedTuple):
     """
 
     structure: Any
-    keys: list[tuple[int, type]]
+    keys: list[tuple[int, Any]]
     kind: type[jax.Array]
     shardings: list[Any]
 
