@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxshard.adapt.closure import check_closure
 from jaxshard.adapt.model_state import check_averages
@@ -70,12 +71,12 @@ def use_weight(move: Move, stored: jax.Array, sink: jax.Array | None) -> jax.Arr
 
     Args:
       move: how to gather this weight and reduce its gradient.
-      stored: the stored parameter.
+      stored: the stored parameter, or several arrays that stand for it, which `move.gather` knows.
       sink: zeros in the shape of the stored gradient; None if the parameter is frozen.
     """
     if sink is None:
         return jax.lax.stop_gradient(move.gather(stored))
-    zeros = partial(jnp.zeros, stored.shape, stored.dtype)
+    zeros = partial(jax.tree.map, _zero_cotangent, stored)
 
     # A custom VJP, for two reasons: the cotangent goes to another argument than the weight came from, and JAX's own
     # transpose of a gather (a reduce-scatter over the same axes) is not the sum that the gradient needs.
@@ -92,6 +93,12 @@ def use_weight(move: Move, stored: jax.Array, sink: jax.Array | None) -> jax.Arr
 
     weight.defvjp(forward, backward)
     return weight(stored, sink)
+
+
+def _zero_cotangent(x: jax.Array) -> Any:
+    """Return a zero cotangent for an array: of JAX's dtype for integers, which have no derivative, if it is one."""
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    return jnp.zeros(x.shape, x.dtype) if is_float else np.zeros(x.shape, jax.dtypes.float0)
 
 
 def use_weights(make_move: MakeMove, params: PyTree, grads: PyTree, stored: PyTree, sinks: PyTree) -> PyTree:
