@@ -127,7 +127,8 @@ def rounded_weights(init: Callable[[jax.Array], PyTree], quant: Quant) -> dict[s
     if not rules:
         return {}
     with nn.intercept_methods(record):
-        block = jax.eval_shape(init, jax.random.key(0))["block"]
+        # A function of its own: JAX remembers the trace of `init`, and would not run the modules again.
+        block = jax.eval_shape(lambda key: init(key)["block"], jax.random.key(0))
     found = {}
     for path, _ in jax.tree_util.tree_leaves_with_path(block):
         name = path_str(path)
