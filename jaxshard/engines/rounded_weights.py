@@ -96,7 +96,8 @@ def gather_rounded(layout: Layout, param: Placement, stored: Rounded, dtype: Any
     move: Any = partial(gather_bits, dtype=stored.values.dtype) if is_float else gather
     values = nest_in_shard_map(layout, partial(move, spec=param.store, keep=keep), param.store)(stored.values)
     scale = nest_in_shard_map(layout, partial(gather, spec=spec, keep=keep), spec)(stored.scale)
-    return (values.astype(jnp.float32) * scale).astype(dtype or jnp.float32)
+    weight: jax.Array = (values.astype(jnp.float32) * scale).astype(dtype or jnp.float32)
+    return weight
 
 
 def contracted_axes(placement: Placement, contracted: tuple[int, ...]) -> list[str]:

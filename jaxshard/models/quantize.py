@@ -118,10 +118,10 @@ def rounded_weights(init: Callable[[jax.Array], PyTree], quant: Quant) -> dict[s
         layer, path = context.module, "/".join(context.module.path)
         if context.method_name == "__call__" and isinstance(layer, (nn.Dense, nn.DenseGeneral)):
             rule = next((one for one in rules if re.fullmatch(one.module_path, path)), None)
-            if rule is not None and rule.weight_qtype is not None and layer.name != "lm_head":
+            if rule is not None and rule.weight_qtype is not None:
                 axis = layer.axis if isinstance(layer, nn.DenseGeneral) else -1
                 count = len(axis) if isinstance(axis, tuple) else 1
-                contracted[layer.name] = jnp.dtype(rule.weight_qtype).name, count
+                contracted[context.module.path[-1]] = jnp.dtype(rule.weight_qtype).name, count
         return next_fun(*args, **kwargs)
 
     if not rules:
