@@ -349,8 +349,8 @@ def users_code(layout: Layout, what: str = "the loss") -> Iterator[None]:
     """Make a context for calls of the user's functions.
 
     Inside it, `js.constrain` constrains activations as the layout says, and rules of qwix are refused whose scales
-    differ between devices. JAX's errors about axis names and shardings,
-    and errors of the model's library, are raised again with an explanation. `what` names the function in these errors.
+    differ between devices. JAX's errors about axis names and shardings, and errors of the model's library, are raised
+    again with an explanation. `what` names the function in these errors.
     """
     explained = nullcontext() if layout.model is None else layout.model.explain_errors(what)
     with follow_layout(layout), explained, refuse_scales_over_rows(layout.sum_axes):

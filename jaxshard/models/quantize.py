@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from jaxshard.adapt.qwix_compat import make_provider
 from jaxshard.core.tree import BLOCKS, path_str
 from jaxshard.core.types import PyTree
 from jaxshard.layers.moe.eight_bits import Rounding
@@ -87,7 +88,7 @@ def quantize(module: _Module, quant: Quant) -> _Module:
     rules = _rules_of(quant)
     import qwix
 
-    quantized: _Module = qwix.quantize_model(module, qwix.QtProvider(rules))
+    quantized: _Module = qwix.quantize_model(module, make_provider(rules))
     return quantized
 
 
