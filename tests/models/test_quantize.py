@@ -64,8 +64,9 @@ def products_of(closed) -> dict[str, int]:
         if eqn.primitive.name in ("dot_general", "ragged_dot_general"):
             name = eqn.invars[0].aval.dtype.name
             counts[name] = counts.get(name, 0) + 1
-        for inner in jax.core.jaxprs_in_params(eqn.params):
-            for name, count in products_of(inner).items():
+        for param in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(param, "jaxpr", param)
+            for name, count in products_of(inner).items() if hasattr(inner, "eqns") else ():
                 counts[name] = counts.get(name, 0) + count
     return counts
 
