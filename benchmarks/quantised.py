@@ -3,9 +3,8 @@
     python benchmarks/quantised.py text [--topologies v6e:2x2 tpu7x:2x2x1 h100:4]
     python benchmarks/quantised.py loss [--steps 320] [--seeds 3]
 
-`text` compiles a small Llama's step to the end for chips that are not there, and counts the FLOPs of the matrix
-products in the compiled text by the types of their operands. GPUs need the plugin that the error names. A product that
-was converted to a larger type before it is multiplied counts as one of that type.
+`text` compiles a rounded product for chips that are not there, and prints the types of the operands and results of the
+products in the compiled text. GPUs need the plugin that the error names.
 
 `loss` trains gpt-1m, the model of `jaxshard train`, on the source of Python's standard library on one device, in f32
 and with `quant`, and prints the mean loss of the last tenth of the steps, and its ratio to f32's for the same seed.
@@ -18,60 +17,47 @@ import argparse
 import itertools
 import re
 import statistics
-from collections import Counter
-from math import prod
 
 import jax
 import jax.numpy as jnp
-import optax
+from flax import linen as nn
 
 import jaxshard as js
 
-SIZES = {"vocab": 1024, "width": 1024, "depth": 2, "heads": 8, "kv_heads": 8, "hidden": 2048, "seq": 512}
 QUANTS = (None, "int8", "fp8")
 
-_SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
-_PRODUCT = re.compile(r"= (?P<result>\S+) (?P<kind>dot|convolution|custom-call)\((?P<operands>.*?)\)(?P<rest>.*)")
-_NAMED = re.compile(r"%?([\w.-]+) = (\w+\[[\d,]*\])")
+_NAMED = re.compile(r"%?([\w.-]+) = (\w+)\[")
+_PRODUCT = re.compile(r"= (\w+)\[[^ ]* (?:dot|convolution)\(([^)]*)\)")
 
 
-def products_by_type(text: str) -> Counter[str]:
-    """Count the multiply-adds of matrix products in the text of a compiled program, by the types of both operands.
-
-    A loop's body counts once. Products are dots and convolutions, and on GPUs calls of cuBLAS.
-    """
-    shapes = dict(_NAMED.findall(text))
-    counts: Counter[str] = Counter()
+def products(text: str) -> list[str]:
+    """List the products in the text of a compiled program, such as "s8 x s8 -> s32"."""
+    found: list[str] = []
+    types: dict[str, str] = {}
     for line in text.splitlines():
-        found = _PRODUCT.search(line)
-        if found is None or (found["kind"] == "custom-call" and "cublas" not in found["rest"]):
-            continue
-        names = re.findall(r"%([\w.-]+)", found["operands"])[:2]
-        operands = [_SHAPE.match(shapes.get(name, "")) for name in names]
-        result = _SHAPE.search(found["result"])
-        if len(operands) < 2 or None in operands or result is None:
-            continue
-        left, right, made = (prod(int(x) for x in one[2].split(",") if x) for one in (*operands, result))
-        # Of a product [m, k] by [k, n]: sqrt(m k * k n * m n) = m k n.
-        counts["x".join(sorted({one[1] for one in operands}))] += round((left * right * made) ** 0.5)
-    return counts
+        if line.endswith("{"):  # a computation, with names of its own
+            types = {}
+        types.update(_NAMED.findall(line))
+        if product := _PRODUCT.search(line):
+            operands = re.findall(r"%([\w.-]+)", product[2])
+            found.append(f"{' x '.join(types.get(name, '?') for name in operands)} -> {product[1]}")
+    return found
 
 
 def show_texts(topologies: list[str]) -> None:
-    js.simulate_devices(8)
+    import qwix
+
     for topology in topologies:
+        chips = js.plan.topology_mesh(topology, data=-1)
+        on_one = jax.sharding.SingleDeviceSharding(chips.devices.flat[0])
+        x, w = (jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16, sharding=on_one) for rows in (512, 1024))
         for quant in QUANTS:
-            model = js.models.llama(**SIZES, quant=quant)
-            count = prod(int(x) for x in topology.partition(":")[2].split("x"))
-            tx, mesh = optax.adamw(1e-3), js.make_mesh(jax.devices()[:count], data=-1)
-            layout = js.layout(js.fsdp(), mesh, model.init, tx)
-            step = js.make_step(model.loss, tx, layout, engine=js.explicit(precision="bf16", remat="nothing"))
-            batch = {"tokens": jax.ShapeDtypeStruct((2 * count, SIZES["seq"] + 1), jnp.int32)}
-            verdict = js.plan.compile_for(step, batch, topology, codegen=True)
-            counts = products_by_type(verdict.compiled.as_text())
-            total = sum(counts.values())
-            shares = ", ".join(f"{name} {100 * one / total:.0f} %" for name, one in counts.most_common())
-            print(f"{topology:12} {quant or 'bf16':5} {shares}", flush=True)
+            layer = nn.Dense(1024, use_bias=False)
+            if quant is not None:
+                layer = qwix.quantize_model(layer, qwix.QtProvider(js.models.quant_rules(quant)))
+            apply = jax.jit(lambda x, w, layer=layer: layer.apply({"params": {"kernel": w}}, x))
+            text = apply.lower(x, w).compile().as_text()
+            print(f"{topology:12} {quant or 'bf16':5} {', '.join(products(text))}", flush=True)
 
 
 def train(quant: str | None, seed: int, steps: int) -> float:

@@ -1,7 +1,8 @@
-"""Rules of qwix under manual mesh axes: refuse those whose scales depend on the rows of other devices.
+"""What we need of qwix beside its documented functions.
 
-qwix knows no axis names, so it computes the scale of an array from the part that a device has. This is the scale on one
-device if it reads single rows, or a gathered weight. It is another scale if it reads all rows of the batch.
+Under manual mesh axes, rules are refused whose scales depend on the rows of other devices. qwix knows no axis names, so
+it computes the scale of an array from the part that a device has. This is the scale on one device if it reads single
+rows, or a gathered weight. It is another scale if it reads all rows of the batch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import numpy as np
 
 
 @contextmanager
@@ -44,6 +46,22 @@ def refuse_scales_over_rows(axes: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         QuantizationProvider._get_current_rule_and_op_id = find_rule
+
+
+def make_provider(rules: Sequence[Any]) -> Any:
+    """Make a `qwix.QtProvider` for products whose left operand may have the shape of the right one.
+
+    qwix takes an operand with the shape of a parameter for this parameter, and fails if both operands of a product are
+    parameters: [rows, width] beside a square weight, if there are as many rows.
+    """
+    import qwix
+
+    class Provider(qwix.QtProvider):  # type: ignore[misc]  # mypy reads qwix as Any
+        def _create_dot_general_qt_config(self, rule: Any, op_id: str, lhs: Any, rhs: Any) -> Any:
+            activation = np.zeros(0) if lhs.shape == rhs.shape else lhs
+            return super()._create_dot_general_qt_config(rule, op_id, activation, rhs)
+
+    return Provider(rules)
 
 
 def _check_rule(rule: Any, op_name: str, manual: list[str]) -> None:

@@ -6,7 +6,7 @@ parameters inside the scan over blocks. A pipelined engine calls `embed`, `block
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -71,6 +71,11 @@ class Stacked(KnownModel):
     """
 
     remat: RematPolicy | None = None
+
+    @property
+    def rounded_weights(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """The weights that the model rounds to 8 bits: {path: (8-bit dtype, dimensions that products contract)}."""
+        return {}
 
     def __init__(
         self,

@@ -70,6 +70,10 @@ class BlockPasses(NamedTuple):
     reductions: int
 
 
+QUANT = "quant"
+"""The value of `gather_dtype` that gathers weights in the 8 bits to which the model rounds them."""
+
+
 @dataclass(frozen=True)
 class Engine:
     """The base class of all engines, which compute the loss and gradient of a step.
@@ -109,6 +113,10 @@ class Engine:
             raise ValueError(
                 f"{name}: under js.{self.name} the compiler chooses the collectives, and it has none for encoded "
                 f"arrays; use js.explicit({name}=...)"
+            )
+        if self.gathers_rounded and self.name != "explicit":
+            raise ValueError(
+                f"gather_dtype={QUANT!r} rounds weights once a step, which js.{self.name} does not; use js.explicit"
             )
         if isinstance(self.gather_dtype, Format) and self.gather_dtype.feedback:
             raise ValueError(
@@ -199,12 +207,18 @@ class Engine:
           params: the parameters, or their shapes; the options for some chips depend on their dtypes.
         """
         stored_bytes = any(x.dtype.itemsize == 1 for x in jax.tree.leaves(params))
-        overlap = overlap_options(mesh, with_bytes=stored_bytes or isinstance(self.gather_dtype, Format))
+        sent_bytes = isinstance(self.gather_dtype, Format) or self.gathers_rounded
+        overlap = overlap_options(mesh, with_bytes=stored_bytes or sent_bytes)
         return merge_options(overlap, self.needed_options(mesh), self.options) or None
 
     def needed_options(self, mesh: Mesh) -> Options:
         """Return the options without which the compiler would undo the engine's work; {} if it needs none."""
         return {}
+
+    @property
+    def gathers_rounded(self) -> bool:
+        """True if weights that the model rounds to 8 bits are gathered in these 8 bits."""
+        return _is_quant(self.gather_dtype)
 
     @property
     def feedback(self) -> bool:
@@ -226,7 +240,7 @@ class Engine:
         """Return the engine's name and settings in a dict, for commands to print or write as JSON."""
         dtypes = {name: getattr(self, name) for name in ("compute_dtype", "reduce_dtype", "gather_dtype")}
         names = {
-            name: dtype.name if isinstance(dtype, Format) else jnp.dtype(dtype).name
+            name: dtype.name if isinstance(dtype, Format) else dtype if _is_quant(dtype) else jnp.dtype(dtype).name
             for name, dtype in dtypes.items()
             if dtype is not None
         }
@@ -277,9 +291,15 @@ def _check_units(units: Any) -> Units:
     return tuple(units)
 
 
+def _is_quant(dtype: Any) -> bool:
+    return isinstance(dtype, str) and dtype == QUANT
+
+
 def _check_sent(name: str, sent: Any) -> None:
     if isinstance(sent, type) and issubclass(sent, Format):
         raise TypeError(f"{name} must be a format, not its class: write {sent.__name__}()")
+    if name == "gather_dtype" and _is_quant(sent):
+        return
     if not isinstance(sent, Format):
         _check_dtype(name, sent)
     elif type(sent).__hash__ is None:

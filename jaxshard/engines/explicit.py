@@ -47,6 +47,7 @@ from jaxshard.engines.manual import (
 from jaxshard.engines.moves import make_move, place_residual, reduce_all
 from jaxshard.engines.part import Cut, Part
 from jaxshard.engines.positionwise import make_position_check
+from jaxshard.engines.rounded_weights import round_stored
 from jaxshard.engines.state_rules import Sharing, StateRules, find_state_rules, trace_state_rules
 
 
@@ -153,6 +154,8 @@ class Explicit(WholeModelEngine):
         def on_device(
             doubts: list[bool], params: PyTree, state: PyTree, batch: PyTree, key: jax.Array, residuals: PyTree
         ) -> tuple[Outcome, PyTree]:
+            if self.gathers_rounded:
+                params = round_stored(layout, params)
             batch = split_batch(layout, objective.known, batch)
             mask = layout.rows_mask(batch)
             cut = Cut(batch, mask, *_cut_rows(select(mask, batch), self.microbatches, layout.batch_axes))
@@ -245,7 +248,9 @@ def explicit(
         full parameter) on each device.
       gather_dtype: the dtype, or format of `js.wire`, in which weights are gathered just before use.
         They are then cast to `compute_dtype`, or the parameter's dtype. The gradient is computed at the rounded
-        weights. None gathers weights in the dtype of computation.
+        weights.
+        "quant" is for models with `quant=`, and gathers the weights that they round in these 8 bits, rounded once a
+        step. None gathers weights in the dtype of computation.
       remat: the activations that the forward pass of a block of a `Stacked` model, or of a unit, saves: "nothing",
         "dots", "everything", a function of `jax.checkpoint_policies`, or {name of an activation: what to do with it},
         such as {"attention_out": "save", "mlp_hidden": "offload"}. "save" keeps it on the device, "offload" moves it to

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxshard.adapt.closure import check_closure
 from jaxshard.adapt.model_state import check_averages
@@ -73,13 +74,13 @@ def use_weight(move: Move, stored: jax.Array, sink: jax.Array | None) -> jax.Arr
 
     Args:
       move: how to gather this weight and reduce its gradient.
-      stored: the stored parameter.
+      stored: the stored parameter, or several arrays that stand for it, which `move.gather` knows.
       sink: zeros in the shape of the stored gradient, and in a dtype that holds it; None if the parameter is frozen.
     """
     if sink is None:
         return jax.lax.stop_gradient(move.gather(stored))
-    stored_dtype = stored.dtype
-    zeros = partial(jnp.zeros, stored.shape, stored_dtype)
+    zeros = partial(jax.tree.map, _zero_cotangent, stored)
+    stored_dtype = jax.tree.leaves(stored)[-1].dtype  # of a rounded weight that of its scales
 
     # A custom VJP, for two reasons: the cotangent goes to another argument than the weight came from, and JAX's own
     # transpose of a gather (a reduce-scatter over the same axes) is not the sum that the gradient needs.
@@ -96,6 +97,12 @@ def use_weight(move: Move, stored: jax.Array, sink: jax.Array | None) -> jax.Arr
 
     weight.defvjp(forward, backward)
     return weight(stored, sink)
+
+
+def _zero_cotangent(x: jax.Array) -> Any:
+    """Return a zero cotangent for an array: of JAX's dtype for integers, which have no derivative, if it is one."""
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    return jnp.zeros(x.shape, x.dtype) if is_float else np.zeros(x.shape, jax.dtypes.float0)
 
 
 def use_weights(make_move: MakeMove, params: PyTree, grads: PyTree, stored: PyTree, sinks: PyTree) -> PyTree:
@@ -354,8 +361,8 @@ def users_code(layout: Layout, what: str = "the loss") -> Iterator[None]:
     """Make a context for calls of the user's functions.
 
     Inside it, `js.constrain` constrains activations as the layout says, and rules of qwix are refused whose scales
-    differ between devices. JAX's errors about axis names and shardings,
-    and errors of the model's library, are raised again with an explanation. `what` names the function in these errors.
+    differ between devices. JAX's errors about axis names and shardings, and errors of the model's library, are raised
+    again with an explanation. `what` names the function in these errors.
     """
     explained = nullcontext() if layout.model is None else layout.model.explain_errors(what)
     with follow_layout(layout), explained, refuse_scales_over_rows(layout.sum_axes):

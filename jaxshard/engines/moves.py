@@ -22,6 +22,7 @@ from jaxshard.core.wire import Format
 from jaxshard.engines.engine import Engine
 from jaxshard.engines.just_in_time import MakeMove, Move, cast_floats
 from jaxshard.engines.manual import nest_in_shard_map
+from jaxshard.engines.rounded_weights import Rounded, gather_rounded
 
 
 def make_move(layout: Layout, engine: Engine) -> MakeMove:
@@ -32,8 +33,12 @@ def make_move(layout: Layout, engine: Engine) -> MakeMove:
     """
 
     def make(param: Placement, grad: Placement | None) -> Move:
-        def gather_weight(stored: jax.Array) -> jax.Array:
+        def gather_weight(stored: jax.Array | Rounded) -> jax.Array:
             dtype, keep, wire = engine.compute_dtype, axes_of(param.use), engine.gather_dtype
+            if isinstance(stored, Rounded):
+                return param.view.invert(gather_rounded(layout, param, stored, dtype))
+            if engine.gathers_rounded:
+                wire = None  # a weight that the model does not round
             moved = not set(axes_of(param.store)) <= set(keep) and jnp.issubdtype(stored.dtype, jnp.floating)
             move: partial[jax.Array]
             if wire is None or not moved:

@@ -36,6 +36,7 @@ from jaxshard.core.tree import BLOCKS
 from jaxshard.core.types import PyTree
 from jaxshard.layers.head_loss import head_loss
 from jaxshard.layers.positions import count_in_row
+from jaxshard.models.quantize import rounded_weights
 
 _Arguments = ParamSpec("_Arguments")
 _Model = TypeVar("_Model", bound="Decoder")
@@ -191,6 +192,11 @@ class Decoder(Stacked):
             return batch
         tokens = batch["tokens"]
         return {**batch, "tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+    @property
+    def rounded_weights(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """The weights that `quant` rounds to 8 bits: {path: (8-bit dtype, dimensions that products contract)}."""
+        return rounded_weights(self.init_parts, self.arguments.get("quant"))
 
     def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
         """Return the optimizer for this model: `tx`, unless a subclass gives some parameters an update of their own."""

@@ -12,13 +12,17 @@ same on every mesh. Gradients pass the rounding unchanged, and their products ar
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from jaxshard.adapt.qwix_compat import make_provider
+from jaxshard.core.tree import BLOCKS, path_str
+from jaxshard.core.types import PyTree
 from jaxshard.layers.moe.eight_bits import Rounding
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -84,7 +88,7 @@ def quantize(module: _Module, quant: Quant) -> _Module:
     rules = _rules_of(quant)
     import qwix
 
-    quantized: _Module = qwix.quantize_model(module, qwix.QtProvider(rules))
+    quantized: _Module = qwix.quantize_model(module, make_provider(rules))
     return quantized
 
 
@@ -99,6 +103,43 @@ def expert_rounding(quant: Quant, path: str) -> Rounding | None:
         if re.fullmatch(rule.module_path, path) and (not rule.op_names or "ragged_dot" in rule.op_names):
             return None if rule.weight_qtype is None else _rounding_of(rule, path)
     return None
+
+
+def rounded_weights(init: Callable[[jax.Array], PyTree], quant: Quant) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Find the weights of the blocks that are rounded: {path of the stacked parameter: (8-bit dtype, contracted dims)}.
+
+    Args:
+      init: `init(key) -> {"block": ...}`, which calls the block's modules.
+      quant: the argument of the model.
+    """
+    rules = () if quant is None else _rules_of(quant)
+    contracted: dict[str, tuple[str, int]] = {}
+
+    def record(next_fun: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        layer, path = context.module, "/".join(context.module.path)
+        if context.method_name == "__call__" and isinstance(layer, (nn.Dense, nn.DenseGeneral)):
+            rule = next((one for one in rules if re.fullmatch(one.module_path, path)), None)
+            if rule is not None and rule.weight_qtype is not None:
+                axis = layer.axis if isinstance(layer, nn.DenseGeneral) else -1
+                count = len(axis) if isinstance(axis, tuple) else 1
+                contracted[context.module.path[-1]] = jnp.dtype(rule.weight_qtype).name, count
+        return next_fun(*args, **kwargs)
+
+    if not rules:
+        return {}
+    with nn.intercept_methods(record):
+        # A function of its own: JAX remembers the trace of `init`, and would not run the modules again.
+        block = jax.eval_shape(lambda key: init(key)["block"], jax.random.key(0))
+    found = {}
+    for path, _ in jax.tree_util.tree_leaves_with_path(block):
+        name = path_str(path)
+        *_, owner, last = ("", *name.split("/"))
+        if last == "kernel" and owner in contracted:
+            dtype, count = contracted[owner]
+            found[f"{BLOCKS}/{name}"] = dtype, tuple(range(1, 1 + count))
+        elif owner == "experts" and (rounding := expert_rounding(quant, name)) is not None:
+            found[f"{BLOCKS}/{name}"] = rounding.dtype, (2,)
+    return found
 
 
 def _rounding_of(rule: Any, path: str) -> Rounding:

@@ -53,6 +53,7 @@ from jaxshard.checks.collectives.parameters import (
     rank_of,
     tensor_axes,
 )
+from jaxshard.checks.collectives.rounded_weights import rounded_gathers, scale_maxima
 from jaxshard.checks.collectives.synchronisation import rows_of_replica, synchronisations
 from jaxshard.checks.collectives.weight_uses import Uses, count_scheduled_uses, count_uses
 from jaxshard.core.encoded_collectives import list_gather, list_scatter_sum
@@ -64,6 +65,7 @@ from jaxshard.core.tree import bytes_of, path_str
 from jaxshard.core.types import LossFn, PyTree
 from jaxshard.core.wire import Format
 from jaxshard.engines.engine import Engine
+from jaxshard.engines.rounded_weights import rounded_weights
 from jaxshard.optim.local import inside_replica, local_of
 
 SLACK = 0.01
@@ -189,7 +191,10 @@ class _Step(NamedTuple):
 def _weight_gathers(step: _Step, parameter: Parameter) -> Iterator[Expected]:
     """Yield the all-gathers that make one weight, as the loss uses it, from its stored shards."""
     dtype, engine = parameter.dtype, step.engine
-    wire = engine.gather_dtype if jnp.issubdtype(dtype, jnp.floating) else None
+    wire = engine.gather_dtype if jnp.issubdtype(dtype, jnp.floating) and not engine.gathers_rounded else None
+    rounded = rounded_weights(step.layout).get(parameter.path) if engine.gathers_rounded else None
+    if rounded is not None:
+        yield from scale_maxima(step.layout.mesh, parameter, rounded)
     if wire is not None and not isinstance(wire, Format):  # the bits are sent as integers
         dtype = jnp.dtype(f"uint{8 * jnp.dtype(wire).itemsize}")
     elif wire is None and engine.compute_dtype is not None and jnp.issubdtype(dtype, jnp.floating):
@@ -205,7 +210,9 @@ def _weight_gathers(step: _Step, parameter: Parameter) -> Iterator[Expected]:
         one = Expected("all-gather", (), (), dtype, least, most, f"weight {parameter.path}")
         mesh, keep = step.layout.mesh, axes_of(param.use)
         shard = param.shard_shape(mesh)
-        if isinstance(wire, Format) and shrinks(wire, math.prod(shard), parameter.dtype):
+        if rounded is not None:
+            yield from rounded_gathers(mesh, param, keep, one, rounded, stack=len(parameter.shape) - len(shape))
+        elif isinstance(wire, Format) and shrinks(wire, math.prod(shard), parameter.dtype):
             yield from as_travels(one, list_gather(shard, param.store, mesh.shape, wire, keep=keep))
         else:
             yield from gather_stages(mesh, param, keep, one, engine.compiler_chooses)

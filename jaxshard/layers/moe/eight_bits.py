@@ -15,7 +15,7 @@ from jaxshard.layers.moe.products import Way, differentiate, group_of_rows, mult
 
 
 class Rounding(NamedTuple):
-    """How both operands of a product are rounded to 8 bits, in qwix's words.
+    """The rounding of both operands of a product to 8 bits, in the words of qwix.
 
     Attributes:
       dtype: the dtype of the rounded numbers, such as "int8".
