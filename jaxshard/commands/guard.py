@@ -14,9 +14,9 @@ from jaxshard.commands.json_object import write_json
 from jaxshard.commands.parallel import read_axes
 from jaxshard.commands.program import find_function
 from jaxshard.commands.terminal import printable, start, working
-from jaxshard.compiler.topology import Target, check_compiler, topology_devices
+from jaxshard.compiler.topology import check_compiler, parse_target, topology_devices
 from jaxshard.plan.guard.file import Recorded, read_guard, write_guard
-from jaxshard.plan.guard.guard import Guarded, check
+from jaxshard.plan.guard.guard import Guarded, check, target_name
 from jaxshard.plan.guard.measure import measure, measure_text
 from jaxshard.plan.guard.snapshot import Snapshot
 from jaxshard.plan.guard.subject import EXPECTED, subject_of
@@ -62,20 +62,20 @@ def _measure(flags: Guard, target: str, name: str) -> tuple[str, Snapshot]:
         with usage_errors():
             return _TEXT, _measure_file(Path(target), flags.mesh)
     platform, _, count = name.partition(":")
-    topology = None if platform in ("", "cpu", "gpu", "tpu") else Target(name)
+    topology = None if platform in ("", "cpu", "gpu", "tpu") else parse_target(name)
     with usage_errors():
         if topology is None:
             devices = choose_devices(flags.devices or (int(count) if platform == "cpu" else None))
         else:
             check_compiler(topology)
-            load_compiler(name)
-            devices = topology_devices(name)
+            load_compiler(topology.name, topology.num_slices)
+            devices = topology_devices(topology.name, num_slices=topology.num_slices)
     make = find_function(target, f"a function of a list of devices: {EXPECTED}", devices)
     made = make(devices)
     with refusals():
         subject = subject_of(made, topology)
     snapshot = measure(subject, topology)
-    return name if topology else f"{devices[0].platform}:{subject.mesh.size}", snapshot
+    return target_name(subject.mesh, topology), snapshot
 
 
 def _measure_file(file: Path, mesh: str | None) -> Snapshot:

@@ -54,6 +54,16 @@ class Target(NamedTuple):
         return {"platform": "tpu", "name": self.name, "topology": options}
 
 
+def parse_target(text: str) -> Target:
+    """Parse the name of a topology, or of several slices of it: "v5e:4x4", "2 x v5e:4x4".
+
+    >>> parse_target("2 x v5e:4x4")
+    Target(name='v5e:4x4', num_slices=2)
+    """
+    slices, name = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    return Target(name.strip(), int(slices or 1))
+
+
 _targets: dict[int, Target] = {}
 """The target of each compile-only client, by `id`; `_make_devices` keeps the clients alive."""
 

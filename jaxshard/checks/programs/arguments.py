@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,7 +33,11 @@ _PARAMETER = {"params", "param", "weights", "parameters", "graphstate", "model_p
 _BATCH = {"batch", "data", "inputs", "example", "examples", "minibatch", "x", "y"}
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _ALIAS = re.compile(r"\((\d+), \{[\d, ]*\}(?:, (?:may|must)-alias)?\)")
+_SHARDY = re.compile(r"%arg(\d+): [^%]*?sdy\.sharding = #sdy\.sharding<@\w+, \[([^\]?:]*)\]")
+_DIMENSION, _AXIS = re.compile(r"\{([^{}]*)\}"), re.compile(r'"([^"]*)"')
 _TILES = re.compile(r"devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))( last_tile_dim_replicate)?")
+
+Splits = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -69,25 +73,42 @@ class Argument:
         return hlo.nbytes((self.dtype, self.shape))
 
 
-def read_arguments(module: hlo.Module, mesh: Mesh) -> tuple[Argument, ...]:
+def read_arguments(module: hlo.Module, mesh: Mesh, splits: Mapping[int, Splits] | None = None) -> tuple[Argument, ...]:
     """List the array arguments of a program, in order.
 
     Args:
       module: the program.
       mesh: the mesh of the program.
+      splits: {index of an argument: how it is split}, of `lowered_splits`; by default what the text of the compiled
+        program says, which may be nothing.
     """
     head = module.text.partition("\n")[0].partition("entry_computation_layout=")[0]
     donated = {int(number) for number in _ALIAS.findall(head)}
     arrays = ((number, op, array) for number, op in module.arguments.items() for array in hlo.arrays(op.type)[:1])
-    found = [_argument(number, op, array, number in donated, mesh) for number, op, array in arrays]
+    found = [
+        _argument(number, op, array, number in donated, mesh, (splits or {}).get(number))
+        for number, op, array in arrays
+    ]
     # If the optimizer's arrays have telling names, the other donated ones are parameters, whatever their names.
     named = any(one.role == OPTIMIZER for one in found)
     return tuple(replace(one, role=PARAMETER) if named and one.role == EITHER else one for one in found)
 
 
-def _argument(number: int, op: hlo.Op, array: hlo.Array, donated: bool, mesh: Mesh) -> Argument:
+def lowered_splits(text: str) -> dict[int, Splits]:
+    """Return {index of an argument: the mesh axes that split each dimension} of a lowered program, as JAX writes it.
+
+        func.func public @main(%arg0: tensor<256x64xf32> {sdy.sharding = #sdy.sharding<@mesh, [{"model"}, {}]>}, ...
+
+    An argument whose sharding is left to the compiler, or splits an axis of the mesh, is left out.
+    """
+    signature = next((line for line in text.splitlines() if " @main(" in line), "").partition(") -> ")[0]
+    found = ((number, _DIMENSION.findall(dims)) for number, dims in _SHARDY.findall(signature))
+    return {int(number): tuple(tuple(_AXIS.findall(dim)) for dim in dims) for number, dims in found}
+
+
+def _argument(number: int, op: hlo.Op, array: hlo.Array, donated: bool, mesh: Mesh, splits: Splits | None) -> Argument:
     dtype, shape = array
-    name, splits = op.op_name or f"argument {number}", _splits(op.attributes, len(shape), mesh)
+    name, splits = op.op_name or f"argument {number}", splits or _splits(op.attributes, len(shape), mesh)
     parts = [math.prod(mesh.shape.get(axis, 1) for axis in axes) for axes in splits or [()] * len(shape)]
     global_shape = tuple(size * count for size, count in zip(shape, parts))
     return Argument(number, name, _role(op.op_name, dtype, shape, donated), dtype, shape, global_shape, splits)

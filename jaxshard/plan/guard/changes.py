@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from jaxshard.core.layout import human_bytes
-from jaxshard.hlo.counts import grouped, total
+from jaxshard.hlo.counts import grouped, number_str, total
 from jaxshard.hlo.operation import times_str
 from jaxshard.plan.guard.snapshot import Given, Moved, Snapshot
 
@@ -32,6 +32,7 @@ _VERBS = {
     "collective-permute": "permuted",
     "collective-broadcast": "broadcast",
 }
+_PLURALS = {"batch": "arrays of the batch", "optimizer state": "moments of the optimizer", "other": "other arguments"}
 _CAUSES = {
     "kind": "the result is stored replicated, or gradients or optimizer state lost a sharding constraint",
     "axis": "another axis splits the rows or the array: check the mesh axes in its sharding",
@@ -134,19 +135,18 @@ def _moved_changes(old: Snapshot, new: Snapshot) -> Iterator[Change]:
     changed = [(was, now, sort) for was, now in pairs if (sort := _sort_of(was, now))]
     for (_, _, _, sort), of in grouped(changed, lambda one: (*_title(one[0]), one[2])).items():
         was, now = [one[0] for one in of], [one[1] for one in of]
-        where = {
+        endings = {
             "kind": f"where they were {_verb(was[0])}",
             "axis": f"where it was over {was[0].axis}",
             "dtype": f"where they were {was[0].array}",
             "waits": "and the device waits for more of it than before",
         }
-        ending = where.get(sort, f"where it was {times_str(_sum(was, 'count'))}")
+        ending = endings.get(sort, f"instead of {times_str(_sum(was, 'count'))}")
         yield Change(f"{_sentence(now)}, {ending}", _CAUSES[sort], _line(now))
     for (_, _, moves), rows in grouped(added, _title).items():
         yield Change(f"{_sentence(rows)}, which they were not before", _cause("new", moves), _line(rows))
     for (_, _, moves), rows in grouped(gone, _title).items():
-        text = _sentence(rows).replace("are", "are no longer", 1)
-        yield Change(f"{text} before", _cause("gone", moves), _line(rows))
+        yield Change(f"{_sentence(rows, 'are no longer')} before", _cause("gone", moves), _line(rows))
 
 
 def _moved_totals(old: Snapshot, new: Snapshot) -> Iterator[Change]:
@@ -155,9 +155,7 @@ def _moved_totals(old: Snapshot, new: Snapshot) -> Iterator[Change]:
         was, now = (_sum(of.get(title, ()), "bytes") or 0 for of in (before, after))
         if abs(now - was) > OTHER_COMPILER * max(was, now):
             rows = after.get(title) or before[title]
-            text = (
-                f"{_sentence(rows)[: _sentence(rows).rindex(',')]}, {human_bytes(now)}, where it was {human_bytes(was)}"
-            )
+            text = f"{_sentence(rows, size=now)} instead of {human_bytes(was)}"
             yield Change(text, _CAUSES["more" if now > was else "less"], _line(rows))
 
 
@@ -168,12 +166,9 @@ def _large(rows: Sequence[Moved], others: Sequence[Moved]) -> list[Moved]:
 
 def _sort_of(was: Moved, now: Moved) -> str:
     """Name the sort of a change, an entry of `_CAUSES`; "" if nothing that matters changed."""
-    if was.kind != now.kind:
-        return "kind"
-    if was.axis != now.axis:
-        return "axis"
-    if was.array != now.array:
-        return "dtype"
+    for sort, name in (("kind", "kind"), ("axis", "axis"), ("dtype", "array")):
+        if getattr(was, name) != getattr(now, name):
+            return sort
     if was.count != now.count:
         return "more" if (now.count or 0) > (was.count or 0) else "less"
     return "waits" if (now.waited or 0) - (was.waited or 0) > BYTES * (now.bytes or 0) else ""
@@ -187,12 +182,13 @@ def _cause(sort: str, moves: str) -> str:
     return _CAUSES.get(f"{sort} {moves}") or _CAUSES.get(sort) or _CAUSES["less"]
 
 
-def _sentence(rows: Sequence[Moved]) -> str:
+def _sentence(rows: Sequence[Moved], are: str = "are", size: int | None = None) -> str:
     """Write "gradients f32[64,64], f32[64] (12 times) are all-reduced over data, 154.7 MB"."""
     first, arrays = rows[0], list(dict.fromkeys(row.array for row in rows))
     shown = ", ".join(arrays[:3]) + f" and {len(arrays) - 3} more" * (len(arrays) > 3)
-    times, size = times_str(_sum(rows, "count")), human_bytes(_sum(rows, "bytes") or 0)
-    return f"{_plural(first.moves)} {shown} ({times}) are {_verb(first)} over {first.axis}, {size}"
+    moved = human_bytes((_sum(rows, "bytes") or 0) if size is None else size)
+    times = times_str(_sum(rows, "count"))
+    return f"{_plural(first.moves)} {shown} ({times}) {are} {_verb(first)} over {first.axis}, {moved}"
 
 
 def _verb(row: Moved) -> str:
@@ -200,9 +196,7 @@ def _verb(row: Moved) -> str:
 
 
 def _plural(role: str) -> str:
-    return {"batch": "arrays of the batch", "optimizer state": "moments of the optimizer"}.get(
-        role, f"{role.rstrip('s')}s"
-    )
+    return _PLURALS.get(role, f"{role.rstrip('s')}s")
 
 
 def _sum(rows: Iterable[Moved], name: str) -> int | None:
@@ -225,7 +219,7 @@ def _given_changes(old: Snapshot, new: Snapshot) -> Iterator[Change]:
         lambda one: (one.array, one.split),
         lambda one: (one.role, one.array),
     )
-    changed = [(was, now) for was, now in pairs if was.split != now.split]
+    changed = [(was, now) for was, now in pairs if was.split != now.split and "?" not in (was.split, now.split)]
     for (was, now), alike in grouped(changed, lambda pair: pair).items():
         sizes = [human_bytes(one.bytes * len(alike)) for one in (now, was)]
         text = (
@@ -248,8 +242,8 @@ def _each(rows: Iterable[Given]) -> list[Given]:
 
 
 def _stored(one: Given) -> str:
-    axes = [axes for axes in one.split.split(",") if axes not in ("-", "")]
-    return f"stored split over {' and '.join(axes)}" if axes else "stored replicated"
+    split = [f"{axes} (dimension {dim})" for dim, axes in enumerate(one.split.split(",")) if axes not in ("-", "")]
+    return f"stored split over {' and '.join(split)}" if split else "stored replicated"
 
 
 # Figures
@@ -259,15 +253,15 @@ def _figures(old: Snapshot, new: Snapshot, same: bool) -> Iterator[tuple[str, st
     """Yield (sentence, cause, True if it is worse) for each figure that changed by more than is tolerated."""
     figures: list[tuple[str, str, float, Callable[[int], str], str]] = [
         ("peak memory", "peak_bytes", PEAK if same else OTHER_COMPILER, human_bytes, "peak"),
-        ("products", "flops", BYTES, "{:,} FLOPs".format, "flops"),
-        ("JAX", "programs", 0.0, "compiles {} programs".format, "programs"),
+        ("FLOPs of products", "flops", BYTES, number_str, "flops"),
+        ("programs that JAX compiles", "programs", 0.0, number_str, "programs"),
     ]
     if same:
         figures += [
             ("computed again by the compiler", "rematerialized_bytes", BYTES, human_bytes, "again"),
-            ("the program", "instructions", INSTRUCTIONS, "{:,} instructions".format, "instructions"),
+            ("instructions of the compiled program", "instructions", INSTRUCTIONS, number_str, "instructions"),
         ]
     for what, name, tolerance, show, cause in figures:
         was, now = getattr(old, name), getattr(new, name)
         if was is not None and now is not None and abs(now - was) > tolerance * max(was, now):
-            yield f"{what}: {show(now)}, where it was {show(was)}", _CAUSES[cause], now > was
+            yield f"{what}: {show(now)} instead of {show(was)}", _CAUSES[cause], now > was

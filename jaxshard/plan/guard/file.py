@@ -62,8 +62,6 @@ def read_guard(file: AnyPath) -> Recorded:
 
 
 def _snapshot(name: str, values: Any) -> Snapshot:
-    if not isinstance(values, dict):
-        raise ValueError(f"{name}: {values!r} is no JSON object")
     try:
         return snapshot_of(values)
     except ValueError as error:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from jaxshard.compiler.topology import Target
+from jaxshard.compiler.topology import Target, parse_target
 from jaxshard.core.types import PyTree
 from jaxshard.plan.guard.changes import Change, compare
 from jaxshard.plan.guard.file import Recorded, read_guard, write_guard
@@ -63,7 +63,13 @@ class Guarded:
 
 
 def guard(
-    step: Any, batch: PyTree, file: str | os.PathLike[str], *, topology: str | None = None, record: bool = False
+    step: Any,
+    batch: PyTree,
+    file: str | os.PathLike[str],
+    *,
+    later: Sequence[PyTree] = (),
+    topology: str | None = None,
+    record: bool = False,
 ) -> Guarded:
     """Compare what a compiled step communicates, needs and costs with the file in which it was recorded.
 
@@ -76,8 +82,9 @@ def guard(
       batch: of a `js.Step` a batch, as arrays or `jax.ShapeDtypeStruct`; of a jitted function the tuple of its
         arguments, with shardings.
       file: the file, such as "step.guard.json", kept under version control.
-      topology: devices to compile for, such as "v5e:4x4" or "h100:8"; by default those of the step. A jitted function
-        has to be made for devices of `js.plan.topology_mesh`.
+      later: the batches, or tuples of arguments, of later calls. JAX should compile no other program for them.
+      topology: devices to compile for, such as "v5e:4x4", "2 x v5e:4x4" (two slices) or "h100:8"; by default those of
+        the step. A jitted function has to be made for devices of `js.plan.topology_mesh`.
       record: True writes the file instead, and keeps its other targets.
 
     Returns:
@@ -93,8 +100,8 @@ def guard(
       def test_step_communicates_as_recorded():
           js.guard(step, batch, "tests/step.guard.json")
     """
-    target = None if topology is None else Target(topology)
-    subject, path = subject_of((step, batch), target), as_path(file)
+    target = None if topology is None else parse_target(topology)
+    subject, path = subject_of((step, batch, *later), target), as_path(file)
     snapshot = measure(subject, target)
     name = target_name(subject.mesh, target)
     if record:

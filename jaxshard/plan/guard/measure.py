@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 
-from jaxshard.checks.programs.arguments import OTHER, Argument, read_arguments
+from jaxshard.checks.programs.arguments import OTHER, Argument, Splits, lowered_splits, read_arguments
 from jaxshard.checks.programs.live import live_arrays
 from jaxshard.checks.programs.moves import SCALAR, Move, find_moves
 from jaxshard.checks.programs.text import parse_program
@@ -53,17 +52,23 @@ def measure(subject: Subject, target: Target | None) -> Snapshot:
     name = compiler_name(subject.mesh)
     if not text:
         return Snapshot(mesh=dict(subject.mesh.shape), compiler=name, refusal=refusal, programs=subject.programs)
-    snapshot = measure_text(text, subject.mesh, name, assignment)
+    snapshot = measure_text(text, subject.mesh, name, assignment, lowered_splits(lowered.as_text()))
     return Snapshot(
         **vars(snapshot)
         | {"peak_bytes": peak, "flops": _flops(subject), "programs": subject.programs, "refusal": refusal}
     )
 
 
-def measure_text(text: str, mesh: Mesh, compiler: str, assignment: Assignment | None = None) -> Snapshot:
+def measure_text(
+    text: str,
+    mesh: Mesh,
+    compiler: str,
+    assignment: Assignment | None = None,
+    splits: Mapping[int, Splits] | None = None,
+) -> Snapshot:
     """Take the snapshot of a compiled program that is given as HLO text; its peak and FLOPs are not known."""
     module = parse_program(text.encode())
-    arguments = read_arguments(module, mesh)
+    arguments = read_arguments(module, mesh, splits)
     return Snapshot(
         mesh=dict(mesh.shape),
         compiler=compiler,
@@ -130,10 +135,14 @@ def _live(arguments: Sequence[Argument], text: str, assignment: Assignment | Non
         largest = sorted((one for one in arguments if one.role != OTHER), key=lambda one: (-one.bytes, one.name))
         return [Live(one.role, _array(one.dtype, one.shape), 1, one.bytes, one.name) for one in largest[:_LIVE]]
     found, _ = live_arrays(assignment, text, shapes_of_arguments(arguments))
+    roles = {one.name: one.role for one in arguments}
     return [
-        Live(one.role, _array(one.dtype, one.shape), one.count, one.bytes, short_line(one.source or one.what))
+        Live(
+            roles.get(one.what, one.role), _array(one.dtype, one.shape), one.count, one.bytes,
+            short_line(one.source or one.what),
+        )
         for one in found[:_LIVE]
-    ]
+    ]  # fmt: skip
 
 
 def _array(dtype: str, shape: Sequence[int]) -> str:
@@ -142,11 +151,12 @@ def _array(dtype: str, shape: Sequence[int]) -> str:
 
 def short_line(line: str) -> str:
     """Shorten the path of a source line: relative to the current folder, or below site-packages."""
-    path, colon, number = line.rpartition(":")
-    if not colon or not os.path.isabs(path):
+    path = line.removeprefix("near ")
+    own, near = Path(path), line[: -len(path)]
+    if not own.is_absolute():
         return line
-    if "site-packages/" in path:
-        return path.rpartition("site-packages/")[2] + colon + number
-    own = Path(path)
-    shown = own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else Path(*own.parts[-2:])
-    return f"{shown}:{number}"
+    if "site-packages" in own.parts:
+        shown = path.rpartition("site-packages/")[2]
+    else:
+        shown = str(own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else Path(*own.parts[-2:]))
+    return near + shown

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
 
 
@@ -110,7 +110,7 @@ class Snapshot:
 
 
 _ROWS: dict[str, Any] = {"collectives": Moved, "arguments": Given, "live": Live}
-_PLAIN = (int, str, int | None)
+_MOST = 1 << 63
 
 
 def snapshot_of(found: Mapping[str, Any]) -> Snapshot:
@@ -119,12 +119,9 @@ def snapshot_of(found: Mapping[str, Any]) -> Snapshot:
     Raises:
       ValueError: an entry is missing, unknown, or of another type; the message names it.
     """
-    rows = {name: tuple(_typed(kind, name, row) for row in found.get(name, ())) for name, kind in _ROWS.items()}
-    mesh = found.get("mesh")
-    if not isinstance(mesh, dict) or not all(isinstance(size, int) for size in mesh.values()):
-        raise ValueError(f"mesh: {mesh!r} is no {{axis: size}}")
-    made: Snapshot = _typed(Snapshot, "", dict(found) | rows)
-    return made
+    made: Snapshot = _typed(Snapshot, "snapshot", found)
+    rows = {name: tuple(_typed(kind, name, row) for row in getattr(made, name)) for name, kind in _ROWS.items()}
+    return replace(made, **rows)
 
 
 def _typed(kind: Any, name: str, values: Any) -> Any:
@@ -134,9 +131,17 @@ def _typed(kind: Any, name: str, values: Any) -> Any:
     types = get_type_hints(kind)
     wrong = [f"{one!r} is unknown" for one in values.keys() - types.keys()]
     wrong += [f"{one!r} is missing" for one in types.keys() - values.keys()]
-    for one in values.keys() & types.keys():
-        if types[one] in _PLAIN and not isinstance(values[one], types[one]):
-            wrong.append(f"{one!r} is {values[one]!r}")
+    wrong += [
+        f"{one!r} is {values[one]!r}" for one in values.keys() & types.keys() if not _fits(values[one], types[one])
+    ]
     if wrong:
-        raise ValueError(f"{name}: ".lstrip(": ") + "; ".join(sorted(wrong)))
+        raise ValueError(f"{name}: {'; '.join(sorted(wrong))}")
     return kind(**values)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if kind == Mapping[str, int]:
+        return isinstance(value, dict) and all(_fits(size, int) for size in value.values())
+    if kind in (str, int, int | None):
+        return isinstance(value, kind) and (value is None or kind is str or 0 <= value < _MOST)
+    return isinstance(value, list)

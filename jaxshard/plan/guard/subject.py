@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxshard.compiler.topology import Target
 from jaxshard.core.settings import own_settings
+from jaxshard.core.tree import abstract
 from jaxshard.plan.compiled.target import step_for
 from jaxshard.training.step import Step
 
@@ -52,10 +53,10 @@ def subject_of(made: Any, target: Target | None) -> Subject:
     fn, *calls = made
     if isinstance(fn, Step):
         step = fn if target is None else step_for(fn, target)
-        with own_settings(step.layout.mesh):
-            mesh = step.layout.mesh
-            assert isinstance(mesh, Mesh)
-            return Subject(step.trace(calls[0]), mesh)
+        mesh = step.layout.mesh
+        assert isinstance(mesh, Mesh)
+        with own_settings(mesh):
+            return Subject(step.trace(calls[0]), mesh, len({str(abstract(call)) for call in calls}))
     if not hasattr(fn, "trace") or not callable(fn):
         raise TypeError(f"the first is {_what(fn)}, which can't be traced; wrap it in jax.jit; {EXPECTED}")
     if not all(isinstance(call, tuple) for call in calls):
