@@ -32,7 +32,15 @@ class Recorded(NamedTuple):
 
 
 def write_guard(file: AnyPath, recorded: Recorded) -> None:
-    """Write the file of a guard; replace it in one step."""
+    """Write the file of a guard; replace it in one step.
+
+    Raises:
+      ValueError: a compiler refused the program.
+      OSError: the file can't be written.
+    """
+    for name, one in recorded.snapshots.items():
+        if one.refusal:
+            raise ValueError(f"nothing is recorded, since the compiler refuses the program for {name}: {one.refusal}")
     made_with = {"jaxshard": __version__, "jax": jax.__version__}
     compiled = {name: recorded.snapshots[name].as_dict() for name in sorted(recorded.snapshots)}
     head = {"guard": _FORMAT, "made_with": made_with, "target": recorded.target}
