@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from jaxshard.checks.programs.axes import position_mesh
@@ -46,7 +46,7 @@ def run(flags: Guard) -> int:
     found: list[Guarded] = []
     for name in wanted:
         with working(console, f"compiling {target}" + f" for {name}" * bool(name)):
-            name, snapshot = _measure(flags, target, name)
+            name, snapshot = _measure(flags, target, name, known)
         with usage_errors():
             found.append(check(name, snapshot, known.snapshots, str(flags.file)) if checks else Guarded(name, snapshot))
         if checks:
@@ -63,17 +63,20 @@ def run(flags: Guard) -> int:
     return 0 if ok else 1
 
 
-def _measure(flags: Guard, target: str, name: str) -> tuple[str, Snapshot]:
+def _measure(flags: Guard, target: str, name: str, known: Recorded) -> tuple[str, Snapshot]:
     """Compile the target for a topology or for the devices at hand ("cpu:8"); return (its name, its snapshot)."""
     if ":" not in target:
         with usage_errors():
-            return _TEXT, _measure_file(Path(target), flags.mesh)
+            recorded = known.snapshots.get(_TEXT)
+            axes = read_axes(flags.mesh) if flags.mesh else recorded and recorded.mesh
+            return _TEXT, _measure_file(Path(target), axes)
     at_hand = re.fullmatch(r"(?:(?:cpu|gpu|tpu):(\d+))?", name)
-    topology = None if at_hand else parse_target(name)
+    topology = None
     with usage_errors():
         if at_hand:
             devices = choose_devices(flags.devices or int(at_hand[1] or 0) or None)
         else:
+            topology = parse_target(name)
             check_compiler(topology)
             load_compiler(topology.name, topology.num_slices)
             devices = topology_devices(topology.name, num_slices=topology.num_slices)
@@ -100,13 +103,13 @@ def _errors_of(target: str) -> Iterator[None]:
         raise UsageError(f"{target} does not run: {type(error).__name__}: {error}") from error
 
 
-def _measure_file(file: Path, mesh: str | None) -> Snapshot:
+def _measure_file(file: Path, axes: Mapping[str, int] | None) -> Snapshot:
     """Take the snapshot of a file of HLO text."""
     text = file.read_text()
     try:
         devices = parse_program(text.encode()).devices
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    if mesh is None:
+    if axes is None:
         raise ValueError(f"{file}: give --mesh, the sizes of its {devices} devices' mesh axes, such as data=8")
-    return measure_text(text, position_mesh(read_axes(mesh), devices), "text")
+    return measure_text(text, position_mesh(axes, devices), "text")

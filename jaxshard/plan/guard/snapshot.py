@@ -120,7 +120,9 @@ def snapshot_of(found: Mapping[str, Any]) -> Snapshot:
       ValueError: an entry is missing, unknown, or of another type; the message names it.
     """
     made: Snapshot = _typed(Snapshot, "snapshot", found)
-    rows = {name: tuple(_typed(kind, name, row) for row in getattr(made, name)) for name, kind in _ROWS.items()}
+    rows: dict[str, Any] = {
+        name: tuple(_typed(kind, name, row) for row in getattr(made, name)) for name, kind in _ROWS.items()
+    }
     return replace(made, **rows)
 
 
