@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxshard.checks.programs.axes import position_mesh
@@ -67,8 +67,8 @@ def _measure(flags: Guard, target: str, name: str, known: Recorded) -> tuple[str
     """Compile the target for a topology or for the devices at hand ("cpu:8"); return (its name, its snapshot)."""
     if ":" not in target:
         with usage_errors():
-            recorded = known.snapshots.get(_TEXT)
-            axes = read_axes(flags.mesh) if flags.mesh else recorded and recorded.mesh
+            axes = dict(known.snapshots[_TEXT].mesh) if _TEXT in known.snapshots else None
+            axes = read_axes(flags.mesh) if flags.mesh else axes
             return _TEXT, _measure_file(Path(target), axes)
     at_hand = re.fullmatch(r"(?:(?:cpu|gpu|tpu):(\d+))?", name)
     topology = None
@@ -103,7 +103,7 @@ def _errors_of(target: str) -> Iterator[None]:
         raise UsageError(f"{target} does not run: {type(error).__name__}: {error}") from error
 
 
-def _measure_file(file: Path, axes: Mapping[str, int] | None) -> Snapshot:
+def _measure_file(file: Path, axes: dict[str, int] | None) -> Snapshot:
     """Take the snapshot of a file of HLO text."""
     text = file.read_text()
     try:
