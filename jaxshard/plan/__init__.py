@@ -1,7 +1,7 @@
 """Plan a training run before it starts, as `js.plan`: memory, step time, promised and compiled collectives.
 
-Imports `core/`, `adapt/`, `compiler/`, `cost/`, `hlo/`, `layers/`, `optim/`, `proofs/`, `schedules/`, `engines/`,
-`training/` and `checks/`; only `commands/` imports it.
+Imports `core/`, `adapt/`, `compiler/`, `cost/`, `hlo/`, `layers/`, `optim/`, `proofs/`, `schedules/`, `storage/`,
+`engines/`, `training/` and `checks/`; only `commands/` imports it.
 """
 
 from jaxshard.checks.collectives.promise import promise as promise

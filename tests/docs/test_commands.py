@@ -22,8 +22,8 @@ FEWEST = 40
 STORIES = {str([one.words for one in story]): story for page in PAGES for story in stories_of(page)}
 """Commands that go on with each other's files; what several pages print is run once."""
 
-PACKAGES = {"--wandb": "wandb", "--mlflow": "mlflow", "--compile": "libtpu", "step.guard.json": "libtpu", "--plot": "matplotlib"}
-PACKAGES |= {"chats.jsonl": "jinja2", "--chat": "jinja2", "hf:PATH": "tokenizers"}
+PACKAGES = {"--wandb": "wandb", "--mlflow": "mlflow", "--compile": "libtpu", "--plot": "matplotlib"}
+PACKAGES |= {"step.guard.json": "libtpu", "chats.jsonl": "jinja2", "--chat": "jinja2", "hf:PATH": "tokenizers"}
 """What commands with these words need."""
 
 NEVER_RUN = {

@@ -20,7 +20,7 @@ _FORMAT = 1
 
 
 class Recorded(NamedTuple):
-    """What the file of a guard has.
+    """The content of a guard's file.
 
     Attributes:
       target: the function that `jaxshard guard` called, or a file of HLO text; "" if `js.guard` wrote the file.

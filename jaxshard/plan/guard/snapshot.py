@@ -75,7 +75,7 @@ class Live:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What one compiled program communicates, needs and costs. All bytes are of one device.
+    """The communication, memory and cost of one compiled program. All bytes are of one device.
 
     Attributes:
       mesh: the size of each mesh axis.
