@@ -64,16 +64,9 @@ def read_guard(file: AnyPath) -> Recorded:
         target, compiled = found.get("target"), found.get("compiled")
         if not isinstance(target, str) or not isinstance(compiled, dict) or not compiled:
             raise ValueError("it has no compiled program")
-        return Recorded(target, {name: _snapshot(name, values) for name, values in compiled.items()})
+        return Recorded(target, {name: snapshot_of(name, values) for name, values in compiled.items()})
     except ValueError as error:
         raise ValueError(f"{file} is no file of a guard, or is damaged: {error}; {how}") from error
-
-
-def _snapshot(name: str, values: Any) -> Snapshot:
-    try:
-        return snapshot_of(values)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
 
 
 def _lines(value: Any, depth: int) -> str:
