@@ -80,9 +80,9 @@ def compare(old: Snapshot, new: Snapshot) -> tuple[tuple[Change, ...], tuple[str
     Returns:
       (the changes that matter; notes on what is better than recorded and on what was not compared).
     """
-    if old.mesh != new.mesh:
-        axes = [", ".join(f"{axis}={size}" for axis, size in one.mesh.items()) for one in (new, old)]
-        return (Change(f"the mesh is {axes[0]}, where it was {axes[1]}", "nothing else was compared"),), ()
+    now, was = (", ".join(f"{axis}={size}" for axis, size in one.mesh.items() if size > 1) for one in (new, old))
+    if now != was:
+        return (Change(f"the mesh is {now}, where it was {was}", "nothing else was compared"),), ()
     if new.refusal:
         return (Change(f"the compiler refuses the program: {new.refusal}", "it needs too much memory"),), ()
     same, notes = old.compiler == new.compiler, []
