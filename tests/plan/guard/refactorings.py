@@ -133,7 +133,7 @@ EDITS: dict[str, Edit] = {
     ),
     "an argument that nothing reads": (
         (_ARGS, _ARGS[:-1] + ", epoch)"),
-        ("batch)\n", "batch, jax.ShapeDtypeStruct((), jnp.int32))\n"),
+        ("state, batch)\n", "state, batch, jax.ShapeDtypeStruct((), jnp.int32))\n"),
     ),
     "a static argument": (
         (_ARGS, _ARGS[:-1] + ", training=True)"),
