@@ -253,7 +253,7 @@ ALL = {
     "layers that are unrolled": Fault(
         blocks(),
         blocks(scan=False),
-        "instructions of the compiled program: 6... instead of 26...",
+        "instructions of the compiled program: 6... instead of 2...",
     ),
     # https://github.com/google-deepmind/mujoco/issues/2306
     "a step that compiles twice": Fault(
