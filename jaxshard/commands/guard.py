@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxshard.checks.programs.axes import position_mesh
 from jaxshard.checks.programs.text import parse_program
 from jaxshard.commands.compiler import load_compiler
 from jaxshard.commands.devices import choose_devices
-from jaxshard.commands.errors import refusals, usage_errors
+from jaxshard.commands.errors import UsageError, refusals, usage_errors
 from jaxshard.commands.flags import Guard
 from jaxshard.commands.json_object import write_json
 from jaxshard.commands.parallel import read_axes
@@ -42,13 +46,16 @@ def run(flags: Guard) -> int:
     found: list[Guarded] = []
     for name in wanted:
         with working(console, f"compiling {target}" + f" for {name}" * bool(name)):
-            name, snapshot = _measure(flags, target, name)
+            name, snapshot = _measure(flags, target, name, known)
         with usage_errors():
             found.append(check(name, snapshot, known.snapshots, str(flags.file)) if checks else Guarded(name, snapshot))
-        console.print(printable(found[-1]))
+        if checks:
+            console.print(printable(found[-1]))
     if not checks:
-        write_guard(flags.file, Recorded(target, known.snapshots | {one.target: one.snapshot for one in found}))
-        console.print(f"recorded in {flags.file}")
+        now = {one.target: one.snapshot for one in found}
+        with usage_errors():
+            write_guard(flags.file, Recorded(target, known.snapshots | now))
+        console.print(f"recorded in {flags.file}: {', '.join(now)}")
     if flags.markdown is not None:
         write_file(flags.markdown, "\n\n".join(one.markdown() for one in found).encode())
     ok = all(one.ok for one in found)
@@ -56,32 +63,53 @@ def run(flags: Guard) -> int:
     return 0 if ok else 1
 
 
-def _measure(flags: Guard, target: str, name: str) -> tuple[str, Snapshot]:
+def _measure(flags: Guard, target: str, name: str, known: Recorded) -> tuple[str, Snapshot]:
     """Compile the target for a topology or for the devices at hand ("cpu:8"); return (its name, its snapshot)."""
     if ":" not in target:
         with usage_errors():
-            return _TEXT, _measure_file(Path(target), flags.mesh)
-    platform, _, count = name.partition(":")
-    topology = None if platform in ("", "cpu", "gpu", "tpu") else parse_target(name)
+            axes = dict(known.snapshots[_TEXT].mesh) if _TEXT in known.snapshots else None
+            axes = read_axes(flags.mesh) if flags.mesh else axes
+            return _TEXT, _measure_file(Path(target), axes)
+    at_hand = re.fullmatch(r"(?:(?:cpu|gpu|tpu):(\d+))?", name)
+    topology = None
     with usage_errors():
-        if topology is None:
-            devices = choose_devices(flags.devices or (int(count) if platform == "cpu" else None))
+        if at_hand:
+            devices = choose_devices(flags.devices or int(at_hand[1] or 0) or None)
         else:
+            topology = parse_target(name)
             check_compiler(topology)
             load_compiler(topology.name, topology.num_slices)
             devices = topology_devices(topology.name, num_slices=topology.num_slices)
-    make = find_function(target, f"a function of a list of devices: {EXPECTED}", devices)
-    made = make(devices)
-    with refusals():
-        subject = subject_of(made, topology)
-    snapshot = measure(subject, topology)
-    return target_name(subject.mesh, topology), snapshot
+    with _errors_of(target):
+        made = find_function(target, f"a function of a list of devices: {EXPECTED}", devices)(devices)
+        with refusals():
+            subject = subject_of(made, topology)
+        snapshot = measure(subject, topology)
+    found = target_name(subject.mesh, topology)
+    if name and at_hand and found != name:
+        raise UsageError(f"{name} is wanted, and the program is for {found}: run it where there are such devices")
+    return found, snapshot
 
 
-def _measure_file(file: Path, mesh: str | None) -> Snapshot:
+@contextlib.contextmanager
+def _errors_of(target: str) -> Iterator[None]:
+    """Print an error of the target with its traceback, and end with status 2: 1 says that the step changed."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:  # a target is a program, which may raise anything
+        traceback.print_exc()
+        raise UsageError(f"{target} does not run: {type(error).__name__}: {error}") from error
+
+
+def _measure_file(file: Path, axes: dict[str, int] | None) -> Snapshot:
     """Take the snapshot of a file of HLO text."""
     text = file.read_text()
-    module = parse_program(text.encode())
-    if mesh is None:
-        raise ValueError(f"{file}: give --mesh, the sizes of its {module.devices} devices' mesh axes, such as data=8")
-    return measure_text(text, position_mesh(read_axes(mesh), module.devices), "text")
+    try:
+        devices = parse_program(text.encode()).devices
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    if axes is None:
+        raise ValueError(f"{file}: give --mesh, the sizes of its {devices} devices' mesh axes, such as data=8")
+    return measure_text(text, position_mesh(axes, devices), "text")

@@ -60,8 +60,8 @@ def parse_target(text: str) -> Target:
     >>> parse_target("2 x v5e:4x4")
     Target(name='v5e:4x4', num_slices=2)
     """
-    slices, name = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
-    return Target(name.strip(), int(slices or 1))
+    several = re.fullmatch(r"([1-9]\d*)\s*x\s*(\D.*)", text.strip())
+    return Target(several[2], int(several[1])) if several else Target(text.strip())
 
 
 _targets: dict[int, Target] = {}

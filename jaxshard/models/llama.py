@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -301,16 +301,24 @@ def gated_mlp(
     return constrain(dense("down_proj", h_BTF, h_BTC.shape[-1:], residual_init), RESIDUAL)
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def gated(activation: Callable[[jax.Array], jax.Array], gate: jax.Array, up: jax.Array) -> jax.Array:
     """Compute `activation(gate) * up`, once in the forward pass, and both of its gradients once in the backward pass.
 
     Compilers for TPUs otherwise compute it, and its gradients, again inside each matrix product that reads them. These
-    products take longer then, and what they compute from stays in memory until the last of them. The derivative of a
-    barrier is a barrier: the first one is for the gradients.
+    products take longer then, and what they compute from stays in memory until the last of them.
     """
-    gate, up = jax.lax.optimization_barrier((gate, up))
     product: jax.Array = jax.lax.optimization_barrier(activation(gate) * up)
     return product
+
+
+@gated.defjvp
+def _gated_jvp(activation: Any, inputs: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> Any:
+    # The transpose of this barrier is a barrier after the two gradients. A barrier before the product, whose derivative
+    # is the same, would keep the compiler from computing the product at the end of the matrix products before it.
+    tangents = jax.lax.optimization_barrier(tangents)
+    _, tangent = jax.jvp(lambda gate, up: activation(gate) * up, inputs, tangents)
+    return gated(activation, *inputs), tangent
 
 
 def dense(

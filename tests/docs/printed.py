@@ -23,12 +23,13 @@ from jaxshard.commands.parse import parse
 from tests.data.small_tokenizer import make_word_tokenizer
 from tests.docs.pages import ROOT
 from tests.hf.checkpoints import VOCAB, draw, numbers, write_tensors
+from tests.plan.guard.refactorings import SOURCE
 
 _LINE = re.compile(r"(?:\$ )?(?P<command>(?:[A-Z_]+=\S+ )*(?:python -m )?jaxshard(?= +[a-z-]+(?: |$)).*)")
 _SPAN = re.compile(r"`(?P<command>jaxshard [a-z]+[^`]*)`")
 
 
-_MAKE = ("--checkpoint", "--export", "--save-config")
+_MAKE = ("--checkpoint", "--export", "--save-config", "-o")
 """Flags whose values are made by a command, and may be read by the next one."""
 
 
@@ -214,6 +215,7 @@ FILES = {
     "chats.jsonl": _write_chats,
     "file.py:function": _write_program,
     "model.py:make": _write_program,
+    "train_step.py:make": lambda file: file.write_text(SOURCE),
     "dump/module_0012.jit_train_step.cpu_after_optimizations.txt": _write_step,
 }
 """What readers have of their own, by the words of commands that name it."""

@@ -25,6 +25,8 @@ ROOMS = {
     "checks": "Checks",
     "profile": "Profiles",
 }
+LISTED_WITH = {"optim": "core", "hlo": "checks", "plan": "checks"}
+"""Rooms with few names of `js`, each with the room whose section has them: js.layout, js.collectives, js.guard."""
 
 
 def test_the_page_lists_every_public_name():
@@ -70,7 +72,7 @@ def test_every_name_of_js_is_in_a_section():
 
 def room_of(name: Name) -> str:
     room = name.home.split(".")[1]
-    return "core" if room == "optim" else room  # js.layout, which reads the optimizer's program, is listed with layouts
+    return LISTED_WITH.get(room, room)
 
 
 def entries(names: Iterable[Name]) -> Iterator[str]:

@@ -38,15 +38,17 @@ _CAUSES = {
     "axis": "another axis splits the rows or the array: check the mesh axes in its sharding",
     "dtype": "a cast before the collective was added or lost",
     "more": "a loop over micro-batches or layers runs it in each iteration, or remat computes it again",
-    "less": "check that what it computes is still needed on every device",
+    "less": "",
+    "less gradient": "gradients of some rows may no longer be summed",
     "waits": "nothing is computed meanwhile: check the compiler's options, and what needs the result",
     "new weight": "a weight is gathered again: check remat, loops, and whether it is used in another place",
     "new gradient": "gradients are summed where they were not: check which axes split the batch and the parameters",
     "new": "an activation, or a weight that it is multiplied by, lacks its sharding constraint",
     "gone weight": "the weight is stored replicated, or no device uses it in full any more",
+    "gone": "check that what it computes is still needed on every device",
     "gone gradient": "gradients of different rows are no longer summed: wrong, if this axis still splits the batch",
     "stored": "check the rules or specs that place it, and whether its shape divides",
-    "peak": "see what is kept for the backward pass, and the largest arrays in the file",
+    "peak": "see what is kept for the backward pass, the largest arrays in the file, the order of donated arguments",
     "flops": "the model computes more: a remat policy, a product that is computed twice, or a larger shape",
     "programs": "arguments differ between calls in shape, dtype, weak type or static value, and each compiles again",
     "again": "the compiler is short of memory and computes arrays twice: see what is kept for the backward pass",
@@ -59,7 +61,7 @@ class Change(NamedTuple):
 
     Attributes:
       text: what changed, in one sentence.
-      cause: the usual cause, or what to look at.
+      cause: the usual cause, or what to look at; "" if the program is better than recorded.
       line: the source line, or the name of an argument; "" if there is none.
     """
 
@@ -78,25 +80,21 @@ def compare(old: Snapshot, new: Snapshot) -> tuple[tuple[Change, ...], tuple[str
     Returns:
       (the changes that matter; notes on what is better than recorded and on what was not compared).
     """
-    if old.mesh != new.mesh:
-        axes = [", ".join(f"{axis}={size}" for axis, size in one.mesh.items()) for one in (new, old)]
-        return (Change(f"the mesh is {axes[0]}, where it was {axes[1]}", "nothing else was compared"),), ()
+    now, was = (", ".join(f"{axis}={size}" for axis, size in one.mesh.items() if size > 1) for one in (new, old))
+    if now != was:
+        return (Change(f"the mesh is {now}, where it was {was}", "nothing else was compared"),), ()
     if new.refusal:
         return (Change(f"the compiler refuses the program: {new.refusal}", "it needs too much memory"),), ()
-    same = old.compiler == new.compiler
+    same, notes = old.compiler == new.compiler, []
     moved = _moved_changes(old, new) if same else _moved_totals(old, new)
-    changes, notes = [*_given_changes(old, new), *moved], []
+    found = [*_given_changes(old, new), *moved, *_figures(old, new, same)]
     if not same:
         notes.append(
             f"recorded with {old.compiler}, compiled with {new.compiler}: of collectives only totals are compared, "
             f"within {OTHER_COMPILER:.0%}; waiting, recomputation and instructions are not"
         )
-    for text, cause, worse in _figures(old, new, same):
-        if worse:
-            changes.append(Change(text, cause))
-        else:
-            notes.append(f"better than recorded: {text}")
-    return tuple(changes), tuple(notes)
+    notes += [f"better than recorded: {one.text}" for one in found if not one.cause]
+    return tuple(one for one in found if one.cause), tuple(notes)
 
 
 def _pair(
@@ -142,7 +140,7 @@ def _moved_changes(old: Snapshot, new: Snapshot) -> Iterator[Change]:
             "waits": "and the device waits for more of it than before",
         }
         ending = endings.get(sort, f"instead of {times_str(_sum(was, 'count'))}")
-        yield Change(f"{_sentence(now)}, {ending}", _CAUSES[sort], _line(now))
+        yield Change(f"{_sentence(now)}, {ending}", _cause(sort, was[0].moves), _line(now))
     for (_, _, moves), rows in grouped(added, _title).items():
         yield Change(f"{_sentence(rows)}, which they were not before", _cause("new", moves), _line(rows))
     for (_, _, moves), rows in grouped(gone, _title).items():
@@ -156,7 +154,7 @@ def _moved_totals(old: Snapshot, new: Snapshot) -> Iterator[Change]:
         if abs(now - was) > OTHER_COMPILER * max(was, now):
             rows = after.get(title) or before[title]
             text = f"{_sentence(rows, size=now)} instead of {human_bytes(was)}"
-            yield Change(text, _CAUSES["more" if now > was else "less"], _line(rows))
+            yield Change(text, _cause("more" if now > was else "less", title[2]), _line(rows))
 
 
 def _large(rows: Sequence[Moved], others: Sequence[Moved]) -> list[Moved]:
@@ -179,7 +177,7 @@ def _title(one: Moved) -> tuple[str, str, str]:
 
 
 def _cause(sort: str, moves: str) -> str:
-    return _CAUSES.get(f"{sort} {moves}") or _CAUSES.get(sort) or _CAUSES["less"]
+    return _CAUSES.get(f"{sort} {moves}", _CAUSES[sort])
 
 
 def _sentence(rows: Sequence[Moved], are: str = "are", size: int | None = None) -> str:
@@ -249,8 +247,8 @@ def _stored(one: Given) -> str:
 # Figures
 
 
-def _figures(old: Snapshot, new: Snapshot, same: bool) -> Iterator[tuple[str, str, bool]]:
-    """Yield (sentence, cause, True if it is worse) for each figure that changed by more than is tolerated."""
+def _figures(old: Snapshot, new: Snapshot, same: bool) -> Iterator[Change]:
+    """Yield a change for each figure that changed by more than is tolerated, without a cause if it is better."""
     figures: list[tuple[str, str, float, Callable[[int], str], str]] = [
         ("peak memory", "peak_bytes", PEAK if same else OTHER_COMPILER, human_bytes, "peak"),
         ("FLOPs of products", "flops", BYTES, number_str, "flops"),
@@ -264,4 +262,4 @@ def _figures(old: Snapshot, new: Snapshot, same: bool) -> Iterator[tuple[str, st
     for what, name, tolerance, show, cause in figures:
         was, now = getattr(old, name), getattr(new, name)
         if was is not None and now is not None and abs(now - was) > tolerance * max(was, now):
-            yield f"{what}: {show(now)} instead of {show(was)}", _CAUSES[cause], now > was
+            yield Change(f"{what}: {show(now)} instead of {show(was)}", _CAUSES[cause] if now > was else "")

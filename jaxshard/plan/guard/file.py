@@ -20,7 +20,7 @@ _FORMAT = 1
 
 
 class Recorded(NamedTuple):
-    """What the file of a guard has.
+    """The content of a guard's file.
 
     Attributes:
       target: the function that `jaxshard guard` called, or a file of HLO text; "" if `js.guard` wrote the file.
@@ -32,7 +32,15 @@ class Recorded(NamedTuple):
 
 
 def write_guard(file: AnyPath, recorded: Recorded) -> None:
-    """Write the file of a guard; replace it in one step."""
+    """Write the file of a guard; replace it in one step.
+
+    Raises:
+      ValueError: a compiler refused the program.
+      OSError: the file can't be written.
+    """
+    for name, one in recorded.snapshots.items():
+        if one.refusal:
+            raise ValueError(f"nothing is recorded, since the compiler refuses the program for {name}: {one.refusal}")
     made_with = {"jaxshard": __version__, "jax": jax.__version__}
     compiled = {name: recorded.snapshots[name].as_dict() for name in sorted(recorded.snapshots)}
     head = {"guard": _FORMAT, "made_with": made_with, "target": recorded.target}
@@ -56,16 +64,9 @@ def read_guard(file: AnyPath) -> Recorded:
         target, compiled = found.get("target"), found.get("compiled")
         if not isinstance(target, str) or not isinstance(compiled, dict) or not compiled:
             raise ValueError("it has no compiled program")
-        return Recorded(target, {name: _snapshot(name, values) for name, values in compiled.items()})
+        return Recorded(target, {name: snapshot_of(name, values) for name, values in compiled.items()})
     except ValueError as error:
         raise ValueError(f"{file} is no file of a guard, or is damaged: {error}; {how}") from error
-
-
-def _snapshot(name: str, values: Any) -> Snapshot:
-    try:
-        return snapshot_of(values)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
 
 
 def _lines(value: Any, depth: int) -> str:

@@ -58,8 +58,9 @@ class Guarded:
 
     def markdown(self) -> str:
         """Write the comparison as Markdown, for the comment of a pull request."""
-        rows = [f"- **{one.text}**{f' (`{one.line}`)' if one.line else ''}. {one.cause}." for one in self.changes]
-        return "\n".join([f"### `{self.target}`: {'changed' if rows else 'as recorded'}", "", *rows, *self.notes])
+        rows = [f"- **{one.text}**{f' (`{one.line}`)' if one.line else ''}: {one.cause}." for one in self.changes]
+        rows += [f"- Note: {one}." for one in self.notes]
+        return "\n".join([f"### `{self.target}`: {'as recorded' if self.ok else 'changed'}", "", *rows])
 
 
 def guard(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -19,7 +20,6 @@ from jaxshard.core.installed import installed_version
 from jaxshard.core.settings import own_settings
 from jaxshard.cost.flops import jaxpr_flops
 from jaxshard.hlo.counts import grouped, total
-from jaxshard.hlo.hlo import Module
 from jaxshard.hlo.instructions import rematerialized
 from jaxshard.plan.compiled.known import shapes_of_arguments
 from jaxshard.plan.guard.snapshot import Given, Live, Moved, Snapshot
@@ -50,13 +50,10 @@ def measure(subject: Subject, target: Target | None) -> Snapshot:
             text, refusal, assignment = answer.text, answer.refusal, answer.assignment
             peak = None if assignment is None else assignment.peak
     name = compiler_name(subject.mesh)
-    if not text:
-        return Snapshot(mesh=dict(subject.mesh.shape), compiler=name, refusal=refusal, programs=subject.programs)
+    if refusal:
+        return Snapshot(mesh=dict(subject.mesh.shape), compiler=name, refusal=refusal)
     snapshot = measure_text(text, subject.mesh, name, assignment, lowered_splits(lowered.as_text()))
-    return Snapshot(
-        **vars(snapshot)
-        | {"peak_bytes": peak, "flops": _flops(subject), "programs": subject.programs, "refusal": refusal}
-    )
+    return replace(snapshot, peak_bytes=peak, flops=_flops(subject), programs=subject.programs)
 
 
 def measure_text(
@@ -76,7 +73,7 @@ def measure_text(
         arguments=tuple(sorted(_given(arguments))),
         live=tuple(_live(arguments, text, assignment)),
         rematerialized_bytes=sum(one.bytes or 0 for one in rematerialized(text)),
-        instructions=_instructions(module),
+        instructions=sum(len(one.lines) for one in module.computations.values()),
     )
 
 
@@ -104,15 +101,11 @@ def _flops(subject: Subject) -> int | None:
         return None
 
 
-def _instructions(module: Module) -> int:
-    return sum(len(computation.lines) for computation in module.computations.values())
-
-
 def _moved(moves: Iterable[Move]) -> Iterable[Moved]:
-    large = (move for move in moves if move.what != SCALAR)
-    for (axes, kind, what, array), of in grouped(
-        large, lambda move: (move.axes, move.kind, move.what, move.arrays[0])
-    ).items():
+    groups = grouped(moves, lambda move: (move.axes, move.kind, move.what, move.arrays[0]))
+    for (axes, kind, what, array), of in groups.items():
+        if what == SCALAR:
+            continue
         lines = grouped(of, lambda move: move.place)
         line = max(sorted(lines), key=lambda place: total(one.bytes for one in lines[place]) or 0)
         waited = total(one.bytes for one in of if one.synchronous)

@@ -75,7 +75,7 @@ class Live:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What one compiled program communicates, needs and costs. All bytes are of one device.
+    """The communication, memory and cost of one compiled program. All bytes are of one device.
 
     Attributes:
       mesh: the size of each mesh axis.
@@ -113,30 +113,30 @@ _ROWS: dict[str, Any] = {"collectives": Moved, "arguments": Given, "live": Live}
 _MOST = 1 << 63
 
 
-def snapshot_of(found: Mapping[str, Any]) -> Snapshot:
-    """Make a snapshot from the values of `Snapshot.as_dict`.
+def snapshot_of(name: str, values: Any) -> Snapshot:
+    """Make the snapshot of the target `name` from the values of `Snapshot.as_dict`.
 
     Raises:
       ValueError: an entry is missing, unknown, or of another type; the message names it.
     """
-    made: Snapshot = _typed(Snapshot, "snapshot", found)
-    rows = {name: tuple(_typed(kind, name, row) for row in getattr(made, name)) for name, kind in _ROWS.items()}
+    made: Snapshot = _typed(Snapshot, name, values)
+    rows: dict[str, Any] = {
+        rows: tuple(_typed(kind, f"{name}: {rows}", row) for row in getattr(made, rows)) for rows, kind in _ROWS.items()
+    }
     return replace(made, **rows)
 
 
 def _typed(kind: Any, name: str, values: Any) -> Any:
     """Make a record of `kind` from its values by name; ValueError if one is missing, unknown, or of another type."""
-    if not isinstance(values, dict):
-        raise ValueError(f"{name}: {values!r} is no JSON object")
     types = get_type_hints(kind)
-    wrong = [f"{one!r} is unknown" for one in values.keys() - types.keys()]
-    wrong += [f"{one!r} is missing" for one in types.keys() - values.keys()]
-    wrong += [
-        f"{one!r} is {values[one]!r}" for one in values.keys() & types.keys() if not _fits(values[one], types[one])
-    ]
+    try:
+        made = kind(**values)
+    except TypeError as error:  # no object, or one that lacks a name or has another one
+        raise ValueError(f"{name}: {error}") from error
+    wrong = [f"{one!r} is {value!r}" for one, value in values.items() if not _fits(value, types[one])]
     if wrong:
-        raise ValueError(f"{name}: {'; '.join(sorted(wrong))}")
-    return kind(**values)
+        raise ValueError(f"{name}: {'; '.join(wrong)}")
+    return made
 
 
 def _fits(value: Any, kind: Any) -> bool:

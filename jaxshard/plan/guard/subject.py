@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.extend.core import Jaxpr, jaxprs_in_params
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
-from jaxshard.compiler.topology import Target
+from jaxshard.compiler.topology import Target, target_of
 from jaxshard.core.settings import own_settings
 from jaxshard.core.tree import abstract
 from jaxshard.plan.compiled.target import step_for
@@ -62,8 +62,14 @@ def subject_of(made: Any, target: Target | None) -> Subject:
     if not all(isinstance(call, tuple) for call in calls):
         raise TypeError(f"the arguments are {_what(next(c for c in calls if not isinstance(c, tuple)))}; {EXPECTED}")
     traces = [fn.trace(*call) for call in calls]
+    mesh = _mesh_of(traces[0], calls[0])
+    if target is not None and target_of(mesh) != target:
+        raise ValueError(
+            f"the arguments are on {mesh.size} x {mesh.devices.flat[0].device_kind}, not on {target}: make their mesh "
+            f'of the devices that the function is given, or of js.plan.topology_mesh("{target.name}", ...)'
+        )
     # JAX traces a function once for arguments of the same types: an equal trace is the same object.
-    return Subject(traces[0], _mesh_of(traces[0], calls[0]), len({id(one.jaxpr) for one in traces}))
+    return Subject(traces[0], mesh, len({id(one.jaxpr) for one in traces}))
 
 
 def _mesh_of(traced: jax.stages.Traced, arguments: Sequence[Any]) -> Mesh:
@@ -74,7 +80,7 @@ def _mesh_of(traced: jax.stages.Traced, arguments: Sequence[Any]) -> Mesh:
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments))
     found = [one.mesh for one in shardings if isinstance(one, NamedSharding)]
     found += _meshes_in(traced.jaxpr.jaxpr)
-    meshes = [one for one in found if isinstance(one, Mesh) and not isinstance(one, AbstractMesh)]
+    meshes = [one for one in found if isinstance(one, Mesh) and not one.empty]
     return max(meshes, key=lambda one: one.size, default=Mesh(np.array(jax.devices()[:1]), ("device",)))
 
 

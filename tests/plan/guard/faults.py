@@ -34,7 +34,10 @@ Make = Callable[[Sequence[Any]], Made]
 
 
 class Fault(NamedTuple):
-    """A program before and after, the sentence that names the change, and the topology if CPUs don't show it."""
+    """A program before and after, and the sentence that names the change; "..." stands for what compilers differ in.
+
+    A topology is given where CPUs do not show the fault.
+    """
 
     good: Make
     bad: Make
@@ -65,7 +68,7 @@ def accumulated(*, each: bool) -> Make:
         sums, _ = lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)
         return sums if each else lax.psum(sums, "data")
 
-    return lambda devices: manual_step(mesh_of(devices, data=len(devices)), gradients)
+    return lambda devices: manual_step(mesh_of(devices, data=len(devices)), gradients, P())
 
 
 def fully_sharded(loss: Callable[..., Any] = dense_loss, *, scatter: bool = True, dtype: Any = None) -> Make:
@@ -113,7 +116,7 @@ def summed_over(*axes: str) -> Make:
     def gradients(params: Any, x: Any, y: Any) -> Any:
         return lax.psum(jax.grad(dense_loss)(params, x, y), axes)
 
-    return lambda devices: manual_step(mesh_of(devices, replica=2, data=len(devices) // 2), gradients)
+    return lambda devices: manual_step(mesh_of(devices, replica=2, data=len(devices) // 2), gradients, P())
 
 
 # Constraints, that the partitioner completes
@@ -223,7 +226,7 @@ ALL = {
     "a remat that was lost": Fault(
         blocks(),
         blocks(remat=False),
-        "peak memory: 2.72 MB instead of 1.05 MB",
+        "peak memory: 2... MB instead of 1.05 MB",
     ),
     # https://github.com/jax-ml/jax/issues/25010
     "weights that are gathered again in the backward pass": Fault(
@@ -250,7 +253,7 @@ ALL = {
     "layers that are unrolled": Fault(
         blocks(),
         blocks(scan=False),
-        "instructions of the compiled program: 690 instead of 266",
+        "instructions of the compiled program: 6... instead of 2...",
     ),
     # https://github.com/google-deepmind/mujoco/issues/2306
     "a step that compiles twice": Fault(

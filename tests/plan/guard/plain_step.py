@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-WIDTH, DEPTH, ROWS, SEQ, VOCAB = 64, 2, 16, 8, 256
+WIDTH, HIDDEN, DEPTH, ROWS, SEQ, VOCAB = 64, 128, 2, 16, 8, 256
 
 
 def normalize(x):
@@ -35,10 +35,7 @@ def init(key):
 
     embed = normal(0, VOCAB, WIDTH)
     head = normal(1, WIDTH, VOCAB)
-    blocks = [
-        {"up": normal(2 * i, WIDTH, 2 * WIDTH), "down": normal(2 * i + 1, 2 * WIDTH, WIDTH)}
-        for i in range(1, DEPTH + 1)
-    ]
+    blocks = [{"up": normal(2 + i, WIDTH, HIDDEN), "down": normal(9 + i, HIDDEN, WIDTH)} for i in range(DEPTH)]
     return {"embed": embed, "head": head, "blocks": blocks}
 
 
@@ -56,11 +53,10 @@ def make(devices):
     mesh = Mesh(np.array(devices), ("data",))
 
     def place(tree, spec):
-        where = NamedSharding(mesh, spec)
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where if x.ndim else NamedSharding(mesh, P())),
-            tree,
-        )
+        def placed(x):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec if x.ndim else P()))
+
+        return jax.tree.map(placed, tree)
 
     params = jax.eval_shape(init, jax.random.key(0))
     opt_state = place(jax.eval_shape(tx.init, params), P("data"))

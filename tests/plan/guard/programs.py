@@ -99,22 +99,15 @@ def dense_loss(params: Any, x: Any, y: Any) -> Any:
     return jnp.square(x - y).mean()
 
 
-def manual_step(mesh: Mesh, gradients: Callable[..., Any], params_spec: P = P(), *, params: Any = None) -> Made:
+def manual_step(mesh: Mesh, gradients: Callable[..., Any], params_spec: P, *, params: Any = None) -> Made:
     """Make a step of SGD whose collectives are written by hand: `gradients(params, x, y)` runs on each device."""
     batch_spec = P(mesh.axis_names)
 
     def on_each_device(params: Any, x: Any, y: Any) -> Any:
         return jax.tree.map(lambda p, g: p - 1e-3 * g.astype(p.dtype), params, gradients(params, x, y))
 
-    step = jax.shard_map(
-        on_each_device,
-        mesh=mesh,
-        in_specs=(params_spec, batch_spec, batch_spec),
-        out_specs=params_spec,
-        check_vma=False,
-    )
-    arguments = (
-        place(mesh, layers() if params is None else params, lambda x: params_spec),
-        *place(mesh, rows(), lambda x: batch_spec),
-    )
+    specs = (params_spec, batch_spec, batch_spec)
+    step = jax.shard_map(on_each_device, mesh=mesh, in_specs=specs, out_specs=params_spec, check_vma=False)
+    params = place(mesh, layers() if params is None else params, lambda x: params_spec)
+    arguments = (params, *place(mesh, rows(), lambda x: batch_spec))
     return jax.jit(step, donate_argnums=0), arguments
