@@ -63,7 +63,7 @@ def quant_rules(quant: str, *, module_path: str = ".*") -> list[Any]:
     if quant not in FORMATS:
         raise ValueError(f"quant must be {' or '.join(map(repr, FORMATS))}, or a list of qwix.QtRule, got {quant!r}")
     if find_spec("qwix") is None:
-        raise ValueError(f"quant={quant!r} needs qwix, which is not installed: pip install 'jaxshard[quant]'")
+        raise ValueError(f'quant={quant!r} needs qwix, which is not installed: pip install "qwix>=0.1.8"')
     import qwix
 
     dtype, method = FORMATS[quant], _METHODS[quant]

@@ -54,7 +54,7 @@ def test_names_and_arguments_that_there_are_not_are_refused_with_those_that_ther
     with pytest.raises(ValueError, match=r"no size 'llama4'; use one of gpt-1m, .*, llama3-405b, .*, deepseek-16b$"):
         js.models.make("llama4")
     with pytest.raises(
-        ValueError, match=r"llama has no 'dept', 'hide'; did you mean depth\? Use one of vocab, .*, tied$"
+        ValueError, match=r"llama has no 'dept', 'hide'; did you mean depth\? Use one of vocab, .*, quant$"
     ):
         js.models.make("llama-1m", dept=3, hide=2)
     with pytest.raises(ValueError, match=r"js.models.gpt has no 'kv_heads'"):

@@ -20,7 +20,14 @@ from jaxshard.storage.paths import as_path
 
 
 class GuardChanged(AssertionError):
-    """Raised by `js.guard` if a program changed against its file; the message has a sentence for each change."""
+    """Raised by `js.guard` if a program changed against its file; the message has a sentence for each change.
+
+    Example:
+        try:
+            js.guard(step, batch, "step.guard.json")
+        except js.GuardChanged as changed:
+            print(changed)    # a sentence for each change, with its usual cause
+    """
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
 
+from jaxshard.core.bounds import MOST_LISTED
+
 
 @dataclass(frozen=True, order=True)
 class Moved:
@@ -123,6 +125,8 @@ def snapshot_of(name: str, values: Any) -> Snapshot:
     rows: dict[str, Any] = {
         rows: tuple(_typed(kind, f"{name}: {rows}", row) for row in getattr(made, rows)) for rows, kind in _ROWS.items()
     }
+    if sum(row.count for row in rows["arguments"]) > MOST_LISTED:
+        raise ValueError(f"{name}: arguments: more than {MOST_LISTED} arrays")
     return replace(made, **rows)
 
 
