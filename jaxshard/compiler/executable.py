@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jax.sharding import Mesh
 
-from jaxshard.compiler.trust import check_trusted
+from jaxshard.compiler.trust import read_trusted
 from jaxshard.core.installed import installed_version
 from jaxshard.core.version import __version__
 
@@ -46,10 +48,9 @@ def save_executable(
     payload, _, _ = serialize(compiled)
     header = {"format": _FORMAT, **_facts(lowered, mesh, options), "payload": _digest(payload)}
     file.parent.mkdir(parents=True, exist_ok=True)
-    written = file.with_name(f"{file.name}.new")
-    written.write_bytes(json.dumps(header).encode() + b"\n" + payload)
-    written.chmod(0o600)
-    written.replace(file)
+    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as written:  # for its owner alone
+        written.write(json.dumps(header).encode() + b"\n" + payload)
+    os.replace(written.name, file)
 
 
 def load_executable(
@@ -68,8 +69,7 @@ def load_executable(
       PermissionError: another user owns the file or may write it.
       ValueError: the file is damaged, or was compiled from another program, for other devices or by other versions.
     """
-    check_trusted(file)
-    line, _, payload = file.read_bytes().partition(b"\n")
+    line, _, payload = read_trusted(file).partition(b"\n")
     header = _read_header(file, line)
     expected = _facts(lowered, mesh, options)
     differing = [name for name in expected if header.get(name) != expected[name]]

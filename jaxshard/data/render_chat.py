@@ -116,6 +116,7 @@ def main(seconds: float, memory: int) -> None:
     """Answer every line of the standard input; end when it is closed, or at a limit."""
     if sys.platform != "darwin":  # where this limit can't be set
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # libtpu ignores it in the parent, and a child inherits that
     environment = make_environment()
     (generation,) = (one for one in environment.extensions.values() if isinstance(one, Generation))
     templates: dict[str, jinja2.Template] = {}

@@ -176,11 +176,17 @@ def _find_swapped(jaxpr: Any, wanted: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _other_order(product: Any) -> tuple[int, ...] | None:
-    """Return the permutation that turns lhs x rhs into rhs x lhs; None for a product with batch dimensions."""
+    """Return the permutation that turns lhs x rhs into rhs x lhs.
+
+    None for a product that can't be swapped: with batch dimensions, an output sharding, or an algorithm, which may take
+    both operands differently.
+    """
     (contracted, _), (batch, _) = product.params["dimension_numbers"]
     kept = product.invars[0].aval.ndim - len(contracted)
     dims = tuple(range(product.outvars[0].aval.ndim))
-    return None if batch else dims[kept:] + dims[:kept]
+    algorithm = isinstance(product.params["precision"], jax.lax.DotAlgorithm)
+    can_swap = not batch and product.params.get("out_sharding") is None and not algorithm
+    return dims[kept:] + dims[:kept] if can_swap else None
 
 
 def _swap_operands(eqn: Any) -> Any:

@@ -58,7 +58,10 @@ class LastCall(NamedTuple):
         It runs before every step, so all that it does with the run's arrays is done in C++.
         """
         leaves, structure = jax.tree_util.tree_flatten((run, batch))
-        if structure != self.structure:
+        config: Any = jax.config
+        # A checked call refuses the first of these settings, and lifts the second.
+        is_plain = not config.jax_disable_jit and config.jax_transfer_guard_device_to_device in (None, "allow")
+        if structure != self.structure or not is_plain:
             return False
         for index, kind in self.keys:
             key: Any = leaves.pop(index)

@@ -1,6 +1,7 @@
 """Conversations written by a tokenizer's chat template: what is learned and refused, beside transformers."""
 
 import json
+import signal
 
 import pytest
 
@@ -108,6 +109,7 @@ REFUSED = {
 def test_templates_that_do_harm_are_refused_by_their_file(tmp_path, monkeypatch):
     """In one line, whatever the records."""
     monkeypatch.setattr(chat_template, "SECONDS", 0.3)
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)  # as libtpu does, and a child inherits it
     file = write(tmp_path / "a.jsonl", {"messages": CHAT}, {"messages": CHAT})
     for template, reason in REFUSED.items():
         used = tokenizer_with(tmp_path / "a", template)
@@ -115,6 +117,7 @@ def test_templates_that_do_harm_are_refused_by_their_file(tmp_path, monkeypatch)
             data.tokenize(file, used)
         assert str(caught.value).startswith(f"the chat template in {tmp_path / 'a' / 'tokenizer_config.json'}: ")
         assert reason in str(caught.value) and "\n" not in str(caught.value)
+    signal.signal(signal.SIGPROF, before)
 
 
 def test_conversations_that_a_template_refuses_are_told_by_their_lines(tmp_path):

@@ -7,11 +7,13 @@ that is all-reduced where it was reduce-scattered is one change, not two.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+from jaxshard.checks.programs.moves import GRADIENT
 from jaxshard.core.layout import human_bytes
 from jaxshard.hlo.counts import grouped, number_str, total
 from jaxshard.hlo.operation import times_str
@@ -22,7 +24,7 @@ BYTES, PEAK, INSTRUCTIONS = 0.01, 0.02, 0.10
 OTHER_COMPILER = 0.10
 """What is tolerated in totals of bytes and in peak memory if another compiler made the program."""
 SMALL = 0.001
-"""Arrays below this share of all bytes that are moved, or given as arguments, are not compared."""
+"""Changes below this share of all bytes moved, or of all arguments, are left out, unless they are of gradients."""
 
 _Row = TypeVar("_Row", Moved, Given)
 _VERBS = {
@@ -39,6 +41,9 @@ _CAUSES = {
     "dtype": "a cast before the collective was added or lost",
     "more": "a loop over micro-batches or layers runs it in each iteration, or remat computes it again",
     "less": "",
+    "better": "",
+    "unknown": "the trip count of its loop, the cost of a kernel, or a sharding is not known any more",
+    "fewer flops": "the model computes less: check that no layer, head or part of the loss is gone",
     "less gradient": "gradients of some rows may no longer be summed",
     "waits": "nothing is computed meanwhile: check the compiler's options, and what needs the result",
     "new weight": "a weight is gathered again: check remat, loops, and whether it is used in another place",
@@ -120,11 +125,12 @@ def _pair(
 
 
 def _moved_changes(old: Snapshot, new: Snapshot) -> Iterator[Change]:
+    renamed = _roles(old) != _roles(new)
     pairs, gone, added = _pair(
         _large(old.collectives, new.collectives),
         _large(new.collectives, old.collectives),
         lambda one: (one.axis, one.kind, one.moves, one.array, one.count),
-        lambda one: (one.axis, one.kind, one.array, one.count),
+        lambda one: (one.axis, one.kind, renamed or one.moves, one.array, one.count),
         lambda one: (one.axis, one.kind, one.moves, one.array),
         lambda one: (one.axis, one.moves, one.array),
         lambda one: (one.kind, one.moves, one.array),
@@ -150,16 +156,24 @@ def _moved_changes(old: Snapshot, new: Snapshot) -> Iterator[Change]:
 def _moved_totals(old: Snapshot, new: Snapshot) -> Iterator[Change]:
     before, after = (grouped(of.collectives, _title) for of in (old, new))
     for title in dict.fromkeys((*after, *before)):
-        was, now = (_sum(of.get(title, ()), "bytes") or 0 for of in (before, after))
-        if abs(now - was) > OTHER_COMPILER * max(was, now):
-            rows = after.get(title) or before[title]
+        was, now = (_sum(of.get(title, ()), "bytes") for of in (before, after))
+        rows = after.get(title) or before[title]
+        if was is None or now is None:
+            if was is not now:
+                yield Change(
+                    f"{_sentence(rows)}, in a number that was or is not known", _CAUSES["unknown"], _line(rows)
+                )
+        elif abs(now - was) > OTHER_COMPILER * max(was, now):
             text = f"{_sentence(rows, size=now)} instead of {human_bytes(was)}"
             yield Change(text, _cause("more" if now > was else "less", title[2]), _line(rows))
 
 
 def _large(rows: Sequence[Moved], others: Sequence[Moved]) -> list[Moved]:
+    """Leave out the rows of small groups; gradients are never left out, since a lost sum makes the step wrong."""
     least = SMALL * max(sum(one.bytes or 0 for one in of) for of in (rows, others))
-    return [one for one in rows if one.bytes is None or one.bytes > least]
+    groups = grouped((*rows, *others), _title)
+    sizes = {title: _sum(of, "bytes") for title, of in groups.items()}
+    return [one for one in rows if one.moves == GRADIENT or (sizes[_title(one)] or math.inf) > least]
 
 
 def _sort_of(was: Moved, now: Moved) -> str:
@@ -167,6 +181,8 @@ def _sort_of(was: Moved, now: Moved) -> str:
     for sort, name in (("kind", "kind"), ("axis", "axis"), ("dtype", "array")):
         if getattr(was, name) != getattr(now, name):
             return sort
+    if None in (was.count, now.count):
+        return "unknown" if was.count != now.count else ""
     if was.count != now.count:
         return "more" if (now.count or 0) > (was.count or 0) else "less"
     return "waits" if (now.waited or 0) - (was.waited or 0) > BYTES * (now.bytes or 0) else ""
@@ -182,11 +198,15 @@ def _cause(sort: str, moves: str) -> str:
 
 def _sentence(rows: Sequence[Moved], are: str = "are", size: int | None = None) -> str:
     """Write "gradients f32[64,64], f32[64] (12 times) are all-reduced over data, 154.7 MB"."""
-    first, arrays = rows[0], list(dict.fromkeys(row.array for row in rows))
-    shown = ", ".join(arrays[:3]) + f" and {len(arrays) - 3} more" * (len(arrays) > 3)
+    first, shown = rows[0], _few(row.array for row in rows)
     moved = human_bytes((_sum(rows, "bytes") or 0) if size is None else size)
     times = times_str(_sum(rows, "count"))
     return f"{_plural(first.moves)} {shown} ({times}) {are} {_verb(first)} over {first.axis}, {moved}"
+
+
+def _few(names: Iterable[str]) -> str:
+    different = list(dict.fromkeys(names))
+    return ", ".join(different[:3]) + f" and {len(different) - 3} more" * (len(different) > 3)
 
 
 def _verb(row: Moved) -> str:
@@ -210,28 +230,38 @@ def _line(rows: Iterable[Moved]) -> str:
 
 def _given_changes(old: Snapshot, new: Snapshot) -> Iterator[Change]:
     least = SMALL * max(1, *(sum(one.bytes for one in of.arguments) for of in (old, new)))
+    renamed = _roles(old) != _roles(new)
     pairs, gone, added = _pair(
         _each(old.arguments),
         _each(new.arguments),
         lambda one: (one.role, one.array, one.split),
-        lambda one: (one.array, one.split),
-        lambda one: (one.role, one.array),
+        lambda one: (renamed or one.role, one.array, one.split),
+        lambda one: (renamed or one.role, one.array),
     )
-    changed = [(was, now) for was, now in pairs if was.split != now.split and "?" not in (was.split, now.split)]
-    for (was, now), alike in grouped(changed, lambda pair: pair).items():
-        sizes = [human_bytes(one.bytes * len(alike)) for one in (now, was)]
-        text = (
-            f"{len(alike)} of the {_plural(now.role)}, {now.array}, {_stored(now)}, {sizes[0]} on each device, where "
-            f"{_stored(was)}, {sizes[1]}"
-        )
-        if max(was.bytes, now.bytes) * len(alike) > least:
-            yield Change(text, _CAUSES["stored"], now.name)
+    changed = [(was, now) for was, now in pairs if was.split not in (now.split, "?")]
+    for (_, was_stored, stored), alike in grouped(changed, lambda pair: (pair[1].role, *map(_stored, pair))).items():
+        before, after = [pair[0] for pair in alike], [pair[1] for pair in alike]
+        text = f"{_arrays(after)}, {stored}, {_bytes(after)} on each device, where {was_stored}, {_bytes(before)}"
+        if max(sum(one.bytes for one in rows) for rows in (before, after)) > least:
+            yield Change(text, _CAUSES["stored"], after[0].name)
     for rows, word in ((added, "new"), (gone, "gone")):
-        for one, of in grouped(rows, lambda row: row).items():
-            if one.bytes * len(of) > least:
-                size = human_bytes(one.bytes * len(of))
-                text = f"{len(of)} of the {_plural(one.role)}, {one.array}, {size} on each device, {word}"
-                yield Change(text, "the model, the optimizer or the batch changed", one.name)
+        for of in grouped(rows, lambda one: one.role).values():
+            if sum(one.bytes for one in of) > least:
+                text = f"{_arrays(of)}, {_bytes(of)} on each device, {word}"
+                yield Change(text, "the model, the optimizer or the batch changed", of[0].name)
+
+
+def _arrays(rows: Sequence[Given]) -> str:
+    return f"{len(rows)} of the {_plural(rows[0].role)}, {_few(row.array for row in rows)}"
+
+
+def _bytes(rows: Iterable[Given]) -> str:
+    return human_bytes(sum(row.bytes for row in rows))
+
+
+def _roles(snapshot: Snapshot) -> set[str]:
+    """Return the roles of the arguments: they follow from names, and roles of collectives follow from them."""
+    return {one.role for one in snapshot.arguments}
 
 
 def _each(rows: Iterable[Given]) -> list[Given]:
@@ -240,6 +270,8 @@ def _each(rows: Iterable[Given]) -> list[Given]:
 
 
 def _stored(one: Given) -> str:
+    if one.split == "?":
+        return "stored in a way that is not known"
     split = [f"{axes} (dimension {dim})" for dim, axes in enumerate(one.split.split(",")) if axes not in ("-", "")]
     return f"stored split over {' and '.join(split)}" if split else "stored replicated"
 
@@ -261,5 +293,8 @@ def _figures(old: Snapshot, new: Snapshot, same: bool) -> Iterator[Change]:
         ]
     for what, name, tolerance, show, cause in figures:
         was, now = getattr(old, name), getattr(new, name)
-        if was is not None and now is not None and abs(now - was) > tolerance * max(was, now):
-            yield Change(f"{what}: {show(now)} instead of {show(was)}", _CAUSES[cause] if now > was else "")
+        if was is not None and now is None:
+            yield Change(f"{what}: not known any more, {show(was)} before", _CAUSES["unknown"])
+        elif was is not None and now is not None and abs(now - was) > tolerance * max(was, now):
+            sort = cause if now > was else "fewer flops" if name == "flops" else "better"
+            yield Change(f"{what}: {show(now)} instead of {show(was)}", _CAUSES[sort])

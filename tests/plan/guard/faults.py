@@ -201,8 +201,8 @@ ALL = {
     "zero-1 that became a no-op": Fault(
         stored(replicated, rows_split),
         stored(replicated, replicated),
-        "2 of the moments of the optimizer, f32[512,64], stored replicated, 262.14 kB on each device, where stored "
-        "split over data (dimension 0), 32.77 kB: opt_state[0].mu['embed']",
+        "10 of the moments of the optimizer, f32[512,64], f32[64,64], stored replicated, 393.22 kB on each device, "
+        "where stored split over data (dimension 0), 49.15 kB: opt_state[0].mu['embed']",
     ),
     # https://github.com/AI-Hypercomputer/maxtext/pull/5099, https://github.com/pytorch/xla/issues/5760
     "an all-reduce in each micro-batch": Fault(
