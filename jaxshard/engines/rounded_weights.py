@@ -5,7 +5,8 @@
 
 A scale reads a whole channel of the weight, so it is a maximum over the devices that store parts of the channel. The
 product rounds the gathered weight again: in f32 with the same scale to rounding, to the same 8-bit numbers. In bf16
-neither the gathered weight nor its new scale is exact, and about one number in 14 (7 %) moves to a neighbour.
+neither the gathered weight nor its new scale is exact: 4 to 12 % of int8 numbers move by one, a few by two, and none of
+fp8. (A weight that is cast to bf16 first, as without "quant", has 15 to 21 % other int8 numbers than in f32.)
 """
 
 from __future__ import annotations

@@ -40,7 +40,13 @@ _METHODS = {
     "fp8": "absmax",
 }
 
-_UNSUITED_TO_EXPERTS = ("bwd_qtype", "tile_size", "act_static_scale", "disable_channelwise_axes", "additional_qt_config")
+_UNSUITED_TO_EXPERTS = (
+    "bwd_qtype",
+    "tile_size",
+    "act_static_scale",
+    "disable_channelwise_axes",
+    "additional_qt_config",
+)
 
 
 def quant_rules(quant: str, *, module_path: str = ".*") -> list[Any]:
@@ -120,12 +126,12 @@ def rounded_weights(init: Callable[[jax.Array], PyTree], quant: Quant) -> dict[s
     rules_of_layers: dict[str, tuple[Any, int]] = {}
 
     def record(next_fun: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        layer, path = context.module, "/".join(context.module.path)
+        layer, rule = context.module, None
         if context.method_name == "__call__" and isinstance(layer, (nn.Dense, nn.DenseGeneral)):
-            if (rule := _find_rule(quant, path, "dot_general")) is not None:
-                axis = layer.axis if isinstance(layer, nn.DenseGeneral) else -1
-                count = len(axis) if isinstance(axis, tuple) else 1
-                rules_of_layers[context.module.path[-1]] = rule, count
+            rule = _find_rule(quant, "/".join(layer.path), "dot_general")
+        if rule is not None:
+            axis = layer.axis if isinstance(layer, nn.DenseGeneral) else -1
+            rules_of_layers[layer.path[-1]] = rule, len(axis) if isinstance(axis, tuple) else 1
         return next_fun(*args, **kwargs)
 
     with nn.intercept_methods(record):

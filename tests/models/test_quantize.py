@@ -126,6 +126,46 @@ def test_rules_that_experts_do_not_follow_are_refused_by_name():
         js.models.make("moe-1m", quant=[rule])
 
 
+METHOD = js.models.quant_rules("int8")[0].weight_calibration_method
+
+
+def rounded_by(name="gpt", **how):
+    import qwix
+
+    return MODELS[name](quant=[qwix.QtRule(**how), *js.models.quant_rules("int8", module_path=".*out")]).rounded_weights
+
+
+def test_a_rule_for_other_operations_rounds_no_layer():
+    assert set(rounded_by(op_names=("ragged_dot",), weight_qtype=jnp.int8)) == {
+        f"blocks/{name}/kernel" for name in ("attn_out", "mlp_out")
+    }
+    named = {"op_names": ("dot_general",), "weight_qtype": jnp.int8, "weight_calibration_method": METHOD}
+    assert len(rounded_by(**named)) == 4
+
+
+OTHERS = {
+    "weight_calibration_method='absmax'": {"weight_qtype": jnp.int8},
+    "weight_qtype=int4": {"weight_qtype": jnp.int4},
+    "tile_size=8": {"weight_qtype": jnp.int8, "weight_calibration_method": METHOD, "tile_size": 8},
+    "weight_calibration_method='absmax,0.5'": {"weight_qtype": "int8", "weight_calibration_method": "absmax,0.5"},
+    "weight_qtype=nf4": {"weight_qtype": "nf4"},
+    "weight_qtype=float8_e5m2": {"weight_qtype": jnp.float8_e5m2},
+    "disable_channelwise_axes=True": {"weight_qtype": jnp.float8_e4m3fn, "disable_channelwise_axes": True},
+}
+
+
+@pytest.mark.fast_cases(3)
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_weight_that_a_rule_rounds_otherwise_is_not_gathered_in_8_bits(what):
+    with pytest.raises(ValueError, match=rf"rule for blocks/qkv/kernel has .*{what}.* js\.models\.quant_rules"):
+        rounded_by(module_path="qkv", **OTHERS[what])
+
+
+def test_experts_by_another_method_are_not_gathered_in_8_bits():
+    with pytest.raises(ValueError, match=r"the rule for blocks/experts/\w+ has .*method='absmax'; .*quant_rules"):
+        rounded_by("moe", module_path="experts/.*", weight_qtype=jnp.int8, act_qtype=jnp.int8)
+
+
 @pytest.mark.slow
 def test_experts_whose_hidden_units_are_split_are_refused():
     model = MODELS["moe"](quant="int8")
