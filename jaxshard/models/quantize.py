@@ -134,8 +134,8 @@ def rounded_weights(init: Callable[[jax.Array], PyTree], quant: Quant) -> dict[s
             rules_of_layers[layer.path[-1]] = rule, len(axis) if isinstance(axis, tuple) else 1
         return next_fun(*args, **kwargs)
 
-    with nn.intercept_methods(record):
-        # A function of its own: JAX remembers the trace of `init`, and would not run the modules again.
+    # JAX remembers the traces of `init`, which is jitted, and would not call the modules again.
+    with jax.disable_jit(), nn.intercept_methods(record):
         block = jax.eval_shape(lambda key: init(key)["block"], jax.random.key(0))
     found = {}
     for path, _ in jax.tree_util.tree_leaves_with_path(block):
