@@ -193,7 +193,7 @@ class Decoder(Stacked):
         tokens = batch["tokens"]
         return {**batch, "tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
-    @property
+    @functools.cached_property
     def rounded_weights(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         """The weights that `quant` rounds to 8 bits: {path: (8-bit dtype, dimensions that products contract)}."""
         return rounded_weights(self.init_parts, self.arguments.get("quant"))

@@ -40,6 +40,14 @@ _METHODS = {
     "fp8": "absmax",
 }
 
+_UNSUITED_TO_EXPERTS = (
+    "bwd_qtype",
+    "tile_size",
+    "act_static_scale",
+    "disable_channelwise_axes",
+    "additional_qt_config",
+)
+
 
 def quant_rules(quant: str, *, module_path: str = ".*") -> list[Any]:
     """Make the rules of qwix for products of activations with weights in 8 bits, forward, on any mesh.
@@ -99,10 +107,8 @@ def expert_rounding(quant: Quant, path: str) -> Rounding | None:
       quant: the argument of the model.
       path: the path of the expert's matrix, such as "experts/gate_proj".
     """
-    for rule in () if quant is None else _rules_of(quant):
-        if re.fullmatch(rule.module_path, path) and (not rule.op_names or "ragged_dot" in rule.op_names):
-            return None if rule.weight_qtype is None else _rounding_of(rule, path)
-    return None
+    rule = _find_rule(quant, path, "ragged_dot")
+    return None if rule is None else _rounding_of(rule, path)
 
 
 def rounded_weights(init: Callable[[jax.Array], PyTree], quant: Quant) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -111,39 +117,68 @@ def rounded_weights(init: Callable[[jax.Array], PyTree], quant: Quant) -> dict[s
     Args:
       init: `init(key) -> {"block": ...}`, which calls the block's modules.
       quant: the argument of the model.
+
+    Raises:
+      ValueError: a rule rounds a weight otherwise than `quant_rules`.
     """
-    rules = () if quant is None else _rules_of(quant)
-    contracted: dict[str, tuple[str, int]] = {}
+    if quant is None:
+        return {}
+    rules_of_layers: dict[str, tuple[Any, int]] = {}
 
     def record(next_fun: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        layer, path = context.module, "/".join(context.module.path)
+        layer, rule = context.module, None
         if context.method_name == "__call__" and isinstance(layer, (nn.Dense, nn.DenseGeneral)):
-            rule = next((one for one in rules if re.fullmatch(one.module_path, path)), None)
-            if rule is not None and rule.weight_qtype is not None:
-                axis = layer.axis if isinstance(layer, nn.DenseGeneral) else -1
-                count = len(axis) if isinstance(axis, tuple) else 1
-                contracted[context.module.path[-1]] = jnp.dtype(rule.weight_qtype).name, count
+            rule = _find_rule(quant, "/".join(layer.path), "dot_general")
+        if rule is not None:
+            axis = layer.axis if isinstance(layer, nn.DenseGeneral) else -1
+            rules_of_layers[layer.path[-1]] = rule, len(axis) if isinstance(axis, tuple) else 1
         return next_fun(*args, **kwargs)
 
-    if not rules:
-        return {}
-    with nn.intercept_methods(record):
-        # A function of its own: JAX remembers the trace of `init`, and would not run the modules again.
+    # JAX remembers the traces of `init`, which is jitted, and would not call the modules again.
+    with jax.disable_jit(), nn.intercept_methods(record):
         block = jax.eval_shape(lambda key: init(key)["block"], jax.random.key(0))
     found = {}
     for path, _ in jax.tree_util.tree_leaves_with_path(block):
         name = path_str(path)
         *_, owner, last = ("", *name.split("/"))
-        if last == "kernel" and owner in contracted:
-            dtype, count = contracted[owner]
-            found[f"{BLOCKS}/{name}"] = dtype, tuple(range(1, 1 + count))
-        elif owner == "experts" and (rounding := expert_rounding(quant, name)) is not None:
-            found[f"{BLOCKS}/{name}"] = rounding.dtype, (2,)
+        stacked = f"{BLOCKS}/{name}"
+        if last == "kernel" and owner in rules_of_layers:
+            rule, count = rules_of_layers[owner]
+            found[stacked] = _gathered_dtype(rule, stacked), tuple(range(1, 1 + count))
+        elif owner == "experts" and (rule := _find_rule(quant, name, "ragged_dot")) is not None:
+            found[stacked] = _gathered_dtype(rule, stacked), (2,)
     return found
 
 
+def _find_rule(quant: Quant, path: str, op_name: str) -> Any:
+    """Return the first rule for this operation of the module at `path`, as qwix does; None if no weight is rounded."""
+    for rule in () if quant is None else _rules_of(quant):
+        if re.fullmatch(rule.module_path, path) and (not rule.op_names or op_name in rule.op_names):
+            return None if rule.weight_qtype is None else rule
+    return None
+
+
+def _gathered_dtype(rule: Any, path: str) -> str:
+    """Return the dtype in which a rounded weight can be gathered; refuse a rule that rounds it otherwise than ours."""
+    qtype = rule.weight_qtype
+    dtype = qtype if isinstance(qtype, str) else jnp.dtype(qtype).name
+    methods = {jnp.dtype(FORMATS[name]).name: method for name, method in _METHODS.items()}
+    method = rule.weight_calibration_method
+    names = ("tile_size", "disable_channelwise_axes", "additional_qt_config")
+    others = [f"{name}={value!r}" for name in names if (value := getattr(rule, name, None))]
+    if methods.get(dtype) != method or others:
+        got = ", ".join([f"weight_qtype={dtype}", f"weight_calibration_method={method!r}", *others])
+        ours = " or ".join(f"{dtype} by {method!r}" for dtype, method in methods.items())
+        raise ValueError(
+            f"gather_dtype='quant': the rule for {path} has {got}; weights are rounded before they are gathered only "
+            f"to {ours}, with one scale for each output channel: make the rule by js.models.quant_rules, or leave "
+            "gather_dtype out"
+        )
+    return dtype
+
+
 def _rounding_of(rule: Any, path: str) -> Rounding:
-    unsuited = [name for name in ("bwd_qtype", "tile_size", "act_static_scale") if getattr(rule, name, None)]
+    unsuited = [name for name in _UNSUITED_TO_EXPERTS if getattr(rule, name, None)]
     if rule.act_qtype != rule.weight_qtype or unsuited:
         raise ValueError(
             f"quant: the rule for {path} has {unsuited or f'act_qtype {rule.act_qtype}'}; products of experts round "

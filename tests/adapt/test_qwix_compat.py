@@ -99,11 +99,11 @@ def test_losses_are_those_of_one_device(quant, kind, where):
 
 
 @pytest.mark.slow
-def test_losses_by_a_scale_on_a_tie_are_those_of_one_device_within_the_tolerance_of_the_format():
+def test_losses_by_a_scale_on_a_tie_are_further_off_than_by_our_rules():
     """qwix's own default for int8 divides by 127.5, so that the largest number of a channel may round either way."""
     model = linen_model([qwix.QtRule(weight_qtype=jnp.int8, act_qtype=jnp.int8)])
-    one = losses_of(model, "one", js.auto())
-    np.testing.assert_allclose(losses_of(model, "fsdp", js.explicit()), one, rtol=0, atol=1e-3)
+    apart = np.subtract(losses_of(model, "fsdp", js.explicit()), losses_of(model, "one", js.auto()))
+    assert 1e-5 < np.abs(apart).max() < 1e-2  # our rules stay below 1e-5, as above
 
 
 def scales_of(monkeypatch, where, engine):

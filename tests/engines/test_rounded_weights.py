@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 import jaxshard as js
+from jaxshard.engines.rounded_weights import Rounded, gather_rounded
 
 qwix = pytest.importorskip("qwix")
 
@@ -57,9 +60,64 @@ def test_a_gathered_weight_is_rounded_to_the_same_numbers_again(quant, largest):
     np.testing.assert_allclose(again.scale, once.scale, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("quant", "share"), [("int8", 0.12), ("fp8", 0.0)])
+def test_in_bf16_a_gathered_weight_moves_some_int8_numbers_by_two_at_most_and_no_fp8(quant, share):
+    rule = js.models.quant_rules(quant)[0]
+    how = {"qtype": rule.weight_qtype, "calibration_method": rule.weight_calibration_method, "channelwise_axes": (1,)}
+    weight = jnp.asarray(np.random.default_rng(0).normal(size=(512, 64)), jnp.float32)
+    once = qwix.quantize(weight, **how)
+    sent, cast = (
+        np.asarray(qwix.quantize(x.astype(jnp.bfloat16), **how).qvalue, np.float32)
+        for x in (qwix.dequantize(once), weight)
+    )
+    exact = np.asarray(once.qvalue, np.float32)
+    assert (sent != exact).mean() <= share < (cast != exact).mean()
+    assert np.abs(sent - exact).max() <= 2
+
+
+@pytest.mark.parametrize("wanted", [None, jnp.float32])
+def test_a_bf16_weight_is_gathered_in_the_dtype_of_computation_or_its_own(wanted):
+    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), lambda key: {"w": jnp.zeros((8, 4))}, TX)
+    stored = Rounded(jnp.ones((8, 4), jnp.int8), jnp.ones((1, 4)), jnp.dtype(jnp.bfloat16))
+    gathered = jax.shard_map(
+        lambda x: gather_rounded(layout, layout.params["w"], x, wanted),
+        mesh=layout.mesh,
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    assert jax.eval_shape(gathered, stored).dtype == (wanted or jnp.bfloat16)
+
+
+class InInt4(js.Stacked):
+    @property
+    def rounded_weights(self):
+        return {"blocks/w": ("int4", (1,))}
+
+
+def test_a_dtype_without_a_format_is_refused_by_path():
+    def head(params, x, batch):
+        return js.Mean(x.sum(), x.size)
+
+    def init(key):
+        return {"embed": {"w": jnp.zeros((32, 32))}, "block": {"w": jnp.zeros((32, 32))}, "head": {}}
+
+    model = InInt4(lambda params, batch, key: batch["tokens"] @ params["w"], lambda w, x, key: x, head, 2, init)
+    _, step = step_of(model, "fsdp", js.explicit(gather_dtype="quant"))
+    with pytest.raises(ValueError, match=r"the model rounds blocks/w to int4, .* gathered in int8, float8"):
+        step.trace({"tokens": np.zeros((8, 32), np.float32)})
+
+
 def test_a_model_that_rounds_nothing_is_refused():
     _, step = step_of(model_of(None), "fsdp", js.explicit(gather_dtype="quant"))
     with pytest.raises(ValueError, match=r"gather_dtype='quant' .* this model rounds none .* quant='int8'"):
+        step.trace(BATCH)
+
+
+def test_a_rule_that_rounds_otherwise_is_refused_by_path():
+    model = model_of([qwix.QtRule(weight_qtype=jnp.int8, act_qtype=jnp.int8, module_path="qkv")])
+    _, step = step_of(model, "fsdp", js.explicit(gather_dtype="quant"))
+    with pytest.raises(ValueError, match=r"gather_dtype='quant': the rule for blocks/qkv/kernel .*'absmax'"):
         step.trace(BATCH)
 
 
