@@ -349,7 +349,7 @@ _TPUS: dict[str, tuple[Chip, int, int]] = {
 # Islands of GPUs: NVLink's figure on a data sheet counts both directions (A100 600 GB/s, H100 and H200 900, B200 1800),
 # and so does AMD's for the seven Infinity Fabric links from a GPU to the seven others (MI300X 896, MI355X 1075).
 # Outside, the network adapters of NVIDIA's DGX reference designs: one of 200 Gb/s for a GPU of a DGX A100, one of 400
-# Gb/s for one of a DGX H100, H200 or B200; one of 400 Gb/s for an MI300X of Azure's ND MI300X v5. Latencies: NCCL's
+# Gb/s for one of a DGX H100, H200 or B200; one of 400 Gb/s for an MI300X in Azure's machines. Latencies: NCCL's
 # tuning model (src/graph/tuning.cc), 0.6 microseconds for a hop of its LL ring through NVLink, 14 through the network;
 # AMD's library is made from the same source.
 def _island(both_directions: float, outside: float, island: int = 8, inside: str = "nvlink") -> Network:

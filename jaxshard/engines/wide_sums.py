@@ -185,7 +185,8 @@ def _other_order(product: Any) -> tuple[int, ...] | None:
     kept = product.invars[0].aval.ndim - len(contracted)
     dims = tuple(range(product.outvars[0].aval.ndim))
     algorithm = isinstance(product.params["precision"], jax.lax.DotAlgorithm)
-    can_swap = not batch and product.params.get("out_sharding") is None and not algorithm
+    out = product.params.get("out_sharding")
+    can_swap = not batch and not algorithm and (out is None or not any(out.spec))
     return dims[kept:] + dims[:kept] if can_swap else None
 
 

@@ -2,6 +2,9 @@
 
 import json
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -109,7 +112,6 @@ REFUSED = {
 def test_templates_that_do_harm_are_refused_by_their_file(tmp_path, monkeypatch):
     """In one line, whatever the records."""
     monkeypatch.setattr(chat_template, "SECONDS", 0.3)
-    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)  # as libtpu does, and a child inherits it
     file = write(tmp_path / "a.jsonl", {"messages": CHAT}, {"messages": CHAT})
     for template, reason in REFUSED.items():
         used = tokenizer_with(tmp_path / "a", template)
@@ -117,7 +119,17 @@ def test_templates_that_do_harm_are_refused_by_their_file(tmp_path, monkeypatch)
             data.tokenize(file, used)
         assert str(caught.value).startswith(f"the chat template in {tmp_path / 'a' / 'tokenizer_config.json'}: ")
         assert reason in str(caught.value) and "\n" not in str(caught.value)
-    signal.signal(signal.SIGPROF, before)
+
+
+def test_the_limit_of_time_holds_where_the_parent_ignores_its_signal():
+    """As a process does that has loaded libtpu; a child inherits it."""
+    script = Path(chat_template.__file__).with_name("render_chat.py")
+    endless = "{% set n = range(99999) %}{% for i in n %}{% for j in n %}{% endfor %}{% endfor %}"
+    asked = [{"templates": {"default": endless}}, {"name": "default", "variables": {}}]
+    shell = 'trap "" PROF; exec "$0" -P "$1" 0.3 1000000000'
+    command = ["bash", "-c", shell, sys.executable, str(script)]
+    ended = subprocess.run(command, input="".join(json.dumps(one) + "\n" for one in asked), text=True, timeout=60)
+    assert ended.returncode == -signal.SIGPROF
 
 
 def test_conversations_that_a_template_refuses_are_told_by_their_lines(tmp_path):
