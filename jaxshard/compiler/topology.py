@@ -142,6 +142,7 @@ def check_compiler(target: Target) -> None:
     if target.is_gpu:
         check_gpu_compiler(parse_topology(target.name).version)
     elif importlib.util.find_spec("libtpu") is None:
+        parse_topology(target.name)  # a wrong name is said first
         raise ImportError(
             f"compiling for the topology {target.name!r} needs the TPU compiler, and libtpu is not installed; "
             f'pip install "jax[tpu]=={jax.__version__}" (no TPU is needed)'
