@@ -62,7 +62,8 @@ def quant_rules(quant: str, *, module_path: str = ".*") -> list[Any]:
       A list of one `qwix.QtRule`, for `qwix.QtProvider`.
 
     Raises:
-      ValueError: another `quant`, or qwix is not installed.
+      ImportError: qwix is not installed.
+      ValueError: another `quant`.
 
     Example:
         module = qwix.quantize_model(module, qwix.QtProvider(js.models.quant_rules("int8")))
@@ -71,7 +72,7 @@ def quant_rules(quant: str, *, module_path: str = ".*") -> list[Any]:
     if quant not in FORMATS:
         raise ValueError(f"quant must be {' or '.join(map(repr, FORMATS))}, or a list of qwix.QtRule, got {quant!r}")
     if find_spec("qwix") is None:
-        raise ValueError(f'quant={quant!r} needs qwix, which is not installed: pip install "qwix>=0.1.8"')
+        raise ImportError(f'quant={quant!r} needs qwix, which is not installed: pip install "qwix>=0.1.8"')
     import qwix
 
     dtype, method = FORMATS[quant], _METHODS[quant]
